@@ -1,0 +1,153 @@
+# torchweld from a fresh clone: `make test` and `make demo` need Python >= 3.10, g++ and make.
+#
+#   PYTHON=python3.12   the interpreter          TORCH=2.11.0   the torch to install
+#   VENV=none           use the current environment as it is; touches no network
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+# The Triton that goes with it; a CUDA build of torch brings its own.
+TRITON ?= 3.7.1
+VENV ?= .venv
+# The CUDA library is built where there is a GPU to run it; CUDA=1 or CUDA=0 says otherwise.
+CUDA ?= $(if $(shell command -v nvidia-smi),1,0)
+export TORCHWELD_CUDA := $(CUDA)
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+endif
+EMULATOR := build/emulator/lib
+EMULATOR_ASAN := build/emulator-asan/lib
+ASAN := build/asan/lib
+PYTEST := $(PY) -m pytest
+# What says whether a kernel is right, on any backend.
+CONTRACT := tests/test_oracle.py tests/test_gradients.py tests/test_torch.py tests/test_shapes.py \
+	tests/test_determinism.py tests/test_bad_input.py tests/test_nn.py tests/test_distributed.py
+
+say = @printf '\033[1m== %s\033[0m\n' "$(1)"
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+.PHONY: tools
+tools:
+	@command -v $(PYTHON) >/dev/null || { echo "torchweld: $(PYTHON) was not found: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "torchweld: $(PYTHON) is older than 3.10: name a newer one with PYTHON=..."; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "torchweld: no C++ compiler was found: apt-get install g++"; exit 1; }
+	@[ "$(VENV)" = none ] || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "torchweld: $(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
+
+# The environment: everything pinned, then the package in place.
+.PHONY: env
+ifeq ($(VENV),none)
+env: tools
+	@$(PY) -c 'import torchweld' 2>/dev/null || $(PY) -m pip install -q --no-index --no-build-isolation --no-deps -e .
+	@$(PY) csrc/build.py
+else
+env: tools $(VENV)/.ready
+	@$(PY) csrc/build.py
+
+$(VENV)/.ready: requirements.txt pyproject.toml setup.py
+	$(call say,making $(VENV) with torch $(TORCH))
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --upgrade pip
+	@$(PY) -m pip install -q "torch==$(TORCH)"
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q "triton==$(TRITON)"
+	@$(PY) -m pip install -q -r requirements.txt
+	$(call say,building torchweld)
+	@$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+endif
+
+.PHONY: build
+build: env ## Build the native libraries in place; only what changed is compiled
+
+.PHONY: emulator
+emulator: env ## Build the CUDA kernels for the CPU, for the tests
+	@$(PY) csrc/build.py --emulator --out $(EMULATOR)
+
+.PHONY: test
+test: emulator ## The package's own test suite
+	$(call say,testing)
+	@$(PYTEST) -n 2 --dist worksteal tests $(ARGS)
+
+.PHONY: test-contract
+test-contract: emulator ## The contract and the ahead-of-time compiles alone
+	@$(PYTEST) -n 2 --dist worksteal $(CONTRACT) tests/test_triton_aot.py $(ARGS)
+
+.PHONY: test-isa
+test-isa: env ## The contract on every CPU instruction set of this machine
+	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas())'); do \
+	  printf '== %s\n' $$isa; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k cpu tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py || exit 1; \
+	done
+
+.PHONY: test-peers
+test-peers: env ## Tests against other packages; installs them
+	$(call say,testing against peers)
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0"
+	@$(PYTEST) tests/peers/peer_*.py $(ARGS)
+
+# python3.12 itself, or pyenv's where that is not the version in use.
+PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+.PHONY: test-lane
+test-lane: ## The contract under Python 3.12, torch 2.11 and Triton 3.6
+	@[ -n "$(PYTHON312)" ] || { echo "torchweld: the second lane did not run: no python3.12 with venv"; exit 0; }; \
+	free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
+	[ -d .venv-2.11 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
+	$(MAKE) --no-print-directory test-contract PYTHON=$(PYTHON312) TORCH=2.11.0 VENV=.venv-2.11 \
+	  ARGS='-k "not interpreter"'  # Triton 3.6 does not interpret under numpy >= 2.4
+
+.PHONY: demo
+demo: env ## The quick benchmark: its table, and a plot
+	@$(PY) -m torchweld bench --quick --plot build/bench.png
+
+.PHONY: lint
+lint: env ## ruff, clang-format, mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m clang_format --version >/dev/null 2>&1; git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(dir $(PY))clang-format --dry-run -Werror
+	@$(PY) -m mypy
+
+.PHONY: format
+format: env ## Let ruff and clang-format rewrite the sources
+	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
+	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(dir $(PY))clang-format -i
+
+.PHONY: wheel
+wheel: env ## One wheel for every torch >= 2.10, in dist/
+	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
+
+.PHONY: wheel-matrix
+wheel-matrix: wheel ## That wheel under Python 3.12 and torch 2.11
+	@[ -d .venv-wheel ] || $(PYTHON312) -m venv .venv-wheel
+	@.venv-wheel/bin/pip install -q torch==2.11.0
+	@.venv-wheel/bin/pip install -q -r requirements.txt
+	@.venv-wheel/bin/pip install -q --force-reinstall --no-deps dist/torchweld-*.whl
+	@.venv-wheel/bin/python -c 'import torchweld; print(torchweld.__file__, torchweld.backends())'
+	@.venv-wheel/bin/python -m pytest -n 2 -k "not interpreter" $(CONTRACT) $(ARGS)
+
+.PHONY: cuda-check
+cuda-check: env ## Compile the CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
+	@TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py || { [ $$? = 3 ] && [ "$(VENV)" != none ] && \
+	  $(PY) -m pip install -q -r requirements-cuda.txt && TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py; }
+
+# Python, torch and numpy leak at exit; what the sanitizers are for is what kernels do.
+SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)"
+.PHONY: sanitize
+sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
+	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN)
+	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
+	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
+	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
+	  $(PYTEST) -n 2 -k "not interpreter and not inductor" tests/test_oracle.py tests/test_gradients.py \
+	  tests/test_shapes.py tests/test_determinism.py tests/test_bad_input.py $(ARGS)
+
+.PHONY: clean
+clean: ## Remove what was built
+	@rm -rf build dist python/torchweld/lib *.egg-info python/*.egg-info

@@ -1,0 +1,1 @@
+"""The benchmark runner and the evidence that it recorded."""

@@ -1,0 +1,132 @@
+"""What is measured: an op's declared shapes in a dtype, in three directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchweld.registry import Op, TensorSpec, materialize
+
+# Forward without gradients; backward alone; both, through autograd.
+DIRECTIONS = ("fwd", "bwd", "full")
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with arguments of one shape and dtype, on one device."""
+
+    op: Op
+    arguments: tuple[Any, ...]
+    dtype: torch.dtype
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {'x'.join(map(str, self.shape))} {name(self.dtype)}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return next(a.shape for a in self.arguments if isinstance(a, TensorSpec))
+
+    def draw(self) -> Problem:
+        """The arguments filled with numbers, and a gradient for each public result."""
+        inputs = materialize(self.arguments, self.dtype, self.device, requires_grad=True)
+        problem = Problem(self.op, inputs, [])
+        generator = torch.Generator(self.device).manual_seed(1)
+        for like in (problem.outputs()[name] for name in self.op.public):
+            values = torch.randn(like.shape, generator=generator, device=self.device)
+            problem.grads.append(values.to(like.dtype))
+        return problem
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that an op has to read and to write if it touches each tensor once."""
+
+    reads: int
+    writes: int
+
+    @property
+    def total(self) -> int:
+        return self.reads + self.writes
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The inputs of a case, which require gradients, and the gradients of its public results."""
+
+    op: Op
+    inputs: list[Any]
+    grads: list[torch.Tensor]
+
+    def forward(self, function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        """The function's results, always as a tuple."""
+        results = function(*self.inputs)
+        return results if isinstance(results, tuple) else (results,)
+
+    def backward(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The gradients of every tensor that went in."""
+        return torch.autograd.grad(results, list(self.tensors().values()), self.grads)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The inputs that are tensors, by name."""
+        named = zip(self.op.forward_signature.arguments, self.inputs, strict=True)
+        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The forward's results by name, with nothing in them."""
+        shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in self.inputs]
+        return dict(zip(self.op.forward_signature.results, self.op.fake(*shapes), strict=True))
+
+    def double(self) -> Problem:
+        """The same numbers in float64."""
+        wide = [
+            v.detach().double().requires_grad_() if isinstance(v, torch.Tensor) else v
+            for v in self.inputs
+        ]
+        return Problem(self.op, wide, [grad.double() for grad in self.grads])
+
+    def traffic(self, direction: str) -> Traffic:
+        """From the two schemas: every tensor that goes in is read, every result is written."""
+        inputs, outputs, backward = self.tensors(), self.outputs(), self.op.backward_signature
+        values = inputs | outputs | {f"grad_{n}": outputs[n] for n in self.op.public}
+        wanted = [values[n] for n in backward.arguments if n in values]
+        made = [
+            values[n] for n in (r.removeprefix("grad_") for r in backward.results) if n in values
+        ]
+        forward = Traffic(_bytes(inputs.values()), _bytes(outputs.values()))
+        gradient = Traffic(_bytes(wanted), _bytes(made))
+        both = Traffic(forward.reads + gradient.reads, forward.writes + gradient.writes)
+        return {"fwd": forward, "bwd": gradient, "full": both}[direction]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def name(dtype: torch.dtype) -> str:
+    """float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cases(
+    ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype] | None, *, quick: bool
+) -> list[Case]:
+    """What to measure; quick: of each op the smallest shape and the middle one."""
+    found = []
+    for op in ops:
+        arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu
+        if quick:
+            ordered = sorted(arguments, key=_elements)
+            arguments = (ordered[0], ordered[len(ordered) // 2])
+        for given in arguments:
+            wanted = [d for d in dtypes or DTYPES[device] if d in op.dtypes]
+            found += [Case(op, given, dtype, device) for dtype in wanted]
+    return found
+
+
+def _elements(arguments: Sequence[Any]) -> int:
+    return sum(torch.Size(a.shape).numel() for a in arguments if isinstance(a, TensorSpec))

@@ -1,0 +1,200 @@
+"""`torchweld bench`: its options, and what they set going."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchweld import _evidence
+from torchweld.bench import conditions, evidence, limits, sources
+from torchweld.bench.cases import DIRECTIONS, cases
+from torchweld.bench.contenders import COMPILE, PEERS, rivals
+from torchweld.bench.machine import machine
+from torchweld.bench.overhead import overhead
+from torchweld.bench.report import Report, load, markdown, show, show_machine
+from torchweld.bench.runner import Plan, measure
+from torchweld.bench.table import Table, progress
+from torchweld.bench.timing import clock_for
+from torchweld.registry import BACKENDS, OPS, Op
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Refusal(Exception):  # noqa: N818
+    """What was asked for cannot be done here: says why, in a line."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `torchweld bench`."""
+    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {', '.join(OPS)}")
+    parser.add_argument("--quick", action="store_true", help="few shapes, under a minute")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--dtype", action="append", choices=DTYPES, metavar="DTYPE", help="may recur"
+    )
+    parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="may recur")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="may recur")
+    parser.add_argument(
+        "--vs",
+        action="append",
+        choices=(COMPILE, *PEERS),
+        help="measure beside these; default: all that are installed, with --quick none",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
+    parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show what --json, or --record, wrote",
+    )
+    parser.add_argument("--record", action="store_true", help="on a GPU: write bench/evidence")
+    parser.add_argument(
+        "--check-evidence", action="store_true", help="what bench/evidence is worth"
+    )
+    parser.add_argument(
+        "--default-allocator",
+        action="store_true",
+        help="leave the C allocator as it is: large CPU blocks may fault in at every call",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; its exit status is 1 where a contender's result was wrong."""
+    try:
+        if options.check_evidence:
+            return _check_evidence()
+        if options.plot and importlib.util.find_spec("matplotlib") is None:
+            raise Refusal("--plot needs matplotlib: pip install torchweld[bench]")
+        report = _read(options.source) if options.source else _measure(options)
+        return _deliver(report, options)
+    except Refusal as refusal:
+        print(f"torchweld bench: {refusal}", file=sys.stderr)
+        return 2
+
+
+def _op(name: str) -> str:
+    if name not in OPS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(OPS)}")
+    return name
+
+
+def _measure(options: argparse.Namespace) -> Report:
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    root = sources.root()
+    if options.record:
+        device = "cuda"
+        if not torch.cuda.is_available():
+            raise Refusal("--record needs a GPU; torch sees none here")
+        if root is None:
+            raise Refusal("--record needs the repository; this torchweld is installed without it")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda needs a GPU; torch sees none here")
+    if device == "cpu":
+        conditions.settle(default_allocator=options.default_allocator)
+
+    clock = clock_for(device)
+    report = Report(machine(device) | {"copy_gbps": limits.copy_gbps(clock, device)})
+    show_machine(report.machine)
+    ops = [op for op in OPS.values() if not options.ops or op.name in options.ops]
+    served = [name for name, backend in BACKENDS.items() if device in backend.devices]
+    plan = Plan(
+        directions=options.direction or DIRECTIONS,
+        backends=options.backend or served,
+        rivals=options.vs or ([] if options.quick else rivals(device)),
+        seconds=0.2 if options.quick else 0.6,
+    )
+    record = _prove(root, report, ops, plan.backends) if options.record and root else None
+    dtypes = [DTYPES[name] for name in options.dtype] if options.dtype else None
+    wanted = cases(ops, device, dtypes, quick=options.quick)
+    try:
+        for at in progress(wanted):
+            for found in measure(wanted[at], plan, clock):
+                report.results += found
+                if record:
+                    record.add_results(found)
+        for op in ops:
+            report.overheads += overhead(op, device, plan.backends, plan.seconds)
+    except KeyboardInterrupt:
+        print("interrupted; what was measured until then:", file=sys.stderr)
+    return report
+
+
+def _prove(
+    root: Path, report: Report, ops: Sequence[Op], backends: Sequence[str]
+) -> evidence.Record:
+    """The contract's part of the evidence."""
+    record = evidence.Record(root, report.machine)
+    targets = {(op.name, b) for op in ops for b in evidence.gpu_backends(op) if b in backends}
+    for op, backend in targets:
+        record.begin(OPS[op], backend)
+    for op, backend, passed in evidence.contract(root, targets):
+        record.add_outcome(op, backend, passed)
+    print(f"evidence: {record.path}")
+    return record
+
+
+def _read(path: Path) -> Report:
+    if not path.exists():
+        raise Refusal(f"--from: {path} does not exist")
+    saved = json.loads(path.read_text())
+    if "gpu" not in saved:
+        return load(path)
+    where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
+    where |= {name: saved[name] for name in ("capability", "date", "versions")}
+    return Report(where, evidence.results(saved, sources.root()))
+
+
+def _deliver(report: Report, options: argparse.Namespace) -> int:
+    """Show, save and draw what was found."""
+    if options.source:
+        show_machine(report.machine)
+    show(report)
+    if options.json:
+        report.save(options.json)
+        print(f"results: {options.json}")
+    if options.plot:
+        from torchweld.bench.plot import plot
+
+        plot(report, options.plot)
+        print(f"plot: {options.plot}")
+    if options.markdown:
+        _write(markdown(report.results), options.markdown)
+    return 1 if any(r.status == "refused" for r in report.results) else 0
+
+
+def _write(text: str, target: str) -> None:
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text)
+        print(f"table: {target}")
+
+
+def _check_evidence() -> int:
+    """Informs, and never fails: evidence grows where there is a GPU."""
+    root = sources.root()
+    if root is None:
+        raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")
+    table = Table(["op", "backend", "GPU", "evidence"], numbers_from=4)
+    for line in evidence.standing(root, _evidence.records()):
+        table.add(*line)
+    table.show()
+    return 0

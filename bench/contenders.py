@@ -1,0 +1,102 @@
+"""Who is measured: eager, torchweld's backends, torch.compile, and peers that are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchweld.ops._call import call
+from torchweld.registry import EAGER, Op
+
+COMPILE = "compile"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function of the forward's arguments, and the torchweld backend it asks for, if any."""
+
+    name: str
+    function: Callable[..., Any]
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A package that has some of the ops: what makes its module's function take our arguments."""
+
+    package: str
+    module: str
+    functions: dict[str, Callable[[Any], Callable[..., Any]]]
+
+    def missing(self) -> str | None:
+        """Why it cannot take part."""
+        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
+            return f"not installed: pip install {self.package}"
+        return None
+
+
+# Those of norms run on GPUs alone.
+PEERS = {
+    "liger": Peer(
+        "liger-kernel",
+        "liger_kernel.transformers.functional",
+        {
+            "layer_norm": lambda m: lambda x, shape, w, b, eps: m.liger_layer_norm(x, w, b, eps),
+            # in_place would overwrite the gradient that every contender is given.
+            "rms_norm": lambda m: (
+                lambda x, shape, w, eps: m.liger_rms_norm(x, w, eps, in_place=False)
+            ),
+        },
+    ),
+    "apex": Peer(
+        "apex",
+        "apex.normalization.fused_layer_norm",
+        {
+            "layer_norm": lambda m: (
+                lambda x, shape, w, b, eps: m.fused_layer_norm_affine(x, w, b, shape, eps)
+            ),
+            "rms_norm": lambda m: (
+                lambda x, shape, w, eps: m.fused_rms_norm_affine(x, w, shape, eps)
+            ),
+        },
+    ),
+}
+
+
+def rivals(device: str) -> list[str]:
+    """Who takes part where nobody is named: torch.compile, and the peers that are installed."""
+    installed = [name for name, peer in PEERS.items() if peer.missing() is None]
+    return [COMPILE, *(installed if device == "cuda" else [])]
+
+
+def contenders(
+    op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Eager first, then all that were asked for and can; and why the others cannot."""
+    found = [Contender(EAGER, op.reference)]
+    absent: dict[str, str] = {}
+    for backend in [b for b in op.sources if b in backends]:
+        if reason := op.why_not(backend, inputs):
+            absent[backend] = reason
+        else:
+            found.append(Contender(backend, partial(call, op), backend))
+    for name in rivals:
+        if name == COMPILE:
+            torch.compiler.reset()  # each shape is compiled for itself, as a first one would be
+            found.append(Contender(name, torch.compile(op.reference)))
+        elif reason := PEERS[name].missing():
+            absent[name] = reason
+        elif op.name not in PEERS[name].functions:
+            absent[name] = f"it has no {op.name}"
+        elif inputs[0].device.type != "cuda":
+            absent[name] = "it runs on GPUs alone"
+        else:
+            module = importlib.import_module(PEERS[name].module)
+            found.append(Contender(name, PEERS[name].functions[op.name](module)))
+    return found, absent

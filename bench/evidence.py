@@ -1,0 +1,147 @@
+"""Evidence from a GPU: records the contract's count and the times; tells whether it is stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchweld.bench.runner import Result
+from torchweld.bench.sources import sources_hash
+from torchweld.registry import BACKENDS, OPS, Op
+
+# As tests/conftest.py names its targets on a GPU: test[layer_norm-gpu-cuda-float32] PASSED
+_OUTCOME = re.compile(r"\[(\w+)-gpu-([a-z]+)[^\]]*\] (PASSED|FAILED|ERROR)")
+# Of a result, what the evidence keeps.
+_KEPT = ("shape", "dtype", "direction", "elements", "bytes", "peak_bytes")
+_TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+
+
+class Record:
+    """The evidence file of a GPU, written after every step: what is cut off keeps what it had."""
+
+    def __init__(self, root: Path, machine: dict[str, Any]) -> None:
+        self.path = root / "bench" / "evidence" / f"{slug(machine['name'])}.json"
+        self._root = root
+        self._content: dict[str, Any] = {"ops": {}}
+        if self.path.exists():
+            self._content = json.loads(self.path.read_text())
+        self._content |= {
+            "gpu": machine["name"],
+            "capability": machine["capability"],
+            "date": machine["date"],
+            "versions": machine["versions"],
+            "limits": {"copy_gbps": machine["copy_gbps"]},
+        }
+
+    def begin(self, op: Op, backend: str) -> None:
+        """Forget what was known of older sources."""
+        self._content["ops"].setdefault(op.name, {})[backend] = {
+            "sources": sources_hash(op, backend, self._root),
+            "passed": 0,
+            "failed": 0,
+            "results": [],
+        }
+        self._write()
+
+    def add_outcome(self, op: str, backend: str, passed: bool) -> None:
+        self._content["ops"][op][backend]["passed" if passed else "failed"] += 1
+        self._write()
+
+    def add_results(self, results: Iterable[Result]) -> None:
+        """Times of one case and direction: each backend's, with its rivals' beside them."""
+        timed = {result.contender: result for result in results if result.ms is not None}
+        rivals = {name: r.ms for name, r in timed.items() if name not in BACKENDS}
+        for backend, result in timed.items():
+            if backend in rivals or result.eager_ms is None:
+                continue
+            entry = {name: getattr(result, name) for name in _KEPT + _TIMES}
+            proof = self._content["ops"][result.op][backend]
+            proof["results"].append(entry | {"rivals_ms": rivals})
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader, or the next run, never meets half a file.
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self._content, indent=1) + "\n")
+        os.replace(unfinished, self.path)
+
+
+def slug(gpu: str) -> str:
+    """NVIDIA H200 -> nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
+    """Runs the contract tests on the GPU: op, backend and whether it passed, test by test."""
+    wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in targets)
+    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, "tests"]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            outcome = _OUTCOME.search(line)
+            if outcome and (outcome[1], outcome[2]) in targets:
+                yield outcome[1], outcome[2], outcome[3] == "PASSED"
+            if not outcome or outcome[3] != "PASSED":
+                sys.stderr.write(line)
+
+
+def gpu_backends(op: Op) -> list[str]:
+    """The op's backends that need evidence."""
+    return [b for b in op.sources if "cpu" not in BACKENDS[b].devices]
+
+
+def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Op, GPU backend, GPU, and what its evidence is worth."""
+    lines = []
+    for op in OPS.values():
+        for backend in gpu_backends(op):
+            proofs = {
+                gpu: record["ops"][op.name][backend]
+                for gpu, record in records.items()
+                if backend in record["ops"].get(op.name, {})
+            }
+            now = sources_hash(op, backend, root) if proofs else ""
+            lines += [(op.name, backend, gpu, _worth(p, now)) for gpu, p in proofs.items()]
+            if not proofs:
+                lines.append((op.name, backend, "-", "never run on a GPU"))
+    return lines
+
+
+def results(record: dict[str, Any], root: Path | None) -> list[Result]:
+    """The times of an evidence file, stale ones marked where the sources are at hand."""
+    found = []
+    for op, proofs in record["ops"].items():
+        for backend, proof in proofs.items():
+            stale = root is not None and proof["sources"] != sources_hash(OPS[op], backend, root)
+            contender = f"{backend} (stale)" if stale else backend
+            for kept in proof["results"]:
+                figures = {name: kept[name] for name in _KEPT + _TIMES}
+                speed_up = kept["eager_ms"] / kept["ms"]
+                found.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
+    for result in found:
+        result.automatic = result.contender == _winner(found, result)
+    return found
+
+
+def _winner(results: Iterable[Result], like: Result) -> str | None:
+    """Who the automatic choice takes at this shape: the fastest in both directions, if any is."""
+    full = {
+        r.contender: r.speed_up or 0
+        for r in results
+        if (r.op, r.shape, r.dtype, r.direction) == (like.op, like.shape, like.dtype, "full")
+    }
+    best = max(full, key=lambda name: full[name], default=None)
+    return best if best is not None and full[best] >= 1 else None
+
+
+def _worth(proof: dict[str, Any], sources_now: str) -> str:
+    state = "current" if proof["sources"] == sources_now else "stale: its sources changed since"
+    counts = f"{proof['passed']} passed, {proof['failed']} failed, {len(proof['results'])} times"
+    return f"{state} ({counts})"

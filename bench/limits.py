@@ -1,0 +1,58 @@
+"""What the memory allows: streams with an op's own mix of reads and writes, timed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torchweld.bench.cases import Traffic
+from torchweld.bench.timing import Clock, interleaved, last_level_cache
+
+# Below this a stream measures the calls of its two or three torch ops, not the memory.
+LEAST_BYTES = 2**20
+
+
+def stream(traffic: Traffic, device: str) -> Callable[[], None] | None:
+    """Moves as many bytes as the op has to, in the best of torch's simplest loops.
+
+    Three of them make any mix: a + b -> c (2 reads for a write), a copy (1:1), and a sum (reads)
+    or a fill (writes) for what is left.
+    """
+    if traffic.total < LEAST_BYTES:
+        return None
+    reads, writes = traffic.reads // 4, traffic.writes // 4
+    added, copied, summed, filled = mix(reads, writes)
+    source = torch.ones(reads, device=device)
+    target = torch.empty(writes, device=device)
+    # Disjoint pieces, so that nothing is found in a cache.
+    a, b, c, s = source.split([added, added, copied, summed])
+    a_b, c_c, f = target.split([added, copied, filled])
+
+    def run() -> None:
+        if added:
+            torch.add(a, b, out=a_b)
+        if copied:
+            c_c.copy_(c)
+        if summed:
+            s.sum()
+        if filled:
+            f.fill_(1)
+
+    return run
+
+
+def mix(reads: int, writes: int) -> tuple[int, int, int, int]:
+    """Elements to add (two reads and a write each), to copy, to sum and to fill."""
+    added = max(0, min(reads - writes, writes))
+    copied = min(reads - 2 * added, writes - added)
+    return added, copied, reads - 2 * added - copied, writes - added - copied
+
+
+def copy_gbps(clock: Clock, device: str) -> float:
+    """Bandwidth of a large copy, reads and writes counted, for the record."""
+    half = 2**29 if device == "cuda" else 2 * last_level_cache()
+    run = stream(Traffic(half, half), device)
+    assert run is not None
+    (times,) = interleaved([lambda clock: clock(run)], clock, seconds=0.5, at_least=9, at_most=99)
+    return 2 * half / times.quantile(0.5) / 1e6

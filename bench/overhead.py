@@ -1,0 +1,86 @@
+"""What a call costs beside its work: tensors so small that nothing else is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import torchweld
+from torchweld.bench.cases import Case, Problem
+from torchweld.bench.timing import Clock, Run, Sample, interleaved, wall_time
+from torchweld.registry import Op
+
+DIRECTIONS = ("no gradients", "with gradients", "and backward")
+CALLS = 50  # in a block, which is timed as a whole
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of a call: torch.nn.functional's, the automatic choice's, each backend's."""
+
+    op: str
+    shape: list[int]
+    dtype: str
+    direction: str
+    torch_us: float
+    automatic_us: float
+    backend_us: dict[str, float]
+
+
+def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
+    """On the host's clock, from warm caches, on one thread."""
+    problem = Case(op, op.tiny, torch.float32, device).draw()
+    ours = getattr(torchweld.functional, op.name)
+    calls: list[tuple[Callable[..., Any], str | None]] = [
+        (getattr(torch.nn.functional, op.name, op.reference), None),
+        (ours, None),
+    ]
+    asked = [b for b in op.sources if b in backends and op.why_not(b, problem.inputs) is None]
+    calls += [(ours, backend) for backend in asked]
+    found = []
+    with _one_thread():
+        for direction in DIRECTIONS:
+            runs: list[Run] = [partial(_block, problem, direction, *how) for how in calls]
+            times = interleaved(runs, wall_time, seconds=seconds, at_least=11, at_most=201)
+            theirs, automatic, *named = [t.quantile(0.5) * 1e3 / CALLS for t in times]
+            by_name = dict(zip(asked, named, strict=True))
+            shape = list(problem.inputs[0].shape)
+            found.append(Overhead(op.name, shape, "float32", direction, theirs, automatic, by_name))
+    return found
+
+
+def _block(
+    problem: Problem,
+    direction: str,
+    function: Callable[..., Any],
+    backend: str | None,
+    clock: Clock,
+) -> Sample:
+    inputs, tensors = problem.inputs, list(problem.tensors().values())
+
+    def block() -> None:
+        for _ in range(CALLS):
+            results = function(*inputs)
+            if direction == "and backward":
+                torch.autograd.grad(results, tensors, problem.grads)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    with torchweld.use_backend(backend), torch.set_grad_enabled(direction != "no gradients"):
+        return clock(block)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The work is too little for two, and waking a second one varies more than a call takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,146 @@
+"""The results as a picture: speed over eager, and how far the memory would let it go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchweld.bench.report import Report
+from torchweld.bench.runner import Result
+from torchweld.registry import BACKENDS, EAGER
+
+COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
+Group = tuple[tuple[int, ...], str]  # shape and direction
+
+
+def plot(report: Report, path: Path) -> None:
+    """One panel for each op and dtype; a group of bars for each shape and direction."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [r for r in report.results if r.speed_up is not None]
+    ops = list(dict.fromkeys(r.op for r in timed))
+    dtypes = list(dict.fromkeys(r.dtype for r in timed))
+    names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
+    groups = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
+    widest = max(map(len, groups.values()))
+    figure, axes = pyplot.subplots(
+        len(ops),
+        len(dtypes),
+        figsize=(max(4.5, 0.62 * widest + 1.2) * len(dtypes), 3.1 * len(ops) + 1.2),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, op in enumerate(ops):
+        for column, dtype in enumerate(dtypes):
+            panel = axes[row][column]
+            _panel(panel, groups[op, dtype], names)
+            panel.set_title(f"{op}, {dtype}", fontsize=11, loc="left", fontweight="bold")
+            if column == 0:
+                panel.set_ylabel("speed over eager")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    made_of = report.machine["versions"]
+    figure.suptitle(
+        f"torchweld {made_of['torchweld']} against eager torch {made_of['torch']}\n"
+        f"{report.machine['name']}, {report.machine['date']}; pale: left to eager by default",
+        fontsize=12,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _groups(results: Sequence[Result], op: str, dtype: str) -> dict[Group, dict[str, Result]]:
+    groups: dict[Group, dict[str, Result]] = {}
+    for result in results:
+        if (result.op, result.dtype) == (op, dtype):
+            group = groups.setdefault((tuple(result.shape), result.direction), {})
+            group[result.contender] = result
+    return groups
+
+
+def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[str]) -> None:
+    width = 0.8 / max(len(names), 1)
+    for at, name in enumerate(names):
+        colour = COLOURS[at % len(COLOURS)]
+        panel.bar(0, 0, color=colour, label=name)  # for the legend
+        for place, group in enumerate(groups.values()):
+            if name in group:
+                middle = place + (at - (len(names) - 1) / 2) * width
+                _bar(panel, group[name], middle, width * 0.92, colour, crowded=len(names) > 2)
+    panel.axhline(1, color="black", linewidth=1, label="eager")
+    panel.plot([], [], color="crimson", linestyle="dashed", linewidth=1.2, label="memory limit")
+    tallest = panel.get_ylim()[1]
+    for at, limit in enumerate(map(_limit, groups.values())):
+        if limit is not None:
+            _mark(panel, at, limit, 2 * tallest)
+    panel.set_xticks(range(len(groups)), [direction for _, direction in groups], fontsize=9)
+    _name_shapes(panel, [shape for shape, _ in groups])
+    panel.set_xlim(-0.6, len(groups) - 0.4)
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.08)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _mark(panel: Any, at: int, limit: float, top: float) -> None:
+    """A limit; one far above every bar as a number, lest it press the bars flat."""
+    if limit > top:
+        panel.annotate(
+            f"limit {limit:.0f}",
+            (at, 0.97),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            fontsize=7,
+            color="crimson",
+        )
+    else:
+        panel.hlines(limit, at - 0.45, at + 0.45, "crimson", "dashed", linewidth=1.2)
+
+
+def _bar(
+    panel: Any, result: Result, middle: float, width: float, colour: str, *, crowded: bool
+) -> None:
+    """Pale where it is a backend that the automatic choice leaves to eager."""
+    height = result.speed_up or 0.0
+    pale = result.contender in BACKENDS and not result.automatic
+    panel.bar(middle, height, width, color=colour, alpha=0.3 if pale else 1.0)
+    doubt = "" if result.reliable else "~"
+    panel.annotate(
+        doubt + (f"{height:.2f}" if height < 10 else f"{height:.0f}"),
+        (middle, height),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=6 if crowded else 8,
+        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
+        zorder=5,
+    )
+
+
+def _limit(group: dict[str, Result]) -> float | None:
+    """Speed over eager of the stream that moves as many bytes."""
+    result = next(iter(group.values()))
+    if result.limit_ms is None or result.eager_ms is None:
+        return None
+    return result.eager_ms / result.limit_ms
+
+
+def _name_shapes(panel: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Each shape once, below its directions."""
+    for shape in dict.fromkeys(shapes):
+        places = [at for at, other in enumerate(shapes) if other == shape]
+        panel.annotate(
+            "x".join(map(str, shape)),
+            (sum(places) / len(places), 0),
+            xytext=(0, -22),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
+        if places[-1] < len(shapes) - 1:
+            panel.axvline(places[-1] + 0.5, color="lightgrey", linewidth=0.8, zorder=0)

@@ -1,0 +1,197 @@
+"""What a run found: a table for the terminal, JSON, and Markdown for the README."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchweld.bench import overhead
+from torchweld.bench.overhead import Overhead
+from torchweld.bench.runner import Result
+from torchweld.bench.table import Table
+from torchweld.registry import EAGER
+
+
+@dataclass
+class Report:
+    """Everything that a run found, and where it ran."""
+
+    machine: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+    overheads: list[Overhead] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load(path: Path) -> Report:
+    """What `save` wrote."""
+    saved = json.loads(path.read_text())
+    return Report(
+        saved["machine"],
+        [Result(**result) for result in saved["results"]],
+        [Overhead(**line) for line in saved["overheads"]],
+    )
+
+
+# --- The terminal -----------------------------------------------------------------------------
+
+
+def show_machine(where: dict[str, Any]) -> None:
+    """What the reader has to know before the figures."""
+    made_of = where["versions"]
+    device = where["name"]
+    if where["device"] == "cpu":
+        device += f", {where['threads']} thread(s), {where['isa'] or 'no torchweld kernels'}"
+    cuda = f" (CUDA {made_of['cuda']})" if made_of["cuda"] else ""
+    print(f"torchweld {made_of['torchweld']}, torch {made_of['torch']}{cuda}, on {device}")
+    if where["device"] == "cpu":
+        print(f"for every contender: {where['conditions']}, caches cold")
+    print(f"large copy: {where['copy_gbps']:.1f} GB/s")
+
+
+def show(report: Report) -> None:
+    """The table of results, the overheads, and what there is to say about them."""
+    on_gpu = report.machine["device"] == "cuda"
+    headers = [
+        "op",
+        "shape",
+        "dtype",
+        "dir",
+        "contender",
+        "ms",
+        "p20-p80",
+        "x eager",
+        "GB/s",
+        "limit",
+    ]
+    table = Table([*headers, "peak MB"] if on_gpu else headers, numbers_from=5)
+    previous: tuple[str, ...] = ()
+    for result in report.results:
+        if result.status == "absent":
+            continue
+        keys = (result.op, _shape(result), result.dtype, result.direction)
+        group = keys[:3] != previous[:3]
+        names = ("",) * 4 if keys == previous else keys if group else ("", "", "", result.direction)
+        cells = [*names, result.contender + (" *" if result.automatic else ""), *_figures(result)]
+        if on_gpu:
+            cells.append("" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}")
+        table.add(*cells, style=_style(result), group=group)
+        previous = keys
+    if table.rows:
+        table.show()
+        print("\n".join(_remarks(report.results)))
+    if report.overheads:
+        print()
+        _overhead_table(report.overheads).show()
+
+
+def _shape(result: Result) -> str:
+    return "x".join(map(str, result.shape))
+
+
+def _figures(result: Result) -> list[str]:
+    """ms, p20-p80, x eager, GB/s, % of the limit."""
+    if result.ms is None or result.p20 is None or result.p80 is None:
+        return ["refused", "", "", "", ""]
+    doubt = "" if result.reliable else "~"
+    return [
+        doubt + _ms(result.ms),
+        f"{_ms(result.p20)}-{_ms(result.p80)}",
+        "" if result.speed_up is None else f"{doubt}{result.speed_up:.2f}",
+        "" if result.gbps is None else f"{result.gbps:.1f}",
+        "" if result.share is None else f"{result.share:.0%}",
+    ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _style(result: Result) -> str:
+    if result.status == "refused":
+        return "bold red"
+    if result.contender == EAGER or not result.reliable:
+        return "dim"
+    return "green" if (result.speed_up or 0) >= 1 else "yellow"
+
+
+def _remarks(results: Sequence[Result]) -> list[str]:
+    """How to read the table, and who is not in it."""
+    lines = ["* what the automatic choice takes"]
+    if any(result.share for result in results):
+        lines.append("limit: % of what a plain stream reached with the same reads and writes")
+    disturbed, calls = sum(r.disturbed for r in results), sum(r.calls for r in results)
+    if disturbed:
+        lines.append(f"{disturbed} of {calls} calls met other processes on their cores")
+    if any(not result.reliable for result in results):
+        lines.append(
+            "~ so many that they had to be counted in: measure again on a quiet machine, or with"
+            " OMP_NUM_THREADS=1"
+        )
+    where: dict[tuple[str, str, str | None], list[str]] = defaultdict(list)
+    for result in results:
+        if result.status != "timed":
+            case = f"{result.op} {_shape(result)} {result.dtype}"
+            where[result.status, result.contender, result.reason].append(case)
+    for (status, contender, reason), cases in where.items():
+        place = f" ({', '.join(dict.fromkeys(cases))})" if status == "refused" else ""
+        lines.append(f"{status}: {contender}{place}: {reason}")
+    return lines
+
+
+def _overhead_table(overheads: Iterable[Overhead]) -> Table:
+    """Microseconds, and times torch.nn.functional's."""
+    overheads = list(overheads)
+    backends = list(dict.fromkeys(name for line in overheads for name in line.backend_us))
+    forced = [f"{name} by name" for name in backends]
+    table = Table(["us a call", "", "torch", "automatic", *forced], numbers_from=2)
+    for line in overheads:
+        named = [line.backend_us.get(name) for name in backends]
+        ratios = [
+            "" if us is None else f"{us:.1f} ({us / line.torch_us:.2f}x)"
+            for us in (line.automatic_us, *named)
+        ]
+        first = line.direction == overhead.DIRECTIONS[0]
+        shape = "x".join(map(str, line.shape))
+        name = f"{line.op} {shape}" if first else ""
+        table.add(name, line.direction, f"{line.torch_us:.1f}", *ratios, group=first)
+    return table
+
+
+# --- Markdown ---------------------------------------------------------------------------------
+
+
+def markdown(results: Iterable[Result]) -> str:
+    """A table for the README: what the automatic choice takes, against eager.
+
+    A busy machine flatters what is faster, so that what was measured on one is left out.
+    """
+    lines = [
+        "| op | shape | dtype | direction | eager | torchweld | on | speed-up | GB/s | limit |",
+        "|---|---|---|---|--:|--:|---|--:|--:|--:|",
+    ]
+    for result in results:
+        if not (result.automatic and result.reliable) or not result.ms or not result.eager_ms:
+            continue
+        share = "" if result.share is None else f"{result.share:.0%}"
+        gbps = "" if result.gbps is None else f"{result.gbps:.0f}"
+        cells = [
+            f"`{result.op}`",
+            _shape(result).replace("x", " x "),
+            result.dtype,
+            result.direction,
+            f"{_ms(result.eager_ms)} ms",
+            f"{_ms(result.ms)} ms",
+            result.contender,
+            f"{result.eager_ms / result.ms:.2f}x",
+            gbps,
+            share,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,171 @@
+"""Measures a case: checks every contender's results, then times them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import torchweld
+from torchweld.bench import limits
+from torchweld.bench.cases import Case, Problem, Traffic, name
+from torchweld.bench.check import Judge
+from torchweld.bench.contenders import Contender, contenders
+from torchweld.bench.timing import Clock, Run, Sample, interleaved
+from torchweld.registry import EAGER
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run measures: who takes part in which directions, and for how long."""
+
+    directions: Sequence[str]
+    backends: Sequence[str]
+    rivals: Sequence[str]
+    seconds: float
+    rounds: tuple[int, int] = (11, 201)  # at least and at most
+
+
+@dataclass
+class Result:
+    """One contender in one case and direction.
+
+    Its status is "timed"; "refused", for a wrong result or an error; or "absent". The last two
+    have a reason and no times.
+    """
+
+    op: str
+    shape: list[int]
+    dtype: str
+    direction: str
+    contender: str
+    elements: int
+    bytes: int
+    status: str = "timed"
+    reason: str | None = None
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    calls: int = 0  # that the times are of
+    disturbed: int = 0  # calls during which other processes held a core
+    reliable: bool = True  # not so if disturbed calls had to be counted in
+    eager_ms: float | None = None
+    speed_up: float | None = None
+    gbps: float | None = None
+    limit_ms: float | None = None  # of a stream with the same reads and writes
+    share: float | None = None
+    peak_bytes: int | None = None  # beside the inputs; CUDA alone
+    automatic: bool = False  # what the automatic choice takes
+
+
+def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
+    """Every contender's results, direction by direction."""
+    problem = case.draw()
+    taking_part, absent = contenders(case.op, problem.inputs, plan.backends, plan.rivals)
+    judge = Judge(problem)
+    faults: dict[str, str | None] = {c.name: _fault(judge, c) for c in taking_part}
+    del judge
+    with torchweld.use_backend(None):
+        automatic = torchweld.explain(case.op.name, *problem.inputs).chosen
+    for direction in plan.directions:
+        traffic = problem.traffic(direction)
+        sound = [c for c in taking_part if faults[c.name] is None]
+        results = _timed(case, problem, direction, traffic, sound, plan, clock)
+        for result in results:
+            result.automatic = result.contender == automatic
+        for status, reasons in (("refused", faults), ("absent", absent)):
+            for contender, reason in reasons.items():
+                if reason is not None:
+                    result = _result(case, direction, contender, traffic)
+                    result.status, result.reason = status, reason
+                    results.append(result)
+        yield results
+
+
+def _fault(judge: Judge, contender: Contender) -> str | None:
+    """Why the contender is not timed: its results are wrong, or there are none."""
+    try:
+        with torchweld.use_backend(contender.backend):
+            return judge.fault(contender.function)
+    except Exception as error:  # a contender's failure must not end the others' run
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _timed(
+    case: Case,
+    problem: Problem,
+    direction: str,
+    traffic: Traffic,
+    sound: Sequence[Contender],
+    plan: Plan,
+    clock: Clock,
+) -> list[Result]:
+    """Times all contenders, and with them the stream that is their limit."""
+    runs: list[Run] = [partial(_run, problem, direction, contender) for contender in sound]
+    stream = limits.stream(traffic, case.device)
+    if stream is not None:
+        runs.append(lambda clock: clock(stream))
+    at_least, at_most = plan.rounds
+    times = interleaved(
+        runs, clock, seconds=plan.seconds * len(runs), at_least=at_least, at_most=at_most
+    )
+    medians = [t.quantile(0.5) for t in times]
+    limit = medians[-1] if stream is not None else None
+    results = []
+    for contender, taken, median in zip(sound, times, medians, strict=False):
+        result = _result(case, direction, contender.name, traffic)
+        result.ms, result.p20, result.p80 = median, taken.quantile(0.2), taken.quantile(0.8)
+        result.calls, result.disturbed = len(taken.ms), taken.disturbed
+        result.reliable = taken.reliable
+        if sound[0].name == EAGER:
+            result.eager_ms, result.speed_up = medians[0], medians[0] / median
+        result.gbps = traffic.total / median / 1e6
+        if limit is not None:
+            result.limit_ms, result.share = limit, limit / median
+        result.peak_bytes = _peak_bytes(partial(_run, problem, direction, contender), case.device)
+        results.append(result)
+    return results
+
+
+def _run(problem: Problem, direction: str, contender: Contender, clock: Clock) -> Sample:
+    with torchweld.use_backend(contender.backend):
+        if direction == "fwd":
+            with torch.no_grad():
+                return clock(lambda: problem.forward(contender.function))
+        if direction == "bwd":
+            outputs = problem.forward(contender.function)
+            return clock(lambda: problem.backward(outputs))
+        return clock(lambda: problem.backward(problem.forward(contender.function)))
+
+
+def _peak_bytes(run: Run, device: str) -> int | None:
+    """The most memory that was allocated at once beside what was before."""
+    if device != "cuda":
+        return None
+    peak = 0
+
+    def observe(call: Callable[[], Any]) -> Sample:
+        nonlocal peak
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        peak = torch.cuda.max_memory_allocated() - before
+        return Sample(0.0)
+
+    run(observe)
+    return peak
+
+
+def _result(case: Case, direction: str, contender: str, traffic: Traffic) -> Result:
+    return Result(
+        op=case.op.name,
+        shape=list(case.shape),
+        dtype=name(case.dtype),
+        direction=direction,
+        contender=contender,
+        elements=torch.Size(case.shape).numel(),
+        bytes=traffic.total,
+    )

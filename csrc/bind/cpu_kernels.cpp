@@ -1,0 +1,37 @@
+// Which CPU kernels are in use: one shared object per instruction set, chosen by Python, which
+// hands over the handles that dlopen gave it.
+#include <dlfcn.h>
+
+#include "bind/launch.h"
+
+// dlsym moved into libc with glibc 2.34; its old name keeps the library loadable before that.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
+
+namespace torchweld {
+namespace {
+
+void* selected_kernels = nullptr;
+void* baseline_kernels = nullptr;
+
+void use_cpu_kernels(int64_t selected, int64_t baseline) {
+  selected_kernels = reinterpret_cast<void*>(selected);
+  baseline_kernels = reinterpret_cast<void*>(baseline);
+}
+
+}  // namespace
+
+void* cpu_symbol(const char* name, bool baseline) {
+  void* kernels = baseline ? baseline_kernels : selected_kernels;
+  STD_TORCH_CHECK(kernels, "no CPU kernels are loaded");
+  void* address = dlsym(kernels, name);
+  STD_TORCH_CHECK(address, "the CPU kernels lack ", name);
+  return address;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torchweld, CompositeExplicitAutograd, m) {
+  m.impl("use_cpu_kernels", TORCH_BOX(&use_cpu_kernels));
+}
+
+}  // namespace torchweld

@@ -1,0 +1,110 @@
+// How a binding reaches its kernels, on either device with the same words:
+//
+//   TW_KERNEL(layer_norm_forward, NormForward);        a kernel of csrc/cpu or csrc/cuda
+//   TW_FUNCTION(int64_t, norm_chunks, int64_t, int64_t);   a plain function beside it
+//   launch(layer_norm_forward, args, like, items, elements_per_item);
+//   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm)); }
+//
+// Each binding is compiled once for each library. On the CPU a kernel works through a range of its
+// items and comes from the shared object of the instruction set in use; on CUDA it is a launcher
+// linked into this library.
+#pragma once
+
+#include "bind/tensor.h"
+
+#if defined(TW_CUDA)
+
+#include <cuda_runtime.h>
+
+#define TW_FUNCTION(Result, name, ...) extern "C" Result name(__VA_ARGS__)
+#define TW_KERNEL(name, Args) TW_FUNCTION(cudaError_t, name, const torchweld::Args&, cudaStream_t)
+#define TW_OVERLOAD(op) op ".cuda"
+
+#if defined(TW_EMULATED)  // tests/emulator runs the CUDA kernels on CPU tensors
+#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CPU, m)
+#else
+#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CUDA, m)
+#endif
+
+// torch's headers declare it only where torch itself is built with CUDA.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream);
+
+namespace torchweld {
+
+class DeviceGuard {
+ public:
+#if defined(TW_EMULATED)
+  explicit DeviceGuard(const Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+#else
+  explicit DeviceGuard(const Tensor& like) : index_(like.get_device_index()), guard_(index_) {}
+  cudaStream_t stream() const {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
+    return static_cast<cudaStream_t>(stream);
+  }
+
+ private:
+  torch::stable::accelerator::DeviceIndex index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+};
+
+template <class Args>
+void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, const Tensor& like,
+            int64_t items, int64_t /*elements_per_item*/) {
+  if (items == 0) return;
+  const DeviceGuard device(like);
+  const cudaError_t error = kernel(args, device.stream());
+  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
+}
+
+}  // namespace torchweld
+
+#else
+
+#define TW_FUNCTION(Result, name, ...) \
+  const torchweld::Symbol<Result(__VA_ARGS__)> name { #name }
+#define TW_KERNEL(name, Args) TW_FUNCTION(void, name, const torchweld::Args&, int64_t, int64_t)
+#define TW_OVERLOAD(op) op ".cpu"
+#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CPU, m)
+
+namespace torchweld {
+
+// Address of `name` in the kernels of the instruction set in use, or in the baseline's.
+void* cpu_symbol(const char* name, bool baseline);
+
+template <class Signature>
+class Symbol;
+template <class Result, class... Args>
+class Symbol<Result(Args...)> {
+ public:
+  explicit constexpr Symbol(const char* name) : name_(name) {}
+  Result operator()(Args... args) const { return get(false)(args...); }
+  Result (*get(bool baseline) const)(Args...) {
+    // Resolved at first use; a race resolves the same address twice.
+    void*& address = addresses_[baseline];
+    if (!address) address = cpu_symbol(name_, baseline);
+    return reinterpret_cast<Result (*)(Args...)>(address);
+  }
+
+ private:
+  const char* name_;
+  mutable void* addresses_[2] = {};
+};
+
+template <class Args>
+void launch(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
+            const Tensor& /*like*/, int64_t items, int64_t elements_per_item) {
+  // Less than this is not worth another thread.
+  constexpr int64_t kElementsPerTask = 16384;
+  const auto run = kernel.get(/*baseline=*/args.dtype == DType::f64);
+  const int64_t grain = kElementsPerTask / (elements_per_item + 1) + 1;
+  torch::stable::parallel_for(0, items, grain,
+                              [&](int64_t begin, int64_t end) { run(args, begin, end); });
+}
+
+}  // namespace torchweld
+
+#endif

@@ -1,0 +1,84 @@
+// torch's stable ABI in the few words that a binding needs.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace torchweld {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::f16;
+    case ScalarType::Double:
+      return DType::f64;
+    default:
+      STD_TORCH_CHECK(false, "dtype is not one of float32, bfloat16, float16, float64");
+  }
+}
+
+inline ScalarType accumulate_type(DType dtype) {
+  return dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
+// What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
+inline double default_epsilon(DType dtype) { return dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
+
+// TORCHWELD_POISON=1 fills new tensors with NaN: a kernel that leaves an element unwritten shows.
+inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
+
+// A new contiguous tensor on the device of `like`.
+inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = stride;
+  int32_t device_type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle result;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size(), sizes.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+      like.get_device_index(), &result));
+  Tensor tensor(result);
+  if (poison) torch::stable::fill_(tensor, std::nan(""));
+  return tensor;
+}
+
+// Contiguous: the tensor itself, or a copy where it is not.
+inline Tensor packed(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+inline std::optional<Tensor> packed(const std::optional<Tensor>& t) {
+  return t ? std::optional<Tensor>(packed(*t)) : std::nullopt;
+}
+
+inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
+inline const void* data(const std::optional<Tensor>& t) { return t ? data(*t) : nullptr; }
+
+inline bool same_sizes(Sizes a, Sizes b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
+         a.get_device_index() == b.get_device_index();
+}
+
+}  // namespace torchweld

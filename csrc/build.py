@@ -1,0 +1,323 @@
+"""Builds the native libraries with ninja: what setup.py calls, and a command of its own.
+
+    python csrc/build.py                                  the libraries, into python/torchweld/lib
+    python csrc/build.py --sanitize address,undefined --out build/asan
+    python csrc/build.py --emulator --out build/emulator  the CUDA kernels for tests/emulator
+
+libtorchweld_cpu.so            bindings, registers the CPU ops with torch
+libtorchweld_cpu_<isa>.so      CPU kernels, one library per instruction set
+libtorchweld_cuda.so           bindings and CUDA kernels, where nvcc is found
+
+Only torch's headers are needed: the stable ABI's symbols come from whatever torch is running, so
+the libraries are linked to empty stand-ins that carry torch's library names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+LIB = ROOT / "python" / "torchweld" / "lib"
+EMULATOR = ROOT / "tests" / "emulator"
+DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+
+# Instruction sets, the baseline first. Never -march=native: a wheel runs on other machines.
+X86_VARIANTS = {
+    "baseline": "",
+    "avx2": "-mavx2 -mfma -mf16c -mbmi -mbmi2",
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2",
+}
+ARM_VARIANTS = {"neon": ""}
+VARIANTS = ARM_VARIANTS if platform.machine() in ("aarch64", "arm64") else X86_VARIANTS
+
+# gcc 12 warns inside its own AVX-512 headers.
+WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"
+CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS} -I{CSRC}"
+# No math errno and no traps: both would keep loops from becoming vectors. NaN and infinity stay.
+KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
+# TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
+# out that came after gcc 8 and glibc 2.28.
+TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"
+
+
+class BuildError(RuntimeError):
+    """The build cannot go on; the message says what is missing and what installs it."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One shared library: its objects as (source, rule, flags), and what it links."""
+
+    name: str
+    objects: tuple[tuple[Path, str, str], ...]
+    link: str = ""
+    linker: str = "link"
+
+
+def torch_include() -> Path:
+    """Torch's headers, found without importing torch.
+
+    Under build isolation the environment's own torch is invisible to import but its headers are
+    where they always are.
+    """
+    spec = importlib.util.find_spec("torch")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    places += [f"{sysconfig.get_path(name)}/torch" for name in ("purelib", "platlib")]
+    for place in places:
+        include = Path(place) / "include"
+        if (include / "torch" / "csrc" / "stable" / "library.h").exists():
+            return include
+    raise BuildError("torch >= 2.10 with its headers was not found: pip install torch")
+
+
+def compiler_found() -> str | None:
+    """The C++ compiler, if there is one."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def compiler() -> str:
+    """The C++ compiler."""
+    if found := compiler_found():
+        return found
+    raise BuildError("no C++ compiler was found: apt-get install g++ (or your system's)")
+
+
+def nvcc() -> str | None:
+    """nvcc from the PATH, from CUDA_HOME, or from the package index's nvidia-cuda-nvcc."""
+    if os.environ.get("TORCHWELD_CUDA") == "0":
+        return None
+    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
+    homes += [f"{sysconfig.get_path('purelib')}/nvidia/cu13"]
+    on_path = shutil.which("nvcc")
+    candidates = [on_path] if on_path else []
+    candidates += [f"{home}/bin/nvcc" for home in homes]
+    return next((c for c in candidates if os.access(c, os.X_OK)), None)
+
+
+def architecture_flags() -> str:
+    """-gencode flags from TORCH_CUDA_ARCH_LIST, which is written as torch's extensions write it."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
+    flags = []
+    for item in listed.replace(",", ";").replace(" ", ";").split(";"):
+        number = item.removesuffix("+PTX").replace(".", "")
+        if not number:
+            continue
+        flags.append(f"-gencode arch=compute_{number},code=sm_{number}")
+        if item.endswith("+PTX"):
+            flags.append(f"-gencode arch=compute_{number},code=compute_{number}")
+    return " ".join(flags)
+
+
+def _bindings(rule: str, flags: str) -> tuple[tuple[Path, str, str], ...]:
+    sources = sorted((CSRC / "bind").glob("*.cpp"))
+    if "-DTW_CUDA" in flags:  # those whose kernels are there; an op may have Triton's instead
+        sources = [s for s in sources if (CSRC / "cuda" / s.name).with_suffix(".cu").exists()]
+    sources += sorted((CSRC / "bind" / "compat").glob("*.cpp"))
+    include = f"{TORCH_FLAGS} -isystem {torch_include()} {flags}"
+    return tuple((source, rule, include) for source in sources)
+
+
+def cpu_libraries() -> list[Library]:
+    """The CPU bindings and the kernels of every instruction set."""
+    libraries = [Library("torchweld_cpu", _bindings("cxx", ""), "-ltorch_cpu")]
+    for position, (variant, march) in enumerate(VARIANTS.items()):
+        baseline = "-DTW_BASELINE" if position == 0 else ""
+        flags = f"{KERNEL_FLAGS} {march} -DTW_VARIANT={variant} {baseline}"
+        objects = tuple((s, "cxx", flags) for s in sorted((CSRC / "cpu").glob("*.cpp")))
+        libraries.append(Library(f"torchweld_cpu_{variant}", objects))
+    return libraries
+
+
+def cuda_library() -> Library:
+    """CUDA kernels and bindings; cudart is static, torch's libraries are resolved when loaded."""
+    kernels = tuple((s, "nvcc", "") for s in sorted((CSRC / "cuda").glob("*.cu")))
+    return Library(
+        "torchweld_cuda",
+        kernels + _bindings("nvcc_host", "-DTW_CUDA"),
+        "-ltorch_cpu -ltorch_cuda",
+        linker="nvcc_link",
+    )
+
+
+def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str], ...]:
+    """CUDA sources for the host, with tests/emulator in CUDA's place."""
+    flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g -Wno-unknown-pragmas"
+    # The scheduler switches between what TSan takes for threads: it is not to be watched itself.
+    runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
+    kernels = tuple((source, "cxx", flags) for source in sources)
+    return (*kernels, (EMULATOR / "runtime.cpp", "cxx", runtime))
+
+
+def emulated_cuda_library(sanitize: str) -> Library:
+    """The unmodified CUDA kernels and their bindings; its ops are those of the CUDA library."""
+    return Library(
+        "torchweld_emulated_cuda",
+        _emulated(sorted((CSRC / "cuda").glob("*.cu")), sanitize)
+        + _bindings("cxx", f"-DTW_CUDA -DTW_EMULATED -I{EMULATOR / 'include'}"),
+        "-ltorch_cpu",
+    )
+
+
+def planted_library(sanitize: str) -> Library:
+    """Kernels with faults, as a Python module: what the emulator's own tests run."""
+    import pybind11
+
+    objects = _emulated([EMULATOR / "planted.cu"], sanitize)
+    includes = f"-isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
+    return Library(
+        "torchweld_planted", tuple((s, rule, f"{flags} {includes}") for s, rule, flags in objects)
+    )
+
+
+def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: str) -> Path:
+    """build.ninja for these libraries; returns its path."""
+    flags = CXX_FLAGS
+    if sanitize:
+        flags += f" -O1 -g -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
+    host = ",".join(CXX_FLAGS.split()[2:4])
+    nvcc_flags = f"-std=c++17 -O3 -lineinfo -Xcompiler {host} -I{CSRC}"
+    exports = f"--version-script={CSRC / 'exports.map'}"
+    link = f"-shared -Wl,--no-as-needed -Wl,-z,now -Wl,{exports} -L$stubs $in -o $out"
+    nvcc_path = nvcc() or "nvcc"
+    sanitizer = f"-fsanitize={sanitize}" if sanitize else ""
+    lines = [
+        "ninja_required_version = 1.5",
+        f"builddir = {build_dir}",
+        f"stubs = {build_dir / 'stubs'}",
+        "rule cxx",
+        f"  command = {compiler()} {flags} $flags -x c++ -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $what",
+        "rule nvcc",
+        f"  command = {nvcc_path} {nvcc_flags} {architecture_flags()} -Xptxas=-warn-spills $flags "
+        "-MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = nvcc $what",
+        "rule nvcc_host",
+        f"  command = {nvcc_path} {nvcc_flags} $flags -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $what",
+        "rule link",
+        f"  command = {compiler()} {sanitizer} {link} $libs",
+        "  description = link $what",
+        "rule nvcc_link",
+        f"  command = {nvcc_path} -cudart static -Xlinker --no-as-needed -Xlinker {exports}"
+        " -shared -L$stubs $in -o $out $libs",
+        "  description = link $what",
+        "rule stub",
+        f"  command = {compiler()} -shared -Wl,-soname,$soname -x c++ /dev/null -o $out",
+        "  description = stand-in for $soname",
+    ]
+    for name in ("torch_cpu", "torch_cuda"):
+        lines += [f"build {build_dir}/stubs/lib{name}.so: stub", f"  soname = lib{name}.so"]
+    for library in libraries:
+        objects = []
+        for source, rule, extra in library.objects:
+            where = source.relative_to(ROOT)
+            target = build_dir / library.name / where.with_suffix(".o")
+            objects.append(str(target))
+            lines += [
+                f"build {target}: {rule} {source}",
+                f"  flags = {extra}",
+                f"  what = {where} -> {library.name}",
+            ]
+        stubs = [f"{build_dir}/stubs/lib{w[2:]}.so" for w in library.link.split()]
+        lines += [
+            f"build {out}/lib{library.name}.so: {library.linker} {' '.join(objects)}"
+            f" | {' '.join(stubs)}",
+            f"  libs = {library.link}",
+            f"  what = lib{library.name}.so",
+        ]
+    build_dir.mkdir(parents=True, exist_ok=True)
+    path = build_dir / "build.ninja"
+    text = "\n".join(lines) + "\n"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
+def glibc_tag(platform_tag: str, tree: Path) -> str:
+    """The wheel's platform tag: the oldest glibc that the libraries under `tree` load under.
+
+    Not older than 2.28, which is torch's own floor.
+    """
+    libraries = [str(path) for path in tree.rglob("*.so")]
+    if not libraries or not platform_tag.startswith("linux"):
+        return platform_tag
+    symbols = subprocess.run(
+        ["objdump", "-T", *libraries], capture_output=True, text=True, check=True
+    )
+    versions = re.findall(r"GLIBC_(\d+)\.(\d+)", symbols.stdout)
+    major, minor = max((2, 28), *((int(a), int(b)) for a, b in versions))
+    return f"manylinux_{major}_{minor}_{platform.machine()}"
+
+
+def ninja_command() -> list[str]:
+    """Ninja from its Python package, else from the PATH."""
+    if importlib.util.find_spec("ninja"):
+        return [sys.executable, "-m", "ninja"]
+    if found := shutil.which("ninja"):
+        return [found]
+    raise BuildError("ninja was not found: pip install ninja")
+
+
+def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = "") -> None:
+    """Build the libraries into `out`; unchanged sources are not compiled again."""
+    build_dir = ROOT / "build" / "-".join(filter(None, [name, *sanitize.split(",")]))
+    ninja_file = write_ninja(build_dir, out.resolve(), libraries, sanitize)
+    result = subprocess.run([*ninja_command(), "-f", str(ninja_file)], check=False)
+    if result.returncode:
+        raise BuildError(f"ninja failed with exit code {result.returncode}; see above")
+
+
+def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True) -> None:
+    """The package's libraries."""
+    libraries = cpu_libraries()
+    if cuda and nvcc():
+        libraries.append(cuda_library())
+    elif cuda:
+        print(
+            "torchweld: no nvcc, so no CUDA library; eager and Triton serve CUDA tensors. "
+            "Install the CUDA toolkit and build again to add it."
+        )
+    run_ninja("native", out, libraries, sanitize)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=LIB)
+    parser.add_argument("--sanitize", default="", help="address,undefined or thread")
+    parser.add_argument("--emulator", action="store_true", help="the CUDA kernels on the CPU")
+    parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
+    parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
+    given = parser.parse_args()
+    try:
+        if given.emulator:
+            run_ninja(
+                "emulator", given.out, [emulated_cuda_library(given.sanitize)], given.sanitize
+            )
+        elif given.planted:
+            run_ninja("planted", given.out, [planted_library(given.sanitize)], given.sanitize)
+        else:
+            build(given.out, sanitize=given.sanitize, cuda=not given.no_cuda)
+    except BuildError as error:
+        sys.exit(f"torchweld: {error}")
+
+
+if __name__ == "__main__":
+    main()

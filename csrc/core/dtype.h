@@ -1,0 +1,48 @@
+// The element types kernels are compiled for, and the two 16-bit floats as plain bits.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define TW_HD __host__ __device__ __forceinline__
+#else
+#define TW_HD inline
+#endif
+
+// Every library that is built from core/ gets its own copy of it: a weak symbol that two
+// instruction sets share would put AVX-512 code where the baseline runs.
+#ifndef TW_VARIANT
+#define TW_VARIANT portable
+#endif
+#define TW_NAMESPACE_BEGIN \
+  namespace torchweld {    \
+  inline namespace TW_VARIANT {
+#define TW_NAMESPACE_END \
+  }                      \
+  }
+
+TW_NAMESPACE_BEGIN
+
+enum class DType : int32_t { f32, bf16, f16, f64 };
+
+// Storage only; cpu/ and cuda/ bring their own conversions.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+// What a storage type is computed in.
+template <class T>
+struct AccumulateOf {
+  using type = float;
+};
+template <>
+struct AccumulateOf<double> {
+  using type = double;
+};
+template <class T>
+using Accumulate = typename AccumulateOf<T>::type;
+
+TW_NAMESPACE_END

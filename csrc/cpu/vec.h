@@ -1,0 +1,270 @@
+// SIMD by the compiler's vector extensions: one width per instruction set, no intrinsics but for
+// half precision, no libm. A kernel written on Vec<A> compiles for every variant, NEON included.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+TW_NAMESPACE_BEGIN
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class A>
+constexpr int64_t kLanes = kVectorBytes / sizeof(A);
+
+template <class A>
+struct VecOf {
+  typedef A type __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Vec = typename VecOf<A>::type;
+
+template <class A>
+inline Vec<A> splat(A value) {
+  return Vec<A>{} + value;
+}
+
+// One instruction under -fno-math-errno.
+inline float square_root(float value) { return __builtin_sqrtf(value); }
+inline double square_root(double value) { return __builtin_sqrt(value); }
+
+// Lanes pairwise, in an order that the width alone decides.
+template <class A>
+inline A horizontal_sum(Vec<A> v) {
+  A lane[kLanes<A>];
+  std::memcpy(lane, &v, sizeof v);
+  for (int64_t half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+namespace detail {
+
+typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));
+typedef int32_t I32 __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t U16 __attribute__((vector_size(kVectorBytes / 2)));
+typedef float F32 __attribute__((vector_size(kVectorBytes)));
+
+inline U32 widen(const uint16_t* p) {
+  U16 v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, U32);
+}
+
+inline void narrow(uint16_t* p, U32 v) {
+  const U16 narrow = __builtin_convertvector(v, U16);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
+
+inline U32 select(I32 mask, U32 yes, U32 no) { return ((U32)mask & yes) | (~(U32)mask & no); }
+
+inline F32 bf16_to_f32(U32 bits) { return (F32)(bits << 16); }
+
+// Round to nearest, ties to even; NaN stays a (quiet) NaN.
+inline U32 f32_to_bf16(F32 value) {
+  const U32 bits = (U32)value;
+  const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return select(value != value, (bits >> 16) | 0x40u, rounded);
+}
+
+inline F32 f16_to_f32(U32 bits) {
+  // The exponent is rebased by a multiplication, which also normalises subnormals; infinities and
+  // NaNs get the exponent they need.
+  const U32 magnitude = (bits & 0x7fffu) << 13;
+  const F32 rebased = (F32)magnitude * 0x1p112f;
+  const U32 special = select((I32)(magnitude >= 0x0f800000u), U32{} + 0x7f800000u, U32{});
+  return (F32)((U32)rebased | special | ((bits & 0x8000u) << 16));
+}
+
+// Round to nearest, ties to even, by letting the float adder do it: adding 2^13 ulps of the half
+// aligns the kept bits at the end of the sum's mantissa.
+inline U32 f32_to_f16(F32 value) {
+  const U32 bits = (U32)value;
+  const U32 magnitude = bits & 0x7fffffffu;
+  const U32 exponent = magnitude & 0x7f800000u;
+  // Below 2^-14 halves are subnormal with a fixed spacing of 2^-24.
+  const U32 floor_exponent = select((I32)(exponent > 0x38800000u), exponent, U32{} + 0x38800000u);
+  const F32 magic = (F32)(floor_exponent + (13u << 23));
+  const F32 aligned = (F32)magnitude + magic;
+  const U32 mantissa = (U32)aligned - (U32)magic;
+  U32 half = ((floor_exponent - 0x38800000u) >> 13) + mantissa;
+  half = select((I32)(magnitude >= 0x477ff000u), U32{} + 0x7c00u, half);
+  half = select((I32)(magnitude > 0x7f800000u), U32{} + 0x7e00u, half);
+  return half | ((bits >> 16) & 0x8000u);
+}
+
+}  // namespace detail
+
+// load and store: kLanes<A> elements of storage type T as accumulators A.
+template <class T>
+inline Vec<Accumulate<T>> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <>
+inline Vec<float> load(const BFloat16* p) {
+  return detail::bf16_to_f32(detail::widen(&p->bits));
+}
+template <>
+inline Vec<float> load(const Half* p) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  return detail::f16_to_f32(detail::widen(&p->bits));
+#endif
+}
+
+template <class T>
+inline void store(T* p, Vec<Accumulate<T>> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+template <>
+inline void store(BFloat16* p, Vec<float> v) {
+  detail::narrow(&p->bits, detail::f32_to_bf16(v));
+}
+template <>
+inline void store(Half* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  detail::narrow(&p->bits, detail::f32_to_f16(v));
+#endif
+}
+
+// A place in a row: kLanes<A> whole elements, or the `count` < kLanes<A> that are left at its end.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <class T>
+inline Vec<Accumulate<T>> load(const T* p, Whole, Accumulate<T> = 0) {
+  return load(p);
+}
+// Lanes past the end read `fill`.
+template <class T>
+inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
+  using A = Accumulate<T>;
+  T buffer[kLanes<A>] = {};
+  std::memcpy(buffer, p, part.count * sizeof(T));
+  const Vec<A> loaded = load(buffer);
+  A lane[kLanes<A>];
+  std::memcpy(lane, &loaded, sizeof lane);
+  for (int64_t i = part.count; i < kLanes<A>; ++i) lane[i] = fill;
+  Vec<A> v;
+  std::memcpy(&v, lane, sizeof v);
+  return v;
+}
+
+template <class T>
+inline void store(T* p, Vec<Accumulate<T>> v, Whole) {
+  store(p, v);
+}
+template <class T>
+inline void store(T* p, Vec<Accumulate<T>> v, Part part) {
+  T buffer[kLanes<Accumulate<T>>];
+  store(buffer, v);
+  std::memcpy(p, buffer, part.count * sizeof(T));
+}
+
+// Past the caches: a result too large to stay in them is written without being read first, which
+// saves a third of a copy's traffic. Not so on pages that are yet to be touched: the kernel zeroes
+// those, and leaves them in the caches. `row` is the last one that the caller writes, and which
+// nobody has touched. Rows must begin on a vector's boundary.
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
+
+template <class T>
+inline bool worth_streaming(void* result, int64_t rows, int64_t width, int64_t row) {
+  const int64_t pitch = width * sizeof(T);
+  const int64_t unit = kLanes<Accumulate<T>> * sizeof(T);
+  if (rows * pitch < kStreamBytes || pitch % unit || (uintptr_t)result % unit) return false;
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t page = ((uintptr_t)result + row * pitch) / kPage * kPage;
+  unsigned char resident = 1;
+  return mincore((void*)page, 1, &resident) == 0 && (resident & 1);
+}
+
+template <class T>
+inline void stream(T* p, Vec<Accumulate<T>> v) {
+#if defined(__SSE2__)
+  alignas(kVectorBytes) T buffer[kLanes<Accumulate<T>>];
+  store(buffer, v);
+  if constexpr (sizeof buffer == 64) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i*)p, _mm512_load_si512(buffer));
+#endif
+  } else if constexpr (sizeof buffer == 32) {
+#if defined(__AVX2__)
+    _mm256_stream_si256((__m256i*)p, _mm256_load_si256((const __m256i*)buffer));
+#endif
+  } else if constexpr (sizeof buffer == 16) {
+    _mm_stream_si128((__m128i*)p, _mm_load_si128((const __m128i*)buffer));
+  } else {
+    std::memcpy(p, buffer, sizeof buffer);
+  }
+#else
+  store(p, v);
+#endif
+}
+
+// Streamed stores are not ordered with later ones; to be called after the last of them.
+inline void finish_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// body(i, Whole or Part) for every vector of a row.
+template <class A, class Body>
+inline void for_vectors(int64_t width, Body&& body) {
+  int64_t i = 0;
+  for (; i + kLanes<A> <= width; i += kLanes<A>) body(i, Whole{});
+  if (i < width) body(i, Part{width - i});
+}
+
+// The same where body also adds into N sums. Four accumulators a sum keep the adders busy; they are
+// emptied into a total every kRun vectors, so that the rounding error of a sum does not grow with a
+// long row. The order of the additions depends on the width alone.
+template <class A, int N, class Body>
+inline void sum_vectors(int64_t width, A (&sums)[N], Body&& body) {
+  constexpr int64_t kStep = kLanes<A>;
+  constexpr int64_t kRun = 64;
+  Vec<A> total[N] = {};
+  for (int64_t run = 0; run < width; run += kRun * kStep) {
+    const int64_t end = run + kRun * kStep < width ? run + kRun * kStep : width;
+    Vec<A> acc[4][N] = {};
+    int64_t i = run;
+    for (; i + 4 * kStep <= end; i += 4 * kStep) {
+      body(i, Whole{}, acc[0]);
+      body(i + kStep, Whole{}, acc[1]);
+      body(i + 2 * kStep, Whole{}, acc[2]);
+      body(i + 3 * kStep, Whole{}, acc[3]);
+    }
+    for (; i + kStep <= end; i += kStep) body(i, Whole{}, acc[0]);
+    if (i < end) body(i, Part{end - i}, acc[1]);
+    for (int n = 0; n < N; ++n) total[n] += (acc[0][n] + acc[1][n]) + (acc[2][n] + acc[3][n]);
+  }
+  for (int n = 0; n < N; ++n) sums[n] = horizontal_sum<A>(total[n]);
+}
+
+TW_NAMESPACE_END

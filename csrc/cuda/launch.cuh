@@ -1,0 +1,89 @@
+// How kernels are launched and what they ask of the launch. The emulator (tests/emulator) has twins
+// of what plain C++ cannot say: the launch itself, dynamic shared memory, and inline PTX.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/dtype.h"
+
+TW_NAMESPACE_BEGIN
+
+// The block's dynamic shared memory, of the size that its launch asked for.
+#if defined(TW_EMULATED)
+inline unsigned char* dynamic_shared() { return (unsigned char*)emulator::dynamic_shared(); }
+#else
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+  return dynamic_shared_bytes;
+}
+#endif
+
+struct Launch {
+  dim3 grid;
+  int threads;
+  size_t shared_bytes = 0;
+  bool cooperative = false;  // every block runs at the same time as the others, or none runs
+};
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), const Launch& how, cudaStream_t stream,
+                   const Args&... args) {
+#if defined(TW_EMULATED)
+  (void)stream;
+  return emulator::launch(how.grid, how.threads, how.shared_bytes, how.cooperative,
+                          [=] { kernel(args...); });
+#else
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = how.cooperative;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = how.grid;
+  config.blockDim = how.threads;
+  config.dynamicSmemBytes = how.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = how.cooperative ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+#endif
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return count;
+}
+
+// --- Inline PTX, each with its twin ---
+
+// Brings a line into L2 for a later read.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+#if defined(TW_EMULATED)
+  (void)p;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+// A word that blocks pass to each other: whole and in memory that all see, ordered with no other.
+__device__ __forceinline__ void publish(uint64_t* p, uint64_t word) {
+#if defined(TW_EMULATED)
+  __atomic_store_n(p, word, __ATOMIC_RELAXED);
+#else
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(word) : "memory");
+#endif
+}
+__device__ __forceinline__ uint64_t observe(const uint64_t* p) {
+#if defined(TW_EMULATED)
+  emulator::yield();
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#else
+  uint64_t word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(p) : "memory");
+  return word;
+#endif
+}
+
+TW_NAMESPACE_END

@@ -1,0 +1,111 @@
+// Elements of a row, 16 bytes at a time. They are kept as the bits that memory has, since 16-bit
+// elements then take half the registers that floats would, and converted where they are used.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "core/dtype.h"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int kAccessBytes = 16;
+
+// --- One element ---
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(BFloat16 v) {
+  return __uint_as_float((unsigned)v.bits << 16);
+}
+__device__ __forceinline__ float to_float(Half v) { return __half2float(__ushort_as_half(v.bits)); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float(float v) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(v))};
+}
+template <>
+__device__ __forceinline__ Half from_float(float v) {
+  return {__half_as_ushort(__float2half_rn(v))};
+}
+
+// A parameter, of T or float32.
+template <class T>
+__device__ __forceinline__ float parameter(const void* p, int64_t i, bool is_float) {
+  return is_float ? ((const float*)p)[i] : to_float(((const T*)p)[i]);
+}
+
+// --- 16 bytes ---
+
+template <class T>
+struct Packed {
+  static constexpr int kElements = kAccessBytes / sizeof(T);
+  static constexpr int kInWord = 4 / sizeof(T);
+  unsigned word[4];
+
+  Packed() = default;
+  __device__ __forceinline__ explicit Packed(uint4 bits) : word{bits.x, bits.y, bits.z, bits.w} {}
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word[i]);
+    } else {
+      return to_float(T{(uint16_t)(word[i / kInWord] >> (i % kInWord * 16))});
+    }
+  }
+
+  // Between two passes over the elements: the compiler would keep the floats of the first, which
+  // take the registers that this struct is there to save.
+  __device__ __forceinline__ void forget_floats() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(word[i]));
+  }
+};
+
+// Read for the last time: not to be kept in the caches.
+template <class T>
+__device__ __forceinline__ Packed<T> load_once(const T* p) {
+  return Packed<T>(__ldcs((const uint4*)p));
+}
+
+template <class T>
+__device__ __forceinline__ void store(T* p, const float (&values)[Packed<T>::kElements]) {
+  unsigned word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      word[i] = __float_as_uint(values[i]);
+    } else {
+      word[i] = from_float<T>(values[2 * i]).bits | (unsigned)from_float<T>(values[2 * i + 1]).bits
+                                                        << 16;
+    }
+  }
+  __stcs((uint4*)p, make_uint4(word[0], word[1], word[2], word[3]));
+}
+
+// As many parameters, of T or float32, which every row reads.
+template <class T, int N>
+__device__ __forceinline__ void load_parameters(float (&values)[N], const void* p, int64_t i,
+                                                bool is_float) {
+  if (is_float) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+      const float4 four = __ldg((const float4*)((const float*)p + i + j));
+      values[j] = four.x, values[j + 1] = four.y, values[j + 2] = four.z, values[j + 3] = four.w;
+    }
+  } else {
+    const Packed<T> packed(__ldg((const uint4*)((const T*)p + i)));
+#pragma unroll
+    for (int j = 0; j < N; ++j) values[j] = packed[j];
+  }
+}
+
+inline bool is_aligned(const void* p) { return (uintptr_t)p % kAccessBytes == 0; }
+
+TW_NAMESPACE_END

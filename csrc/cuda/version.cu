@@ -1,0 +1,6 @@
+// The CUDA that the kernels were compiled with, which decides the oldest driver they run under.
+#include <cuda_runtime.h>
+
+#include "core/dispatch.h"
+
+TW_EXPORT int torchweld_cuda_version() { return CUDART_VERSION; }

@@ -1,0 +1,74 @@
+"""Compiles the CUDA kernels for sm_80, sm_90 and sm_100 and reports registers; a spill fails.
+
+Exits with 3 where there is no nvcc.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import build
+
+ARCHITECTURES = ("80", "90", "100")
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for '(?P<arch>\S+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+def _readable(names: list[str]) -> list[str]:
+    """Demangled, without namespaces and argument lists."""
+    demangled = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    noise = r"\(anonymous namespace\)::|torchweld::|portable::|void "
+    short = [re.sub(noise, "", name) for name in demangled]
+    return [re.sub(r"\(\w+\)|\((?:[^()]|\([^()]*\))*\)$", "", name) for name in short]
+
+
+def check(nvcc: str, source: Path) -> bool:
+    """Compile one file and print its kernels; whether none of them spills."""
+    flags = ["-std=c++17", "-O3", "-Xptxas=-v"]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [nvcc, *flags, *targets, f"-I{build.CSRC}", "-c", str(source), "-o", f"{folder}/o"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if result.returncode:
+        print(result.stderr)
+        return False
+    entries = [match.groupdict() for match in ENTRY.finditer(result.stderr)]
+    for entry, name in zip(entries, _readable([e["name"] for e in entries]), strict=True):
+        spilled = int(entry["stores"]) + int(entry["loads"])
+        verdict = f"SPILLS {spilled} bytes" if spilled else "no spill"
+        print(
+            f"{entry['arch']}  {entry['registers']:>3} registers  {entry['stack']:>3} stack  "
+            f"{verdict}  {source.name}  {name}"
+        )
+        entry["spilled"] = spilled
+    spilling = [entry for entry in entries if entry["spilled"]]
+    print(f"{source.name}: {len(entries)} kernels, {len(spilling)} spill")
+    return not spilling
+
+
+def main() -> None:
+    """All of csrc/cuda."""
+    nvcc = build.nvcc()
+    if not nvcc:
+        print("torchweld: nvcc was not found: pip install -r requirements-cuda.txt")
+        sys.exit(3)
+    results = [check(nvcc, source) for source in sorted((build.CSRC / "cuda").glob("*.cu"))]
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m torchweld` is the command `torchweld`."""
+
+import sys
+
+from torchweld.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

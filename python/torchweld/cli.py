@@ -1,0 +1,29 @@
+"""The command line: `torchweld`, and `python -m torchweld`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torchweld
+from torchweld import doctor
+from torchweld.bench import command as bench
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="torchweld", description=torchweld.__doc__)
+    parser.add_argument("--version", action="version", version=f"torchweld {torchweld.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    about = "what this machine has, which backends serve, and why the others do not"
+    command = commands.add_parser("doctor", help=about, description=f"Says {about}.")
+    command.set_defaults(run=doctor.run)
+
+    about = "measure the ops against eager torch, torch.compile and installed peers"
+    command = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
+    bench.add_options(command)
+    command.set_defaults(run=bench.run)
+
+    options = parser.parse_args(arguments)
+    return options.run(options)

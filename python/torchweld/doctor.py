@@ -1,0 +1,171 @@
+"""`torchweld doctor`: what this machine has, which backends serve, and why the others do not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import textwrap
+
+import torch
+
+from torchweld import _evidence, _native
+from torchweld.bench.machine import cpu_name, versions
+from torchweld.bench.table import Table
+from torchweld.ops import _call
+from torchweld.registry import BACKENDS, EAGER, OPS, Op
+
+WIDTH = 100
+Facts = list[tuple[str, str]]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the findings. What is missing is a finding, not a failure."""
+    sections = {
+        "Versions": _versions(),
+        "CPU": _cpu(),
+        "GPU": _gpus(),
+        f"Native libraries, in {_native.DIRECTORY}": _libraries(),
+        "Evidence from GPUs": _evidence_here(),
+        "Backends": [("in force", _in_force())],
+    }
+    for title, facts in sections.items():
+        print(title)
+        for name, value in facts:
+            first, *more = textwrap.wrap(value, WIDTH - 18, break_long_words=False) or [""]
+            print(f"  {name:15} {first}")
+            for line in more:
+                print(f"  {'':15} {line}")
+        print()
+    _print_backends()
+    return 0
+
+
+def _versions() -> Facts:
+    found = versions()
+    cuda = f"built for CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
+    return [
+        ("torchweld", str(found["torchweld"])),
+        ("torch", f"{found['torch']}, {cuda}"),
+        ("triton", found["triton"] or "not installed; CUDA builds of torch bring it"),
+        ("python", str(found["python"])),
+        ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),
+        ("libc", " ".join(platform.libc_ver()) or "unknown"),
+    ]
+
+
+def _cpu() -> Facts:
+    how = os.environ.get(_native.ISA_VARIABLE)
+    how = f"{_native.ISA_VARIABLE}={how}" if how else "the best; TORCHWELD_CPU_ISA forces another"
+    return [
+        ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
+        ("instruction set", f"{_native.cpu_isa or 'none'} ({how})"),
+        ("supported", ", ".join(_native.supported_isas())),
+    ]
+
+
+def _gpus() -> Facts:
+    """What the driver tells, which is more than torch knows where torch cannot use the GPU."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_seen_by_torch()]
+    query = [tool, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return [("none", f"nvidia-smi: {answer.stdout.strip() or answer.stderr.strip()}")]
+    found: Facts = []
+    for at, line in enumerate(answer.stdout.strip().splitlines()):
+        name, driver, capability = (part.strip() for part in line.split(","))
+        found.append((f"GPU {at}", f"{name}, sm_{capability.replace('.', '')}, driver {driver}"))
+    return found + _seen_by_torch()
+
+
+def _seen_by_torch() -> Facts:
+    if torch.cuda.is_available():
+        return [("torch sees", f"{torch.cuda.device_count()}")]
+    why = "it is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
+    return [("torch sees", f"none: {why}")]
+
+
+def _libraries() -> Facts:
+    facts = []
+    for library in ("torchweld_cpu", "torchweld_cuda"):
+        state = "loaded"
+        if library in _native.missing:
+            state = f"not loaded: {_native.missing[library]}"
+        elif library == "torchweld_cuda" and _native.cuda_built_with:
+            major, minor = divmod(_native.cuda_built_with // 10, 100)
+            oldest = _native.OLDEST_DRIVER.get(major, "unknown")
+            state += f"; built with CUDA {major}.{minor}, which needs driver >= {oldest}"
+        facts.append((library, state))
+    return facts
+
+
+def _evidence_here() -> Facts:
+    records = _evidence.records()
+    if not records:
+        nothing = "no GPU has been recorded: on GPUs eager serves, and kernels by name alone"
+        return [("none", nothing)]
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return [
+        (gpu + (" (this one)" if gpu == here else ""), f"recorded {record.get('date', '')}")
+        for gpu, record in records.items()
+    ]
+
+
+def _in_force() -> str:
+    if _call.forced is None:
+        return f"the automatic choice; {_call.BACKEND_VARIABLE} or use_backend() forces one"
+    try:
+        _call._check_name(_call.BACKEND_VARIABLE, "the environment variable", _call.forced)
+    except ValueError as error:
+        return str(error)
+    return f"{_call.forced} for every op, by {_call.BACKEND_VARIABLE}"
+
+
+# --- Op x backend -----------------------------------------------------------------------------
+
+
+def _print_backends() -> None:
+    """A table of op x backend; reasons stand below it, each once."""
+    reasons: list[str] = []
+    table = Table(["op", EAGER, *BACKENDS], numbers_from=len(BACKENDS) + 2)
+    for op in OPS.values():
+        cells = [_cell(op, backend, reasons) for backend in BACKENDS]
+        table.add(op.name, "yes", *cells)
+    print(textwrap.indent(table.plain(), "  "))
+    for at, reason in enumerate(reasons, 1):
+        print(
+            textwrap.fill(
+                f"({at}) {reason}", WIDTH, initial_indent="  ", subsequent_indent="      "
+            )
+        )
+
+
+def _cell(op: Op, backend: str, reasons: list[str]) -> str:
+    word, reason = _serves(op, backend)
+    if reason is None:
+        return word
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"{word} ({reasons.index(reason) + 1})"
+
+
+def _serves(op: Op, backend: str) -> tuple[str, str | None]:
+    """yes, or "by name" or no with the reason."""
+    if backend not in op.sources:
+        return "no", f"{op.name} has no {backend} kernel"
+    if reason := BACKENDS[backend].missing():
+        return "no", reason
+    on_cpu = "cpu" in BACKENDS[backend].devices
+    if not on_cpu and not torch.cuda.is_available():
+        return "no", "torch sees no GPU"
+    # Large, yet a single element in memory: small tensors are eager's.
+    x = torch.zeros(1, dtype=torch.bfloat16, device="cpu" if on_cpu else "cuda").expand(8192, 1024)
+    if reason := op.why_not(backend, [x]):
+        return "no", reason
+    if reason := _call.why_not_automatic(op, backend, [x]):
+        return "by name", f"{reason} (bfloat16, 8192 x 1024)"
+    return "yes", None

@@ -1,0 +1,6 @@
+"""The public functions, in the manner of torch.nn.functional."""
+
+from torchweld.ops.layer_norm import layer_norm
+from torchweld.ops.rms_norm import rms_norm
+
+__all__ = ["layer_norm", "rms_norm"]

@@ -1,0 +1,39 @@
+"""Checks that ops share. Each raises an ArgumentError that names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def dense(function: str, name: str, value: Any, dtypes: Sequence[torch.dtype]) -> None:
+    """A dense tensor of one of these dtypes."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(function, name, f"a {type(value).__name__}", "a tensor")
+    if value.is_quantized or value.layout != torch.strided:
+        kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+        raise ArgumentError(function, name, f"a {kind} tensor", "a dense tensor")
+    if value.dtype not in dtypes:
+        raise ArgumentError(function, name, f"of dtype {value.dtype}", _names(dtypes))
+
+
+def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
+    """On the device of x."""
+    if value.device != x.device:
+        accepted = f"the device of {x_name}, {x.device}"
+        raise ArgumentError(function, name, f"on {value.device}", accepted)
+
+
+def epsilon(function: str, eps: Any) -> None:
+    """A number that is not negative and not NaN."""
+    if not isinstance(eps, int | float) or math.isnan(eps) or eps < 0:
+        raise ArgumentError(function, "eps", repr(eps), "a number >= 0")

@@ -1,0 +1,304 @@
+"""What an op is: one declaration, from which everything else is derived.
+
+An op is declared once, in `ops/<op>.py`, as an `Op`: two schemas, an eager reference, a check, a
+fake. Each backend has its own overload of the schemas (`torchweld::layer_norm.cpu`, `.cuda`,
+`.triton`), so that the choice of a backend is a choice of an op, visible in graphs and to
+checkpointing policies. The argument names of the two schemas say how forward and backward belong
+together, and the autograd function is built from them:
+
+* `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
+  one of the public results; the forward's other outputs are kept for the backward alone;
+* an argument named like a forward's input or output is that value, saved; every input is there,
+  since a second derivative is the reference's and needs them all;
+* `need_weight` is whether the gradient of input `weight` is wanted;
+* `grad_x` in the backward's results is the gradient of input `x`, and is like `x`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from torchweld import _native
+from torchweld._autograd import autograd_function
+
+_LIBRARY = torch.library.Library("torchweld", "DEF")
+_LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
+
+OPS: dict[str, Op] = {}
+
+
+# --- Backends ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Backend:
+    """A way to run ops: the device types that it serves, and why it is not there, if it is not."""
+
+    name: str
+    devices: set[str]
+    missing: Callable[[], str | None]
+
+
+# Looked up once: torch.compile traces through what asks for it.
+_TRITON_MISSING = (
+    "triton is not installed; CUDA builds of torch bring it"
+    if importlib.util.find_spec("triton") is None
+    else None
+)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("cpu", {"cpu"}, lambda: _native.missing.get("torchweld_cpu")),
+        Backend("cuda", {"cuda"}, lambda: _native.missing.get("torchweld_cuda")),
+        Backend("triton", {"cuda"}, lambda: _TRITON_MISSING),
+    )
+}
+# Not an entry of BACKENDS: it needs no overload, its autograd is torch's, and it always serves.
+EAGER = "eager"
+
+
+# --- Samples ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor argument of a sample: its shape, and whether it is a parameter."""
+
+    shape: tuple[int, ...]
+    parameter: bool = False
+
+
+def activation(*shape: int) -> TensorSpec:
+    """A tensor that flows: of the tested dtype."""
+    return TensorSpec(shape)
+
+
+def parameter(*shape: int) -> TensorSpec:
+    """A tensor that is learnt: of the tested dtype, or float32 under a 16-bit one."""
+    return TensorSpec(shape, parameter=True)
+
+
+def materialize(
+    arguments: Sequence[Any],
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    *,
+    param_dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    seed: int = 0,
+) -> list[Any]:
+    """The sample's arguments with its tensors drawn from a normal distribution."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(argument: Any) -> Any:
+        if not isinstance(argument, TensorSpec):
+            return argument
+        kind = (param_dtype or dtype) if argument.parameter else dtype
+        values = torch.randn(argument.shape, generator=generator, device=device)
+        # Away from zero mean and unit scale, where mistakes in statistics and weights show.
+        values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
+        return values.to(kind).requires_grad_(requires_grad)
+
+    return [draw(argument) for argument in arguments]
+
+
+# --- Ops --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names and types of a schema's arguments and results."""
+
+    schema: str
+    arguments: tuple[str, ...] = field(init=False)
+    types: tuple[str, ...] = field(init=False)
+    results: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parsed = torch._C.parse_schema(f"op{self.schema}")
+        object.__setattr__(self, "arguments", tuple(a.name for a in parsed.arguments))
+        object.__setattr__(self, "types", tuple(str(a.type) for a in parsed.arguments))
+        object.__setattr__(self, "results", tuple(r.name for r in parsed.returns))
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How exact an op is, derived in docs/numerics.md.
+
+    A 16-bit result may be off by `rounding` times what rounding the exact result costs; a float32
+    result by `fp32[name]` unit roundoffs of the sum of its terms' magnitudes, which `terms`
+    returns by name: it takes the forward's arguments and `grad_y`.
+    """
+
+    fp32: dict[str, float]
+    terms: Callable[..., dict[str, torch.Tensor]]
+    rounding: float = 1.1
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How an op whose work falls into independent rows may be split across devices."""
+
+    # Argument or result -> "row": may be sharded in any leading dimension; "whole": replicated;
+    # "sum": each shard has a share of it.
+    roles: dict[str, str]
+    # The forward's arguments -> number of leading dimensions.
+    leading: Callable[..., int]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Op:
+    """The declaration of an op. Registering it is making it."""
+
+    name: str
+    forward: str
+    backward: str
+    # Eager torch, differentiable by torch: the forward's arguments to the public results.
+    reference: Callable[..., Any]
+    # Raises ArgumentError if the arguments are not acceptable. Called only when something failed.
+    check: Callable[..., None]
+    # The forward's outputs as empty tensors.
+    fake: Callable[..., tuple[torch.Tensor, ...]]
+    # Backend -> the files its kernels are made of, from the repository's root. Triton's first file
+    # is the module that has a function for each schema, under the op's name.
+    sources: dict[str, tuple[str, ...]]
+    samples: tuple[tuple[Any, ...], ...]
+    # Arguments worth a measurement: on the CPU, on a GPU, and so few that only the call costs.
+    benchmarks: tuple[tuple[Any, ...], ...]
+    benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
+    tiny: tuple[Any, ...]
+    numerics: Numerics
+    # With fewer elements in the first argument, eager is as fast: there is less work than overhead.
+    small: int
+    # How DTensors go through, see Sharding; None: as whole tensors only.
+    sharding: Sharding | None = None
+    dtypes: tuple[torch.dtype, ...] = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    )
+    # Device type -> dtype that eager computes and returns under autocast, where it has a rule.
+    autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    forward_signature: Signature = field(init=False)
+    backward_signature: Signature = field(init=False)
+    kernels: dict[str, Kernel] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward_signature", Signature(self.forward))
+        object.__setattr__(self, "backward_signature", Signature(self.backward))
+        object.__setattr__(self, "kernels", {name: Kernel(self, name) for name in self.sources})
+        OPS[self.name] = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def public(self) -> list[str]:
+        """Names of the forward's outputs that the public function returns."""
+        wanted = self.backward_signature.arguments
+        return [name for name in self.forward_signature.results if f"grad_{name}" in wanted]
+
+    def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
+        """Why this backend cannot serve these inputs; None if it can."""
+        if backend == EAGER:
+            return None
+        if backend not in self.sources:
+            return f"{self.name} has no {backend} kernel"
+        if reason := BACKENDS[backend].missing():
+            return reason
+        x = inputs[0]
+        if x.device.type not in BACKENDS[backend].devices:
+            served = " and ".join(sorted(BACKENDS[backend].devices))
+            return f"{self.forward_signature.arguments[0]} is on {x.device}; it serves {served}"
+        if x.dtype not in self.dtypes:
+            return f"no kernel for {x.dtype}"
+        if backend != "cpu" and x.dtype == torch.float64:
+            return "float64 has a kernel on the CPU alone"
+        if torch._C._are_functorch_transforms_active():
+            return "inside a torch.func transform, whose rules eager has"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "inside forward-mode AD, whose rules eager has"
+        return None
+
+
+def _as_torch(results: tuple[torch.Tensor, ...]) -> Any:
+    return results if len(results) > 1 else results[0]
+
+
+class Kernel:
+    """One backend's implementation of an op: its two overloads and its autograd function."""
+
+    def __init__(self, op: Op, backend: str) -> None:
+        self.backend = backend
+        for suffix, schema, fake in (
+            ("", op.forward, _fake_forward(op)),
+            ("_backward", op.backward, _fake_backward(op)),
+        ):
+            name = f"{op.name}{suffix}.{backend}"
+            _LIBRARY.define(f"{name}{schema}")
+            torch.library.register_fake(f"torchweld::{name}", fake, lib=_LIBRARY)
+            if backend == "triton":
+                implementation = _lazy_triton(op.sources["triton"][0], f"{op.name}{suffix}")
+                _LIBRARY.impl(name, implementation, "CUDA")
+                _LIBRARY.impl(name, implementation, "CPU")  # the interpreter
+        results = op.forward_signature.results
+        self._public_at = [results.index(name) for name in op.public]
+        self.forward = getattr(getattr(torch.ops.torchweld, op.name), backend)
+        self.backward = getattr(getattr(torch.ops.torchweld, f"{op.name}_backward"), backend)
+        self.function = autograd_function(op, self)
+
+    def public(self, results: tuple[torch.Tensor, ...]) -> Any:
+        """Of the forward's results those that the public function returns."""
+        if len(self._public_at) == 1:
+            return results[self._public_at[0]]
+        return tuple([results[i] for i in self._public_at])
+
+
+def _lazy_triton(source: str, function: str) -> Callable[..., Any]:
+    """The Triton implementation, imported at its first call: importing triton takes a while."""
+
+    def implementation(*inputs: Any) -> Any:
+        module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
+        return getattr(module, function)(*inputs)
+
+    return implementation
+
+
+def _fake_forward(op: Op) -> Callable[..., Any]:
+    """The declared fake, once it is sure that no argument is on the meta device by mistake."""
+
+    def fake(*inputs: Any) -> Any:
+        devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{op.name}: arguments are on several devices: {devices}")
+        return _as_torch(op.fake(*inputs))
+
+    return fake
+
+
+def _fake_backward(op: Op) -> Callable[..., Any]:
+    """Gradients are like the inputs they belong to, and empty where they are not wanted."""
+
+    def fake(*inputs: Any) -> Any:
+        given = dict(zip(op.backward_signature.arguments, inputs, strict=True))
+
+        def gradient(name: str) -> torch.Tensor:
+            value = given[name]
+            if value is None or not given.get(f"need_{name}", True):
+                return inputs[0].new_empty(0)
+            return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+        results = op.backward_signature.results
+        return _as_torch(tuple(gradient(name.removeprefix("grad_")) for name in results))
+
+    return fake

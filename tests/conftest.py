@@ -1,0 +1,140 @@
+"""Where each op's kernels run in this session, and the account of it at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN where a kernel left something unwritten
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+import torchweld  # noqa: E402
+from torchweld.registry import BACKENDS, OPS, Op  # noqa: E402
+
+settings.register_profile(
+    "torchweld",
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    # `target` only says where to run, which is the same for every example.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("torchweld")
+
+EMULATED = Path(
+    os.environ.get(
+        "TORCHWELD_EMULATOR",
+        Path(__file__).parent.parent / "build/emulator/lib/libtorchweld_emulated_cuda.so",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """An op on a backend, and the place where that backend runs here."""
+
+    op: Op
+    backend: str
+    place: str
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.op.name}-{self.place}"
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Dtypes that this place computes rightly."""
+        left_out = {
+            "cpu": [],
+            # float64 exists on the CPU alone; Triton's interpreter truncates to bfloat16.
+            "interpreter": [torch.float64, torch.bfloat16],
+        }.get(self.place, [torch.float64])
+        return [dtype for dtype in self.op.dtypes if dtype not in left_out]
+
+
+def _places() -> dict[str, tuple[str, str, str | None]]:
+    """Place -> backend, device, and why it is not there."""
+    no_gpu = None if GPU else "no GPU"
+    emulator = None if EMULATED.exists() else f"{EMULATED} is not built (make emulator)"
+    return {
+        "cpu": ("cpu", "cpu", BACKENDS["cpu"].missing()),
+        "emulator": ("cuda", "cpu", "a GPU runs the kernels" if GPU else emulator),
+        "interpreter": (
+            "triton",
+            "cpu",
+            "a GPU runs the kernels" if GPU else BACKENDS["triton"].missing(),
+        ),
+        "gpu-cuda": ("cuda", "cuda", no_gpu or BACKENDS["cuda"].missing()),
+        "gpu-triton": ("triton", "cuda", no_gpu or BACKENDS["triton"].missing()),
+    }
+
+
+PLACES = _places()
+TARGETS = [
+    Target(op, backend, place, device)
+    for place, (backend, device, missing) in PLACES.items()
+    for op in OPS.values()
+    if backend in op.sources and missing is None
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`target` is every op in every place; `op` every op; `dtype` every dtype of the target."""
+    names = set(metafunc.fixturenames)
+    if {"target", "dtype"} <= names:
+        pairs = [(target, dtype) for target in TARGETS for dtype in target.dtypes]
+        ids = [f"{target}-{str(dtype).removeprefix('torch.')}" for target, dtype in pairs]
+        metafunc.parametrize(("target", "dtype"), pairs, ids=ids, indirect=["target"])
+    elif "target" in names:
+        metafunc.parametrize("target", TARGETS, ids=str, indirect=True)
+    elif "op" in names:
+        metafunc.parametrize("op", OPS.values(), ids=list(OPS))
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    """The target, with its backend asked for by name."""
+    target: Target = request.param
+    if target.place == "emulator":
+        torch.ops.load_library(str(EMULATED))
+        monkeypatch.setattr(BACKENDS["cuda"], "missing", lambda: None)
+    if target.place in ("emulator", "interpreter"):
+        monkeypatch.setattr(BACKENDS[target.backend], "devices", {"cpu"})
+    with torchweld.use_backend(target.backend):
+        yield target
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """A test's report says which op it ran where; workers of pytest-xdist send it along."""
+    report = yield
+    if report.when == "call" and "target" in getattr(item, "fixturenames", ()):
+        target: Target = item.callspec.params["target"]
+        report.user_properties.append(("ran", (target.place, target.op.name)))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many kernels ran where, and how many did not run."""
+    passed = terminalreporter.stats.get("passed", [])
+    properties = [
+        value for report in passed for name, value in report.user_properties if name == "ran"
+    ]
+    lines = []
+    for place, (backend, _, missing) in PLACES.items():
+        ops = [op.name for op in OPS.values() if backend in op.sources]
+        ran = {op for where, op in properties if where == place}
+        # Forward and backward are a kernel each.
+        line = f"{place:12} {2 * len(ran):3} kernels ran, {2 * (len(ops) - len(ran)):3} did not run"
+        lines.append(line + (f": {missing}" if missing else ""))
+    terminalreporter.section("kernels")
+    terminalreporter.write_line("\n".join(lines))

@@ -1,0 +1,132 @@
+// Kernels with a fault each, and one without, for test_emulator.py: what the emulator must catch.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <pybind11/numpy.h>
+
+#include "cuda/launch.cuh"
+
+namespace {
+
+using namespace torchweld;
+
+constexpr int kThreads = 128;
+
+// Reverses 128 elements through shared memory.
+template <bool Barrier>
+__global__ void reverse(const float* x, float* y) {
+  __shared__ float shared[kThreads];
+  const int i = threadIdx.x;
+  shared[i] = x[i];
+  if (Barrier) __syncthreads();
+  y[i] = shared[kThreads - 1 - i];  // the line that a missing barrier is reported at
+}
+
+__global__ void one_past_the_end(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i <= n) y[i] = x[i < n ? i : 0];  // the line that an access out of bounds is reported at
+}
+
+__global__ void skip_the_last(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n - 1) y[i] = x[i];
+}
+
+__global__ void barrier_for_some(const float* x, float* y) {
+  if (threadIdx.x < 40) __syncthreads();
+  y[threadIdx.x] = x[threadIdx.x];
+}
+
+__global__ void read_unwritten_shared(const float*, float* y) {
+  y[threadIdx.x] = ((float*)dynamic_shared())[threadIdx.x];
+}
+
+__global__ void order_of_warps(const float*, float* y) {
+  __shared__ int next;
+  if (threadIdx.x == 0) next = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) y[atomicAdd(&next, 1)] = threadIdx.x / 32;
+}
+
+// 8 results a lane, from every warp operation.
+__global__ void warp_operations(const float* x, float* y) {
+  const int i = threadIdx.x, n = blockDim.x;
+  const unsigned all = 0xffffffffu;
+  const float v = x[i];
+  y[i] = __shfl_xor_sync(all, v, 5);
+  y[n + i] = __shfl_down_sync(all, v, 3);
+  y[2 * n + i] = __shfl_up_sync(all, v, 2);
+  y[3 * n + i] = __shfl_sync(all, v, 7);
+  y[4 * n + i] = __popc(__ballot_sync(all, v > 0));
+  y[5 * n + i] = __any_sync(all, v > 1) + 2 * __all_sync(all, v > -1);
+  y[6 * n + i] = __syncthreads_count(v > 0) + 1000 * __syncthreads_or(v > 1);
+  y[7 * n + i] = __shfl_xor_sync(all, v, 4, 8);
+}
+
+__global__ void round_trip(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  y[i] = __bfloat16_as_ushort(__float2bfloat16_rn(x[i]));
+  y[n + i] = __half_as_ushort(__float2half_rn(x[i]));
+  y[2 * n + i] = __half2float(__float2half_rn(x[i]));
+  y[3 * n + i] = __bfloat162float(__float2bfloat16_rn(x[i]));
+}
+
+// Each block adds up its part, waits for all the others, and reads their sums.
+__global__ void sum_over_grid(const float* x, float* y, float* sums) {
+  float* shared = (float*)dynamic_shared();
+  shared[threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float sum = 0;
+    for (unsigned i = 0; i < blockDim.x; ++i) sum += shared[i];
+    sums[blockIdx.x] = sum;
+  }
+  emulator::grid_barrier({"grid", __FILE__, __LINE__});
+  float total = 0;
+  for (unsigned b = 0; b < gridDim.x; ++b) total += sums[b];
+  y[blockIdx.x * blockDim.x + threadIdx.x] = total;
+}
+
+using Array = pybind11::array_t<float, pybind11::array::c_style>;
+
+void raise(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+// A function of numpy arrays x and y that launches `kernel` on one block.
+template <class Kernel>
+auto on_one_block(Kernel kernel) {
+  return [kernel](const Array& x, Array& y) {
+    const int threads = (int)x.size();
+    raise(
+        launch(kernel, {1, threads, threads * sizeof(float)}, nullptr, x.data(), y.mutable_data()));
+  };
+}
+template <class Kernel>
+auto on_elements(Kernel kernel) {
+  return [kernel](const Array& x, Array& y) {
+    const int n = (int)x.size();
+    raise(
+        launch(kernel, {dim3(n / kThreads + 1), kThreads}, nullptr, x.data(), y.mutable_data(), n));
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(torchweld_planted, m) {
+  m.def("reverse", on_one_block(reverse<true>));
+  m.def("missing_barrier", on_one_block(reverse<false>));
+  m.def("one_past_the_end", on_elements(one_past_the_end));
+  m.def("skip_the_last", on_elements(skip_the_last));
+  m.def("barrier_for_some", on_one_block(barrier_for_some));
+  m.def("read_unwritten_shared", on_one_block(read_unwritten_shared));
+  m.def("order_of_warps", on_one_block(order_of_warps));
+  m.def("warp_operations", on_one_block(warp_operations));
+  m.def("round_trip", on_elements(round_trip));
+  m.def("sum_over_grid", [](const Array& x, Array& y, int blocks) {
+    const int threads = (int)x.size() / blocks;
+    std::vector<float> sums(blocks);
+    raise(launch(sum_over_grid, {dim3(blocks), threads, threads * sizeof(float), true}, nullptr,
+                 x.data(), y.mutable_data(), sums.data()));
+  });
+}

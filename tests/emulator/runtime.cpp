@@ -1,0 +1,290 @@
+// The scheduler: runs every fiber until it waits, and lets a group go on when all of it has come.
+// Compiled without TSan even where the kernels are: its own data is no business of a kernel's.
+#include "runtime.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+
+namespace emulator {
+
+Context* current = nullptr;
+
+namespace {
+
+constexpr int kWarp = 32;
+
+enum class State { kReady, kBlockBarrier, kGridBarrier, kWarpOperation, kFinished };
+
+struct Warp;
+struct Block;
+
+struct Thread {
+  Context context;
+  State state = State::kFinished;
+  Site site = {};
+  bool predicate = false;
+  uint32_t mask = 0;
+  int lane = 0, exchanges = 0;
+  Warp* warp = nullptr;
+  Block* block = nullptr;
+  std::unique_ptr<Fiber> fiber;
+};
+
+// Two sets of slots: a lane may be one exchange ahead of another, never two.
+struct Warp {
+  std::vector<Thread*> lanes;
+  uint64_t slots[2][kWarp] = {};
+  char order = 0;  // an address for TSan: what a warp barrier orders
+};
+
+struct Block {
+  std::vector<Thread*> threads;
+  std::vector<Warp> warps;
+  std::unique_ptr<unsigned char[]> shared;
+  int count = 0;  // of true predicates at the last barrier
+  char order = 0;
+};
+
+std::mutex one_launch;
+std::vector<std::unique_ptr<Thread>> pool;
+std::string error;
+Fiber* scheduler = nullptr;
+Thread* running = nullptr;
+const std::function<void()>* kernel = nullptr;
+char start_order = 0, end_order = 0, grid_order = 0;
+uint64_t random_state = 1;
+
+#if defined(TW_TSAN)
+void acquire(char& order) { __tsan_acquire(&order); }
+void release(char& order) { __tsan_release(&order); }
+#else
+void acquire(char&) {}
+void release(char&) {}
+#endif
+
+template <class T>
+void shuffle(std::vector<T>& items) {
+  for (size_t i = items.size(); i > 1; --i) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    std::swap(items[i - 1], items[(random_state >> 33) % i]);
+  }
+}
+
+void enter() {
+  running->fiber->arrive();
+  for (;;) {
+    acquire(start_order);
+    (*kernel)();
+    release(end_order);
+    running->state = State::kFinished;
+    running->fiber->switch_to(*scheduler);
+  }
+}
+
+void wait(State state, Site site) {
+  running->state = state;
+  running->site = site;
+  running->fiber->switch_to(*scheduler);
+}
+
+std::string describe(const Thread& t) {
+  char text[256];
+  const Index &b = t.context.block, &i = t.context.thread;
+  std::snprintf(text, sizeof text, "thread (%u, %u, %u) of block (%u, %u, %u) waits at %s, %s:%d",
+                i.x, i.y, i.z, b.x, b.y, b.z, t.site.what, t.site.file, t.site.line);
+  return text;
+}
+
+bool same_site(const Site& a, const Site& b) {
+  return a.line == b.line && !std::strcmp(a.file, b.file);
+}
+
+// Releases the threads if all of them wait in `state` at one place; whether it did.
+bool release_group(const std::vector<Thread*>& threads, State state) {
+  for (const Thread* t : threads) {
+    if (t->state != state || !same_site(t->site, threads[0]->site)) return false;
+  }
+  for (Thread* t : threads) t->state = State::kReady;
+  return true;
+}
+
+bool release_warp(Warp& warp) {
+  bool any = false;
+  for (Thread* t : warp.lanes) {
+    if (t->state != State::kWarpOperation) continue;
+    const auto in_mask = [&](const Thread* o) { return t->mask >> o->lane & 1; };
+    const bool complete = std::all_of(warp.lanes.begin(), warp.lanes.end(), [&](const Thread* o) {
+      return !in_mask(o) || (o->state == State::kWarpOperation && o->mask == t->mask &&
+                             same_site(o->site, t->site));
+    });
+    // A lane that the block does not have cannot come.
+    if (!complete || (warp.lanes.size() < kWarp && t->mask >> warp.lanes.size())) continue;
+    const uint32_t mask = t->mask;
+    for (Thread* o : warp.lanes) {
+      if (mask >> o->lane & 1) o->state = State::kReady;
+    }
+    any = true;
+  }
+  return any;
+}
+
+bool release_block(Block& block) {
+  if (!release_group(block.threads, State::kBlockBarrier)) return false;
+  block.count = std::count_if(block.threads.begin(), block.threads.end(),
+                              [](const Thread* t) { return t->predicate; });
+  return true;
+}
+
+void start_block(Block& block, Index index, Index dim, Index grid, size_t shared_bytes,
+                 size_t first) {
+  const size_t count = size_t{dim.x} * dim.y * dim.z;
+  block.shared = std::make_unique<unsigned char[]>(shared_bytes);
+  std::memset(block.shared.get(), 0xff, shared_bytes);
+  block.warps.resize((count + kWarp - 1) / kWarp);
+  while (pool.size() < first + count) {
+    pool.push_back(std::make_unique<Thread>());
+    pool.back()->fiber = std::make_unique<Fiber>(enter);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    Thread& t = *pool[first + i];
+    const unsigned n = i;
+    t.context = {{n % dim.x, n / dim.x % dim.y, n / dim.x / dim.y}, index, dim, grid};
+    t.state = State::kReady;
+    t.lane = i % kWarp;
+    t.exchanges = 0;
+    t.warp = &block.warps[i / kWarp];
+    t.block = &block;
+    t.warp->lanes.push_back(&t);
+    block.threads.push_back(&t);
+  }
+}
+
+// Runs these blocks side by side to their end.
+bool run_blocks(std::vector<Block>& blocks) {
+  std::vector<Thread*> everyone;
+  std::vector<Warp*> warps;
+  for (Block& block : blocks) {
+    for (Warp& warp : block.warps) warps.push_back(&warp);
+    everyone.insert(everyone.end(), block.threads.begin(), block.threads.end());
+  }
+  for (;;) {
+    shuffle(warps);
+    bool progress = false, finished = true;
+    for (Warp* warp : warps) {
+      for (Thread* t : warp->lanes) {
+        if (t->state != State::kReady) continue;
+        progress = true;
+        running = t;
+        current = &t->context;
+        scheduler->switch_to(*t->fiber);
+      }
+      progress |= release_warp(*warp);
+    }
+    for (Block& block : blocks) progress |= release_block(block);
+    progress |= release_group(everyone, State::kGridBarrier);
+    for (const Thread* t : everyone) finished &= t->state == State::kFinished;
+    if (finished) return true;
+    if (!progress) break;
+  }
+  size_t waiting = 0;
+  std::string places;
+  Site last = {};
+  for (Thread* t : everyone) {
+    if (t->state == State::kFinished) continue;
+    ++waiting;
+    if (!last.file || !same_site(last, t->site)) places += "; " + describe(*t);
+    last = t->site;
+    t->fiber->restart(enter);
+  }
+  error = std::to_string(waiting) + " of " + std::to_string(everyone.size()) +
+          " threads wait for others that do not come" + places.substr(0, 1000);
+  return false;
+}
+
+}  // namespace
+
+bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
+         const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  const char* seed = std::getenv("TORCHWELD_EMULATOR_SEED");
+  random_state = seed ? std::strtoull(seed, nullptr, 10) : 1;
+  Fiber here;
+  scheduler = &here;
+  kernel = &body;
+  std::vector<Index> order;
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) order.push_back({x, y, z});
+    }
+  }
+  shuffle(order);
+  const size_t together = cooperative ? order.size() : 1;
+  const size_t threads = size_t{block.x} * block.y * block.z;
+  bool good = true;
+  for (size_t i = 0; good && i < order.size(); i += together) {
+    std::vector<Block> blocks(together);
+    for (size_t b = 0; b < together; ++b) {
+      start_block(blocks[b], order[i + b], block, grid, shared_bytes, b * threads);
+    }
+    release(start_order);
+    good = run_blocks(blocks);
+    acquire(end_order);
+  }
+  current = nullptr;
+  return good;
+}
+
+const char* last_error() { return error.c_str(); }
+
+void* dynamic_shared() { return running->block->shared.get(); }
+
+int block_barrier(bool predicate, Site site) {
+  running->predicate = predicate;
+  char& order = running->block->order;
+  release(order);
+  wait(State::kBlockBarrier, site);
+  acquire(running->block->order);
+  return running->block->count;
+}
+
+void grid_barrier(Site site) {
+  release(grid_order);
+  wait(State::kGridBarrier, site);
+  acquire(grid_order);
+}
+
+uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uint32_t* votes) {
+  Thread& me = *running;
+  uint64_t* slots = me.warp->slots[me.exchanges++ % 2];
+  slots[me.lane] = value;
+  me.mask = mask;
+  wait(State::kWarpOperation, site);
+  if (votes) {
+    *votes = 0;
+    for (int i = 0; i < kWarp; ++i) *votes |= uint32_t{(mask >> i & 1) && slots[i]} << i;
+  }
+  // A lane outside of the mask has no value: what comes back is none of its own.
+  return mask >> source & 1 ? slots[source] : ~uint64_t{0};
+}
+
+void warp_barrier(uint32_t mask, Site site) {
+  release(running->warp->order);
+  running->mask = mask;
+  wait(State::kWarpOperation, site);
+  acquire(running->warp->order);
+}
+
+int lane() { return running->lane; }
+
+void yield() {
+  running->fiber->switch_to(*scheduler);  // still ready
+}
+
+}  // namespace emulator

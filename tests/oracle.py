@@ -1,0 +1,112 @@
+"""Runs an op forward and backward, and measures errors against its reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.ops._call import call
+from torchweld.registry import Op, TensorSpec, materialize
+
+Results = dict[str, torch.Tensor]
+
+
+def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -> Results:
+    """Public results and gradients by name, with a fixed random gradient of every result.
+
+    `function` takes the forward's arguments; None: the op, on the backend in force.
+    """
+    inputs = [
+        value.detach().requires_grad_() if isinstance(value, torch.Tensor) else value
+        for value in inputs
+    ]
+    results = function(*inputs) if function else call(op, *inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    grads = [incoming(r) for r in results]
+    tensors = {
+        name: value
+        for name, value in zip(op.forward_signature.arguments, inputs, strict=True)
+        if isinstance(value, torch.Tensor)
+    }
+    gradients = torch.autograd.grad(results, list(tensors.values()), grads)
+    found = dict(zip(op.public, [r.detach() for r in results], strict=True))
+    return found | {f"grad_{n}": g for n, g in zip(tensors, gradients, strict=True)}
+
+
+def incoming(result: torch.Tensor) -> torch.Tensor:
+    """A gradient for this result: random, the same at every call, exact in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(result.shape, generator=generator).bfloat16().half()
+    return grad.to(result.device, result.dtype)
+
+
+def exact(op: Op, inputs: list[Any]) -> Results:
+    """The reference in float64 on the same values."""
+    wide = [v.detach().double() if isinstance(v, torch.Tensor) else v for v in inputs]
+    # An epsilon that is left to torch is that of what the values' own dtype is computed in.
+    defaults = dict(zip(op.forward_signature.arguments, wide, strict=True))
+    if defaults.get("eps", 0) is None:
+        at = op.forward_signature.arguments.index("eps")
+        kind = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+        wide[at] = torch.finfo(kind).eps
+    return run(op, wide, op.reference)
+
+
+class Pool:
+    """Errors of one result over many samples, each in units of the RMS of its sum of terms."""
+
+    def __init__(self) -> None:
+        self.errors: list[torch.Tensor] = []
+
+    def add(self, error: torch.Tensor, terms: torch.Tensor) -> None:
+        scale = terms.square().mean().sqrt()
+        if scale > 0:
+            self.errors.append((error.double() / scale).flatten())
+        else:  # a sum of nothing is exact
+            assert not error.any()
+
+    @property
+    def count(self) -> int:
+        return sum(e.numel() for e in self.errors)
+
+    @property
+    def rms(self) -> float:
+        return torch.cat(self.errors).square().mean().sqrt().item()
+
+    @property
+    def max(self) -> float:
+        return torch.cat(self.errors).abs().max().item()
+
+
+def sample_inputs(
+    op: Op, dtype: torch.dtype, device: str, param_dtype: torch.dtype | None = None
+) -> list[list[Any]]:
+    """Every sample of the op, drawn."""
+    return [
+        materialize(arguments, dtype, device, param_dtype=param_dtype, seed=seed)
+        for seed, arguments in enumerate(op.samples)
+    ]
+
+
+def reshaped(op: Op, leading: tuple[int, ...], trailing: tuple[int, ...]) -> list[Any]:
+    """The op's fullest sample in other sizes.
+
+    [*leading, *trailing] for what flows, [*trailing] for parameters and for lists of sizes.
+    """
+    fullest = max(op.samples, key=lambda s: sum(isinstance(v, TensorSpec) for v in s))
+
+    def resize(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            shape = trailing if value.parameter else (*leading, *trailing)
+            return TensorSpec(shape, value.parameter)
+        return list(trailing) if isinstance(value, list) else value
+
+    return [resize(value) for value in fullest]
+
+
+def takes_several_trailing_dimensions(op: Op) -> bool:
+    """Whether a parameter may have more than one dimension."""
+    specs = [v for sample in op.samples for v in sample if isinstance(v, TensorSpec)]
+    return any(spec.parameter and len(spec.shape) > 1 for spec in specs)

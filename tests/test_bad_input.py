@@ -1,0 +1,119 @@
+"""Contract 4: what is not acceptable is named, with what came and what is accepted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import functional
+
+X, W, B = torch.ones(4, 8), torch.ones(8), torch.ones(8)
+
+BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "width": (lambda: functional.layer_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
+    "no width": (lambda: functional.layer_norm(X, []), "normalized_shape", "last dimensions"),
+    "rank": (lambda: functional.layer_norm(X, [2, 4, 8]), "normalized_shape", "last dimensions"),
+    "not a shape": (lambda: functional.layer_norm(X, "ab"), "normalized_shape", "sequence of ints"),
+    "weight's size": (lambda: functional.layer_norm(X, [8], torch.ones(7)), "weight", r"\[8\]"),
+    "bias's size": (lambda: functional.layer_norm(X, [8], W, torch.ones(1)), "bias", r"\[8\]"),
+    "weight's dtype": (lambda: functional.layer_norm(X, [8], W.half()), "weight", "float32"),
+    "16-bit mix": (
+        lambda: functional.layer_norm(X.bfloat16(), [8], W.half(), B.half()),
+        "weight",
+        "bfloat16 or float32",
+    ),
+    "bias unlike weight": (
+        lambda: functional.layer_norm(X.bfloat16(), [8], W, B.bfloat16()),
+        "bias",
+        "the same",
+    ),
+    "device": (lambda: functional.layer_norm(X, [8], W.to("meta")), "weight", "device of x, cpu"),
+    "negative eps": (lambda: functional.layer_norm(X, [8], W, B, -1e-5), "eps", ">= 0"),
+    "NaN eps": (lambda: functional.layer_norm(X, [8], W, B, torch.nan), "eps", ">= 0"),
+    "eps of another type": (lambda: functional.layer_norm(X, [8], W, B, "1"), "eps", ">= 0"),
+    "integers": (lambda: functional.layer_norm(X.int(), [8]), "x", "float32 or bfloat16"),
+    "complex": (lambda: functional.layer_norm(X.cfloat(), [8]), "x", "float32 or bfloat16"),
+    "sparse": (lambda: functional.layer_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
+    "no tensor": (lambda: functional.layer_norm([[1.0]], [1]), "x", "a tensor"),  # type: ignore
+    "rms width": (lambda: functional.rms_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
+    "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
+    "rms eps": (lambda: functional.rms_norm(X, [8], W, -1.0), "eps", ">= 0"),
+    "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
+    "rms sparse": (lambda: functional.rms_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
+@pytest.mark.parametrize("case", BAD)
+def test_arguments_are_named(case: str, backend: str | None) -> None:
+    """The same typed error on the automatic route, the kernel's and eager's."""
+    function, argument, accepted = BAD[case]
+    with torchweld.use_backend(backend), pytest.raises(torchweld.ArgumentError) as caught:
+        function()
+    assert caught.value.argument == argument
+    assert caught.match(accepted)
+
+
+def test_a_quantized_tensor_is_named() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later torches than 2.11 warn of quantisation itself
+        x = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    with pytest.raises(torchweld.ArgumentError, match="x is a quantized tensor"):
+        functional.layer_norm(x, [8])
+
+
+def test_errors_are_what_torchs_callers_catch() -> None:
+    """torch raises RuntimeError here; ValueError is what it is."""
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind):
+            functional.layer_norm(X, [7])
+
+
+def test_kernels_refuse_by_themselves() -> None:
+    """Called past Python's checks the bindings raise: bad input never reaches a kernel."""
+    ops = torch.ops.torchweld
+    statistics = torch.ones(4)
+    bad = [
+        lambda: ops.layer_norm.cpu(X, [7], None, None, 1e-5),
+        lambda: ops.layer_norm.cpu(X, [], None, None, 1e-5),
+        lambda: ops.layer_norm.cpu(X, [8], torch.ones(7), None, 1e-5),
+        lambda: ops.layer_norm.cpu(X, [8], W.double(), None, 1e-5),
+        lambda: ops.layer_norm.cpu(X, [8], None, None, -1.0),
+        lambda: ops.layer_norm.cpu(X.int(), [8], None, None, 1e-5),
+        lambda: ops.rms_norm.cpu(X, [4, 8, 1], None, 1e-5),
+        lambda: ops.rms_norm_backward.cpu(X, X, [8], W, 1e-5, torch.ones(3), True),
+        lambda: ops.rms_norm_backward.cpu(X.double(), X, [8], W, 1e-5, statistics, True),
+        lambda: ops.rms_norm_backward.cpu(torch.ones(4, 7), X, [8], W, 1e-5, statistics, True),
+        lambda: ops.layer_norm_backward.cpu(
+            X, X, [8], W, B, 1e-5, torch.ones(5), statistics, True, True
+        ),
+    ]
+    for function in bad:
+        with pytest.raises(RuntimeError):
+            function()
+
+
+def test_a_backend_that_cannot_serve_says_why() -> None:
+    with torchweld.use_backend("cuda"), pytest.raises(torchweld.BackendError, match="cuda backend"):
+        functional.layer_norm(X, [8])
+    with pytest.raises(torchweld.ArgumentError, match="eager or cpu or cuda or triton"):
+        torchweld.use_backend("opencl").__enter__()
+
+
+def test_explain_names_the_choice_and_the_reasons() -> None:
+    small = torchweld.explain(functional.layer_norm, X, [8])
+    assert small.chosen == "eager"
+    assert "too small to gain" in small.reasons["cpu"]
+    large = torchweld.explain("rms_norm", torch.ones(512, 512), [512], eps=1e-6)
+    assert large.chosen == "cpu"
+    assert set(large.reasons) == {"eager", "cuda", "triton"}
+    assert "rms_norm runs on cpu" in str(large)
+    with torchweld.use_backend("eager"):
+        assert torchweld.explain("rms_norm", torch.ones(512, 512), [512]).chosen == "eager"
+    with pytest.raises(torchweld.ArgumentError, match="layer_norm, rms_norm"):
+        torchweld.explain("norm", X)

@@ -1,0 +1,131 @@
+"""Contract 9: inside DDP, FSDP2, sequence parallelism and a pipeline, on two real processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+
+import torchweld
+
+WIDTH, ROWS = 256, 64
+
+
+def _model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH),
+        torchweld.nn.LayerNorm(WIDTH),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torchweld.nn.RMSNorm(WIDTH),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05).add_(0.1)
+    return model
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _expected() -> list[torch.Tensor]:
+    """Gradients of the whole batch in one process, with torch's own norms."""
+    model = _model()
+    for module, plain in ((model[1], torch.nn.LayerNorm), (model[3], torch.nn.RMSNorm)):
+        module.__class__ = plain
+    model(_batch()).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _assert_gradients(gradients: list[torch.Tensor]) -> None:
+    for found, expected in zip(gradients, _expected(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def _ddp(rank: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(_model())
+    model(_batch()[rank]).square().mean().backward()
+    _assert_gradients([parameter.grad for parameter in model.parameters()])
+
+
+def _fsdp2(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    for module in model:
+        fully_shard(module)
+    fully_shard(model)
+    model(_batch()[rank]).square().mean().backward()
+    _assert_gradients([parameter.grad.full_tensor() for parameter in model.parameters()])
+
+
+def _sequence_parallel(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = _model()
+    plan = {"1": SequenceParallel(), "3": SequenceParallel()}
+    norms = parallelize_module(model, mesh, plan)
+    x = model[0](_batch())
+    y = norms[1](DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)]))
+    assert y.placements == (Shard(1),)
+    z = norms[3](DTensor.from_local(model[2](y.full_tensor()).chunk(2, 1)[rank], mesh, [Shard(1)]))
+    assert z.placements == (Shard(1),)
+    expected = _model()
+    reference = expected(_batch())
+    torch.testing.assert_close(z.full_tensor(), reference, rtol=1e-5, atol=1e-5)
+    # The last norm's gradient is a sum over shards.
+    z.full_tensor().square().mean().backward()
+    reference.square().mean().backward()
+    gradient = norms[3].weight.grad.full_tensor()
+    torch.testing.assert_close(gradient, expected[3].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def _pipeline(rank: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    model = _model()
+    part = model[2 * rank : 2 * rank + 2]
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, _: y.square().mean())
+    if rank == 0:
+        schedule.step(_batch())
+    else:
+        schedule.step(target=_batch())
+    expected = _expected()
+    gradients = [parameter.grad for parameter in part.parameters()]
+    here = expected[:4] if rank == 0 else expected[4:]
+    assert len(here) == len(gradients)
+    for found, wanted in zip(gradients, here, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str | None) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    try:
+        with torchweld.use_backend(backend):
+            scenario(rank)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("scenario", [_ddp, _fsdp2, _sequence_parallel, _pipeline])
+@pytest.mark.parametrize("backend", ["cpu", None])
+def test_two_processes_equal_one(
+    scenario: Callable[[int], None], backend: str | None, tmp_path: Path
+) -> None:
+    """On the CPU kernels and on the automatic choice."""
+    torch.multiprocessing.spawn(
+        _worker, args=(scenario, str(tmp_path / "store"), backend), nprocs=2
+    )

@@ -1,0 +1,42 @@
+"""A call on small tensors costs hardly more than torch's own: too small to gain goes to eager."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torchweld
+
+SHAPE = (64,)
+
+
+def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
+    """Of the medians of interleaved rounds; the least of a few attempts, as noise only adds."""
+
+    def seconds(function: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            function()
+        return time.perf_counter() - start
+
+    def attempt() -> float:
+        rounds = [(seconds(ours), seconds(theirs)) for _ in range(15)]
+        return statistics.median(o for o, _ in rounds) / statistics.median(t for _, t in rounds)
+
+    return min(attempt() for _ in range(5))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("requires_grad", "budget"), [(False, 1.15), (True, 1.5)])
+def test_small_calls(name: str, requires_grad: bool, budget: float) -> None:
+    x = torch.randn(1, *SHAPE, requires_grad=requires_grad)
+    weight = torch.ones(SHAPE, requires_grad=requires_grad)
+    ours = getattr(torchweld.functional, name)
+    theirs = getattr(torch.nn.functional, name)
+    ratio = _ratio(lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight))
+    print(f"{name}: {ratio:.3f}x torch's time on 1 x 64")
+    assert ratio <= budget

@@ -1,0 +1,137 @@
+"""Contract 4 and 5: any layout of memory, every element written, special values as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import Target
+from oracle import exact, incoming, reshaped, run, takes_several_trailing_dimensions
+from torchweld.ops._call import call
+from torchweld.registry import materialize
+
+
+def _assert_right(target: Target, inputs: list[Any]) -> None:
+    """Close to the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
+    oracle = exact(target.op, inputs)
+    terms = target.op.numerics.terms(
+        *inputs, **{f"grad_{name}": incoming(oracle[name]) for name in target.op.public}
+    )
+    unit = torch.finfo(inputs[0].dtype).eps / 2
+    for name, value in run(target.op, inputs).items():
+        assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    "padded rows": lambda t: torch.nn.functional.pad(t, (3, 5), value=torch.nan)[..., 3:-5],
+    "expanded": lambda t: t[:1].expand_as(t),
+    "offset by one element": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(target: Target, layout: str) -> None:
+    """Each tensor argument in turn, in each layout; the gradient too."""
+    arguments = reshaped(target.op, (2, 3), (31,))
+    plain = materialize(arguments, torch.float32, target.device)
+    for position, value in enumerate(plain):
+        if isinstance(value, torch.Tensor):
+            inputs = list(plain)
+            inputs[position] = LAYOUTS[layout](value)
+            assert inputs[position].shape == value.shape
+            _assert_right(target, inputs)
+    leaves = [v.clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in plain]
+    result = call(target.op, *leaves)
+    grad = LAYOUTS[layout](torch.randn_like(result))
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+    found = torch.autograd.grad(result, tensors, grad, retain_graph=True)
+    expected = torch.autograd.grad(result, tensors, grad.contiguous())
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_surroundings_stay_intact(target: Target, dtype: torch.dtype) -> None:
+    """Inputs are views into larger buffers; neither they nor what is around them change."""
+    for arguments in target.op.samples:
+        values = materialize(arguments, dtype, target.device)
+        buffers: list[torch.Tensor] = []
+
+        def view(value: Any, buffers: list[torch.Tensor] = buffers) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            buffer = torch.full((value.numel() + 67,), 7.0, dtype=value.dtype, device=value.device)
+            buffers.append(buffer)
+            inside = buffer[33 : 33 + value.numel()].view_as(value)
+            return inside.copy_(value)
+
+        inputs = [view(value) for value in values]
+        before = [buffer.clone() for buffer in buffers]
+        run(target.op, inputs)
+        assert all(torch.equal(b, a) for b, a in zip(before, buffers, strict=True))
+
+
+@given(
+    leading=st.lists(st.integers(0, 5), max_size=3),
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    wide=st.integers(0, 3000),
+    seed=st.integers(0, 2**16),
+)
+def test_random_shapes(
+    target: Target, leading: list[int], shape: list[int], wide: int, seed: int
+) -> None:
+    """Property: right at any shape."""
+    if not takes_several_trailing_dimensions(target.op):
+        shape = shape[-1:]
+    shape = [*shape[:-1], shape[-1] + (wide if len(leading) < 2 else 0)]
+    arguments = reshaped(target.op, tuple(leading), tuple(shape))
+    _assert_right(target, materialize(arguments, torch.float32, target.device, seed=seed))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_special_values_come_out_as_eagers(
+    target: Target, dtype: torch.dtype, special: float
+) -> None:
+    """NaN and infinity reach the elements that eager lets them reach, and no others."""
+    arguments = reshaped(target.op, (33,), (64,))
+    inputs = materialize(arguments, dtype, target.device)
+    inputs[0][3, 17] = special
+    inputs[0][32, 63] = special
+    ours, eager = run(target.op, inputs), run(target.op, inputs, target.op.reference)
+    for name, value in eager.items():
+        assert torch.equal(ours[name].isnan(), value.isnan()), name
+        assert torch.equal(ours[name].isinf(), value.isinf()), name
+
+
+def test_unwritten_memory_would_show(target: Target) -> None:
+    """The suite runs with new tensors full of NaN: an op of no width writes nothing but them."""
+    if target.backend == "triton":
+        pytest.skip("Triton's outputs are allocated by torch.empty: see test_triton_writes_all")
+    if len(target.op.forward_signature.results) == 1:
+        pytest.skip("without statistics, no width leaves nothing to look at")
+    inputs = materialize(reshaped(target.op, (3,), (0,)), torch.float32, target.device)
+    statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
+    assert statistics.isnan().all()
+
+
+def test_triton_writes_all(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for outputs that Python allocates."""
+    if target.backend != "triton":
+        pytest.skip("the bindings poison their outputs: see test_unwritten_memory_would_show")
+    for name in ("empty", "empty_like", "empty_strided"):
+        original = getattr(torch, name)
+
+        def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
+            result = original(*args, **kwargs)
+            return result.fill_(torch.nan) if result.is_floating_point() else result
+
+        monkeypatch.setattr(torch, name, poisoned)
+    for arguments in target.op.samples:
+        inputs = materialize(arguments, torch.float32, target.device)
+        if inputs[0].numel():
+            assert not any(value.isnan().any() for value in run(target.op, inputs).values())

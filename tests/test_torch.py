@@ -1,0 +1,235 @@
+"""Contract 3: torch's own machinery, from opcheck to torch.compile, autocast and functorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchweld
+from conftest import Target
+from oracle import incoming, reshaped, run
+from torchweld._autograd import as_tuple
+from torchweld.ops._call import call
+from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
+
+
+def _sample(op: Op, **kwargs: Any) -> list[Any]:
+    return materialize(reshaped(op, (4, 5), (768,)), **kwargs)
+
+
+def _overloads(target: Target) -> tuple[Any, Any]:
+    kernel = target.op.kernels[target.backend]
+    return kernel.forward, kernel.backward
+
+
+def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
+    values = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    values |= dict(zip(op.forward_signature.results, as_tuple(results), strict=True))
+    values |= {f"grad_{name}": incoming(values[name]) for name in op.public}
+    values |= {f"need_{name}": values[name] is not None for name in op.forward_signature.arguments}
+    return [values[name] for name in op.backward_signature.arguments]
+
+
+def test_opcheck(target: Target, dtype: torch.dtype) -> None:
+    """Schema, fake and functionalisation agree with the implementation, dynamic shapes included."""
+    forward, backward = _overloads(target)
+    for arguments in [s for s in target.op.samples if len(s[0].shape) == 2][:4]:
+        inputs = materialize(arguments, dtype, target.device)
+        torch.library.opcheck(forward, inputs)
+        torch.library.opcheck(backward, _backward_arguments(target.op, inputs, forward(*inputs)))
+
+
+def test_fakes_agree_with_every_sample(target: Target) -> None:
+    """Shape, dtype and strides of every result, zero rows and widths included."""
+    forward, backward = _overloads(target)
+    for arguments in target.op.samples:
+        inputs = materialize(arguments, torch.float32, target.device)
+        results = forward(*inputs)
+        calls = [(forward, inputs, results)]
+        backward_inputs = _backward_arguments(target.op, inputs, results)
+        calls.append((backward, backward_inputs, backward(*backward_inputs)))
+        for overload, given, real in calls:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
+                for imagined, actual in zip(as_tuple(overload(*fake)), as_tuple(real), strict=True):
+                    assert imagined.shape == actual.shape
+                    assert imagined.dtype == actual.dtype
+                    assert imagined.stride() == actual.stride()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_equals_eager(target: Target, compiler: str) -> None:
+    """One graph, and the same bits."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: call(target.op, *inputs), fullgraph=True, backend=compiler
+    )
+    inputs = _sample(target.op, dtype=torch.float32, device=target.device)
+    eager = run(target.op, inputs)
+    for name, value in run(target.op, inputs, compiled).items():
+        assert torch.equal(value, eager[name]), name
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
+    """dynamic=True compiles once; by default the second size compiles again and no later one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: call(target.op, *inputs),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
+    for position, rows in enumerate((4, 6, 9, 12)):
+        settled = position >= (1 if dynamic else 2)
+        with torch._dynamo.config.patch(error_on_recompile=settled):
+            x = torch.randn(rows, 5, 768, device=target.device, requires_grad=True)
+            compiled(x, *inputs[1:]).sum().backward()
+
+
+def test_compiled_choice_can_change(op: Op) -> None:
+    """The backend in force is guarded on: another one compiles again instead of being ignored."""
+    torch._dynamo.reset()
+    graphs: list[set[Any]] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    compiled = torch.compile(lambda *inputs: call(op, *inputs), fullgraph=True, backend=record)
+    inputs = _sample(op, dtype=torch.float32)
+    for backend in ("eager", "cpu"):
+        with torchweld.use_backend(backend):
+            compiled(*inputs)
+    kernel = op.kernels["cpu"].forward
+    assert [kernel in graph for graph in graphs] == [False, True]
+
+
+def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph also where evidence is asked about a GPU backend, and for any size."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(BACKENDS["cpu"], "missing", lambda: "not here")
+    for backend in ("cuda", "triton"):
+        monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+        monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu", "cuda"})
+    compiled = torch.compile(
+        lambda *inputs: call(op, *inputs), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for rows, recompiles in ((4, True), (6, False)):
+        inputs = materialize(reshaped(op, (rows, 5), (768,)), torch.float32)
+        with torch._dynamo.config.patch(error_on_recompile=not recompiles):
+            torch.testing.assert_close(compiled(*inputs), op.reference(*inputs))
+
+
+@contextmanager
+def _autocast(device: str) -> Iterator[None]:
+    """torch.autocast to bfloat16, for CUDA without CUDA too: fake tensors follow its rules."""
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_has_eagers_dtype(
+    op: Op, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each device the result under autocast is of the dtype that eager's is."""
+    backend = next((b for b in op.sources if device in BACKENDS[b].devices), None)
+    if backend is None:
+        pytest.skip(f"{op.name} has no kernel for {device}")
+    monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+    with FakeTensorMode(), _autocast(device):
+        inputs = [
+            torch.empty(v.shape, dtype=dtype, device=device) if isinstance(v, TensorSpec) else v
+            for v in reshaped(op, (4, 5), (768,))
+        ]
+        with torchweld.use_backend(backend):
+            assert call(op, *inputs).dtype == op.reference(*inputs).dtype
+
+
+def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
+    inputs = _sample(op, dtype=torch.float32)
+    batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
+    expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(inputs[0])
+    assert torch.equal(batched(inputs[0]), expected)
+    with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match=r"torch\.func"):
+        batched(inputs[0])
+
+
+def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:
+    """Never a silent zero."""
+    inputs = _sample(op, dtype=torch.float32)
+    x, tangent = inputs[0], torch.randn_like(inputs[0])
+    for function in (torch.func.jvp, _dual_jvp):
+        found = function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))[1]
+        expected = function(lambda x: op.reference(x, *inputs[1:]), (x,), (tangent,))[1]
+        assert torch.equal(found, expected)
+        assert found.any()
+        with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError):
+            function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))
+
+
+def _dual_jvp(function: Any, primals: Any, tangents: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(primals[0], tangents[0])
+        return torch.autograd.forward_ad.unpack_dual(function(dual))
+
+
+def test_checkpoint_policies_see_the_op(target: Target) -> None:
+    """MUST_SAVE runs the forward once, recomputation twice."""
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    forward, _ = _overloads(target)
+    seen: list[Any] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(op)
+        keep = op is forward
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
+    result = checkpoint(
+        lambda *given: call(target.op, *given),
+        *inputs,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    result.sum().backward()
+    assert forward in seen
+    expected = run(target.op, inputs)
+    assert torch.equal(result, expected[target.op.public[0]])
+
+
+def test_schema_and_implementation_agree(target: Target) -> None:
+    """The stable ABI does not check argument types: distinct values must arrive where they belong.
+
+    Every argument is changed in turn, and the result must change as the reference's does.
+    """
+    op = target.op
+    inputs = _sample(op, dtype=torch.float32, device=target.device)
+    base = op.reference(*inputs)
+    for position, value in enumerate(inputs):
+        changed = list(inputs)
+        if isinstance(value, torch.Tensor):
+            changed[position] = value + 0.5
+        elif isinstance(value, float):
+            changed[position] = value + 0.25
+        else:
+            continue
+        expected = op.reference(*changed)
+        assert not torch.allclose(expected, base), op.forward_signature.arguments[position]
+        torch.testing.assert_close(call(op, *changed), expected)
