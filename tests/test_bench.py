@@ -183,12 +183,17 @@ def test_a_wrong_kernel_is_not_timed(
 # --- The command ------------------------------------------------------------------------------
 
 
+def _undisturbed(call: Callable[[], Any]) -> Sample:
+    """Else the machine's other work would decide which rows a table leaves out."""
+    return wall_time(call)._replace(waited=0.0)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torchweld bench` in this process, on one tiny case."""
     monkeypatch.setattr(conditions, "settle", lambda **_: None)
     monkeypatch.setattr(command, "cases", lambda *_, **__: [CASE])
-    monkeypatch.setattr(command, "clock_for", lambda device: wall_time)
+    monkeypatch.setattr(command, "clock_for", lambda device: _undisturbed)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(command, "overhead", lambda op, *_: overhead(op, "cpu", ["cpu"], 0.0))
 
