@@ -18,6 +18,8 @@ namespace torchweld {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
 
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -65,12 +67,12 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
 inline Tensor packed(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
-inline std::optional<Tensor> packed(const std::optional<Tensor>& t) {
-  return t ? std::optional<Tensor>(packed(*t)) : std::nullopt;
+inline OptionalTensor packed(const OptionalTensor& t) {
+  return t ? OptionalTensor(packed(*t)) : std::nullopt;
 }
 
 inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
-inline const void* data(const std::optional<Tensor>& t) { return t ? data(*t) : nullptr; }
+inline const void* data(const OptionalTensor& t) { return t ? data(*t) : nullptr; }
 
 inline bool same_sizes(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());

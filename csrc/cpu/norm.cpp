@@ -5,23 +5,12 @@
 // memory once: it stays in L1 or L2 between the passes (131072 floats are 512 KiB).
 #include "core/norm.h"
 
-#include <type_traits>
-
 #include "core/dispatch.h"
 #include "cpu/vec.h"
 
 namespace {
 
 using namespace torchweld;
-
-// Stores a vector of a result, past the caches where that pays.
-template <class T, class Place>
-void write(T* p, Vec<Accumulate<T>> v, Place at, bool streamed) {
-  if constexpr (std::is_same_v<Place, Whole>) {
-    if (streamed) return stream(p, v);
-  }
-  store(p, v, at);
-}
 
 template <bool Centered, class T, class P>
 void forward_row(const NormForward& a, int64_t row, bool streamed) {

@@ -53,13 +53,19 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def call(op: Op, *inputs: Any) -> Any:
     """Run an op on the backend that was asked for, or on the one that is best for these inputs."""
     try:
-        if forced is None and not is_compiling() and inputs[0].numel() < op.small:
+        if forced is None and not is_compiling() and _too_small(op, inputs):
             return op.reference(*inputs)
         return _run(op, inputs)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         if not isinstance(error, ArgumentError | BackendError):
             op.check(*inputs)  # raises an error that names the argument, if one is at fault
         raise
+
+
+def _too_small(op: Op, inputs: Sequence[Any]) -> bool:
+    return inputs[0].numel() < op.small and (
+        op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
+    )
 
 
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
@@ -137,9 +143,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     op = OPS[name]
     bound = inspect.signature(getattr(torchweld.functional, name)).bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = [bound.arguments[argument] for argument in op.forward_signature.arguments]
+    inputs = _inputs(op, bound.arguments)
     op.check(*inputs)
-    too_small = forced is None and inputs[0].numel() < op.small
+    too_small = forced is None and _too_small(op, inputs)
     chosen = EAGER if too_small else choose(op, inputs)
     reasons = {}
     for backend in [EAGER, *BACKENDS]:
@@ -154,6 +160,15 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
         else:
             reasons[backend] = f"{chosen} comes first"
     return Explanation(name, chosen, reasons)
+
+
+def _inputs(op: Op, given: dict[str, Any]) -> Sequence[Any]:
+    """The forward's arguments from the public function's, without drawing a seed."""
+    if op.inputs is None:
+        return [given[argument] for argument in op.forward_signature.arguments]
+    if "seed" in given and given["seed"] is None:
+        given["seed"] = 0
+    return op.inputs(**given)
 
 
 def backends() -> dict[str, str]:
