@@ -25,7 +25,14 @@ class Case:
     device: str
 
     def __str__(self) -> str:
-        return f"{self.op.name} {'x'.join(map(str, self.shape))} {name(self.dtype)}"
+        words = [self.op.name, "x".join(map(str, self.shape)), self.variant, name(self.dtype)]
+        return " ".join(filter(None, words))
+
+    @property
+    def variant(self) -> str:
+        """What tells it from the op's other cases of its shape: "mask, scale 0.125"."""
+        everywhere = set.intersection(*[set(_said(self.op, a)) for a in self.op.benchmarks])
+        return ", ".join(word for word in _said(self.op, self.arguments) if word not in everywhere)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,6 +47,17 @@ class Case:
             values = torch.randn(like.shape, generator=generator, device=self.device)
             problem.grads.append(values.to(like.dtype))
         return problem
+
+
+def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
+    """The arguments in words; what is absent, off or a matter of shape is not said."""
+    words = []
+    for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
+        if isinstance(value, TensorSpec) or value is True:
+            words += [name] if name != "seed" else []
+        elif value and not isinstance(value, list):
+            words.append(f"{name} {value:g}")
+    return words
 
 
 @dataclass(frozen=True)
@@ -135,4 +153,4 @@ def cases(
 
 
 def _elements(arguments: Sequence[Any]) -> int:
-    return sum(torch.Size(a.shape).numel() for a in arguments if isinstance(a, TensorSpec))
+    return next(torch.Size(a.shape).numel() for a in arguments if isinstance(a, TensorSpec))

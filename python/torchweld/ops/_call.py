@@ -110,6 +110,11 @@ def choose(op: Op, inputs: Sequence[Any]) -> str:
     return EAGER
 
 
+def automatic(op: Op, inputs: Sequence[Any]) -> str:
+    """The backend that a call takes: eager where there is too little to gain."""
+    return EAGER if forced is None and _too_small(op, inputs) else choose(op, inputs)
+
+
 def why_not_automatic(op: Op, backend: str, inputs: Sequence[Any]) -> str | None:
     """Why the automatic choice does not take this backend."""
     reason = op.why_not(backend, inputs)
@@ -145,8 +150,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     bound.apply_defaults()
     inputs = _inputs(op, bound.arguments)
     op.check(*inputs)
-    too_small = forced is None and _too_small(op, inputs)
-    chosen = EAGER if too_small else choose(op, inputs)
+    chosen = automatic(op, inputs)
     reasons = {}
     for backend in [EAGER, *BACKENDS]:
         if backend == chosen:
@@ -155,7 +159,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
             reasons[backend] = reason
         elif forced is not None:
             reasons[backend] = f"{forced} was asked for by name"
-        elif too_small:
+        elif _too_small(op, inputs):
             reasons[backend] = f"fewer than {op.small} elements: too small to gain"
         else:
             reasons[backend] = f"{chosen} comes first"

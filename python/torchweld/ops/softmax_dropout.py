@@ -178,12 +178,13 @@ _SAMPLES = (
 )
 
 
-def _measured(shapes):
-    """Dropout alone; scale and mask alone; causal with dropout."""
+def _measured(*shapes):
+    """Scale and mask alone; dropout alone; both, causal."""
     for shape in shapes:
-        yield (activation(*shape), None, 1.0, False, 0.1, SEED, *_WHOLE)
-        yield (activation(*shape), boolean(shape[0], 1, 1, shape[-1]), 0.125, False, 0.0, None, *_WHOLE)
-        yield (activation(*shape), None, 0.125, True, 0.1, SEED, *_WHOLE)
+        batch, keys = shape[0], shape[-1]
+        yield activation(*shape), boolean(batch, 1, 1, keys), 0.125, False, 0.0, None, *_WHOLE
+        yield activation(*shape), None, 1.0, False, 0.1, SEED, *_WHOLE
+        yield activation(*shape), None, 0.125, True, 0.1, SEED, *_WHOLE
 
 
 OP = Op(
@@ -213,8 +214,8 @@ OP = Op(
         ),
     },
     samples=_SAMPLES,
-    benchmarks=tuple(_measured([(2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048)])),
-    benchmarks_on_gpu=tuple(_measured([(8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192)])),
+    benchmarks=tuple(_measured((2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048))),
+    benchmarks_on_gpu=tuple(_measured((8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192))),
     tiny=(activation(1, 64), None, 1.0, False, 0.1, SEED, *_WHOLE),
     numerics=Numerics(
         fp32={"y": 2.0, "grad_scores": 2.0},
