@@ -82,27 +82,31 @@ class DropoutFactors {
 
  private:
   static constexpr int64_t kAtOnce = 4 * detail::kWide;  // columns of a vector of counters
-  static constexpr int64_t kRun = 8 * kAtOnce;
+  static constexpr int64_t kRun = 16 * kAtOnce;
 
-  void fill(int64_t i) {
+  // One copy of it, and all that its loop reads in locals: what it writes might else be a member.
+  __attribute__((noinline)) void fill(int64_t i) {
     const int64_t column = dropout_.column + i;
+    const int64_t end = column % 4 ? kRun + kAtOnce : kRun;
+    const uint64_t seed = seed_, row = row_;
+    const uint32_t threshold = dropout_.threshold;
+    const A scale = (A)dropout_.scale;
     begin_ = i;
     end_ = i + kRun;
-    skew_ = column & 3;
-    for (int64_t done = 0; done < kRun + (skew_ ? kAtOnce : 0); done += kAtOnce) {
-      const auto words = detail::dropout_words(seed_, row_, (column + done) >> 2);
-      put(factors_ + done, words.first);
-      put(factors_ + done + kAtOnce / 2, words.second);
+    skew_ = column % 4;
+    A* to = factors_;
+    for (int64_t done = 0; done < end; done += kAtOnce) {
+      const auto words = detail::dropout_words(seed, row, (column + done) >> 2);
+      put(to + done, words.first >= threshold, scale);
+      put(to + done + kAtOnce / 2, words.second >= threshold, scale);
     }
   }
 
-  void put(A* to, detail::U32 words) const {
-    const detail::I32 kept = words >= dropout_.threshold;
+  static void put(A* to, detail::I32 kept, A scale) {
     if constexpr (sizeof(A) == 4) {
-      const detail::F32 scale = splat((float)dropout_.scale);
-      store(to, (detail::F32)((detail::U32)kept & (detail::U32)scale));
+      store(to, choose<A>(kept, splat(scale), Vec<A>{}));
     } else {
-      for (int64_t k = 0; k < kAtOnce / 2; ++k) to[k] = kept[k] ? dropout_.scale : 0;
+      for (int64_t k = 0; k < kAtOnce / 2; ++k) to[k] = kept[k] ? scale : 0;
     }
   }
 

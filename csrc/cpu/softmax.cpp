@@ -111,23 +111,21 @@ void with_mask(const ScoreMask& mask, int64_t row, Call&& call) {
 
 // --- Rows ---
 
-// z of a row's visible keys, to scratch; returns the largest.
-template <class T>
-Accumulate<T> masked_scores(const T* scores, Accumulate<T> scale, const ScoreMask& mask,
-                            int64_t row, int64_t keys, Accumulate<T>* z) {
+// The largest z of a row's visible keys.
+template <class T, class Mask>
+Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& masked,
+                            int64_t keys) {
   using A = Accumulate<T>;
-  A highest = kExcluded<A>;
-  with_mask<T>(mask, row, [&](auto&& masked) {
-    Vec<A> highest_of_lanes = splat(kExcluded<A>);
-    for_vectors<A>(keys, [&](int64_t i, auto at) {
-      const Vec<A> v = present(masked(load(scores + i, at) * scale, i, at), at, kExcluded<A>);
-      highest_of_lanes = maximum<A>(v, highest_of_lanes);
-      store(z + i, v);
-    });
-    for (int64_t k = 0; k < kLanes<A>; ++k) {
-      if (highest_of_lanes[k] > highest) highest = highest_of_lanes[k];
-    }
+  Vec<A> lanes[2] = {splat(kExcluded<A>), splat(kExcluded<A>)};  // two: each waits for itself
+  int64_t turn = 0;
+  for_vectors<A>(keys, [&](int64_t i, auto at) {
+    const Vec<A> z = present(masked(load(scores + i, at) * scale, i, at), at, kExcluded<A>);
+    Vec<A>& lane = lanes[turn++ & 1];
+    lane = maximum<A>(z, lane);
   });
+  const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
+  A highest = kExcluded<A>;
+  for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
   // Where nothing is to be seen, exponentials of -inf - 0 are the zeros that they should be.
   return highest == kExcluded<A> ? 0 : highest;
 }
@@ -143,12 +141,17 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
   const T* scores = (const T*)a.scores + row * a.width;
   T* y = (T*)a.y + row * a.width;
   const int64_t keys = visible_keys(a.causal, row, a.width);
-  const A highest = masked_scores<T>(scores, (A)a.scale, a.mask, row, keys, scratch);
+  const A scale = (A)a.scale;
+  A highest = 0;
   A sum[1];
-  sum_vectors<A>(keys, sum, [&](int64_t i, auto, Vec<A>* acc) {
-    const Vec<A> e = exp_nonpositive(load(scratch + i) - highest);
-    store(scratch + i, e);
-    acc[0] += e;
+  with_mask<T>(a.mask, row, [&](auto&& masked) {
+    highest = highest_score(scores, scale, masked, keys);
+    sum_vectors<A>(keys, sum, [&](int64_t i, auto at, Vec<A>* acc) {
+      const Vec<A> z = masked(load(scores + i, at) * scale, i, at);
+      const Vec<A> e = exp_nonpositive(present(z, at, kExcluded<A>) - highest);
+      store(scratch + i, e);
+      acc[0] += e;
+    });
   });
   const A inverse = sum[0] == 0 ? 0 : 1 / sum[0];
   const auto finish = [&](auto&& factor) {
@@ -201,15 +204,17 @@ void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>
   const A highest = ((const A*)a.statistics)[2 * row];
   const A inverse = ((const A*)a.statistics)[2 * row + 1];
   const int64_t keys = inverse == 0 ? 0 : visible_keys(a.causal, row, a.width);
-  masked_scores<T>(scores, (A)a.scale, a.mask, row, keys, softmax);
   DropoutFactors<A> kept(a.dropout, row);
   A dot[1];
-  sum_vectors<A>(keys, dot, [&](int64_t i, auto at, Vec<A>* acc) {
-    const Vec<A> s = exp_nonpositive(load(softmax + i) - highest) * inverse;
-    const Vec<A> gradient = load(grad_y + i, at) * kept(i);
-    store(softmax + i, s);
-    store(g + i, gradient);
-    acc[0] += s * gradient;
+  with_mask<T>(a.mask, row, [&](auto&& masked) {
+    sum_vectors<A>(keys, dot, [&](int64_t i, auto at, Vec<A>* acc) {
+      const Vec<A> z = masked(load(scores + i, at) * (A)a.scale, i, at);
+      const Vec<A> s = exp_nonpositive(present(z, at, kExcluded<A>) - highest) * inverse;
+      const Vec<A> gradient = load(grad_y + i, at) * kept(i);
+      store(softmax + i, s);
+      store(g + i, gradient);
+      acc[0] += s * gradient;
+    });
   });
   for_vectors<A>(keys, [&](int64_t i, auto at) {
     __builtin_prefetch(grad_y + a.width + i);

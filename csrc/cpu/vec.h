@@ -35,7 +35,7 @@ using Vec = typename VecOf<A>::type;
 
 template <class A>
 inline Vec<A> splat(A value) {
-  return Vec<A>{} + value;
+  return value - Vec<A>{};  // x - 0 is x, also where x is -0
 }
 
 // Lanes of bits as wide as A's: what a comparison of two Vec<A> gives.
@@ -59,7 +59,7 @@ inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
 // A lane of b is kept where a has NaN.
 template <class A>
 inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
-  return choose<A>(a > b, a, b);
+  return a > b ? a : b;
 }
 
 // One instruction under -fno-math-errno.
