@@ -138,7 +138,9 @@ def as_seed(
             raise ArgumentError(function, "seed", came, "an int or one int64")
         return value.to(device).reshape(1)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ArgumentError(function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor")
+        raise ArgumentError(
+            function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
+        )
     return torch.full((1,), value, dtype=torch.int64, device=device)
 
 

@@ -39,9 +39,7 @@ def epsilon(function: str, eps: Any) -> None:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
-def broadcasts(
-    function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str
-) -> None:
+def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
     """Of a shape that broadcasts to x's."""
     missing = x.ndim - value.ndim
     sizes = zip(value.shape, x.shape[max(missing, 0) :], strict=False)

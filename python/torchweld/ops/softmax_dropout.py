@@ -93,9 +93,7 @@ def _plain(scores, mask, scale, causal, p, seed, whole, offset):
     return torch.nn.functional.dropout(y, p) if seed is not None else y
 
 
-def _backward_reference(
-    grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset
-):
+def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset):
     if seed is not None:
         y = _softmax(scores, mask, scale, causal, whole, offset)
         grad_y = drop(grad_y, p, seed, whole, offset)
@@ -201,6 +199,7 @@ OP = Op(
     unsaved=_unsaved,
     check=_check,
     fake=_fake,
+    columns=lambda *_: 1,
     sources={
         "cpu": (
             "csrc/cpu/softmax.cpp",
