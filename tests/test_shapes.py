@@ -15,7 +15,6 @@ from oracle import assert_right, reshaped, run, takes_several_trailing_dimension
 from torchweld.ops._call import call
 from torchweld.registry import materialize
 
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
     "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],

@@ -98,8 +98,7 @@ std::tuple<Tensor, Tensor> softmax_dropout(Tensor scores_in, OptionalTensor mask
   const Tensor scores = packed(scores_in);
   Tensor y = empty(scores, scores.sizes(), scores.scalar_type());
   const Shape sizes = args.dropout.seed ? statistics_sizes(scores) : Shape{0};
-  Tensor statistics =
-      empty(scores, Sizes(sizes.data(), sizes.size()), accumulate_type(args.dtype));
+  Tensor statistics = empty(scores, Sizes(sizes.data(), sizes.size()), accumulate_type(args.dtype));
   args.scores = data(scores);
   args.y = y.mutable_data_ptr();
   args.statistics = args.dropout.seed ? statistics.mutable_data_ptr() : nullptr;

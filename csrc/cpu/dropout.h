@@ -30,8 +30,8 @@ inline void interleave(U64 a, U64 b, U64& first, U64& second) {
 #if defined(__AVX512F__)
   first = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
                                          (__m512i)b);
-  second = (U64)_mm512_permutex2var_epi64(
-      (__m512i)a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), (__m512i)b);
+  second = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15),
+                                          (__m512i)b);
 #else
   for (int i = 0; i < kWide / 2; ++i) {
     first[2 * i] = a[i], first[2 * i + 1] = b[i];

@@ -23,7 +23,7 @@ template <class A>
 class Scratch {
  public:
   explicit Scratch(int64_t width)
-      : data_((A*)::operator new((width + kLanes<A>) * sizeof(A), kAlignment)) {}
+      : data_((A*)::operator new((width + kLanes<A>)*sizeof(A), kAlignment)) {}
   ~Scratch() { ::operator delete(data_, kAlignment); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
