@@ -68,10 +68,9 @@ struct Boolean {
   }
   Bits<A> included(int64_t i, Whole) const {
     if (!stride) return Bits<A>{} - (*mask != 0);
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes<A>)));
-    Bytes bytes;
-    std::memcpy(&bytes, mask + i, sizeof bytes);
-    return __builtin_convertvector(bytes, Bits<A>) != 0;
+    Bits<A> found;  // a plain loop: gcc widens it better than it converts vectors of bytes
+    for (int64_t k = 0; k < kLanes<A>; ++k) found[k] = -(mask[i + k] != 0);
+    return found;
   }
   Bits<A> included(int64_t i, Part part) const {
     Bits<A> found = {};
