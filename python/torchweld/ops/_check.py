@@ -10,7 +10,6 @@ import torch
 
 from torchweld.errors import ArgumentError
 
-
 NUMBER = (int, float)  # a union of the two would be made anew at every call
 
 
