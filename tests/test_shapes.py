@@ -97,12 +97,15 @@ def test_random_shapes(
 def test_special_values_come_out_as_eagers(
     target: Target, dtype: torch.dtype, special: float
 ) -> None:
-    """NaN and infinity reach the elements that eager lets them reach, and no others."""
+    """NaN and infinity reach the elements that eager lets them reach, and no others.
+
+    Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
+    """
     arguments = reshaped(target.op, (33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
     inputs[0][3, 17] = special
     inputs[0][32, 63] = special
-    ours, eager = run(target.op, inputs), run(target.op, inputs, target.op.reference)
+    ours, eager = run(target.op, inputs), exact(target.op, inputs)
     for name, value in eager.items():
         assert torch.equal(ours[name].isnan(), value.isnan()), name
         assert torch.equal(ours[name].isinf(), value.isinf()), name

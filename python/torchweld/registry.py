@@ -149,7 +149,8 @@ class Sharding:
     """How an op whose work falls into independent rows may be split across devices."""
 
     # Argument or result -> "row": may be sharded in any leading dimension; "whole": replicated;
-    # "sum": each shard has a share of it.
+    # "sum": each shard has a share of it. "column" and "column sum" are these two for what has the
+    # last of the leading dimensions alone, and is sharded where that is.
     roles: dict[str, str]
     # The forward's arguments -> number of leading dimensions.
     leading: Callable[..., int]

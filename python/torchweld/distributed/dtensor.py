@@ -36,9 +36,11 @@ def _register(op: Op, overload: Any, signature: Signature) -> None:
     sharding = op.sharding
     assert sharding is not None
 
-    def place(name: str, dim: int | None) -> Any:
+    def place(name: str, dim: int | None, last: int) -> Any:
         role = sharding.roles[name]
-        if dim is None or role == "whole":
+        if role.startswith("column") and dim == last:
+            return Shard(0)
+        if dim is None or role in ("whole", "column"):
             return Replicate()
         return Shard(dim) if role == "row" else Partial("sum")
 
@@ -48,9 +50,11 @@ def _register(op: Op, overload: Any, signature: Signature) -> None:
         leading = sharding.leading(*[given[name] for name in op.forward_signature.arguments])
         choices = []
         for dim in [None, *range(leading)]:
-            outputs = [place(name, dim) for name in signature.results]
+            outputs = [place(name, dim, leading - 1) for name in signature.results]
             arguments = [
-                place(name, dim) if name in sharding.roles and given[name] is not None else None
+                place(name, dim, leading - 1)
+                if name in sharding.roles and given[name] is not None
+                else None
                 for name in signature.arguments
             ]
             choices.append((outputs, arguments))
