@@ -19,12 +19,16 @@ def _small_samples(op: Op) -> list[list[Any]]:
     return [s for s in samples if 0 < s[0].numel() <= 64]
 
 
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _check(op: Op, inputs: list[Any], check: Any) -> None:
-    tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+    tensors = [v for v in inputs if _requires_grad(v)]
 
     def function(*given: torch.Tensor) -> Any:
         replacement = iter(given)
-        return call(op, *[next(replacement) if isinstance(v, torch.Tensor) else v for v in inputs])
+        return call(op, *[next(replacement) if _requires_grad(v) else v for v in inputs])
 
     assert check(function, tensors, nondet_tol=0.0)
 

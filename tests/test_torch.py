@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 from conftest import Target
-from oracle import incoming, reshaped, run
+from oracle import incoming, is_floating, reshaped, run
 from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
@@ -139,6 +139,13 @@ def _autocast(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, False)
 
 
+def _empty(argument: Any, dtype: torch.dtype, device: str) -> Any:
+    if not isinstance(argument, TensorSpec):
+        return argument
+    kinds = {"boolean": torch.bool, "seed": torch.int64}
+    return torch.empty(argument.shape, dtype=kinds.get(argument.kind, dtype), device=device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_has_eagers_dtype(
@@ -150,10 +157,7 @@ def test_autocast_has_eagers_dtype(
         pytest.skip(f"{op.name} has no kernel for {device}")
     monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
     with FakeTensorMode(), _autocast(device):
-        inputs = [
-            torch.empty(v.shape, dtype=dtype, device=device) if isinstance(v, TensorSpec) else v
-            for v in reshaped(op, (4, 5), (768,))
-        ]
+        inputs = [_empty(v, dtype, device) for v in reshaped(op, (4, 5), (768,))]
         with torchweld.use_backend(backend):
             assert call(op, *inputs).dtype == op.reference(*inputs).dtype
 
@@ -226,8 +230,12 @@ def test_schema_and_implementation_agree(target: Target) -> None:
     base = op.reference(*inputs)
     for position, value in enumerate(inputs):
         changed = list(inputs)
-        if isinstance(value, torch.Tensor):
-            changed[position] = value + 0.5
+        if is_floating(value):
+            changed[position] = value.flip(-1)  # adding a number would change no softmax
+        elif isinstance(value, torch.Tensor):
+            changed[position] = value + 1
+        elif isinstance(value, bool):
+            changed[position] = not value
         elif isinstance(value, float):
             changed[position] = value + 0.25
         else:

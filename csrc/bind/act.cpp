@@ -15,8 +15,6 @@ TW_FUNCTION(int64_t, bias_act_chunks, int64_t rows);
 namespace torchweld {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 Activation activation_of(const std::string& activation, const std::string& approximate) {
   STD_TORCH_CHECK(approximate == "none" || (approximate == "tanh" && activation == "gelu"),
                   "approximate is not none, or tanh for gelu");

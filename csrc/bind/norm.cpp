@@ -14,9 +14,6 @@ TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t chunks, int64_t width);
 namespace torchweld {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-using Shape = std::vector<int64_t>;
-
 // The leading sizes of x are rows, the trailing ones, normalized_shape, make the width.
 struct Rows {
   Sizes leading;

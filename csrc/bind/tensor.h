@@ -18,6 +18,8 @@ namespace torchweld {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
 
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -41,7 +43,8 @@ inline ScalarType accumulate_type(DType dtype) {
 // What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
 inline double default_epsilon(DType dtype) { return dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
 
-// TORCHWELD_POISON=1 fills new tensors with NaN: a kernel that leaves an element unwritten shows.
+// TORCHWELD_POISON=1 fills new tensors with NaN, or with a byte that is no code in particular: a
+// kernel that leaves an element unwritten shows.
 inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
 
 // A new contiguous tensor on the device of `like`.
@@ -57,7 +60,7 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
       like.get_device_index(), &result));
   Tensor tensor(result);
-  if (poison) torch::stable::fill_(tensor, std::nan(""));
+  if (poison) torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 0xa5 : std::nan(""));
   return tensor;
 }
 
@@ -65,12 +68,12 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
 inline Tensor packed(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
-inline std::optional<Tensor> packed(const std::optional<Tensor>& t) {
-  return t ? std::optional<Tensor>(packed(*t)) : std::nullopt;
+inline OptionalTensor packed(const OptionalTensor& t) {
+  return t ? OptionalTensor(packed(*t)) : std::nullopt;
 }
 
 inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
-inline const void* data(const std::optional<Tensor>& t) { return t ? data(*t) : nullptr; }
+inline const void* data(const OptionalTensor& t) { return t ? data(*t) : nullptr; }
 
 inline bool same_sizes(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());

@@ -6,7 +6,7 @@
 #include "core/norm.h"
 
 #include "core/dispatch.h"
-#include "cpu/rows.h"
+#include "cpu/chunks.h"
 
 namespace {
 

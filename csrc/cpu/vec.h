@@ -35,7 +35,31 @@ using Vec = typename VecOf<A>::type;
 
 template <class A>
 inline Vec<A> splat(A value) {
-  return Vec<A>{} + value;
+  return value - Vec<A>{};  // x - 0 is x, also where x is -0
+}
+
+// Lanes of bits as wide as A's: what a comparison of two Vec<A> gives.
+template <class A>
+struct BitsOf {
+  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct BitsOf<double> {
+  typedef int64_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Bits = typename BitsOf<A>::type;
+
+// Of each lane `yes` where the mask's bits are all set, `no` where none is.
+template <class A>
+inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
+  return (Vec<A>)((mask & (Bits<A>)yes) | (~mask & (Bits<A>)no));
+}
+
+// A lane of b is kept where a has NaN.
+template <class A>
+inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
+  return a > b ? a : b;
 }
 
 // One instruction under -fno-math-errno.
@@ -225,6 +249,20 @@ inline void stream(T* p, Vec<Accumulate<T>> v) {
 #else
   store(p, v);
 #endif
+}
+
+// Stores a vector of a result, past the caches where that pays.
+template <class T>
+inline void write(T* p, Vec<Accumulate<T>> v, Whole, bool streamed) {
+  if (streamed) {
+    stream(p, v);
+  } else {
+    store(p, v);
+  }
+}
+template <class T>
+inline void write(T* p, Vec<Accumulate<T>> v, Part at, bool) {
+  store(p, v, at);
 }
 
 // Streamed stores are not ordered with later ones; to be called after the last of them.

@@ -13,7 +13,7 @@ from torchweld.registry import Op
 SOURCES = {
     "cpu": (
         "csrc/cpu/act.cpp",
-        "csrc/cpu/rows.h",
+        "csrc/cpu/chunks.h",
         "csrc/cpu/vec.h",
         "csrc/core/act.h",
         "csrc/core/chunks.h",

@@ -37,3 +37,40 @@ def epsilon(function: str, eps: Any) -> None:
     """A number that is not negative and not NaN."""
     if not isinstance(eps, int | float) or math.isnan(eps) or eps < 0:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
+
+
+def number(function: str, name: str, value: Any) -> None:
+    """A number."""
+    if not isinstance(value, int | float):
+        raise ArgumentError(function, name, repr(value), "a number")
+
+
+def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
+    """Of a shape that broadcasts to x's."""
+    missing = x.ndim - value.ndim
+    sizes = zip(value.shape, x.shape[max(missing, 0) :], strict=False)
+    if missing < 0 or any(size not in (1, wanted) for size, wanted in sizes):
+        accepted = f"one that broadcasts to {x_name}, {list(x.shape)}"
+        raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
+
+
+def dropout(
+    function: str,
+    x_name: str,
+    x: torch.Tensor,
+    seed: torch.Tensor | None,
+    whole: Sequence[int],
+    offset: Sequence[int],
+) -> None:
+    """A seed on the device of x, and a place that x fits into."""
+    if seed is not None:
+        like(function, "seed", seed, x, x_name)
+    if not whole and not offset:
+        return
+    came = f"of sizes {list(whole)} and offsets {list(offset)}"
+    if len(whole) != x.ndim or len(offset) != x.ndim:
+        accepted = f"{x.ndim} of each, as {x_name} has dimensions"
+        raise ArgumentError(function, "shard", came, accepted)
+    if any(o < 0 or o + n > w for o, n, w in zip(offset, x.shape, whole, strict=True)):
+        accepted = f"a place that {x_name}, {list(x.shape)}, fits into"
+        raise ArgumentError(function, "shard", came, accepted)

@@ -7,7 +7,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops import _act, _check
 from torchweld.ops._call import call
-from torchweld.registry import Numerics, Op, Sharding, activation, parameter
+from torchweld.registry import Numerics, Op, activation, parameter
 
 
 def bias_act(
@@ -88,15 +88,7 @@ OP = Op(
     check=_check_all,
     fake=_fake,
     sources=_act.SOURCES,
-    # The bias follows x where that is sharded in its last dimension.
-    sharding=Sharding(
-        roles={
-            **dict.fromkeys(("x", "y", "grad_y", "grad_x"), "row"),
-            "bias": "column",
-            "grad_bias": "column sum",
-        },
-        leading=lambda x, *_: x.ndim,
-    ),
+    columns=lambda *_: 0,  # elements are independent
     samples=_samples(),
     benchmarks=_benchmarks(_act.MEASURED),
     benchmarks_on_gpu=_benchmarks(_act.MEASURED_ON_GPU),

@@ -7,7 +7,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops import _act, _check
 from torchweld.ops._call import call
-from torchweld.registry import Numerics, Op, Sharding, activation
+from torchweld.registry import Numerics, Op, activation
 
 
 def gated_act(
@@ -79,10 +79,7 @@ OP = Op(
     check=_check_all,
     fake=_fake,
     sources=_act.SOURCES,
-    sharding=Sharding(
-        roles=dict.fromkeys(("gate", "up", "y", "grad_y", "grad_gate", "grad_up"), "row"),
-        leading=lambda gate, *_: gate.ndim,
-    ),
+    columns=lambda *_: 0,  # elements are independent
     samples=_samples(),
     benchmarks=tuple(_arguments(s, "silu", "none") for s in _act.MEASURED),
     benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in _act.MEASURED_ON_GPU),

@@ -1,21 +1,10 @@
-// What passes over rows share: results that may go past the caches, and sums over rows.
+// Sums over rows on the CPU, see core/chunks.h.
 #pragma once
-
-#include <type_traits>
 
 #include "core/chunks.h"
 #include "cpu/vec.h"
 
 TW_NAMESPACE_BEGIN
-
-// Stores a vector of a result, past the caches where that pays.
-template <class T, class Place>
-inline void write(T* p, Vec<Accumulate<T>> v, Place at, bool streamed) {
-  if constexpr (std::is_same_v<Place, Whole>) {
-    if (streamed) return stream(p, v);
-  }
-  store(p, v, at);
-}
 
 // Chunks that rows are summed in: enough for any core count, few enough that the partials stay a
 // small part of the bytes moved (at most 2 of 16 rows), and a function of the shape alone.
