@@ -85,12 +85,13 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
         backend="aot_eager",
         dynamic=dynamic,
     )
-    inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
     for position, rows in enumerate((4, 6, 9, 12)):
         settled = position >= (1 if dynamic else 2)
+        inputs = materialize(
+            reshaped(target.op, (rows, 5), (768,)), torch.float32, target.device, requires_grad=True
+        )
         with torch._dynamo.config.patch(error_on_recompile=settled):
-            x = torch.randn(rows, 5, 768, device=target.device, requires_grad=True)
-            compiled(x, *inputs[1:]).sum().backward()
+            compiled(*inputs).sum().backward()
 
 
 def test_compiled_choice_can_change(op: Op) -> None:
@@ -162,12 +163,13 @@ def test_autocast_has_eagers_dtype(
 
 
 def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
-    inputs = _sample(op, dtype=torch.float32)
+    inputs = materialize(reshaped(op, (5,), (768,)), torch.float32)
+    x = torch.randn(4, 5, 768)
     batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
-    expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(inputs[0])
-    assert torch.equal(batched(inputs[0]), expected)
+    expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(x)
+    assert torch.equal(batched(x), expected)
     with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match=r"torch\.func"):
-        batched(inputs[0])
+        batched(x)
 
 
 def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:

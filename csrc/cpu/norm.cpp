@@ -6,7 +6,7 @@
 #include "core/norm.h"
 
 #include "core/dispatch.h"
-#include "cpu/vec.h"
+#include "cpu/chunks.h"
 
 namespace {
 
@@ -115,19 +115,6 @@ void backward(const NormBackward& a, int64_t begin, int64_t end) {
   });
 }
 
-// grad[column] = sum of partials[chunk][column] over the chunks, in order.
-template <class P, class A>
-void add_chunks(P* grad, const A* partials, const NormBackward& a, int64_t begin, int64_t end) {
-  if (!grad) return;
-  for_vectors<A>(end - begin, [&](int64_t i, auto at) {
-    Vec<A> sum = {};
-    for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-      sum += load(partials + chunk * a.width + begin + i, at);
-    }
-    store(grad + begin + i, sum, at);
-  });
-}
-
 }  // namespace
 
 // Items are rows.
@@ -151,16 +138,11 @@ TW_EXPORT void norm_parameter_gradients(const NormBackward& a, int64_t begin, in
   dispatch(a.dtype, a.param_dtype, [&](auto t, auto p) {
     using A = Accumulate<typename decltype(t)::type>;
     using P = typename decltype(p)::type;
-    add_chunks((P*)a.grad_weight, (const A*)a.weight_partials, a, begin, end);
-    add_chunks((P*)a.grad_bias, (const A*)a.bias_partials, a, begin, end);
+    add_chunks((P*)a.grad_weight, (const A*)a.weight_partials, a.chunks, a.width, begin, end);
+    add_chunks((P*)a.grad_bias, (const A*)a.bias_partials, a.chunks, a.width, begin, end);
   });
 }
 
-// Chunks of stage one: enough for any core count, few enough that the partials stay a small part
-// of the bytes moved (at most 2 of 16 rows), and a function of the shape alone.
-TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t) {
-  const int64_t chunks = (rows + 15) / 16;
-  return chunks < 1 ? 1 : chunks > 64 ? 64 : chunks;
-}
+TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t) { return chunks_of(rows); }
 
 TW_EXPORT int64_t norm_workspace_bytes(int64_t, int64_t) { return 0; }

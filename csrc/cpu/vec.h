@@ -99,11 +99,11 @@ inline U32 select(I32 mask, U32 yes, U32 no) { return ((U32)mask & yes) | (~(U32
 
 inline F32 bf16_to_f32(U32 bits) { return (F32)(bits << 16); }
 
-// Round to nearest, ties to even; NaN stays a (quiet) NaN.
+// Round to nearest, ties to even; NaN becomes the quiet NaN that torch makes of it.
 inline U32 f32_to_bf16(F32 value) {
   const U32 bits = (U32)value;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return select(value != value, (bits >> 16) | 0x40u, rounded);
+  return value != value ? U32{} + 0x7fc0u : rounded;
 }
 
 inline F32 f16_to_f32(U32 bits) {

@@ -1,8 +1,18 @@
 """The public functions, in the manner of torch.nn.functional."""
 
+from torchweld.ops.bias_act import bias_act
+from torchweld.ops.gated_act import gated_act
 from torchweld.ops.layer_norm import layer_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
 
-__all__ = ["dequantize_8bit", "layer_norm", "quantize_8bit", "rms_norm", "softmax_dropout"]
+__all__ = [
+    "bias_act",
+    "dequantize_8bit",
+    "gated_act",
+    "layer_norm",
+    "quantize_8bit",
+    "rms_norm",
+    "softmax_dropout",
+]

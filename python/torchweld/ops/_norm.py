@@ -14,13 +14,20 @@ from torchweld.ops import _check
 from torchweld.registry import Numerics, Op, activation, parameter
 
 SOURCES = {
-    "cpu": ("csrc/cpu/norm.cpp", "csrc/cpu/vec.h", "csrc/core/norm.h"),
+    "cpu": (
+        "csrc/cpu/norm.cpp",
+        "csrc/cpu/chunks.h",
+        "csrc/cpu/vec.h",
+        "csrc/core/norm.h",
+        "csrc/core/chunks.h",
+    ),
     "cuda": (
         "csrc/cuda/norm.cu",
         "csrc/cuda/launch.cuh",
         "csrc/cuda/reduce.cuh",
         "csrc/cuda/vec.cuh",
         "csrc/core/norm.h",
+        "csrc/core/chunks.h",
     ),
     "triton": ("triton_kernels/norm.py", "triton_kernels/launch.py"),
 }
