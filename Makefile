@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend.
 CONTRACT := tests/test_oracle.py tests/test_gradients.py tests/test_torch.py tests/test_shapes.py \
 	tests/test_determinism.py tests/test_bad_input.py tests/test_nn.py tests/test_distributed.py \
-	tests/test_quantize_8bit.py
+	tests/test_quantize_8bit.py tests/test_optim.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -84,7 +84,7 @@ test-isa: env ## The contract on every CPU instruction set of this machine
 	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas())'); do \
 	  printf '== %s\n' $$isa; \
 	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k cpu tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py \
-	    tests/test_quantize_8bit.py || exit 1; \
+	    tests/test_quantize_8bit.py tests/test_optim.py || exit 1; \
 	done
 
 .PHONY: test-peers
@@ -149,7 +149,7 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
 	  $(PYTEST) -n 2 -k "not interpreter and not inductor" tests/test_oracle.py tests/test_gradients.py \
 	  tests/test_shapes.py tests/test_determinism.py tests/test_bad_input.py \
-	  tests/test_quantize_8bit.py $(ARGS)
+	  tests/test_quantize_8bit.py tests/test_optim.py $(ARGS)
 
 .PHONY: clean
 clean: ## Remove what was built
