@@ -66,6 +66,19 @@ inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline double square_root(double value) { return __builtin_sqrt(value); }
 
+inline Vec<float> square_root(Vec<float> v) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (Vec<float>)_mm_sqrt_ps((__m128)v);
+#else
+  for (int64_t i = 0; i < kLanes<float>; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 // Lanes pairwise, in an order that the width alone decides.
 template <class A>
 inline A horizontal_sum(Vec<A> v) {
