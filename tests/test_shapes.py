@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import Target
 from oracle import exact, incoming, reshaped, run, takes_several_trailing_dimensions
+from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import materialize
 
@@ -48,11 +49,11 @@ def test_layouts(target: Target, layout: str) -> None:
             assert inputs[position].shape == value.shape
             _assert_right(target, inputs)
     leaves = materialize(arguments, torch.float32, target.device, requires_grad=True)
-    result = call(target.op, *leaves)
-    grad = LAYOUTS[layout](torch.randn_like(result))
+    results = as_tuple(call(target.op, *leaves))
+    grads = [LAYOUTS[layout](torch.randn_like(result)) for result in results]
     tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
-    found = torch.autograd.grad(result, tensors, grad, retain_graph=True)
-    expected = torch.autograd.grad(result, tensors, grad.contiguous())
+    found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
+    expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
