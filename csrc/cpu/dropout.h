@@ -30,8 +30,8 @@ inline void interleave(U64 a, U64 b, U64& first, U64& second) {
 #if defined(__AVX512F__)
   first = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
                                          (__m512i)b);
-  second = (U64)_mm512_permutex2var_epi64(
-      (__m512i)a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), (__m512i)b);
+  second = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15),
+                                          (__m512i)b);
 #else
   for (int i = 0; i < kWide / 2; ++i) {
     first[2 * i] = a[i], first[2 * i + 1] = b[i];
@@ -115,5 +115,15 @@ class DropoutFactors {
   int64_t begin_ = 0, end_ = 0, skew_ = 0;
   alignas(kVectorBytes) A factors_[kRun + kAtOnce];
 };
+
+// body(factors) with factors(i) those of columns i on, 1 where nothing is dropped.
+template <class A, class Body>
+inline void with_factors(const Dropout& dropout, int64_t row, Body&& body) {
+  if (dropout.seed) {
+    body(DropoutFactors<A>(dropout, row));
+  } else {
+    body([](int64_t) { return (A)1; });
+  }
+}
 
 TW_NAMESPACE_END
