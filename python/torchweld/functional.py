@@ -1,7 +1,17 @@
 """The public functions, in the manner of torch.nn.functional."""
 
+from torchweld.ops.bias_dropout_add import bias_dropout_add
+from torchweld.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from torchweld.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from torchweld.ops.layer_norm import layer_norm
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
 
-__all__ = ["layer_norm", "rms_norm", "softmax_dropout"]
+__all__ = [
+    "bias_dropout_add",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "layer_norm",
+    "rms_norm",
+    "softmax_dropout",
+]
