@@ -23,9 +23,11 @@ EMULATOR := build/emulator/lib
 EMULATOR_ASAN := build/emulator-asan/lib
 ASAN := build/asan/lib
 PYTEST := $(PY) -m pytest
-# What says whether a kernel is right, on any backend.
-CONTRACT := tests/test_oracle.py tests/test_gradients.py tests/test_torch.py tests/test_shapes.py \
-	tests/test_determinism.py tests/test_bad_input.py tests/test_nn.py tests/test_distributed.py
+# What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
+NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
+	tests/test_quantize_8bit.py
+KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
+CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -82,13 +84,13 @@ test-contract: emulator ## The contract and the ahead-of-time compiles alone
 test-isa: env ## The contract on every CPU instruction set of this machine
 	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas())'); do \
 	  printf '== %s\n' $$isa; \
-	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k cpu tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py || exit 1; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "not emulator and not interpreter and not compile" $(NUMBERS) || exit 1; \
 	done
 
 .PHONY: test-peers
 test-peers: env ## Tests against other packages; installs them
 	$(call say,testing against peers)
-	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0"
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0" "bitsandbytes==0.50.2"
 	@$(PYTEST) tests/peers/peer_*.py $(ARGS)
 
 # python3.12 itself, or pyenv's where that is not the version in use.
@@ -145,8 +147,7 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 -k "not interpreter and not inductor" tests/test_oracle.py tests/test_gradients.py \
-	  tests/test_shapes.py tests/test_determinism.py tests/test_bad_input.py $(ARGS)
+	  $(PYTEST) -n 2 -k "not interpreter and not inductor" $(KERNELS) $(ARGS)
 
 .PHONY: clean
 clean: ## Remove what was built

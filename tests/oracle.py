@@ -63,6 +63,16 @@ def exact(op: Op, inputs: list[Any]) -> Results:
     return run(op, wide, op.reference)
 
 
+def assert_right(op: Op, inputs: list[Any]) -> None:
+    """Close to the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
+    oracle = exact(op, inputs)
+    grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
+    terms = op.numerics.terms(*inputs, **grads)
+    unit = torch.finfo(inputs[0].dtype).eps / 2
+    for name, value in run(op, inputs).items():
+        assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
+
+
 class Pool:
     """Errors of one result over many samples, each in units of the RMS of its sum of terms."""
 

@@ -13,6 +13,10 @@ import torchweld
 from torchweld import functional
 
 X, W, B = torch.ones(4, 8), torch.ones(8), torch.ones(8)
+SEED = torch.tensor([7])
+Shard = torchweld.random.Shard
+
+softmax: Callable[..., Any] = functional.softmax_dropout
 
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "width": (lambda: functional.layer_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
@@ -44,6 +48,29 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
     "rms eps": (lambda: functional.rms_norm(X, [8], W, -1.0), "eps", ">= 0"),
     "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
+    "no scores": (lambda: softmax([[1.0]], p=0.5), "scores", "a tensor"),
+    "scores of nothing": (lambda: softmax(torch.ones(())), "scores", "at least one"),
+    "integer scores": (lambda: softmax(X.int()), "scores", "float32 or bfloat16"),
+    "mask's size": (lambda: softmax(X, W[:7] > 0), "mask", r"broadcasts to scores, \[4, 8\]"),
+    "mask's rank": (lambda: softmax(X, X[None] > 0), "mask", "broadcasts to scores"),
+    "mask's dtype": (lambda: softmax(X, W.half()), "mask", "bool or float32"),
+    "mask's device": (lambda: softmax(X, W.to("meta")), "mask", "device of scores"),
+    "no mask": (lambda: softmax(X, [1.0]), "mask", "a tensor"),
+    "p": (lambda: softmax(X, p=1.5), "p", "from 0 to 1"),
+    "NaN p": (lambda: softmax(X, p=torch.nan), "p", "from 0 to 1"),
+    "p of another type": (lambda: softmax(X, p="1"), "p", "from 0 to 1"),
+    "scale of another type": (lambda: softmax(X, scale="1"), "scale", "a number"),
+    "negative seed": (lambda: softmax(X, p=0.5, seed=-1), "seed", "an int from 0"),
+    "seed of another type": (lambda: softmax(X, p=0.5, seed=0.5), "seed", "an int from 0"),
+    "two seeds": (lambda: softmax(X, p=0.5, seed=torch.tensor([1, 2])), "seed", "one int64"),
+    "shard's rank": (lambda: softmax(X, p=0.5, shard=Shard([8], [0])), "shard", "2 of each"),
+    "shard outside": (lambda: softmax(X, p=0.5, shard=Shard([8, 8], [5, 0])), "shard", "fits into"),
+    "shard of columns": (
+        lambda: softmax(X, p=0.5, shard=Shard([4, 16], [0, 8])),
+        "shard",
+        "whole rows: 8 columns",
+    ),
+    "causal shard": (lambda: softmax(X, causal=True, shard=Shard([3, 8], [0, 0])), "shard", "fits"),
     "rms sparse": (lambda: functional.rms_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
 }
 
@@ -77,7 +104,7 @@ def test_errors_are_what_torchs_callers_catch() -> None:
 def test_kernels_refuse_by_themselves() -> None:
     """Called past Python's checks the bindings raise: bad input never reaches a kernel."""
     ops = torch.ops.torchweld
-    statistics = torch.ones(4)
+    statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
     bad = [
         lambda: ops.layer_norm.cpu(X, [7], None, None, 1e-5),
         lambda: ops.layer_norm.cpu(X, [], None, None, 1e-5),
@@ -92,6 +119,18 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: ops.layer_norm_backward.cpu(
             X, X, [8], W, B, 1e-5, torch.ones(5), statistics, True, True
         ),
+        lambda: ops.softmax_dropout.cpu(X, W[:7], 1.0, False, 0.0, None, [], []),
+        lambda: ops.softmax_dropout.cpu(X, W.half(), 1.0, False, 0.0, None, [], []),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, None, [], []),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 1.5, SEED, [], []),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED.int(), [], []),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED, [4, 8], []),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED, [4, 9], [0, 0]),
+        lambda: ops.softmax_dropout.cpu(X, None, 1.0, True, 0.0, None, [3, 8], [0, 0]),
+        lambda: softmax_grads(X, None, None, None, None, 1.0, False, 0.0, None, [], []),
+        lambda: softmax_grads(X, X[:3], None, None, None, 1.0, False, 0.0, None, [], []),
+        lambda: softmax_grads(X, None, X, None, None, 1.0, False, 0.5, SEED, [], []),
+        lambda: softmax_grads(X, None, X, W, None, 1.0, False, 0.5, SEED, [], []),
     ]
     for function in bad:
         with pytest.raises(RuntimeError):

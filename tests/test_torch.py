@@ -36,9 +36,7 @@ def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
     values = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     values |= dict(zip(op.forward_signature.results, as_tuple(results), strict=True))
     values |= {f"grad_{name}": incoming(values[name]) for name in op.public}
-    values |= {
-        f"{name}_dtype": value.dtype for name, value in values.items() if is_floating(value)
-    }
+    values |= {f"{name}_dtype": value.dtype for name, value in values.items() if is_floating(value)}
     values |= {f"need_{name}": values[name] is not None for name in op.forward_signature.arguments}
     return [values[name] for name in op.backward_signature.arguments]
 

@@ -61,15 +61,16 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   Dropout dropout;
   if (p == 0) return dropout;
   STD_TORCH_CHECK(seed, "p is not 0 but there is no seed");
-  STD_TORCH_CHECK(seed->scalar_type() == ScalarType::Long && seed->numel() == 1 &&
-                      same_device(*seed, x),
-                  "seed is not one int64 on the device of x");
+  STD_TORCH_CHECK(
+      seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && same_device(*seed, x),
+      "seed is not one int64 on the device of x");
   dropout.seed = (const int64_t*)seed->const_data_ptr();
   const double threshold = std::nearbyint(p * 0x1p32);
   dropout.threshold = threshold < 0x1p32 ? (uint32_t)threshold : 0xffffffffu;
   dropout.scale = p == 1 ? 0 : 1 / (1 - p);
   const Sizes leading = leading_sizes(x, trailing);
-  const Sizes whole = place.whole.empty() ? x.sizes() : Sizes(place.whole.data(), place.whole.size());
+  const Sizes whole =
+      place.whole.empty() ? x.sizes() : Sizes(place.whole.data(), place.whole.size());
   std::vector<int64_t> strides(leading.size());
   int64_t stride = 1, first = 0;
   for (size_t i = leading.size(); i-- > 0; stride *= whole[i]) {

@@ -49,7 +49,8 @@ inline ScalarType accumulate_type(DType dtype) {
 // What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
 inline double default_epsilon(DType dtype) { return dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
 
-// TORCHWELD_POISON=1 fills new tensors with NaN: a kernel that leaves an element unwritten shows.
+// TORCHWELD_POISON=1 fills new tensors with NaN, or with a byte that is no code in particular: a
+// kernel that leaves an element unwritten shows.
 inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
 
 // A new contiguous tensor on the device of `like`.
@@ -65,7 +66,7 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
       like.get_device_index(), &result));
   Tensor tensor(result);
-  if (poison) torch::stable::fill_(tensor, std::nan(""));
+  if (poison) torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 0xa5 : std::nan(""));
   return tensor;
 }
 

@@ -22,8 +22,7 @@ struct Dropout {
 
 // The words of columns 4 * group to 4 * group + 3 of a row, both of the whole tensor.
 TW_HD PhiloxWords dropout_words(int64_t seed, int64_t row, int64_t group) {
-  const PhiloxWords counter{
-      {(uint32_t)group, (uint32_t)row, (uint32_t)((uint64_t)row >> 32), 0}};
+  const PhiloxWords counter{{(uint32_t)group, (uint32_t)row, (uint32_t)((uint64_t)row >> 32), 0}};
   return philox(counter, (uint32_t)seed, (uint32_t)((uint64_t)seed >> 32));
 }
 

@@ -55,8 +55,8 @@ struct SoftmaxForward {
 
 struct SoftmaxBackward {
   const void* grad_y;
-  const void* y;           // where nothing was dropped; then the next two, mask and causal are unused
-  const void* scores;      // where something was
+  const void* y;       // where nothing was dropped; then the next two, mask and causal are unused
+  const void* scores;  // where something was
   const void* statistics;  // with the scores
   void* grad_scores;
   int64_t rows, width;

@@ -107,9 +107,7 @@ def _asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> list[bo
     """The gradients to ask the kernel for, where some are others unchanged."""
     wanted = dict(zip(inputs, needs, strict=True))
     lent = {source for name, source in same.items() if wanted[name]}
-    return [
-        name not in same and (need or f"grad_{name}" in lent) for name, need in wanted.items()
-    ]
+    return [name not in same and (need or f"grad_{name}" in lent) for name, need in wanted.items()]
 
 
 def _derivatives_of_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:

@@ -4,14 +4,17 @@ from torchweld.ops.bias_dropout_add import bias_dropout_add
 from torchweld.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from torchweld.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from torchweld.ops.layer_norm import layer_norm
+from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
 
 __all__ = [
     "bias_dropout_add",
+    "dequantize_8bit",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "layer_norm",
+    "quantize_8bit",
     "rms_norm",
     "softmax_dropout",
 ]

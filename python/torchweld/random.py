@@ -3,14 +3,14 @@
 Philox 4x32-10 in counter mode. An element at (row, column) of the whole tensor, whose leading
 dimensions make its row number, takes word `column & 3` of
 
-    philox(counter=(column >> 2, row & 0xffffffff, row >> 32, 0), key=(seed & 0xffffffff, seed >> 32))
+    philox(counter=(column >> 2, row & LOW, row >> 32, 0), key=(seed & LOW, seed >> 32))
 
-and is dropped where that word is below round(p * 2**32). So every backend, every shard of a tensor
-and every recomputation drops the same elements, and no mask is stored.
+with LOW = 2**32 - 1, and is dropped where that word is below round(p * 2**32). So every backend,
+every shard of a tensor and every recomputation drops the same elements, and no mask is stored.
 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
-governs it; handing one over with `seed=` repeats what it dropped. Processes that share a tensor have
-to share the seed: seed their generators alike, or pass it.
+governs it; handing one over with `seed=` repeats what it dropped. Processes that share a tensor
+have to share the seed: seed their generators alike, or pass it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ torch.library.register_fake("torchweld::seed", _fake_seed, lib=LIBRARY)
 def philox(
     counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Philox 4x32-10 on int64 tensors that hold 32-bit words: four of the counter, two of the key."""
+    """Philox 4x32-10 on int64 tensors of 32-bit words: four of the counter, two of the key."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(_ROUNDS):
@@ -138,12 +138,19 @@ def as_seed(
             raise ArgumentError(function, "seed", came, "an int or one int64")
         return value.to(device).reshape(1)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ArgumentError(function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor")
+        raise ArgumentError(
+            function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
+        )
     return torch.full((1,), value, dtype=torch.int64, device=device)
 
 
 def drawn(
-    function: str, x: Any, p: float, training: bool, seed_: torch.Tensor | int | None
+    function: str,
+    x_name: str,
+    x: Any,
+    p: float,
+    training: bool,
+    seed_: torch.Tensor | int | None,
 ) -> tuple[float, torch.Tensor | None]:
     """The p and seed that an op gets: 0 and None, and nothing drawn, where nothing is dropped."""
     if not isinstance(p, int | float) or not 0 <= p <= 1:
@@ -151,12 +158,12 @@ def drawn(
     if not training or p == 0:
         return 0.0, None
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError(function, "x", f"a {type(x).__name__}", "a tensor")
+        raise ArgumentError(function, x_name, f"a {type(x).__name__}", "a tensor")
     return float(p), seed(x.device) if seed_ is None else as_seed(function, seed_, x.device)
 
 
 def place(shard: Shard | None) -> tuple[list[int], list[int]]:
-    """The two lists that an op gets: sizes of the whole and offsets, empty where it is the whole."""
+    """The two lists that an op gets: sizes of the whole and offsets; empty: it is the whole."""
     return ([], []) if shard is None else (list(shard.sizes), list(shard.offsets))
 
 

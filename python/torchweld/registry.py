@@ -178,17 +178,6 @@ class Numerics:
     rounding: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How an op whose work falls into independent rows may be split across devices."""
-
-    # Argument or result -> "row": may be sharded in any leading dimension; "whole": replicated;
-    # "sum": each shard has a share of it.
-    roles: dict[str, str]
-    # The forward's arguments -> number of leading dimensions.
-    leading: Callable[..., int]
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Op:
     """The declaration of an op. Registering it is making it."""
@@ -202,6 +191,9 @@ class Op:
     check: Callable[..., None]
     # The forward's outputs as empty tensors.
     fake: Callable[..., tuple[torch.Tensor, ...]]
+    # The forward's arguments to the number of the first one's last dimensions that make a row: in
+    # the others a tensor may be a shard.
+    columns: Callable[..., int]
     # Backend -> the files its kernels are made of, from the repository's root. Triton's first file
     # is the module that has a function for each schema, under the op's name.
     sources: dict[str, tuple[str, ...]]
@@ -227,8 +219,6 @@ class Op:
     # Input -> the gradient that its own equals, and for which of the forward's arguments it does:
     # {"residual": ("grad_y", lambda *_: True)}.
     same_gradient: dict[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
-    # How DTensors go through, see Sharding; None: as whole tensors only.
-    sharding: Sharding | None = None
     dtypes: tuple[torch.dtype, ...] = (
         torch.float32,
         torch.bfloat16,

@@ -69,11 +69,11 @@ def _too_small(op: Op, inputs: Sequence[Any]) -> bool:
 
 
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
+    if type(inputs[0]) not in _PLAIN and dtensor.is_one(inputs[0]):
+        return dtensor.on_shards(op, inputs, _run)
     backend = choose(op, inputs)
     if backend == EAGER:
         return op.reference(*inputs)
-    if type(inputs[0]) not in _PLAIN:
-        dtensor.register_rules()
     dtype = op.autocast.get(inputs[0].device.type)
     if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
         inputs = [_cast(value, dtype) for value in inputs]

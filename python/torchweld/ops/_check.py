@@ -53,6 +53,12 @@ def epsilon(function: str, eps: Any) -> None:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
+def number(function: str, name: str, value: Any) -> None:
+    """A number."""
+    if not isinstance(value, int | float):
+        raise ArgumentError(function, name, repr(value), "a number")
+
+
 def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
     """Of a shape that broadcasts to x's."""
     missing = x.ndim - value.ndim

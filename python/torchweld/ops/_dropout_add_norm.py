@@ -14,7 +14,7 @@ from torchweld.ops import _check, _norm
 from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import SEED, Numerics, Op, activation, parameter, residual
 
-SOURCES = {
+SOURCES: dict[str, tuple[str, ...]] = {
     "cpu": (
         "csrc/cpu/dropout_add_norm.cpp",
         "csrc/cpu/norm.h",
@@ -30,6 +30,11 @@ SOURCES = {
         "csrc/core/rows.h",
     ),
 }
+
+
+def columns(x: Any, residual: Any, normalized_shape: Sequence[int], *_: Any) -> int:
+    """The normalised dimensions make a row."""
+    return len(normalized_shape)
 
 
 # Where nothing is dropped, x and residual have the same gradient.
@@ -56,7 +61,7 @@ def inputs(
     normalized_shape: Sequence[int] | None,
 ) -> tuple[Any, ...]:
     """The forward's arguments from the public function's."""
-    p, seed = drawn(op.name, x, p, training, seed)
+    p, seed = drawn(op.name, "x", x, p, training, seed)
     if normalized_shape is None:  # what has no shape is named by the check
         like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
         normalized_shape = getattr(like, "shape", ())[dims]

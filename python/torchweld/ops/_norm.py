@@ -11,7 +11,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops import _check
-from torchweld.registry import Numerics, Op, Sharding, activation, parameter
+from torchweld.registry import Numerics, Op, activation, parameter
 
 SOURCES = {
     "cpu": (
@@ -33,15 +33,11 @@ SOURCES = {
     "triton": ("triton_kernels/norm.py", "triton_kernels/launch.py"),
 }
 
-# Rows are independent; the parameter gradients are sums over them.
-SHARDING = Sharding(
-    roles={
-        **dict.fromkeys(("x", "y", "mean", "rstd", "grad_y", "grad_x"), "row"),
-        **dict.fromkeys(("weight", "bias"), "whole"),
-        **dict.fromkeys(("grad_weight", "grad_bias"), "sum"),
-    },
-    leading=lambda x, normalized_shape, *_: x.ndim - len(normalized_shape),
-)
+
+def columns(x: torch.Tensor, normalized_shape: Sequence[int], *_: Any) -> int:
+    """The normalised dimensions make a row."""
+    return len(normalized_shape)
+
 
 # Leading sizes and normalized_shape of the contract's samples: one element, odd and prime widths,
 # widths past every internal limit, no rows, no width, several normalised dimensions.

@@ -39,7 +39,7 @@ def bias_dropout_add(
 
 
 def _inputs(x, bias, residual, p, training, seed, shard):
-    p, seed = drawn("bias_dropout_add", x, p, training, seed)
+    p, seed = drawn("bias_dropout_add", "x", x, p, training, seed)
     return x, bias, residual, p, seed, *place(shard)
 
 
@@ -145,6 +145,7 @@ OP = Op(
     },
     check=_check,
     fake=_fake,
+    columns=lambda *_: 0,
     sources={
         "cpu": (
             "csrc/cpu/bias_dropout_add.cpp",

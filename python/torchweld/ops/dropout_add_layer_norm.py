@@ -124,6 +124,7 @@ OP = Op(
     same_gradient=common.SAME_GRADIENT,
     check=_check,
     fake=_fake,
+    columns=common.columns,
     sources=common.SOURCES,
     samples=common.samples(2, 1e-5),
     benchmarks=common.benchmarks(_norm.MEASURED, 2, 1e-5),

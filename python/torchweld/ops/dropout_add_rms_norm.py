@@ -121,6 +121,7 @@ OP = Op(
     same_gradient=common.SAME_GRADIENT,
     check=_check,
     fake=_fake,
+    columns=common.columns,
     sources=common.SOURCES,
     samples=common.samples(1, 1e-6),
     benchmarks=common.benchmarks(_norm.MEASURED, 1, 1e-6),

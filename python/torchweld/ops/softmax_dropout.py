@@ -46,8 +46,9 @@ def softmax_dropout(
 
 
 def _inputs(scores, mask, scale, causal, p, training, seed, shard):
-    p, seed = drawn("softmax_dropout", scores, p, training, seed)
+    p, seed = drawn("softmax_dropout", "scores", scores, p, training, seed)
     whole, offset = place(shard)
+    checks.number("softmax_dropout", "scale", scale)
     if isinstance(mask, torch.Tensor) and mask.requires_grad:
         scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
     return scores, mask, float(scale), causal, p, seed, whole, offset
@@ -82,8 +83,8 @@ def _softmax(scores, mask, scale, causal, whole, offset):
 
 
 def _reference(scores, mask, scale, causal, p, seed, whole, offset):
-    if whole and (len(whole) != scores.ndim or whole[-1] != scores.shape[-1]):
-        _check(scores, mask, scale, causal, p, seed, whole, offset)
+    if mask is not None or whole or scores.ndim == 0 or scores.dtype not in OP.dtypes:
+        _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
     y = _softmax(scores, mask, scale, causal, whole, offset)
     return drop(y, p, seed, whole, offset)
 
@@ -93,9 +94,7 @@ def _plain(scores, mask, scale, causal, p, seed, whole, offset):
     return torch.nn.functional.dropout(y, p) if seed is not None else y
 
 
-def _backward_reference(
-    grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset
-):
+def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset):
     if seed is not None:
         y = _softmax(scores, mask, scale, causal, whole, offset)
         grad_y = drop(grad_y, p, seed, whole, offset)
@@ -150,7 +149,7 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
 
 # Masks of every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
 # larger tensor, no rows, no keys; the first is the one that tests give other sizes.
-_WHOLE = ([], [])
+_WHOLE: tuple[list[int], list[int]] = ([], [])
 _SAMPLES = (
     (activation(5, 48), constant(48), 0.7, False, 0.1, SEED, *_WHOLE),
     (activation(1), None, 1.0, False, 0.0, None, *_WHOLE),
@@ -201,6 +200,7 @@ OP = Op(
     unsaved=_unsaved,
     check=_check,
     fake=_fake,
+    columns=lambda *_: 1,
     sources={
         "cpu": (
             "csrc/cpu/softmax.cpp",

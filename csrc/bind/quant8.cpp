@@ -1,0 +1,73 @@
+// quantize_8bit and dequantize_8bit for torch; the schemas are in python/torchweld/ops.
+#include "core/quant8.h"
+
+#include "bind/launch.h"
+
+TW_KERNEL(quantize_8bit, Quantize8);
+TW_KERNEL(dequantize_8bit, Dequantize8);
+
+namespace torchweld {
+namespace {
+
+// The first dimension is rows, the others make the width; a vector is one row.
+struct Rows {
+  int64_t rows = 1, width = 1, blocks = 0;
+
+  explicit Rows(Sizes sizes) {
+    for (size_t i = 0; i < sizes.size(); ++i)
+      (i == 0 && sizes.size() > 1 ? rows : width) *= sizes[i];
+    blocks = quant_blocks(width);
+  }
+  int64_t items() const { return rows * blocks; }
+};
+
+void check_float(DType dtype) { STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel"); }
+
+std::tuple<Tensor, Tensor> quantize(Tensor x_in, bool is_signed) {
+  check_float(dtype_of(x_in));
+  const Tensor x = packed(x_in);
+  const Rows shape(x.sizes());
+  const int64_t blocks[] = {shape.rows, shape.blocks};
+  Tensor codes = empty(x, x.sizes(), ScalarType::Byte);
+  Tensor absmax = empty(x, Sizes(blocks, 2), ScalarType::Float);
+  const Quantize8 args{data(x),
+                       (uint8_t*)codes.mutable_data_ptr(),
+                       (float*)absmax.mutable_data_ptr(),
+                       shape.rows,
+                       shape.width,
+                       dtype_of(x),
+                       is_signed};
+  launch(quantize_8bit, args, x, shape.items(), kQuantBlock);
+  return {codes, absmax};
+}
+
+Tensor dequantize(Tensor codes_in, Tensor absmax_in, bool is_signed, ScalarType dtype) {
+  const Rows shape(codes_in.sizes());
+  const int64_t blocks[] = {shape.rows, shape.blocks};
+  STD_TORCH_CHECK(codes_in.scalar_type() == ScalarType::Byte, "codes are not uint8");
+  STD_TORCH_CHECK(absmax_in.scalar_type() == ScalarType::Float &&
+                      same_device(absmax_in, codes_in) &&
+                      same_sizes(absmax_in.sizes(), Sizes(blocks, 2)),
+                  "absmax does not fit codes");
+  const Tensor codes = packed(codes_in), absmax = packed(absmax_in);
+  Tensor y = empty(codes, codes.sizes(), dtype);
+  check_float(dtype_of(y));
+  const Dequantize8 args{(const uint8_t*)data(codes),
+                         (const float*)data(absmax),
+                         y.mutable_data_ptr(),
+                         shape.rows,
+                         shape.width,
+                         dtype_of(y),
+                         is_signed};
+  launch(dequantize_8bit, args, codes, shape.items(), kQuantBlock);
+  return y;
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("quantize_8bit"), TORCH_BOX(&quantize));
+  m.impl(TW_OVERLOAD("dequantize_8bit"), TORCH_BOX(&dequantize));
+}
+
+}  // namespace torchweld

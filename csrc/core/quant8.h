@@ -1,0 +1,137 @@
+// Block-wise 8-bit numbers. A block is 256 elements of a row, fewer at the row's end; it keeps the
+// largest magnitude among its elements, and each element as the code of the map's value nearest to
+// element / largest.
+//
+// The two maps of 256 values are bitsandbytes' dynamic ones, bit for bit: 0, 1, and in each of the
+// seven decades below 1 the midpoints of 2^decade (signed) or 2^(decade + 1) (unsigned) equal parts.
+// In the signed map all of them but 1 are there with either sign.
+//
+// Finding the nearest value takes one look-up. `place` has an entry for every run of floats with
+// the same leading bits, so short that at most one threshold between two values lies in it: adding
+// the float's bits to the entry carries into the value's number exactly from the threshold on.
+#pragma once
+
+#include "core/dtype.h"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int64_t kQuantBlock = 256;
+
+struct Quantize8 {
+  const void* x;   // [rows, width], dtype
+  uint8_t* codes;  // [rows, width]
+  float* absmax;   // [rows, ceil(width / kQuantBlock)]
+  int64_t rows, width;
+  DType dtype;
+  bool is_signed;
+};
+
+struct Dequantize8 {
+  const uint8_t* codes;
+  const float* absmax;
+  void* y;  // [rows, width], dtype
+  int64_t rows, width;
+  DType dtype;
+  bool is_signed;
+};
+
+TW_HD int64_t quant_blocks(int64_t width) { return (width + kQuantBlock - 1) / kQuantBlock; }
+
+// A block's elements: [begin, begin + count) of the whole tensor.
+struct QuantBlock {
+  int64_t begin, count;
+};
+TW_HD QuantBlock quant_block(int64_t block, int64_t width) {
+  const int64_t per_row = quant_blocks(width);
+  const int64_t column = block % per_row * kQuantBlock;
+  const int64_t left = width - column;
+  return {block / per_row * width + column, left < kQuantBlock ? left : kQuantBlock};
+}
+
+// What elements are divided by: a block of zeros has codes of zero.
+TW_HD float quant_divisor(float absmax) { return absmax == 0 ? 1.0f : absmax; }
+
+constexpr uint32_t kSignBit = 0x80000000u;
+constexpr uint32_t kOneBits = 0x3f800000u;
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+
+// Values are numbered by magnitude: 0 is number 0, 1 is number kTop.
+template <bool Signed>
+struct Quant8Map {
+  static constexpr int kTop = Signed ? 128 : 255;
+  static constexpr int kShift = Signed ? 17 : 16;  // bits that floats of a run differ in
+  static constexpr uint32_t kFirst = 0x34000000u;  // 2^-23: less is nearest to 0
+  static constexpr int kRuns = ((kOneBits - kFirst) >> kShift) + 1;
+
+  float value[256];  // by code
+  uint32_t place[kRuns];
+  bool is_exact;  // no run has two thresholds, none lies below kFirst
+};
+
+template <bool Signed>
+constexpr Quant8Map<Signed> quant8_map() {
+  using Map = Quant8Map<Signed>;
+  constexpr float kDecade[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1e0f};
+  float magnitude[Map::kTop + 1] = {};
+  int count = 1;
+  for (int decade = 0; decade < 7; ++decade) {
+    const int parts = 1 << (Signed ? decade : decade + 1);
+    // As torch.linspace computes it: from both ends, rounded once.
+    const float step = (1.0f - 0.1f) / parts;
+    float below = 0.1f;
+    for (int part = 1; part <= parts; ++part) {
+      const bool upper = part >= (parts + 1) / 2;
+      const float boundary =
+          (float)(upper ? 1.0 - (double)step * (parts - part) : (double)0.1f + (double)step * part);
+      magnitude[count++] = kDecade[decade] * ((below + boundary) / 2);
+      below = boundary;
+    }
+  }
+  magnitude[Map::kTop] = 1;
+
+  Map map{};
+  for (int code = 0; code < 256; ++code) {
+    map.value[code] = !Signed      ? magnitude[code]
+                      : code < 127 ? -magnitude[127 - code]
+                                   : magnitude[code - 127];
+  }
+  map.is_exact = true;
+  int number = 0;
+  for (int run = 0; run < Map::kRuns; ++run) {
+    const uint32_t begin = Map::kFirst + ((uint32_t)run << Map::kShift);
+    map.place[run] = ((uint32_t)number << Map::kShift) - begin;
+    // The threshold to the next value is the least float that is not nearer to this one.
+    for (int found = 0; number < Map::kTop; ++found, ++number) {
+      const double middle = ((double)magnitude[number] + (double)magnitude[number + 1]) / 2;
+      float threshold = (float)middle;
+      uint32_t bits = __builtin_bit_cast(uint32_t, threshold);
+      if ((double)threshold < middle) ++bits;
+      if (bits >= begin + (1u << Map::kShift)) break;
+      if (bits < begin || found > 0) map.is_exact = false;
+      map.place[run] += begin + (1u << Map::kShift) - bits;
+    }
+  }
+  return map;
+}
+
+template <bool Signed>
+inline constexpr Quant8Map<Signed> kQuant8Map = quant8_map<Signed>();
+static_assert(kQuant8Map<true>.is_exact && kQuant8Map<false>.is_exact, "a run is too long");
+
+// The code of a fraction's bits, for one element or a vector of them. `look_up(run)` is place[run].
+// A NaN, from a block whose largest magnitude is not finite, gets 1's number with any sign.
+template <bool Signed, class Bits, class LookUp>
+TW_HD Bits quant8_code(Bits fraction, LookUp&& look_up) {
+  using Map = Quant8Map<Signed>;
+  const Bits none = fraction - fraction;
+  Bits magnitude = fraction & ~kSignBit;
+  magnitude = magnitude < Map::kFirst ? none + Map::kFirst : magnitude;
+  magnitude = magnitude > kOneBits ? none + kOneBits : magnitude;
+  const Bits number =
+      (look_up((magnitude - Map::kFirst) >> Map::kShift) + magnitude) >> Map::kShift;
+  if constexpr (!Signed) return number;
+  const Bits below = number > 127u ? none : 127u - number;  // there is no -1
+  return fraction >= kSignBit ? below : 127u + number;
+}
+
+TW_NAMESPACE_END

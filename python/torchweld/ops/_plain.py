@@ -1,0 +1,62 @@
+"""Ops outside the registry: those without a gradient, and those that write to their arguments.
+
+They have an overload for each backend, as all ops do, and are chosen by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError, BackendError
+from torchweld.ops import _call
+from torchweld.registry import BACKENDS, EAGER
+
+_LIBRARY = torch.library.Library("torchweld", "FRAGMENT")
+
+
+class PlainOp:
+    """The definition of such an op; `fake` is left out where it returns nothing."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        fake: Callable[..., Any] = lambda *_: None,
+        backends: tuple[str, ...] = ("cpu",),
+    ) -> None:
+        self.name = name
+        self.backends = backends
+        for backend in backends:
+            _LIBRARY.define(f"{name}.{backend}{schema}")
+            torch.library.register_fake(f"torchweld::{name}.{backend}", fake, lib=_LIBRARY)
+
+    def kernel(self, device: torch.device) -> Any:
+        """The overload that serves this device, or None where the reference does.
+
+        Raises BackendError if a backend was asked for by name and cannot serve. A GPU backend
+        serves by name alone: none has run on a GPU yet.
+        """
+        if _call.forced is not None:
+            if _call.forced == EAGER:
+                return None
+            if reason := self._why_not(_call.forced, device):
+                raise BackendError(self.name, _call.forced, reason)
+            return getattr(getattr(torch.ops.torchweld, self.name), _call.forced)
+        if self._why_not("cpu", device) is None:
+            return getattr(torch.ops.torchweld, self.name).cpu
+        return None
+
+    def _why_not(self, backend: str, device: torch.device) -> str | None:
+        if backend not in BACKENDS:
+            accepted = " or ".join([EAGER, *BACKENDS])
+            raise ArgumentError(
+                _call.BACKEND_VARIABLE, "the environment variable", repr(backend), accepted
+            )
+        if backend not in self.backends:
+            return f"{self.name} has no {backend} kernel"
+        if device.type not in BACKENDS[backend].devices:
+            return f"the tensors are on {device}"
+        return BACKENDS[backend].missing()

@@ -1,0 +1,172 @@
+"""quantize_8bit, dequantize_8bit: blocks of 256 elements as codes of a map and their absmax."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops import _check
+from torchweld.ops._plain import PlainOp
+
+BLOCK = 256
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of 256 elements as bytes and a scale, in bitsandbytes' dynamic map.
+
+    A block lies within a row, which is what the first dimension counts; a vector is one row. Where
+    a row is a multiple of 256 these are the blocks that bitsandbytes makes of the flattened tensor.
+    An element becomes the code of the map's value that is nearest to element / absmax, of two as
+    near the one of larger magnitude. Zero stays zero.
+
+    Args:
+        x: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
+        signed: whether the map has negative values; without them the sign of x is lost.
+
+    Returns:
+        codes, uint8, of x's shape, and absmax, float32, [rows, ceil(elements of a row / 256)]. A
+        NaN or an infinity is its block's absmax, and nothing that comes back from such a block is
+        finite. No gradient flows.
+    """
+    _check.dense("quantize_8bit", "x", x, _FLOATS)
+    with torch.no_grad():
+        kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x.device)
+        return (kernel or quantize_reference)(x, signed)
+
+
+def dequantize_8bit(
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    *,
+    signed: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """What quantize_8bit kept of a tensor.
+
+    Args:
+        codes: uint8, from quantize_8bit.
+        absmax: float32, with them.
+        signed: as it was there.
+        dtype: of the result: float32, bfloat16, float16 or float64.
+
+    Returns:
+        A tensor of codes' shape: map[code] * absmax, in float32, then rounded to dtype.
+    """
+    _check.dense("dequantize_8bit", "codes", codes, [torch.uint8])
+    _check.dense("dequantize_8bit", "absmax", absmax, [torch.float32])
+    _check.like("dequantize_8bit", "absmax", absmax, codes, "codes")
+    if absmax.shape != scales_shape(codes.shape):
+        accepted = f"{list(scales_shape(codes.shape))}, for codes of shape {list(codes.shape)}"
+        raise ArgumentError("dequantize_8bit", "absmax", f"of shape {list(absmax.shape)}", accepted)
+    if dtype not in _FLOATS:
+        names = " or ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
+        raise ArgumentError("dequantize_8bit", "dtype", dtype, names)
+    with torch.no_grad():
+        kernel = None if dtype == torch.float64 else _DEQUANTIZE.kernel(codes.device)
+        return (kernel or dequantize_reference)(codes, absmax, signed, dtype)
+
+
+def rows_and_width(shape: torch.Size) -> tuple[int, int]:
+    """How a tensor falls into rows, which blocks do not cross."""
+    if len(shape) < 2:
+        return 1, shape.numel()
+    return shape[0], shape[1:].numel()
+
+
+def scales_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the absmax that goes with codes of this shape."""
+    rows, width = rows_and_width(shape)
+    return torch.Size((rows, -(-width // BLOCK)))
+
+
+# --- The map ----------------------------------------------------------------------------------
+
+
+def _magnitudes(signed: bool) -> torch.Tensor:
+    """The map's values that are not negative, in order; csrc/core/quant8.h says what they are."""
+    values = [torch.zeros(1)]
+    for decade in range(7):
+        parts = 2 ** (decade if signed else decade + 1)
+        step = (1 - torch.tensor(0.1)) / parts
+        part = torch.arange(parts + 1, dtype=torch.float64)
+        from_below = torch.tensor(0.1).double() + step.double() * part
+        from_above = 1 - step.double() * (parts - part)
+        edges = torch.where(part < (parts + 1) // 2, from_below, from_above).float()
+        values.append(torch.tensor(10.0 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2))
+    return torch.cat([*values, torch.ones(1)])
+
+
+def _map(signed: bool) -> torch.Tensor:
+    positive = _magnitudes(signed)
+    return torch.cat([-positive[1:-1].flip(0), positive]) if signed else positive
+
+
+def _thresholds(signed: bool) -> torch.Tensor:
+    """The least float32 that is as near to a magnitude as to the one below it."""
+    exact = _magnitudes(signed).double()
+    middle = (exact[:-1] + exact[1:]) / 2
+    rounded = middle.float()
+    above = rounded.nextafter(torch.tensor(torch.inf))
+    return torch.where(rounded.double() < middle, above, rounded)
+
+
+# By `signed`: the value of every code, and where a magnitude's neighbour becomes the nearer one.
+MAPS = {signed: _map(signed) for signed in (True, False)}
+THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
+
+
+# --- Reference and fakes ----------------------------------------------------------------------
+
+
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, 256], filled up with zeros."""
+    rows, width = rows_and_width(x.shape)
+    blocks = -(-width // BLOCK)
+    padded = torch.nn.functional.pad(x.reshape(rows, width), (0, blocks * BLOCK - width))
+    return padded.view(rows, blocks, BLOCK)
+
+
+def _unblocked(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return blocks.flatten(1)[:, : rows_and_width(shape)[1]].reshape(shape)
+
+
+def quantize_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_8bit in eager torch, without its checks."""
+    blocks = _blocks(x.float())
+    absmax = blocks.abs().amax(2)
+    fraction = blocks / torch.where(absmax == 0, 1.0, absmax).unsqueeze(2)
+    magnitude = fraction.abs().nan_to_num(1.0)
+    number = torch.bucketize(magnitude, THRESHOLDS[signed].to(x.device), right=True)
+    if signed:
+        number = torch.where(fraction.signbit(), 127 - number.clamp(max=127), 127 + number)
+    return _unblocked(number.to(torch.uint8), x.shape), absmax
+
+
+def dequantize_reference(
+    codes: torch.Tensor, absmax: torch.Tensor, signed: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """dequantize_8bit in eager torch, without its checks."""
+    values = MAPS[signed].to(codes.device)[_blocks(codes).int()]
+    return _unblocked(values * absmax.unsqueeze(2), codes.shape).to(dtype)
+
+
+def _quantize_fake(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    return codes, x.new_empty(scales_shape(x.shape), dtype=torch.float32)
+
+
+def _dequantize_fake(
+    codes: torch.Tensor, absmax: torch.Tensor, signed: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+_QUANTIZE = PlainOp(
+    "quantize_8bit", "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)", _quantize_fake
+)
+_DEQUANTIZE = PlainOp(
+    "dequantize_8bit",
+    "(Tensor codes, Tensor absmax, bool signed, ScalarType dtype) -> Tensor",
+    _dequantize_fake,
+)

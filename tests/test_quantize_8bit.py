@@ -1,0 +1,235 @@
+"""quantize_8bit and dequantize_8bit: the nearest code of the map, for every float there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torchweld
+from torchweld.functional import dequantize_8bit, quantize_8bit
+from torchweld.ops.quantize_8bit import (
+    BLOCK,
+    MAPS,
+    THRESHOLDS,
+    quantize_reference,
+    scales_shape,
+)
+
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+SHAPES = ((), (1,), (255,), (1000,), (0,), (3, 0), (0, 7), (33, 700), (5, 256), (3, 4, 100))
+
+
+@pytest.fixture(params=["cpu", "eager"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with torchweld.use_backend(request.param):
+        yield request.param
+
+
+def _codes_of(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Codes of numbers in [-1, 1]: a 1 in every block leaves the others as they are."""
+    padded = torch.nn.functional.pad(fractions, (0, -len(fractions) % (BLOCK - 1)))
+    rows = padded.view(-1, BLOCK - 1)
+    codes, absmax = quantize_8bit(torch.nn.functional.pad(rows, (1, 0), value=1.0), signed=signed)
+    assert (absmax == 1).all()
+    return codes[:, 1:].flatten()[: len(fractions)]
+
+
+def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
+    """By comparing distances to all 256 values, in float64, where they are exact."""
+    values = MAPS[signed].double()
+    found = []
+    for part in fractions.double().split(4096):
+        if not signed:
+            part = part.abs()
+        distance = (part.unsqueeze(1) - values).abs()
+        least = distance == distance.amin(1, keepdim=True)
+        # Of two as near, the larger magnitude.
+        found.append(torch.where(least, values.abs(), -1.0).argmax(1))
+    return torch.cat(found)
+
+
+def _floats(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@SIGNED
+def test_the_nearest_code_of_every_bfloat16(signed: bool) -> None:
+    bits = torch.arange(2**16, dtype=torch.int32)
+    fractions = _floats(bits << 16)
+    fractions = fractions[fractions.abs() <= 1]
+    assert len(fractions) == 2 * (0x3F80 + 1)
+    assert torch.equal(_codes_of(fractions, signed).long(), _nearest(fractions, signed))
+    from_16_bits, from_32 = (
+        quantize_8bit(x, signed=signed)[0] for x in (fractions.bfloat16(), fractions)
+    )
+    assert torch.equal(from_16_bits, from_32)
+
+
+@SIGNED
+def test_the_nearest_code_of_float32s(signed: bool) -> None:
+    """At every threshold and its neighbours, in every binade, and of random bits."""
+    around = torch.arange(-3, 4).repeat(len(THRESHOLDS[signed]), 1)
+    thresholds = THRESHOLDS[signed].view(torch.int32).unsqueeze(1) + around
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(0x3F800001, (200_000,), generator=generator)
+    binades = torch.arange(0, 0x3F800001, 0x800000).unsqueeze(1) + torch.arange(-2, 3)
+    bits = torch.cat([thresholds.flatten(), random, binades.flatten().clamp(0, 0x3F800000)])
+    fractions = _floats(bits)
+    fractions = torch.cat([fractions, -fractions])
+    assert torch.equal(_codes_of(fractions, signed).long(), _nearest(fractions, signed))
+
+
+@SIGNED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_blocks_lie_within_rows(signed: bool, dtype: torch.dtype) -> None:
+    """Bit for bit the reference's, whatever the shape and the magnitudes; and the error's bound."""
+    values = MAPS[signed].double()
+    # Half the widest gap; -1 lies outside the signed map. Fractions are rounded to float32.
+    widest = max(values.diff().max().item() / 2, 1 + values[0].item() if signed else 0) + 2**-24
+    for seed, shape in enumerate(SHAPES):
+        torch.manual_seed(seed)
+        x = (torch.randn(shape) * torch.rand(shape).pow(9)).to(dtype)
+        if not signed:
+            x = x.abs()
+        codes, absmax = quantize_8bit(x, signed=signed)
+        expected = quantize_reference(x, signed)
+        assert codes.shape == x.shape
+        assert absmax.shape == scales_shape(x.shape) == expected[1].shape
+        assert torch.equal(codes, expected[0])
+        assert torch.equal(absmax, expected[1])
+        y = dequantize_8bit(codes, absmax, signed=signed)
+        scale = absmax.repeat_interleave(BLOCK, 1)[:, : x.numel() // max(absmax.shape[0], 1)]
+        error = (y.double() - x.double()).abs()
+        assert (error <= widest * scale.reshape(x.shape)).all()
+        rounded = dequantize_8bit(codes, absmax, signed=signed, dtype=dtype)
+        assert torch.equal(rounded, y.to(dtype))
+
+
+@SIGNED
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-39, 1e-20, 1e20, 3e38])
+def test_scales_of_any_magnitude(signed: bool, magnitude: float) -> None:
+    """Down to subnormal blocks, whose reciprocal would overflow."""
+    x = torch.rand(4, 300).double().mul(magnitude).float()
+    codes, absmax = quantize_8bit(x, signed=signed)
+    fractions = x / absmax.repeat_interleave(BLOCK, 1)[:, :300]
+    assert torch.equal(codes.long().flatten(), _nearest(fractions.flatten(), signed))
+
+
+@SIGNED
+def test_zero_stays_zero(signed: bool) -> None:
+    x = torch.zeros(4, 512)
+    x[1, 1:512:2] = torch.randn(256).abs()
+    x[2] = -0.0
+    codes, absmax = quantize_8bit(x, signed=signed)
+    assert (codes[x == 0] == (127 if signed else 0)).all()
+    assert not dequantize_8bit(codes, absmax, signed=signed)[x == 0].any()
+    assert not absmax[[0, 2, 3]].any()
+
+
+@SIGNED
+def test_what_is_not_finite_marks_its_block(signed: bool) -> None:
+    x = torch.ones(1, 3 * BLOCK)
+    x[0, 5], x[0, BLOCK + 5] = torch.nan, torch.inf
+    codes, absmax = quantize_8bit(x, signed=signed)
+    assert absmax.isnan().tolist() == [[True, False, False]]
+    assert absmax[0, 1:].tolist() == [torch.inf, 1]
+    y = dequantize_8bit(codes, absmax, signed=signed)
+    assert y[0, :BLOCK].isnan().all()
+    assert not y[0, BLOCK : 2 * BLOCK].isfinite().any()
+    assert (y[0, 2 * BLOCK :] == 1).all()
+
+
+def test_views_and_what_lies_around_them() -> None:
+    base = torch.randn(40, 1200)
+    view = base.t()[7:900:3, 5:38]
+    codes, absmax = quantize_8bit(view)
+    packed = quantize_8bit(view.contiguous())
+    assert torch.equal(codes, packed[0])
+    assert torch.equal(absmax, packed[1])
+    wide = torch.zeros(codes.shape[0], 2 * codes.shape[1], dtype=torch.uint8)
+    wide[:, ::2] = codes
+    assert torch.equal(dequantize_8bit(wide[:, ::2], absmax), dequantize_8bit(codes, absmax))
+
+
+def test_the_same_bits_at_any_thread_count(backend: str) -> None:
+    x = torch.randn(300, 1000)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        first = quantize_8bit(x)
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, first, quantize_8bit(x)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_torchs_machinery(backend: str) -> None:
+    x = torch.randn(5, 700, requires_grad=True)
+    codes, absmax = quantize_8bit(x)
+    assert not codes.requires_grad
+    assert not dequantize_8bit(codes, absmax).requires_grad
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return dequantize_8bit(*quantize_8bit(x))
+
+    assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x))
+    if backend == "cpu":
+        ops = torch.ops.torchweld
+        torch.library.opcheck(ops.quantize_8bit.cpu, (x.detach(), True))
+        torch.library.opcheck(ops.dequantize_8bit.cpu, (codes, absmax, True, torch.bfloat16))
+
+
+CODES, ABSMAX = torch.zeros(2, 300, dtype=torch.uint8), torch.ones(2, 2)
+BAD = {
+    "integers": (lambda: quantize_8bit(CODES), "x", "float32 or bfloat16"),
+    "sparse": (lambda: quantize_8bit(ABSMAX.to_sparse()), "x", "dense"),
+    "no tensor": (lambda: quantize_8bit([1.0]), "x", "a tensor"),  # type: ignore[arg-type]
+    "codes": (lambda: dequantize_8bit(ABSMAX, ABSMAX), "codes", "uint8"),
+    "blocks": (lambda: dequantize_8bit(CODES, ABSMAX[:, :1]), "absmax", r"\[2, 2\]"),
+    "absmax": (lambda: dequantize_8bit(CODES, ABSMAX.double()), "absmax", "float32"),
+    "device": (lambda: dequantize_8bit(CODES, ABSMAX.to("meta")), "absmax", "device of codes"),
+    "dtype": (lambda: dequantize_8bit(CODES, ABSMAX, dtype=torch.int8), "dtype", "float32 or"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_arguments_are_named(case: str) -> None:
+    function, argument, accepted = BAD[case]
+    with pytest.raises(torchweld.ArgumentError, match=accepted) as caught:
+        function()
+    assert caught.value.argument == argument
+
+
+def test_kernels_refuse_by_themselves() -> None:
+    ops = torch.ops.torchweld
+    for call in (
+        lambda: ops.quantize_8bit.cpu(CODES, True),
+        lambda: ops.quantize_8bit.cpu(ABSMAX.double(), True),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX[:1], True, torch.float32),
+        lambda: ops.dequantize_8bit.cpu(ABSMAX, ABSMAX, True, torch.float32),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.int32),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.float64),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
+
+
+def test_a_backend_without_a_kernel_says_so() -> None:
+    with torchweld.use_backend("triton"), pytest.raises(torchweld.BackendError, match="no triton"):
+        quantize_8bit(ABSMAX)
+
+
+@SIGNED
+def test_the_map_is_the_documented_one(signed: bool) -> None:
+    """In numbers: 127 negatives, 0, 128 positives; or 0 and 255 positives."""
+    values = MAPS[signed]
+    assert len(values) == 256
+    assert (values.diff() > 0).all()
+    assert (values < 0).sum() == (127 if signed else 0)
+    assert values[127 if signed else 0] == 0
+    assert values[-1] == 1
+    assert values[0] == (pytest.approx(-0.99297, abs=1e-5) if signed else 0)
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(dequantize_8bit(codes, torch.ones(1, 1), signed=signed), values)
