@@ -39,6 +39,20 @@ def total(results: Any) -> torch.Tensor:
     return torch.stack([result.sum() for result in as_tuple(results)]).sum()
 
 
+def saved_bytes(function: Callable[[], Any]) -> int:
+    """Bytes that the graph of what it computes keeps for backward."""
+    kept = 0
+
+    def count(t: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += t.numel() * t.itemsize
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        function()
+    return kept
+
+
 def is_floating(value: Any) -> bool:
     """Whether it is a tensor of numbers: no mask, no seed."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

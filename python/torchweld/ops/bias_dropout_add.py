@@ -7,6 +7,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops import _check as checks
 from torchweld.ops._call import call
+from torchweld.ops._norm import MEASURED, MEASURED_ON_GPU
 from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import SEED, Numerics, Op, activation, parameter, residual
 
@@ -43,8 +44,20 @@ def _inputs(x, bias, residual, p, training, seed, shard):
     return x, bias, residual, p, seed, *place(shard)
 
 
+def _plainly_right(x, bias, residual, whole):
+    """Whether a whole check would be a waste of time: torch itself would take much more."""
+    return (
+        x.dtype in OP.dtypes
+        and x.ndim > 0
+        and residual.dtype is x.dtype
+        and residual.shape == x.shape
+        and (bias is None or (bias.dtype is x.dtype and bias.shape == x.shape[-1:]))
+        and not whole
+    )
+
+
 def _reference(x, bias, residual, p, seed, whole, offset):
-    if residual.dtype is not x.dtype or residual.shape != x.shape:
+    if not _plainly_right(x, bias, residual, whole):
         _check(x, bias, residual, p, seed, whole, offset)
     y = x if bias is None else x + bias
     return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype)
@@ -122,7 +135,7 @@ _SAMPLES = (
 
 
 def _measured(shapes):
-    return tuple(_sample(shape, p) for shape in shapes for p in (0.1, 0.0))
+    return tuple(_sample(shape, p) for shape in shapes for p in (0.0, 0.1))
 
 
 OP = Op(
@@ -160,11 +173,11 @@ OP = Op(
         ),
     },
     samples=_SAMPLES,
-    benchmarks=_measured([(64, 256), (4096, 1024), (8192, 1024), (2048, 4096)]),
-    benchmarks_on_gpu=_measured([(4096, 1024), (32768, 4096), (8192, 16384)]),
+    benchmarks=_measured(MEASURED),
+    benchmarks_on_gpu=_measured(MEASURED_ON_GPU),
     tiny=_sample((1, 64), 0.1),
     numerics=Numerics(
         fp32=dict.fromkeys(("y", "grad_x", "grad_bias", "grad_residual"), 2.0), terms=_terms
     ),
-    small=2**14,
+    small=2**20,
 )
