@@ -53,7 +53,7 @@ using Bits = typename BitsOf<A>::type;
 // Of each lane `yes` where the mask's bits are all set, `no` where none is.
 template <class A>
 inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
-  return (Vec<A>)((mask & (Bits<A>)yes) | (~mask & (Bits<A>)no));
+  return mask ? yes : no;
 }
 
 // A lane of b is kept where a has NaN.

@@ -58,16 +58,12 @@ class BiasDropoutAdd(torch.nn.Module):
 
 class _DropoutAddNorm(torch.nn.Module):
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        p: float,
-        eps: float | None,
-        return_residual: bool,
+        self, normalized_shape: int | Sequence[int], p: float, return_residual: bool
     ) -> None:
         super().__init__()
         sizes = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         self.normalized_shape = tuple(sizes)
-        self.p, self.eps, self.return_residual = p, eps, return_residual
+        self.p, self.return_residual = p, return_residual
 
     def _learn(
         self, name: str, wanted: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -110,6 +106,7 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
 
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
+    eps: float
 
     def __init__(
         self,
@@ -123,7 +120,8 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, p, eps, return_residual)
+        super().__init__(normalized_shape, p, return_residual)
+        self.eps = eps
         self._learn("weight", elementwise_affine, device, dtype)
         self._learn("bias", elementwise_affine and bias, device, dtype)
         self.reset_parameters()
@@ -151,6 +149,7 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
     """
 
     weight: torch.nn.Parameter | None
+    eps: float | None
 
     def __init__(
         self,
@@ -163,7 +162,8 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, p, eps, return_residual)
+        super().__init__(normalized_shape, p, return_residual)
+        self.eps = eps
         self._learn("weight", elementwise_affine, device, dtype)
         self.reset_parameters()
 
