@@ -55,6 +55,8 @@ def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
     for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
         if isinstance(value, TensorSpec) or value is True:
             words += [name] if name != "seed" else []
+        elif isinstance(value, str):
+            words += [value] if value != "none" else []
         elif value and not isinstance(value, list):
             words.append(f"{name} {value:g}")
     return words

@@ -90,11 +90,16 @@ TARGETS = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
-    Marked with `drawing`: of the ops that drop something alone.
+    Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names.
     """
     names = set(metafunc.fixturenames)
     drawing = metafunc.definition.get_closest_marker("drawing") is not None
-    ops = [op for op in OPS.values() if op.seed_at is not None or not drawing]
+    named = metafunc.definition.get_closest_marker("of")
+    ops = [
+        op
+        for op in OPS.values()
+        if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
+    ]
     targets = [target for target in TARGETS if target.op in ops]
     if {"target", "dtype"} <= names:
         pairs = [(target, dtype) for target in targets for dtype in target.dtypes]

@@ -50,6 +50,22 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
     "rms eps": (lambda: functional.rms_norm(X, [8], W, -1.0), "eps", ">= 0"),
     "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
+    "bias's length": (lambda: functional.bias_act(X, B[:1]), "bias", r"last size of x, \[8\]"),
+    "bias's type": (lambda: functional.bias_act(X, B.double()), "bias", "float32"),
+    "no dimensions": (lambda: functional.bias_act(X[0, 0]), "x", r"\[\*, width\]"),
+    "activation": (
+        lambda: functional.bias_act(X, B, activation="elu"),
+        "activation",
+        "gelu or relu or silu",
+    ),
+    "approximate": (lambda: functional.bias_act(X, B, approximate="erf"), "approximate", "tanh"),
+    "silu has no tanh": (
+        lambda: functional.gated_act(X, X, approximate="tanh"),
+        "approximate",
+        "none",
+    ),
+    "up's shape": (lambda: functional.gated_act(X, X[:1]), "up", r"shape of gate, \[4, 8\]"),
+    "up's dtype": (lambda: functional.gated_act(X, X.half()), "up", "float32"),
     "no scores": (lambda: softmax([[1.0]], p=0.5), "scores", "a tensor"),
     "scores of nothing": (lambda: softmax(torch.ones(())), "scores", "at least one"),
     "integer scores": (lambda: softmax(X.int()), "scores", "float32 or bfloat16"),
@@ -158,6 +174,17 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: ops.layer_norm.cpu(X, [8], W.double(), None, 1e-5),
         lambda: ops.layer_norm.cpu(X, [8], None, None, -1.0),
         lambda: ops.layer_norm.cpu(X.int(), [8], None, None, 1e-5),
+        lambda: ops.bias_act.cpu(X, W[:7], "gelu", "none"),
+        lambda: ops.bias_act.cpu(X, W, "gelu", "sinh"),
+        lambda: ops.bias_act.cpu(X, W, "relu", "tanh"),
+        lambda: ops.bias_act.cpu(X[0, 0], None, "gelu", "none"),
+        lambda: ops.bias_act_backward.cpu(X[:3], X, W, "gelu", "none", True),
+        lambda: ops.gated_act.cpu(X, X[:, :7], "silu", "none"),
+        lambda: ops.gated_act_backward.cpu(X, X, X.half(), "silu", "none"),
+        lambda: ops.bias_act.triton(X, W[:7], "gelu", "none"),
+        lambda: ops.bias_act_backward.triton(X[:3], X, W, "gelu", "none", True),
+        lambda: ops.gated_act.triton(X, X[:, :7], "silu", "none"),
+        lambda: ops.gated_act_backward.triton(X, X, X.half(), "silu", "none"),
         lambda: ops.rms_norm.cpu(X, [4, 8, 1], None, 1e-5),
         lambda: ops.rms_norm_backward.cpu(X, X, [8], W, 1e-5, torch.ones(3), True),
         lambda: ops.rms_norm_backward.cpu(X.double(), X, [8], W, 1e-5, statistics, True),
@@ -195,7 +222,7 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: norm_grads(X.half(), statistics, X.half()),
     ]
     for function in bad:
-        with pytest.raises(RuntimeError):
+        with pytest.raises((RuntimeError, ValueError)):
             function()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Target
-from oracle import assert_right, reshaped, run, takes_several_trailing_dimensions
+from oracle import assert_right, exact, reshaped, run, takes_several_trailing_dimensions
 from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import materialize
@@ -86,12 +86,15 @@ def test_random_shapes(
 def test_special_values_come_out_as_eagers(
     target: Target, dtype: torch.dtype, special: float
 ) -> None:
-    """NaN and infinity reach the elements that eager lets them reach, and no others."""
+    """NaN and infinity reach the elements that eager lets them reach, and no others.
+
+    Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
+    """
     arguments = reshaped(target.op, (33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
     inputs[0][3, 17] = special
     inputs[0][32, 63] = special
-    ours, eager = run(target.op, inputs), run(target.op, inputs, target.op.reference)
+    ours, eager = run(target.op, inputs), exact(target.op, inputs)
     for name, value in eager.items():
         assert torch.equal(ours[name].isnan(), value.isnan()), name
         assert torch.equal(ours[name].isinf(), value.isinf()), name

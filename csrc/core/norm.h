@@ -35,7 +35,7 @@ struct NormBackward {
   void* grad_x;        // [rows, width], dtype
   void* grad_weight;   // [width], param_dtype, or null: not wanted
   void* grad_bias;     // [width], param_dtype, or null: not wanted
-  // Of the parameter gradients, see core/chunks.h.
+  // Parameter gradients take the two stages of core/chunks.h.
   void* weight_partials;  // [chunks, width], or null with grad_weight
   void* bias_partials;    // [chunks, width], or null with grad_bias
   void* workspace;        // norm_workspace_bytes(chunks, width) of anything, or null if that is 0

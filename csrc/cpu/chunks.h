@@ -1,4 +1,4 @@
-// Sums over rows, see core/chunks.h.
+// Sums over rows on the CPU, see core/chunks.h.
 #pragma once
 
 #include "core/chunks.h"
@@ -6,8 +6,8 @@
 
 TW_NAMESPACE_BEGIN
 
-// Enough for any core count, few enough that the partial sums stay a small part of the bytes moved
-// (at most 2 of 16 rows), and a function of the shape alone.
+// Chunks that rows are summed in: enough for any core count, few enough that the partials stay a
+// small part of the bytes moved (at most 2 of 16 rows), and a function of the shape alone.
 inline int64_t chunks_of(int64_t rows) {
   const int64_t chunks = (rows + 15) / 16;
   return chunks < 1 ? 1 : chunks > 64 ? 64 : chunks;

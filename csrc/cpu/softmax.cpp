@@ -109,7 +109,7 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
   const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
   A highest = kExcluded<A>;
   for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
-  // Where nothing is to be seen, exponentials of -inf - 0 are the zeros that they should be.
+  // Exponentials of -inf - 0 are zeros, of -inf - -inf they would be NaN.
   return highest == kExcluded<A> ? 0 : highest;
 }
 
@@ -141,7 +141,7 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
       acc[0] += e;
     });
   });
-  const A inverse = sum[0] == 0 ? 0 : 1 / sum[0];
+  const A inverse = softmax_inverse(sum[0], a.mask, a.causal);
   with_factors<A>(a.dropout, row, [&](auto&& factor) {
     for_vectors<A>(keys, [&](int64_t i, auto at) {
       __builtin_prefetch(scores + a.width + i);  // the next row's, while this one is in L1

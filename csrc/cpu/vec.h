@@ -66,6 +66,19 @@ inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline double square_root(double value) { return __builtin_sqrt(value); }
 
+inline Vec<float> square_root(Vec<float> v) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (Vec<float>)_mm_sqrt_ps((__m128)v);
+#else
+  for (int64_t i = 0; i < kLanes<float>; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 // Lanes pairwise, in an order that the width alone decides.
 template <class A>
 inline A horizontal_sum(Vec<A> v) {
@@ -99,11 +112,11 @@ inline U32 select(I32 mask, U32 yes, U32 no) { return ((U32)mask & yes) | (~(U32
 
 inline F32 bf16_to_f32(U32 bits) { return (F32)(bits << 16); }
 
-// Round to nearest, ties to even; NaN stays a (quiet) NaN.
+// Round to nearest, ties to even; NaN becomes the quiet NaN that torch makes of it.
 inline U32 f32_to_bf16(F32 value) {
   const U32 bits = (U32)value;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return select(value != value, (bits >> 16) | 0x40u, rounded);
+  return value != value ? U32{} + 0x7fc0u : rounded;
 }
 
 inline F32 f16_to_f32(U32 bits) {
