@@ -9,6 +9,11 @@ TW_KERNEL(adam_step, Step<torchweld::Adam<false>>);
 TW_KERNEL(amsgrad_step, Step<torchweld::Adam<true>>);
 TW_KERNEL(grad_squares, GradSquares);
 
+// Its newer version, of glibc 2.29, differs in how it sets errno alone.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver pow,pow@GLIBC_2.2.5");
+#endif
+
 namespace torchweld {
 namespace {
 
