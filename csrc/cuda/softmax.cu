@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   const float factor = power_of_2(exponent_of(highest) - base_of(row_highest));
   float sums[1] = {sum * factor};
   sum_over_row(sums, tile.threads, scratch + kWarp);
-  const float inverse = sums[0] == 0 ? 0 : __fdividef(1.0f, sums[0]);
+  const float inverse = softmax_inverse(sums[0], a.mask, a.causal);
   if (!exists) return;
   if (a.statistics && tile.thread == 0) {
     ((float*)a.statistics)[2 * row] = row_highest == kExcluded ? 0 : row_highest;
