@@ -3,6 +3,8 @@
 from torchweld.ops.bias_act import bias_act
 from torchweld.ops.gated_act import gated_act
 from torchweld.ops.layer_norm import layer_norm
+from torchweld.ops.linear_act import linear_act, linear_gelu
+from torchweld.ops.mlp import gated_mlp, mlp
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
@@ -11,7 +13,11 @@ __all__ = [
     "bias_act",
     "dequantize_8bit",
     "gated_act",
+    "gated_mlp",
     "layer_norm",
+    "linear_act",
+    "linear_gelu",
+    "mlp",
     "quantize_8bit",
     "rms_norm",
     "softmax_dropout",
