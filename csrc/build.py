@@ -46,6 +46,9 @@ WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"
 CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS} -I{CSRC}"
 # No math errno and no traps: both would keep loops from becoming vectors. NaN and infinity stay.
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
+# Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
+# does: no multiplication is fused with an addition.
+KERNEL_FLAGS_OF = {"optim.cpp": "-ffp-contract=off"}
 # TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
 # out that came after gcc 8 and glibc 2.28.
 TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"
@@ -134,7 +137,8 @@ def cpu_libraries() -> list[Library]:
     for position, (variant, march) in enumerate(VARIANTS.items()):
         baseline = "-DTW_BASELINE" if position == 0 else ""
         flags = f"{KERNEL_FLAGS} {march} -DTW_VARIANT={variant} {baseline}"
-        objects = tuple((s, "cxx", flags) for s in sorted((CSRC / "cpu").glob("*.cpp")))
+        sources = sorted((CSRC / "cpu").glob("*.cpp"))
+        objects = tuple((s, "cxx", f"{flags} {KERNEL_FLAGS_OF.get(s.name, '')}") for s in sources)
         libraries.append(Library(f"torchweld_cpu_{variant}", objects))
     return libraries
 

@@ -1,9 +1,12 @@
-"""Writes docs/ops.md from the registry: python docs/generate.py."""
+"""Writes docs/ops.md and the table in docs/optimizers.md: python docs/generate.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from torchweld import optim
 from torchweld.registry import OPS, Op, Seam
 
 HEADER = """# Ops
@@ -48,5 +51,41 @@ def _seam(backends: str) -> str:
 - saved for backward: what goes into the GEMMs and comes out of the first; with `recompute`, x"""
 
 
+def optimizer_bytes() -> str:
+    """What AdamW keeps and moves, for each way of keeping it."""
+    lines = [
+        "| parameters | master_weights | state_dtype | kept | moved by a step |",
+        "|---|---|---|--:|--:|",
+    ]
+    for dtype, masters in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.bfloat16, "remainder"),
+    ):
+        for state_dtype in (torch.float32, torch.bfloat16, "8bit"):
+            p = torch.zeros(1024, 1024, dtype=dtype, requires_grad=True)
+            p.grad = torch.zeros_like(p)
+            optimizer = optim.AdamW([p], state_dtype=state_dtype, master_weights=masters)
+            optimizer.step()
+            state = [v for name, v in optimizer.state[p].items() if name != "step"]
+            kept = sum(t.nbytes for t in [p, *state]) / p.numel()
+            # A master is what is read in the parameter's place.
+            moved = 2 * kept + p.itemsize - (p.itemsize if masters is True else 0)
+            names = [str(n).removeprefix("torch.") for n in (dtype, masters, state_dtype)]
+            lines.append(f"| {' | '.join(names)} | {kept:.2f} | {moved:.2f} |")
+    return "\n".join(lines)
+
+
+def optimizers() -> str:
+    """docs/optimizers.md with its table as it is now."""
+    text = (Path(__file__).parent / "optimizers.md").read_text()
+    before, rest = text.split("<!-- bytes -->")
+    return (
+        f"{before}<!-- bytes -->\n{optimizer_bytes()}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
+    )
+
+
 if __name__ == "__main__":
     (Path(__file__).parent / "ops.md").write_text(table())
+    (Path(__file__).parent / "optimizers.md").write_text(optimizers())

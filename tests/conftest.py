@@ -93,13 +93,17 @@ TARGETS = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
-    Marked with `drawing`: of the ops that drop something alone. With `seams`: seams too.
+    Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names;
+    with `seams`: of seams too.
     """
     names = set(metafunc.fixturenames)
     drawing = metafunc.definition.get_closest_marker("drawing") is not None
     seams = metafunc.definition.get_closest_marker("seams") is not None
+    named = metafunc.definition.get_closest_marker("of")
     ops = [
-        op for op in (OPS.values() if seams else KERNELS) if op.seed_at is not None or not drawing
+        op
+        for op in (OPS.values() if seams else KERNELS)
+        if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
     ]
     targets = [target for target in TARGETS if target.op in ops]
     if {"target", "dtype"} <= names:
@@ -144,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lines = []
     for place, (backend, _, missing) in PLACES.items():
         ops = [op.name for op in KERNELS if backend in op.sources]
-        ran = {op for where, op in properties if where == place}
+        ran = {op for where, op in properties if where == place and op in ops}
         # Forward and backward are a kernel each.
         line = f"{place:12} {2 * len(ran):3} kernels ran, {2 * (len(ops) - len(ran)):3} did not run"
         lines.append(line + (f": {missing}" if missing else ""))

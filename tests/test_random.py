@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from conftest import Target
-from oracle import assert_right, reshaped
+from oracle import assert_right, reshaped, run
 from torchweld import functional, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
@@ -235,21 +235,36 @@ def test_the_seed_op_passes_opcheck() -> None:
 # --- What softmax_dropout says of masks ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.of("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_rows_of_nothing_are_zero(backend: str, p: float) -> None:
-    """However everything is excluded, and beside rows that see something."""
-    x = torch.randn(3, 7, requires_grad=True)
-    excluded = torch.zeros(3, 7)
+def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
+    """However they are, and beside rows that see something."""
+    x = torch.randn(3, 7, device=target.device)
+    excluded = torch.zeros(3, 7, device=target.device)
     excluded[1] = -torch.inf
-    with torchweld.use_backend(backend):
-        for mask in (excluded, excluded == 0):
-            y = functional.softmax_dropout(x, mask, p=p, seed=3)
-            (grad,) = torch.autograd.grad(y.square().sum(), x)
-            assert not y[1].any()
-            assert not grad[1].any()
-            assert y[0].any()
-            assert grad[2].isfinite().all()
+    ops = [target.op.reference, None]
+    for mask in (excluded, excluded == 0):
+        seed = torch.tensor([3], device=target.device) if p else None
+        for function in ops:
+            found = run(target.op, [x, mask, 1.0, False, p, seed, [], []], function)
+            assert not found["y"][1].any()
+            assert not found["grad_scores"][1].any()
+            assert found["y"][0].any()
+            assert found["grad_scores"].isfinite().all()
+
+
+@pytest.mark.of("softmax_dropout")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
+    """As torch has it: no mask took them away."""
+    x = torch.randn(3, 7, device=target.device)
+    x[1] = -torch.inf
+    seed = torch.tensor([3], device=target.device) if p else None
+    for function in (target.op.reference, None):
+        found = run(target.op, [x, None, 1.0, False, p, seed, [], []], function)
+        for value in found.values():
+            assert value[1].isnan().all()
+            assert value[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

@@ -62,14 +62,9 @@ void bias_act_into(const Tensor& y, const Tensor& x_in, const OptionalTensor& bi
   const DType param_dtype = check_bias(x_in, bias_in);
   const Tensor x = packed(x_in);
   const OptionalTensor bias = packed(bias_in);
-  const BiasActForward args{data(x),
-                            data(bias),
-                            y.mutable_data_ptr(),
-                            shape.rows,
-                            shape.width,
-                            activation_of(activation, approximate),
-                            dtype_of(x),
-                            param_dtype};
+  const BiasActForward args{data(x),     data(bias),  y.mutable_data_ptr(),
+                            shape.rows,  shape.width, activation_of(activation, approximate),
+                            dtype_of(x), param_dtype};
   launch(bias_act_forward, args, x, shape.items(shape.rows), shape.width);
 }
 

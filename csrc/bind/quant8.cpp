@@ -1,5 +1,5 @@
 // quantize_8bit and dequantize_8bit for torch; the schemas are in python/torchweld/ops.
-#include "core/quant8.h"
+#include "bind/quant8.h"
 
 #include "bind/launch.h"
 
@@ -9,25 +9,13 @@ TW_KERNEL(dequantize_8bit, Dequantize8);
 namespace torchweld {
 namespace {
 
-// The first dimension is rows, the others make the width; a vector is one row.
-struct Rows {
-  int64_t rows = 1, width = 1, blocks = 0;
-
-  explicit Rows(Sizes sizes) {
-    for (size_t i = 0; i < sizes.size(); ++i)
-      (i == 0 && sizes.size() > 1 ? rows : width) *= sizes[i];
-    blocks = quant_blocks(width);
-  }
-  int64_t items() const { return rows * blocks; }
-};
-
 void check_float(DType dtype) { STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel"); }
 
 std::tuple<Tensor, Tensor> quantize(Tensor x_in, bool is_signed) {
   check_float(dtype_of(x_in));
   const Tensor x = packed(x_in);
-  const Rows shape(x.sizes());
-  const int64_t blocks[] = {shape.rows, shape.blocks};
+  const BlockRows shape(x.sizes());
+  const int64_t blocks[] = {shape.rows, quant_blocks(shape.width)};
   Tensor codes = empty(x, x.sizes(), ScalarType::Byte);
   Tensor absmax = empty(x, Sizes(blocks, 2), ScalarType::Float);
   const Quantize8 args{data(x),
@@ -37,17 +25,15 @@ std::tuple<Tensor, Tensor> quantize(Tensor x_in, bool is_signed) {
                        shape.width,
                        dtype_of(x),
                        is_signed};
-  launch(quantize_8bit, args, x, shape.items(), kQuantBlock);
+  launch(quantize_8bit, args, x, shape.blocks(), kQuantBlock);
   return {codes, absmax};
 }
 
 Tensor dequantize(Tensor codes_in, Tensor absmax_in, bool is_signed, ScalarType dtype) {
-  const Rows shape(codes_in.sizes());
-  const int64_t blocks[] = {shape.rows, shape.blocks};
+  const BlockRows shape(codes_in.sizes());
   STD_TORCH_CHECK(codes_in.scalar_type() == ScalarType::Byte, "codes are not uint8");
   STD_TORCH_CHECK(absmax_in.scalar_type() == ScalarType::Float &&
-                      same_device(absmax_in, codes_in) &&
-                      same_sizes(absmax_in.sizes(), Sizes(blocks, 2)),
+                      same_device(absmax_in, codes_in) && shape.fits(absmax_in.sizes()),
                   "absmax does not fit codes");
   const Tensor codes = packed(codes_in), absmax = packed(absmax_in);
   Tensor y = empty(codes, codes.sizes(), dtype);
@@ -59,7 +45,7 @@ Tensor dequantize(Tensor codes_in, Tensor absmax_in, bool is_signed, ScalarType 
                          shape.width,
                          dtype_of(y),
                          is_signed};
-  launch(dequantize_8bit, args, codes, shape.items(), kQuantBlock);
+  launch(dequantize_8bit, args, codes, shape.blocks(), kQuantBlock);
   return y;
 }
 

@@ -63,7 +63,8 @@ struct Quant8Map {
   static constexpr uint32_t kFirst = 0x34000000u;  // 2^-23: less is nearest to 0
   static constexpr int kRuns = ((kOneBits - kFirst) >> kShift) + 1;
 
-  float value[256];  // by code
+  float value[256];       // by code
+  float threshold[kTop];  // the least float that is not nearer to its number than to the next
   uint32_t place[kRuns];
   bool is_exact;  // no run has two thresholds, none lies below kFirst
 };
@@ -95,20 +96,23 @@ constexpr Quant8Map<Signed> quant8_map() {
                       : code < 127 ? -magnitude[127 - code]
                                    : magnitude[code - 127];
   }
+  for (int number = 0; number < Map::kTop; ++number) {
+    const double middle = ((double)magnitude[number] + (double)magnitude[number + 1]) / 2;
+    const float nearest = (float)middle;
+    const uint32_t bits = __builtin_bit_cast(uint32_t, nearest) + ((double)nearest < middle);
+    map.threshold[number] = __builtin_bit_cast(float, bits);
+  }
   map.is_exact = true;
   int number = 0;
   for (int run = 0; run < Map::kRuns; ++run) {
     const uint32_t begin = Map::kFirst + ((uint32_t)run << Map::kShift);
+    const uint32_t end = begin + (1u << Map::kShift);
     map.place[run] = ((uint32_t)number << Map::kShift) - begin;
-    // The threshold to the next value is the least float that is not nearer to this one.
     for (int found = 0; number < Map::kTop; ++found, ++number) {
-      const double middle = ((double)magnitude[number] + (double)magnitude[number + 1]) / 2;
-      float threshold = (float)middle;
-      uint32_t bits = __builtin_bit_cast(uint32_t, threshold);
-      if ((double)threshold < middle) ++bits;
-      if (bits >= begin + (1u << Map::kShift)) break;
+      const uint32_t bits = __builtin_bit_cast(uint32_t, map.threshold[number]);
+      if (bits >= end) break;
       if (bits < begin || found > 0) map.is_exact = false;
-      map.place[run] += begin + (1u << Map::kShift) - bits;
+      map.place[run] += end - bits;
     }
   }
   return map;
@@ -118,19 +122,24 @@ template <bool Signed>
 inline constexpr Quant8Map<Signed> kQuant8Map = quant8_map<Signed>();
 static_assert(kQuant8Map<true>.is_exact && kQuant8Map<false>.is_exact, "a run is too long");
 
-// The code of a fraction's bits, for one element or a vector of them. `look_up(run)` is place[run].
-// A NaN, from a block whose largest magnitude is not finite, gets 1's number with any sign.
+// For one element or a vector of them, as bits: the number of the value nearest to a fraction's
+// magnitude. `look_up(run)` is place[run]. A NaN, from a block whose largest magnitude is not
+// finite, gets 1's number.
 template <bool Signed, class Bits, class LookUp>
-TW_HD Bits quant8_code(Bits fraction, LookUp&& look_up) {
+TW_HD Bits quant8_number(Bits fraction, LookUp&& look_up) {
   using Map = Quant8Map<Signed>;
   const Bits none = fraction - fraction;
   Bits magnitude = fraction & ~kSignBit;
   magnitude = magnitude < Map::kFirst ? none + Map::kFirst : magnitude;
   magnitude = magnitude > kOneBits ? none + kOneBits : magnitude;
-  const Bits number =
-      (look_up((magnitude - Map::kFirst) >> Map::kShift) + magnitude) >> Map::kShift;
+  return (look_up((magnitude - Map::kFirst) >> Map::kShift) + magnitude) >> Map::kShift;
+}
+
+// The code of that number with the fraction's sign.
+template <bool Signed, class Bits>
+TW_HD Bits quant8_code(Bits fraction, Bits number) {
   if constexpr (!Signed) return number;
-  const Bits below = number > 127u ? none : 127u - number;  // there is no -1
+  const Bits below = number > 127u ? fraction - fraction : 127u - number;  // there is no -1
   return fraction >= kSignBit ? below : 127u + number;
 }
 

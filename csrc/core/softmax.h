@@ -1,7 +1,8 @@
 // Softmax of scaled and masked scores, with dropout, row by row.
 //
 //   z = scores * scale + mask, -inf where a boolean or the causal mask excludes;
-//   s = exp(z - max z) / sum exp(z - max z), zero in a row whose z are all -inf;  y = s * kept
+//   s = exp(z - max z) / sum exp(z - max z), zero in a row that the masks leave nothing of;
+//   y = s * kept
 //   grad_scores = scale * s * (g - sum(s * g)),  g = grad_y * kept
 //
 // kept is 0 where an element is dropped, else 1 / (1 - p). Backward has s from y where nothing was
@@ -38,6 +39,14 @@ TW_HD int64_t visible_keys(const Causal& causal, int64_t row, int64_t width) {
   const int64_t query = row % causal.queries + causal.first_query;
   const int64_t keys = query + width - causal.all_queries + 1;
   return keys < 0 ? 0 : keys > width ? width : keys;
+}
+
+// 1 / sum, where max z is taken for 0 if it is -inf: then the sum is 0. Of a row that is masked away
+// zeros are left, by 0 * 0; one that is -inf by itself gives NaN, as in torch, by 0 * inf.
+template <class A>
+TW_HD A softmax_inverse(A sum, const ScoreMask& mask, const Causal& causal) {
+  const bool masked = mask.kind != MaskKind::none || causal.on;
+  return sum == 0 && masked ? 0 : 1 / sum;
 }
 
 // Tensors are contiguous, [rows, width].

@@ -17,27 +17,21 @@ void quantize_block(const Quantize8& a, int64_t block) {
   const QuantBlock at = quant_block(block, a.width);
   const T* x = (const T*)a.x + at.begin;
   alignas(kVectorBytes) float values[kQuantBlock];
-  U32 most = {};
-  for_vectors<float>(at.count, [&](int64_t i, auto place) {
-    const F32 v = load(x + i, place);
-    most = larger(most, magnitude_bits(v));
-    store(values + i, v);
-  });
-  a.absmax[block] = largest(most);
-  encode_block<Signed>(a.codes + at.begin, values, at.count, a.absmax[block]);
+  for_vectors<float>(at.count,
+                     [&](int64_t i, auto place) { store(values + i, load(x + i, place)); });
+  a.absmax[block] = largest_magnitude(values, at.count);
+  encode_block(Encoder<Signed>(), a.codes + at.begin, values, at.count, a.absmax[block]);
 }
 
-template <bool Signed, class T>
+template <class T>
 void dequantize_block(const Dequantize8& a, int64_t block) {
   const QuantBlock at = quant_block(block, a.width);
   const uint8_t* codes = a.codes + at.begin;
   T* y = (T*)a.y + at.begin;
+  const Values values(a.is_signed);
   const F32 absmax = splat(a.absmax[block]);
   for_vectors<float>(at.count, [&](int64_t i, auto place) {
-    uint8_t rest[kLanes<float>] = {};
-    const bool whole = i + kLanes<float> <= at.count;
-    if (!whole) std::memcpy(rest, codes + i, at.count - i);
-    store(y + i, decode<Signed>(whole ? codes + i : rest) * absmax, place);
+    store(y + i, values[load_codes(codes + i, place)] * absmax, place);
   });
 }
 
@@ -63,7 +57,6 @@ TW_EXPORT void quantize_8bit(const Quantize8& a, int64_t begin, int64_t end) {
 TW_EXPORT void dequantize_8bit(const Dequantize8& a, int64_t begin, int64_t end) {
   dispatch_float(a.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    const auto dequantize = a.is_signed ? dequantize_block<true, T> : dequantize_block<false, T>;
-    for (int64_t block = begin; block < end; ++block) dequantize(a, block);
+    for (int64_t block = begin; block < end; ++block) dequantize_block<T>(a, block);
   });
 }

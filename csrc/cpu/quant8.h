@@ -23,70 +23,202 @@ inline U32 look_up(const uint32_t* table, U32 index) {
 #endif
 }
 
-// The same for a table of 256 floats, which AVX-512 can hold in registers.
-inline F32 look_up_256(const float* table, U32 index) {
+// The values of all codes, in registers where there are enough of them: to be made before a loop.
+class Values {
+ public:
 #if defined(__AVX512F__)
-  const __m512i at = (__m512i)index;
-  __m512 found[8];
-  for (int i = 0; i < 8; ++i) {
-    found[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table + 32 * i), at,
-                                      _mm512_loadu_ps(table + 32 * i + 16));
+  explicit Values(bool is_signed) {
+    for (int i = 0; i < 16; ++i) part_[i] = _mm512_loadu_ps(table(is_signed) + 16 * i);
   }
-  for (int bit = 32, left = 4; left > 0; bit *= 2, left /= 2) {
-    const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(bit));
-    for (int i = 0; i < left; ++i) {
-      found[i] = _mm512_mask_blend_ps(upper, found[2 * i], found[2 * i + 1]);
+  F32 operator[](U32 code) const {
+    const __m512i at = (__m512i)code;
+    __m512 found[8];
+    for (int i = 0; i < 8; ++i) {
+      found[i] = _mm512_permutex2var_ps(part_[2 * i], at, part_[2 * i + 1]);
     }
+    for (int bit = 32, left = 4; left > 0; bit *= 2, left /= 2) {
+      const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(bit));
+      for (int i = 0; i < left; ++i) {
+        found[i] = _mm512_mask_blend_ps(upper, found[2 * i], found[2 * i + 1]);
+      }
+    }
+    return (F32)found[0];
   }
-  return (F32)found[0];
+
+ private:
+  __m512 part_[16];
 #else
-  return (F32)look_up((const uint32_t*)table, index);
+  explicit Values(bool is_signed) : table_(table(is_signed)) {}
+  F32 operator[](U32 code) const { return (F32)look_up((const uint32_t*)table_, code); }
+
+ private:
+  const float* table_;
+#endif
+  static const float* table(bool is_signed) {
+    return is_signed ? kQuant8Map<true>.value : kQuant8Map<false>.value;
+  }
+};
+
+// Between bytes and lanes gcc's own conversions go one by one.
+inline U32 load_codes(const uint8_t* codes, Whole) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#else
+  U32 wide;
+  for (int64_t i = 0; i < kLanes<float>; ++i) wide[i] = codes[i];
+  return wide;
 #endif
 }
+inline U32 load_codes(const uint8_t* codes, Part part) {
+  uint8_t buffer[kLanes<float>] = {};
+  std::memcpy(buffer, codes, part.count);
+  return load_codes(buffer, Whole{});
+}
 
-typedef uint8_t Codes __attribute__((vector_size(kVectorBytes / 4)));
-
-template <bool Signed>
-inline F32 decode(const uint8_t* codes) {
-  Codes narrow;
-  std::memcpy(&narrow, codes, sizeof narrow);
-  return look_up_256(kQuant8Map<Signed>.value, __builtin_convertvector(narrow, U32));
+inline void store_codes(uint8_t* codes, U32 wide, Whole) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8((__m512i)wide));
+#elif defined(__AVX2__)
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)wide),
+                                         _mm256_extracti128_si256((__m256i)wide, 1));
+  _mm_storel_epi64((__m128i*)codes, _mm_packus_epi16(words, words));
+#else
+  for (int64_t i = 0; i < kLanes<float>; ++i) codes[i] = (uint8_t)wide[i];
+#endif
+}
+inline void store_codes(uint8_t* codes, U32 wide, Part part) {
+  uint8_t buffer[kLanes<float>];
+  store_codes(buffer, wide, Whole{});
+  std::memcpy(codes, buffer, part.count);
 }
 
 template <bool Signed>
-inline void encode(uint8_t* codes, F32 fraction) {
-  const U32 code = quant8_code<Signed>(
+inline U32 encode_by_place(F32 fraction) {
+  const U32 number = quant8_number<Signed>(
       (U32)fraction, [](U32 run) { return look_up(kQuant8Map<Signed>.place, run); });
-  const Codes narrow = __builtin_convertvector(code, Codes);
-  std::memcpy(codes, &narrow, sizeof narrow);
+  return quant8_code<Signed>((U32)fraction, number);
 }
+
+// Codes of fractions: to be made before a loop.
+#if defined(__AVX512F__)
+// Without a look-up in memory: what lies between two decades' first thresholds is nearest to one of
+// the values of a decade, which are evenly spaced, so that the number is a linear function there.
+// Within kMargin of an integer its rounding matters, and the exact way is taken.
+template <bool Signed>
+struct Regions {
+  static constexpr float kMargin = 0x1p-12f;
+  // By a float's binade, the last five bits of its exponent: its region where it begins, and where
+  // in it the next region begins. Smaller floats than 2^-31 are taken for that.
+  uint32_t region[32];
+  float next[32];
+  // By region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop.
+  float slope[16], offset[16], upper[16];
+};
+
+template <bool Signed>
+constexpr Regions<Signed> make_regions() {
+  constexpr const auto& map = kQuant8Map<Signed>;
+  Regions<Signed> r{};
+  float begin[10] = {};  // of a region; the last has no end
+  double power = 1e-6;
+  int first = 1;
+  r.offset[0] = r.upper[0] = 0.5f;
+  for (int decade = 0; decade < 7; ++decade, power *= 10) {
+    const int parts = 1 << (Signed ? decade : decade + 1);
+    begin[decade + 1] = map.threshold[first - 1];
+    r.slope[decade + 1] = (float)(parts / (0.9 * power));
+    r.offset[decade + 1] = (float)(first - parts / 9.0);
+    first += parts;
+    r.upper[decade + 1] = (float)first - 0.5f;
+  }
+  begin[8] = map.threshold[first - 1];
+  r.offset[8] = r.upper[8] = (float)first + 0.5f;
+  begin[9] = 2;
+  for (int binade = 0, region = 0; binade < 32; ++binade) {
+    const float low = __builtin_bit_cast(float, (uint32_t)(96 + binade) << 23);
+    while (begin[region + 1] <= low) ++region;
+    r.region[binade] = (uint32_t)region;
+    r.next[binade] = begin[region + 1];
+  }
+  return r;
+}
+template <bool Signed>
+inline constexpr Regions<Signed> kRegions = make_regions<Signed>();
+
+template <bool Signed>
+class Encoder {
+ public:
+  U32 operator()(F32 fraction) const {
+    // The lesser magnitude of the two, which for a NaN is 1.
+    const __m512 least = _mm512_range_ps((__m512)fraction, _mm512_set1_ps(1), 0b1010);
+    const __m512 x = _mm512_max_ps(least, _mm512_set1_ps(0x1p-31f));
+    const __m512i binade = _mm512_srli_epi32((__m512i)x, 23);
+    const __mmask16 beyond =
+        _mm512_cmp_ps_mask(x, _mm512_permutex2var_ps(next_[0], binade, next_[1]), _CMP_GE_OQ);
+    __m512i region = _mm512_permutex2var_epi32(region_[0], binade, region_[1]);
+    region = _mm512_mask_add_epi32(region, beyond, region, _mm512_set1_epi32(1));
+    const __m512 line = _mm512_fmadd_ps(x, _mm512_permutexvar_ps(region, slope_),
+                                        _mm512_permutexvar_ps(region, offset_));
+    const __m512 place = _mm512_min_ps(line, _mm512_permutexvar_ps(region, upper_));
+    const __m512 off = _mm512_reduce_ps(place, _MM_FROUND_TO_NEAREST_INT);
+    const __mmask16 close = _mm512_cmp_ps_mask(
+        _mm512_abs_ps(off), _mm512_set1_ps(Regions<Signed>::kMargin), _CMP_LT_OQ);
+    if (__builtin_expect(close != 0, false)) return encode_by_place<Signed>(fraction);
+    const __m512i number = _mm512_cvttps_epi32(place);
+    if constexpr (!Signed) return (U32)number;
+    const __mmask16 negative = _mm512_movepi32_mask((__m512i)fraction);
+    const __m512i zero = _mm512_set1_epi32(127);
+    const __m512i there = _mm512_mask_min_epu32(number, negative, number, zero);  // there is no -1
+    return (U32)_mm512_mask_sub_epi32(_mm512_add_epi32(zero, there), negative, zero, there);
+  }
+
+ private:
+  static __m512 floats(const float* p) { return _mm512_loadu_ps(p); }
+  static __m512i words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static constexpr const Regions<Signed>& r = kRegions<Signed>;
+  __m512i region_[2] = {words(r.region), words(r.region + 16)};
+  __m512 next_[2] = {floats(r.next), floats(r.next + 16)};
+  __m512 slope_ = floats(r.slope), offset_ = floats(r.offset), upper_ = floats(r.upper);
+};
+#else
+template <bool Signed>
+class Encoder {
+ public:
+  U32 operator()(F32 fraction) const { return encode_by_place<Signed>(fraction); }
+};
+#endif
 
 // Magnitudes as integers have their order, and NaN is the largest of all.
 inline U32 magnitude_bits(F32 v) { return (U32)v & ~kSignBit; }
-inline U32 larger(U32 a, U32 b) { return a > b ? a : b; }
 
-inline float largest(U32 magnitudes) {
-  uint32_t lane[kLanes<float>], most = 0;
-  std::memcpy(lane, &magnitudes, sizeof lane);
-  for (uint32_t bits : lane) most = bits > most ? bits : most;
+inline float largest_magnitude(const float* values, int64_t count) {
+  U32 most = {};
+  for_vectors<float>(count, [&](int64_t i, auto place) {
+    const U32 bits = magnitude_bits(load(values + i, place));
+    most = bits > most ? bits : most;
+  });
+#if defined(__AVX512F__)
+  const uint32_t largest = _mm512_reduce_max_epu32((__m512i)most);
+#else
+  uint32_t lane[kLanes<float>], largest = 0;
+  std::memcpy(lane, &most, sizeof lane);
+  for (uint32_t bits : lane) largest = bits > largest ? bits : largest;
+#endif
   float value;
-  std::memcpy(&value, &most, sizeof value);
+  std::memcpy(&value, &largest, sizeof value);
   return value;
 }
 
-// `count` codes of a block from its kQuantBlock floats, of which the first `count` matter.
-template <bool Signed>
-inline void encode_block(uint8_t* codes, const float* values, int64_t count, float absmax) {
+// The codes of a block from its values.
+template <class Encoder>
+inline void encode_block(const Encoder& encode, uint8_t* codes, const float* values, int64_t count,
+                         float absmax) {
   const F32 divisor = splat(quant_divisor(absmax));
-  int64_t i = 0;
-  for (; i + kLanes<float> <= count; i += kLanes<float>) {
-    encode<Signed>(codes + i, load(values + i) / divisor);
-  }
-  if (i < count) {
-    uint8_t rest[kLanes<float>];
-    encode<Signed>(rest, load(values + i) / divisor);
-    std::memcpy(codes + i, rest, count - i);
-  }
+  for_vectors<float>(count, [&](int64_t i, auto place) {
+    store_codes(codes + i, encode(load(values + i, place) / divisor), place);
+  });
 }
 
 TW_NAMESPACE_END

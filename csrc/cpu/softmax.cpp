@@ -68,10 +68,9 @@ struct Boolean {
   }
   Bits<A> included(int64_t i, Whole) const {
     if (!stride) return Bits<A>{} - (*mask != 0);
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes<A>)));
-    Bytes bytes;
-    std::memcpy(&bytes, mask + i, sizeof bytes);
-    return __builtin_convertvector(bytes, Bits<A>) != 0;
+    Bits<A> found;  // a plain loop: gcc widens it better than it converts vectors of bytes
+    for (int64_t k = 0; k < kLanes<A>; ++k) found[k] = -(mask[i + k] != 0);
+    return found;
   }
   Bits<A> included(int64_t i, Part part) const {
     Bits<A> found = {};
@@ -126,13 +125,18 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
   const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
   A highest = kExcluded<A>;
   for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
-  // Where nothing is to be seen, exponentials of -inf - 0 are the zeros that they should be.
+  // Exponentials of -inf - 0 are zeros, of -inf - -inf they would be NaN.
   return highest == kExcluded<A> ? 0 : highest;
 }
 
+// Zeros from column `begin` to the row's end.
 template <class T>
-void zeros(T* p, int64_t begin, int64_t end) {
-  std::memset(p + begin, 0, (end - begin) * sizeof(T));
+void zeros(T* row, int64_t begin, int64_t width, bool streamed) {
+  using A = Accumulate<T>;
+  constexpr int64_t kStep = kLanes<A>;
+  for (; begin < width && begin % kStep; ++begin) row[begin] = T{};
+  for_vectors<A>(width - begin,
+                 [&](int64_t i, auto at) { write(row + begin + i, Vec<A>{}, at, streamed); });
 }
 
 template <class T>
@@ -153,7 +157,7 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
       acc[0] += e;
     });
   });
-  const A inverse = sum[0] == 0 ? 0 : 1 / sum[0];
+  const A inverse = softmax_inverse(sum[0], a.mask, a.causal);
   const auto finish = [&](auto&& factor) {
     for_vectors<A>(keys, [&](int64_t i, auto at) {
       __builtin_prefetch(scores + a.width + i);  // the next row's, while this one is in L1
@@ -165,7 +169,7 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
   } else {
     finish([](int64_t) { return (A)1; });
   }
-  zeros(y, keys, a.width);
+  zeros(y, keys, a.width, streamed);
   if (a.statistics) {
     ((A*)a.statistics)[2 * row] = highest;
     ((A*)a.statistics)[2 * row + 1] = inverse;
@@ -190,7 +194,7 @@ void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
     const Vec<A> gradient = load(y + i, at) * (load(grad_y + i, at) - dot[0]);
     write(grad_scores + i, gradient * (A)a.scale, at, streamed);
   });
-  zeros(grad_scores, keys, a.width);
+  zeros(grad_scores, keys, a.width, streamed);
 }
 
 // From the scores: y lacks what was dropped.
@@ -222,7 +226,7 @@ void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>
     const Vec<A> gradient = load(softmax + i) * (load(g + i) - dot[0]);
     write(grad_scores + i, gradient * (A)a.scale, at, streamed);
   });
-  zeros(grad_scores, keys, a.width);
+  zeros(grad_scores, keys, a.width, streamed);
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ using Bits = typename BitsOf<A>::type;
 // Of each lane `yes` where the mask's bits are all set, `no` where none is.
 template <class A>
 inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
-  return (Vec<A>)((mask & (Bits<A>)yes) | (~mask & (Bits<A>)no));
+  return mask ? yes : no;
 }
 
 // A lane of b is kept where a has NaN.
@@ -65,6 +65,19 @@ inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
 // One instruction under -fno-math-errno.
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline double square_root(double value) { return __builtin_sqrt(value); }
+
+inline Vec<float> square_root(Vec<float> v) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (Vec<float>)_mm_sqrt_ps((__m128)v);
+#else
+  for (int64_t i = 0; i < kLanes<float>; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
 
 // Lanes pairwise, in an order that the width alone decides.
 template <class A>

@@ -5,7 +5,7 @@ from torchweld import _native
 __version__ = "0.1.0"
 
 # Schemas come before what implements them.
-from torchweld import functional, nn, random
+from torchweld import functional, nn, optim, random
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.ops._call import Explanation, backends, explain, use_backend
 
@@ -20,6 +20,7 @@ __all__ = [
     "explain",
     "functional",
     "nn",
+    "optim",
     "random",
     "use_backend",
 ]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
+from torchweld.ops._check import NUMBER
 from torchweld.registry import LIBRARY
 
 _LOW = 0xFFFFFFFF
@@ -153,7 +154,7 @@ def drawn(
     seed_: torch.Tensor | int | None,
 ) -> tuple[float, torch.Tensor | None]:
     """The p and seed that an op gets: 0 and None, and nothing drawn, where nothing is dropped."""
-    if not isinstance(p, int | float) or not 0 <= p <= 1:
+    if not isinstance(p, NUMBER) or not 0 <= p <= 1:
         raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
     if not training or p == 0:
         return 0.0, None

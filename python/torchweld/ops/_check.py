@@ -10,6 +10,8 @@ import torch
 
 from torchweld.errors import ArgumentError
 
+NUMBER = (int, float)  # a union of the two would be made anew at every call
+
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -35,13 +37,13 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
 
 def epsilon(function: str, eps: Any) -> None:
     """A number that is not negative and not NaN."""
-    if not isinstance(eps, int | float) or math.isnan(eps) or eps < 0:
+    if not isinstance(eps, NUMBER) or math.isnan(eps) or eps < 0:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
 def number(function: str, name: str, value: Any) -> None:
     """A number."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, NUMBER):
         raise ArgumentError(function, name, repr(value), "a number")
 
 

@@ -24,7 +24,7 @@ def softmax_dropout(
 ) -> torch.Tensor:
     """dropout(softmax(scores * scale + mask), p) over the last dimension.
 
-    A row in which nothing is to be seen gives zeros, and zero gradients.
+    A row that the masks leave nothing of gives zeros, and zero gradients.
 
     Args:
         scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
@@ -56,7 +56,7 @@ def _inputs(scores, mask, scale, causal, p, training, seed, shard):
 
 def _masked(scores, mask, scale, causal, whole, offset):
     """What the softmax is taken of."""
-    z = scores * scale
+    z = scores if scale == 1 else scores * scale
     if mask is not None and mask.dtype == torch.bool:
         z = z.masked_fill(~mask, -torch.inf)
     elif mask is not None:
@@ -75,16 +75,20 @@ def _visible(scores, whole, offset):
 
 
 def _softmax(scores, mask, scale, causal, whole, offset):
-    """Rows in which nothing is to be seen are zero; torch's are NaN."""
+    """Rows that are masked away are zero; torch's are NaN."""
     z = _masked(scores, mask, scale, causal, whole, offset)
+    if mask is None and not causal:
+        return torch.softmax(z, -1)
     blank = (z == -torch.inf).all(-1, keepdim=True)
     result = torch.softmax(z.masked_fill(blank, 0), -1).masked_fill(blank, 0)
     return result if z.dtype == scores.dtype else result.to(scores.dtype)
 
 
 def _reference(scores, mask, scale, causal, p, seed, whole, offset):
-    if mask is not None or whole or scores.ndim == 0 or scores.dtype not in OP.dtypes:
+    if mask is not None or whole or scores.dtype not in OP.dtypes or not scores.ndim:
         _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
+    if mask is None and not causal and seed is None:
+        return torch.softmax(scores if scale == 1 else scores * scale, -1)
     y = _softmax(scores, mask, scale, causal, whole, offset)
     return drop(y, p, seed, whole, offset)
 

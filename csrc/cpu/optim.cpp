@@ -1,0 +1,55 @@
+// Optimizers on the CPU.
+//
+// Bytes a float32 parameter, for two moments: it, its gradient and both moments are read, all but
+// the gradient written: 28 with float32 moments, 20 with bfloat16 ones, 16 and 1/16 with 8-bit ones.
+#include "cpu/optim.h"
+
+#include "core/adam.h"
+#include "core/dispatch.h"
+
+namespace {
+
+using namespace torchweld;
+
+// The sum of the squares of the elements of blocks [begin, end).
+template <class T>
+double squares(const GradSquares& a, int64_t begin, int64_t end) {
+  double total = 0;
+  int64_t at = step_tensor(a.tensors, a.count, begin);
+  for (int64_t block = begin; block < end; ++block) {
+    while (block >= a.tensors[at + 1].first_block) ++at;
+    const StepTensor& t = a.tensors[at];
+    const QuantBlock here = quant_block(block - t.first_block, t.width);
+    const T* grad = (const T*)t.grad + here.begin;
+    float sum[1];
+    sum_vectors<float>(here.count, sum, [&](int64_t i, auto place, F32* acc) {
+      const F32 g = load(grad + i, place);
+      acc[0] += g * g;
+    });
+    total += sum[0];
+  }
+  return total;
+}
+
+}  // namespace
+
+TW_EXPORT void adam_step(const Step<Adam<false>>& a, int64_t begin, int64_t end) {
+  step(a, begin, end);
+}
+TW_EXPORT void amsgrad_step(const Step<Adam<true>>& a, int64_t begin, int64_t end) {
+  step(a, begin, end);
+}
+
+// Items are pieces of kSquarePiece blocks.
+TW_EXPORT void grad_squares(const GradSquares& a, int64_t begin, int64_t end) {
+  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
+    using T = typename decltype(t)::type;
+    if constexpr (sizeof(T) <= sizeof(float)) {
+      const int64_t blocks = a.tensors[a.count].first_block;
+      for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * kSquarePiece, last = first + kSquarePiece;
+        a.sums[piece] = squares<T>(a, first, last < blocks ? last : blocks);
+      }
+    }
+  });
+}

@@ -1,0 +1,264 @@
+// The loop of every optimizer on the CPU, and the codecs it is made for.
+#pragma once
+
+#include "core/optim.h"
+#include "cpu/quant8.h"
+
+TW_NAMESPACE_BEGIN
+
+// Blocks that are stepped together: what a loop costs to begin is shared by them, and their
+// elements lie side by side.
+constexpr int64_t kSpanBlocks = 4;
+
+struct Span {
+  int64_t first;  // block of the tensor
+  int blocks;
+  int64_t begin;                  // element of the tensor
+  int64_t edge[kSpanBlocks + 1];  // where each block begins in the span, and the last one ends
+  int64_t count() const { return edge[blocks]; }
+};
+
+inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
+  Span span{first, (int)(last - first), quant_block(first, t.width).begin, {}};
+  // The rest of a row in which the first block lies, then of the next rows.
+  int64_t left = t.width - span.begin % t.width;
+  for (int i = 0; i < span.blocks; ++i) {
+    const int64_t count = left < kQuantBlock ? left : kQuantBlock;
+    span.edge[i + 1] = span.edge[i] + count;
+    left = left > count ? left - count : t.width;
+  }
+  return span;
+}
+
+// --- Moments ------------------------------------------------------------------------------------
+
+// A moment's elements in a span: enter() it, get and set by vector, measure() all, leave() all.
+template <class T>
+class PlainMoment {
+ public:
+  static constexpr bool kInBlocks = false;
+  void enter(const StepTensor& t, int moment, bool /*is_signed*/, const Span& span) {
+    values_ = (T*)t.moment[moment] + span.begin;
+  }
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return load(values_ + i, place);
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    store(values_ + i, v, place);
+  }
+  void measure() {}
+  void leave() {}
+
+ private:
+  T* values_;
+};
+
+// Blocks are encoded when all of them is known, since that is when their absmax is, and decoded
+// beforehand: loops of their own keep their tables in registers.
+class BlockMoment {
+ public:
+  static constexpr bool kInBlocks = true;
+  void enter(const StepTensor& t, int moment, bool is_signed, const Span& span) {
+    codes_ = (uint8_t*)t.moment[moment] + span.begin;
+    absmax_ = t.absmax[moment] + span.first;
+    span_ = &span;
+    is_signed_ = is_signed;
+    const Values values(is_signed);
+    for_blocks([&](int64_t at, int64_t count, float& absmax_of_block) {
+      const F32 absmax = splat(absmax_of_block);
+      for_vectors<float>(count, [&](int64_t i, auto place) {
+        store(values_ + at + i, values[load_codes(codes_ + at + i, place)] * absmax, place);
+      });
+    });
+  }
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return load(values_ + i, place);
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    store(values_ + i, v, place);
+  }
+  void measure() {
+    for_blocks([&](int64_t at, int64_t count, float& absmax) {
+      absmax = largest_magnitude(values_ + at, count);
+    });
+  }
+  void leave() { is_signed_ ? encode<true>() : encode<false>(); }
+
+ private:
+  template <bool Signed>
+  void encode() {
+    const Encoder<Signed> encoder;
+    for_blocks([&](int64_t at, int64_t count, float& absmax) {
+      encode_block(encoder, codes_ + at, values_ + at, count, absmax);
+    });
+  }
+  // body(first element in the span, elements, absmax)
+  template <class Body>
+  void for_blocks(Body&& body) {
+    for (int i = 0; i < span_->blocks; ++i) {
+      body(span_->edge[i], span_->edge[i + 1] - span_->edge[i], absmax_[i]);
+    }
+  }
+
+  alignas(kVectorBytes) float values_[kSpanBlocks * kQuantBlock];
+  const Span* span_;
+  uint8_t* codes_;
+  float* absmax_;
+  bool is_signed_;
+};
+
+// --- Parameters ---------------------------------------------------------------------------------
+
+template <class T>
+struct PlainParam {
+  using Storage = T;
+  T* param;
+  PlainParam(const StepTensor& t, int64_t begin) : param((T*)t.param + begin) {}
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return load(param + i, place);
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    store(param + i, v, place);
+  }
+};
+
+template <class T>
+struct MasteredParam {
+  using Storage = T;
+  T* param;
+  float* master;
+  MasteredParam(const StepTensor& t, int64_t begin)
+      : param((T*)t.param + begin), master((float*)t.completion + begin) {}
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return load(master + i, place);
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    store(master + i, v, place);
+    store(param + i, v, place);
+  }
+};
+
+// The float32's bits are those of the bfloat16 and 16 zeros, plus the remainder, a signed number.
+// The bfloat16 is the nearest one, of two as near that of larger magnitude: the remainder of the
+// other would be 2^15, one too many.
+struct CompletedParam {
+  using Storage = BFloat16;
+  uint16_t* param;
+  uint16_t* remainder;
+  CompletedParam(const StepTensor& t, int64_t begin)
+      : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return (F32)((halves(param + i, place) << 16) +
+                 (U32)((I32)(halves(remainder + i, place) << 16) >> 16));
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    const U32 bits = v != v ? U32{} + 0x7fc00000u : (U32)v;
+    const U32 rounded = bits + 0x8000u;
+    set_halves(param + i, rounded >> 16, place);
+    set_halves(remainder + i, (bits & 0xffffu), place);
+  }
+
+ private:
+  static U32 halves(const uint16_t* p, Whole) { return detail::widen(p); }
+  static U32 halves(const uint16_t* p, Part part) {
+    uint16_t buffer[kLanes<float>] = {};
+    std::memcpy(buffer, p, part.count * sizeof *p);
+    return detail::widen(buffer);
+  }
+  static void set_halves(uint16_t* p, U32 v, Whole) { detail::narrow(p, v); }
+  static void set_halves(uint16_t* p, U32 v, Part part) {
+    uint16_t buffer[kLanes<float>];
+    detail::narrow(buffer, v);
+    std::memcpy(p, buffer, part.count * sizeof *p);
+  }
+};
+
+// --- The loop -----------------------------------------------------------------------------------
+
+// Blocks have no room for what is not finite, which would take its neighbours with it: an element
+// whose last moment would not be finite is skipped, and its moments start anew. No other moment of
+// a rule is infinite before the last.
+template <int N>
+void skip_unsound(F32& p, F32 before, F32 (&m)[N]) {
+  const I32 sound = magnitude_bits(m[N - 1]) < kInfinityBits;
+  p = sound ? p : before;
+  for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : F32{};
+}
+
+template <class Param, class Moment, class Rule>
+void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
+  constexpr int N = Rule::kMoments;
+  const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
+  Param param(t, span.begin);
+  Moment moments[N];
+  for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
+  for_vectors<float>(span.count(), [&](int64_t i, auto place) {
+    const F32 before = param.get(i, place);
+    F32 p = before, m[N];
+    for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
+    rule(p, load(grad + i, place) * grad_factor, m);
+    if constexpr (Moment::kInBlocks) skip_unsound(p, before, m);
+    for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
+    param.set(i, p, place);
+  });
+  for (int k = 0; k < N; ++k) moments[k].measure();
+  for (int k = 0; k < N; ++k) moments[k].leave();
+}
+
+template <class Param, class Moment, class Rule>
+void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
+  for (int64_t at = step_tensor(a.tensors, a.count, begin); begin < end; ++at) {
+    const StepTensor& t = a.tensors[at];
+    const int64_t next = a.tensors[at + 1].first_block;
+    for (const int64_t stop = next < end ? next : end; begin < stop;) {
+      const int64_t last = begin + kSpanBlocks < stop ? begin + kSpanBlocks : stop;
+      const Span span = make_span(t, begin - t.first_block, last - t.first_block);
+      step_span<Param, Moment>(t, a.rules[at], a.grad_factor, span);
+      begin = last;
+    }
+  }
+}
+
+template <class Param, class Rule>
+void step_with_state(const Step<Rule>& a, int64_t begin, int64_t end) {
+  switch (a.state) {
+    case StateCodec::f32:
+      return step_blocks<Param, PlainMoment<float>>(a, begin, end);
+    case StateCodec::bf16:
+      return step_blocks<Param, PlainMoment<BFloat16>>(a, begin, end);
+    case StateCodec::blocks:
+      return step_blocks<Param, BlockMoment>(a, begin, end);
+  }
+}
+
+// Blocks [begin, end) of all that the tensors have. Float32 parameters are their own masters, and
+// only bfloat16 ones have a remainder.
+template <class Rule>
+void step(const Step<Rule>& a, int64_t begin, int64_t end) {
+  if (a.param == ParamCodec::remainder) return step_with_state<CompletedParam>(a, begin, end);
+  const bool mastered = a.param == ParamCodec::master;
+  switch (a.dtype) {
+    case DType::f32:
+      return step_with_state<PlainParam<float>>(a, begin, end);
+    case DType::bf16:
+      return mastered ? step_with_state<MasteredParam<BFloat16>>(a, begin, end)
+                      : step_with_state<PlainParam<BFloat16>>(a, begin, end);
+    case DType::f16:
+      return mastered ? step_with_state<MasteredParam<Half>>(a, begin, end)
+                      : step_with_state<PlainParam<Half>>(a, begin, end);
+    case DType::f64:
+      return;
+  }
+}
+
+TW_NAMESPACE_END

@@ -1,0 +1,194 @@
+"""What the steps of all optimizers have in common: arguments, codecs, and the eager reference.
+
+A step takes lists with an entry for each parameter, and writes to all of them but `grads`:
+
+* `params`, `grads`: of one dtype;
+* `completions`: what completes parameters to float32: float32 masters, int16 remainders, or none;
+* `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
+  bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
+* `steps`: the number of steps taken, which this one counts up.
+
+`grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
+changes. Numbers that change from step to step are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchweld.ops._plain import PlainOp
+from torchweld.ops.quantize_8bit import dequantize_reference, quantize_reference
+
+Tensors = list[torch.Tensor]
+_LISTS = (
+    "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
+    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor lr"
+)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+@dataclass
+class Batch:
+    """Parameters of one device, dtype and codec, and what belongs to them."""
+
+    params: Tensors = field(default_factory=list)
+    grads: Tensors = field(default_factory=list)
+    completions: Tensors = field(default_factory=list)
+    moments: Tensors = field(default_factory=list)
+    absmaxes: Tensors = field(default_factory=list)
+    steps: Tensors = field(default_factory=list)
+
+    def served_by_kernel(self) -> bool:
+        """Whether the dtypes are those that kernels are compiled for."""
+        dtype = self.params[0].dtype
+        return dtype in _KERNEL_DTYPES and self.moments[0].dtype in _STATE_DTYPES
+
+    def written(self) -> Tensors:
+        return [*self.params, *self.completions, *self.moments, *self.absmaxes, *self.steps]
+
+
+class Rule:
+    """An optimizer's rule, as an op with a kernel for each backend, and in eager torch.
+
+    `signed` says of each moment whether it has a sign. `update(p, g, moments, t, lr, *settings)`
+    returns the new parameter and moments; t, the step, and lr are float64 tensors of one number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: str,
+        signed: Sequence[bool],
+        update: Callable[..., tuple[torch.Tensor, Tensors]],
+    ) -> None:
+        schema = f"({_LISTS}, {settings}, Tensor? grad_factor, Tensor? found_inf) -> ()"
+        self.signed = tuple(signed)
+        self._update = update
+        self._op = PlainOp(name, schema)
+
+    def step(
+        self,
+        batch: Batch,
+        lr: torch.Tensor,
+        settings: Sequence[Any],
+        grad_factor: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """One step of the batch's parameters."""
+        scalars = (lr, *settings, grad_factor, found_inf)
+        kernel = self._op.kernel(batch.params[0].device) if batch.served_by_kernel() else None
+        if kernel is None:
+            self.reference(batch, *scalars)
+            return
+        packed = [_packed(tensors) for tensors in (batch.params, batch.completions, batch.moments)]
+        grads = [g if g.is_contiguous() else g.contiguous() for g in batch.grads]
+        params, completions, moments = packed
+        kernel(params, grads, completions, moments, batch.absmaxes, batch.steps, *scalars)
+        for originals, copies in zip(
+            (batch.params, batch.completions, batch.moments), packed, strict=True
+        ):
+            for original, copy in zip(originals, copies, strict=True):
+                if original is not copy:
+                    original.copy_(copy)
+        torch.autograd.graph.increment_version(batch.written())
+
+    def reference(self, batch: Batch, lr: torch.Tensor, *scalars: Any) -> None:
+        """The same in eager torch, one parameter after another, on any device."""
+        *settings, factor, found_inf = scalars
+        skip = None if found_inf is None else found_inf != 0
+        count = len(batch.params)
+
+        def write(target: torch.Tensor, value: torch.Tensor) -> None:
+            value = value.to(target.dtype)
+            target.copy_(value if skip is None else torch.where(skip, target, value))
+
+        for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
+            write(batch.steps[i], batch.steps[i] + 1)
+            t = batch.steps[i].to(p.device, torch.float64)
+            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+            completion = batch.completions[i] if batch.completions else None
+            before = read_param(p, completion).to(wide)
+            stored = batch.moments[i::count]
+            scales = batch.absmaxes[i::count]
+            moments = [
+                m.to(wide)
+                if not scales
+                else dequantize_reference(m, scales[k], self.signed[k], wide)
+                for k, m in enumerate(stored)
+            ]
+            g = g.to(wide)
+            if factor is not None:
+                g = g * factor.to(p.device, wide)
+            after, moments = self._update(before, g, moments, t, lr.to(t), *settings)
+            if scales:
+                sound = torch.stack([m.isfinite() for m in moments]).all(0)
+                after = torch.where(sound, after, before)
+                moments = [torch.where(sound, m, 0.0) for m in moments]
+            for k, value in enumerate(moments):
+                if scales:
+                    codes, absmax = quantize_reference(value, self.signed[k])
+                    write(stored[k], codes)
+                    write(scales[k], absmax)
+                else:
+                    write(stored[k], value)
+            rounded, rest = split_param(after, p.dtype, completion)
+            write(p, rounded)
+            if completion is not None and rest is not None:
+                write(completion, rest)
+
+
+def _packed(tensors: Tensors) -> Tensors:
+    return [t if t.is_contiguous() else t.contiguous() for t in tensors]
+
+
+# --- Parameter codecs -------------------------------------------------------------------------
+
+
+def read_param(p: torch.Tensor, completion: torch.Tensor | None) -> torch.Tensor:
+    """The parameter as it is computed with."""
+    if completion is None:
+        return p
+    if completion.dtype != torch.int16:
+        return completion
+    bits = (p.view(torch.int16).int() << 16) + completion.int()
+    return bits.view(torch.float32)
+
+
+def split_param(
+    value: torch.Tensor, dtype: torch.dtype, completion: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A computed parameter as it is stored: rounded to dtype, and what completes that."""
+    if completion is None or completion.dtype != torch.int16:
+        return value.to(dtype), value
+    bits = torch.where(value.isnan(), torch.nan, value).view(torch.int32)
+    low = (bits << 16) >> 16  # with its sign
+    high = (bits - low) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+# --- Norm -------------------------------------------------------------------------------------
+
+
+_SQUARES = PlainOp(
+    "sum_of_squares",
+    "(Tensor[] grads) -> Tensor",
+    lambda grads: grads[0].new_empty((), dtype=torch.float64),
+)
+
+
+def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all elements, as a float64 tensor; gradients of one device."""
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        same = [g for g in grads if g.dtype == dtype]
+        kernel = _SQUARES.kernel(same[0].device) if dtype in _KERNEL_DTYPES else None
+        if kernel is None:
+            total = total + sum(g.double().square().sum() for g in same)
+        else:
+            total = total + kernel(_packed(same))
+    return total

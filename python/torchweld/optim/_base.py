@@ -1,0 +1,212 @@
+"""What all optimizers share: a step over all parameters at once, and the care of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
+from torchweld.optim._codecs import ABSMAX, CODES, Codec, Moments, State
+
+Group = dict[str, Any]
+_CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size")
+
+
+class _Kept:
+    """Hides a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """An optimizer of torch.optim's kind whose step is a torchweld op.
+
+    A subclass names its rule, and says of a group what its moments are called and what the rule's
+    settings are. It comes before the class of torch.optim that it replaces, if there is one.
+    """
+
+    # GradScaler leaves unscaling, and leaving out a step, to the optimizer.
+    _step_supports_amp_scaling = True
+    # The norm of all gradients before clipping, after a step with max_grad_norm.
+    grad_norm: torch.Tensor | None = None
+
+    def __init__(
+        self, params: Any, *args: Any, codec: Codec, max_grad_norm: float | None, **kwargs: Any
+    ) -> None:
+        codec.check(type(self).__name__)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ArgumentError(
+                type(self).__name__, "max_grad_norm", repr(max_grad_norm), "a number > 0 or None"
+            )
+        if kwargs.get("differentiable"):
+            raise ArgumentError(
+                type(self).__name__, "differentiable", "True", "False; torch.optim has it"
+            )
+        self._codec = codec
+        super().__init__(params, *args, **kwargs)
+        # In defaults, since nothing else of an optimizer is pickled.
+        self.defaults["max_grad_norm"] = max_grad_norm
+
+    def add_param_group(self, param_group: Group) -> None:
+        if "state_dtype" not in self.defaults:
+            self.defaults.update(vars(self._codec))
+        codec = {key: param_group.get(key, self.defaults[key]) for key in _CODEC_KEYS}
+        Codec(**codec).check(type(self).__name__)
+        super().add_param_group(param_group)
+
+    # --- What a subclass says -----------------------------------------------------------------
+
+    def _rule(self) -> Rule:
+        raise NotImplementedError
+
+    def _moments(self, group: Group) -> Moments:
+        raise NotImplementedError
+
+    def _settings(self, group: Group) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    # --- The step -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, in one pass over the parameters of each dtype and codec.
+
+        `closure`, if there is one, computes the gradients and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._check_gradients(group)
+        work = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
+        factor = self._gradient_factor([g for _, batch in work for g in batch.grads])
+        found_inf = getattr(self, "found_inf", None)
+        for group, batch in work:
+            lr = group["lr"]
+            if not isinstance(lr, torch.Tensor):
+                lr = torch.tensor(lr, dtype=torch.float64)
+            own = factor
+            if group.get("maximize"):
+                own = torch.tensor(-1.0) if factor is None else -factor
+            self._rule().step(batch, lr, self._settings(group), own, found_inf)
+        return loss
+
+    def _check_gradients(self, group: Group) -> None:
+        for p in group["params"]:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                layout = str(p.grad.layout).removeprefix("torch.")
+                raise ArgumentError(
+                    type(self).__name__, "a gradient", f"a {layout} tensor", "a dense tensor"
+                )
+
+    def _batches(self, group: Group) -> list[Batch]:
+        """Parameters with a gradient, by device, dtype and codec."""
+        moments = self._moments(group)
+        codec = Codec(*[group[key] for key in _CODEC_KEYS])
+        found: dict[Any, tuple[Batch, list[list[torch.Tensor]], list[list[torch.Tensor]]]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state.update(codec.new_state(p, moments))
+                at_parameter = group.get("capturable") or group.get("fused")
+                state["step"] = torch.zeros((), device=p.device if at_parameter else "cpu")
+            dtype, entry = codec.moment_dtype(p), codec.completion(p)
+            key = (p.device, p.dtype, dtype, entry)
+            if key not in found:
+                found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
+            batch, values, absmaxes = found[key]
+            as_real = torch.view_as_real if p.is_complex() else _same
+            batch.params.append(as_real(p))
+            batch.grads.append(as_real(p.grad))
+            batch.steps.append(state["step"])
+            if entry is not None:
+                batch.completions.append(state[entry])
+            for k, name in enumerate(moments):
+                if dtype == torch.uint8:
+                    value = state[name + CODES]
+                    absmaxes[k].append(state[name + ABSMAX])
+                else:
+                    value = state[name]
+                if value.shape != p.shape:
+                    accepted = f"of shape {list(value.shape)}, as its state is"
+                    raise ArgumentError(
+                        type(self).__name__, "a parameter", f"of {list(p.shape)}", accepted
+                    )
+                values[k].append(as_real(value))
+        batches = []
+        for batch, values, absmaxes in found.values():
+            batch.moments = [value for of_one in values for value in of_one]
+            batch.absmaxes = [absmax for of_one in absmaxes for absmax in of_one]
+            batches.append(batch)
+        return batches
+
+    def _gradient_factor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+        """What gradients are multiplied by: to undo a loss's scale, and to clip their norm."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        factor = None if scale is None else 1 / scale
+        limit = self.defaults["max_grad_norm"]
+        if limit is None or not grads:
+            return factor
+        devices = dict.fromkeys(g.device for g in grads)
+        squares = [sum_of_squares([g for g in grads if g.device == d]) for d in devices]
+        norm = torch.stack([s.to(grads[0].device) for s in squares]).sum().sqrt().float()
+        if factor is not None:
+            norm = norm * factor
+        self.grad_norm = norm
+        clip = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        return clip if factor is None else clip * factor
+
+    # --- State --------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Take over a saved state: this optimizer's, that of torch.optim's, in any codec.
+
+        How states are stored stays as this optimizer was made; what is stored in another way is
+        converted. Raises an error, and changes nothing, where the state does not fit.
+        """
+        # After all other hooks.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: self._adopt(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def _adopt(self, state_dict: State) -> State:
+        saved_groups = state_dict["param_groups"]
+        saved_state = state_dict["state"]
+        groups, states = [], dict(saved_state)
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=False):
+            own = {key: group[key] for key in _CODEC_KEYS}
+            groups.append({**self.defaults, **saved_group, **own})
+            codec = Codec(**own)
+            moments = self._moments(groups[-1])
+            for p, key in zip(group["params"], saved_group["params"], strict=False):
+                if key in saved_state:
+                    adopted = codec.adopt(type(self).__name__, p, saved_state[key], moments)
+                    states[key] = {name: _kept(name, value) for name, value in adopted.items()}
+        groups += saved_groups[len(groups) :]  # torch says what is wrong with their number
+        return state_dict | {"state": states, "param_groups": groups}
+
+    def __setstate__(self, state: State) -> None:
+        super().__setstate__(state)
+        for of_param in self.state.values():
+            if isinstance(of_param, dict):
+                for name, value in of_param.items():
+                    if isinstance(value, _Kept):
+                        of_param[name] = value.tensor
+
+
+def _same(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def _kept(name: str, value: Any) -> Any:
+    # torch knows where the step belongs.
+    return _Kept(value) if isinstance(value, torch.Tensor) and name != "step" else value

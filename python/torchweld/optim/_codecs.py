@@ -1,0 +1,162 @@
+"""How the state of a parameter is kept: which tensors, in which dtypes, and from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.functional import dequantize_8bit, quantize_8bit
+from torchweld.ops._optimizer import read_param, split_param
+from torchweld.ops.quantize_8bit import scales_shape
+
+EIGHT_BIT = "8bit"
+REMAINDER = "remainder"
+# Where they are kept in a parameter's state; a moment in blocks has two entries.
+MASTER, CODES, ABSMAX = "master", "_codes", "_absmax"
+
+State = dict[str, Any]
+# Name of a moment -> whether it has a sign.
+Moments = Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a parameter group says of the storage of its states and parameters."""
+
+    state_dtype: torch.dtype | str = torch.float32
+    master_weights: bool | str = False
+    min_quantized_size: int = 4096
+
+    def check(self, function: str) -> None:
+        accepted = (torch.float32, torch.bfloat16, EIGHT_BIT)
+        if self.state_dtype not in accepted:
+            names = 'torch.float32, torch.bfloat16 or "8bit"'
+            raise ArgumentError(function, "state_dtype", repr(self.state_dtype), names)
+        if self.master_weights not in (False, True, REMAINDER):
+            names = 'False, True or "remainder"'
+            raise ArgumentError(function, "master_weights", repr(self.master_weights), names)
+        size = self.min_quantized_size
+        if not isinstance(size, int) or size < 0:
+            raise ArgumentError(function, "min_quantized_size", repr(size), "an int >= 0")
+
+    def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
+        """Of this parameter's moments; uint8 is codes.
+
+        Vectors, small tensors and complex ones keep float32; float64 parameters float64.
+        """
+        if p.dtype in (torch.float64, torch.complex64, torch.complex128):
+            return p.dtype
+        if self.state_dtype == EIGHT_BIT:
+            large = p.ndim > 1 and p.numel() >= self.min_quantized_size
+            return torch.uint8 if large else torch.float32
+        assert isinstance(self.state_dtype, torch.dtype)
+        return self.state_dtype
+
+    def completion(self, p: torch.Tensor) -> str | None:
+        """The entry of the state that completes a 16-bit parameter to float32, if there is one."""
+        if self.master_weights is False or p.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        if self.master_weights == REMAINDER and p.dtype == torch.bfloat16:
+            return REMAINDER
+        return MASTER
+
+    def new_state(self, p: torch.Tensor, moments: Moments) -> State:
+        """Zero moments, and the parameter's completion."""
+        state: State = {}
+        for name, signed in moments.items():
+            self._store(state, name, p, torch.zeros_like(p, dtype=self._wide(p)), signed)
+        self._complete(state, p, p.detach())
+        return state
+
+    def adopt(self, function: str, p: torch.Tensor, saved: State, moments: Moments) -> State:
+        """A saved state, of this codec or another, as this one keeps it.
+
+        What is kept in the same way already is taken as it is, bit for bit. Raises ArgumentError
+        where the state does not fit.
+        """
+        known = {MASTER, REMAINDER}
+        state: State = {}
+        for name, signed in moments.items():
+            value = _saved_moment(function, p, saved, name, signed)
+            known |= {name, name + CODES, name + ABSMAX}
+            codes = self.moment_dtype(p) == torch.uint8
+            if codes and name + CODES in saved:
+                state[name + CODES] = saved[name + CODES].to(p.device)
+                state[name + ABSMAX] = saved[name + ABSMAX].to(p.device)
+            else:
+                self._store(state, name, p, value.to(p.device), signed)
+        self._complete(state, p, _saved_param(function, p, saved))
+        return state | {key: value for key, value in saved.items() if key not in known}
+
+    def _wide(self, p: torch.Tensor) -> torch.dtype:
+        dtype = self.moment_dtype(p)
+        return torch.float32 if dtype == torch.uint8 else dtype
+
+    def _store(
+        self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, signed: bool
+    ) -> None:
+        dtype = self.moment_dtype(p)
+        if dtype == torch.uint8:
+            state[name + CODES], state[name + ABSMAX] = quantize_8bit(
+                value.float().contiguous(), signed=signed
+            )
+        else:
+            state[name] = value.to(dtype)
+
+    def _complete(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
+        """`value` is the parameter, complete."""
+        entry = self.completion(p)
+        if entry == MASTER:
+            state[MASTER] = value.to(p.device, torch.float32, copy=True)
+        elif entry == REMAINDER:
+            rest = torch.empty((), dtype=torch.int16)
+            state[REMAINDER] = split_param(value.float().to(p.device), p.dtype, rest)[1]
+
+
+def _saved_moment(
+    function: str, p: torch.Tensor, saved: State, name: str, signed: bool
+) -> torch.Tensor:
+    if name in saved:
+        value = saved[name]
+        _check(function, name, value, p.shape)
+        return value
+    if name + CODES not in saved:
+        raise ArgumentError(
+            function, "state_dict", f"without {name}, of a {list(p.shape)} parameter", "with it"
+        )
+    codes: Any = saved[name + CODES]
+    absmax: Any = saved.get(name + ABSMAX)
+    _check(function, name + CODES, codes, p.shape, torch.uint8)
+    _check(function, name + ABSMAX, absmax, scales_shape(p.shape), torch.float32)
+    return dequantize_8bit(codes, absmax, signed=signed)
+
+
+def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
+    if MASTER in saved:
+        _check(function, MASTER, saved[MASTER], p.shape)
+        return saved[MASTER]
+    if REMAINDER in saved and p.dtype == torch.bfloat16:
+        _check(function, REMAINDER, saved[REMAINDER], p.shape, torch.int16)
+        return read_param(p.detach(), saved[REMAINDER].to(p.device))
+    return p.detach()
+
+
+def _check(
+    function: str,
+    key: str,
+    value: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> None:
+    accepted = f"a {dtype or 'floating-point'} tensor of shape {list(shape)}".replace("torch.", "")
+    argument = f"{key} in state_dict"
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(function, argument, f"a {type(value).__name__}", accepted)
+    fits = value.dtype == dtype if dtype else value.is_floating_point() or value.is_complex()
+    if value.shape != torch.Size(shape) or not fits:
+        came = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
+        raise ArgumentError(function, argument, came, accepted)

@@ -1,0 +1,65 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.ops._optimizer import Rule
+from torchweld.ops.adam import ADAM
+from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._codecs import Codec, Moments
+
+
+class _AdamStep(FusedOptimizer):
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        max_grad_norm: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        codec = Codec(state_dtype, master_weights, min_quantized_size)
+        super().__init__(params, *args, codec=codec, max_grad_norm=max_grad_norm, **kwargs)
+
+    def _rule(self) -> Rule:
+        return ADAM
+
+    def _moments(self, group: Group) -> Moments:
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return dict(zip(names[: 3 if group["amsgrad"] else 2], ADAM.signed, strict=False))
+
+    def _settings(self, group: Group) -> tuple[Any, ...]:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        decoupled = group["decoupled_weight_decay"]
+        return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled
+
+
+class Adam(_AdamStep, torch.optim.Adam):
+    """torch.optim.Adam, in one pass over memory, with states of 32 to 8 bits.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable: as torch.optim.Adam's;
+            foreach and fused are accepted and choose nothing, differentiable has to be False.
+        state_dtype: of the moments: torch.float32, torch.bfloat16 or "8bit", for each group.
+        master_weights: for 16-bit parameters. False: they are all there is. True: float32 masters,
+            which parameters are rounded from. "remainder": of bfloat16 parameters, the 16 bits that
+            complete them to float32, with the same trajectory as masters.
+        min_quantized_size: smaller tensors, and vectors, keep float32 moments.
+        max_grad_norm: gradients are used as torch.nn.utils.clip_grad_norm_ would have clipped them;
+            `grad_norm` is their norm before, as a tensor.
+
+    A gradient that is not finite goes the way it does in torch, but for 8-bit moments: such an
+    element is skipped and its moments start anew.
+    """
+
+
+class AdamW(_AdamStep, torch.optim.AdamW):
+    """torch.optim.AdamW, in one pass over memory, with states of 32 to 8 bits.
+
+    Takes what Adam takes; weight_decay is 0.01 unless it is given.
+    """
