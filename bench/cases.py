@@ -25,7 +25,14 @@ class Case:
     device: str
 
     def __str__(self) -> str:
-        return f"{self.op.name} {'x'.join(map(str, self.shape))} {name(self.dtype)}"
+        words = [self.op.name, "x".join(map(str, self.shape)), self.variant, name(self.dtype)]
+        return " ".join(filter(None, words))
+
+    @property
+    def variant(self) -> str:
+        """What tells it from the op's other cases of its shape: "mask, scale 0.125"."""
+        everywhere = set.intersection(*[set(_said(self.op, a)) for a in self.op.benchmarks])
+        return ", ".join(word for word in _said(self.op, self.arguments) if word not in everywhere)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,6 +47,19 @@ class Case:
             values = torch.randn(like.shape, generator=generator, device=self.device)
             problem.grads.append(values.to(like.dtype))
         return problem
+
+
+def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
+    """The arguments in words; what is absent, off or a matter of shape is not said."""
+    words = []
+    for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
+        if isinstance(value, TensorSpec) or value is True:
+            words += [name] if name != "seed" else []
+        elif isinstance(value, str):
+            words += [value] if value != "none" else []
+        elif value and not isinstance(value, list):
+            words.append(f"{name} {value:g}")
+    return words
 
 
 @dataclass(frozen=True)
@@ -69,12 +89,16 @@ class Problem:
 
     def backward(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The gradients of every tensor that went in."""
-        return torch.autograd.grad(results, list(self.tensors().values()), self.grads)
+        return torch.autograd.grad(results, list(self.leaves().values()), self.grads)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The inputs that are tensors, by name."""
         named = zip(self.op.forward_signature.arguments, self.inputs, strict=True)
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Those of them that get a gradient."""
+        return {name: value for name, value in self.tensors().items() if value.requires_grad}
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """The forward's results by name, with nothing in them."""
@@ -84,7 +108,9 @@ class Problem:
     def double(self) -> Problem:
         """The same numbers in float64."""
         wide = [
-            v.detach().double().requires_grad_() if isinstance(v, torch.Tensor) else v
+            v.detach().double().requires_grad_(v.requires_grad)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
             for v in self.inputs
         ]
         return Problem(self.op, wide, [grad.double() for grad in self.grads])
@@ -93,10 +119,10 @@ class Problem:
         """From the two schemas: every tensor that goes in is read, every result is written."""
         inputs, outputs, backward = self.tensors(), self.outputs(), self.op.backward_signature
         values = inputs | outputs | {f"grad_{n}": outputs[n] for n in self.op.public}
-        wanted = [values[n] for n in backward.arguments if n in values]
-        made = [
-            values[n] for n in (r.removeprefix("grad_") for r in backward.results) if n in values
-        ]
+        skipped = set(self.op.unsaved(*self.inputs)) if self.op.unsaved else set()
+        wanted = [values[n] for n in backward.arguments if n in values and n not in skipped]
+        same = {n for n, (_, when) in self.op.same_gradient.items() if when(*self.inputs)}
+        made = [values[n] for n in self.leaves() if n not in same]
         forward = Traffic(_bytes(inputs.values()), _bytes(outputs.values()))
         gradient = Traffic(_bytes(wanted), _bytes(made))
         both = Traffic(forward.reads + gradient.reads, forward.writes + gradient.writes)
@@ -129,4 +155,4 @@ def cases(
 
 
 def _elements(arguments: Sequence[Any]) -> int:
-    return sum(torch.Size(a.shape).numel() for a in arguments if isinstance(a, TensorSpec))
+    return next(torch.Size(a.shape).numel() for a in arguments if isinstance(a, TensorSpec))

@@ -53,7 +53,7 @@ def results(problem: Problem, function: Callable[..., Any]) -> Results:
     outputs = problem.forward(function)
     gradients = problem.backward(outputs)
     found = dict(zip(problem.op.public, [o.detach() for o in outputs], strict=True))
-    named = zip(problem.tensors(), gradients, strict=True)
+    named = zip(problem.leaves(), gradients, strict=True)
     return found | {f"grad_{name}": gradient for name, gradient in named}
 
 

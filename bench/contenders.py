@@ -24,6 +24,7 @@ class Contender:
     name: str
     function: Callable[..., Any]
     backend: str | None = None
+    judged: bool = True  # False: it drops other elements than the reference, so its results differ
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def contenders(
     op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
 ) -> tuple[list[Contender], dict[str, str]]:
     """Eager first, then all that were asked for and can; and why the others cannot."""
-    found = [Contender(EAGER, op.reference)]
+    plain = op.plain or op.reference
+    judged = op.plain is None or not op.draws(inputs)
+    found = [Contender(EAGER, plain, judged=judged)]
     absent: dict[str, str] = {}
     for backend in [b for b in op.sources if b in backends]:
         if reason := op.why_not(backend, inputs):
@@ -89,7 +92,7 @@ def contenders(
     for name in rivals:
         if name == COMPILE:
             torch.compiler.reset()  # each shape is compiled for itself, as a first one would be
-            found.append(Contender(name, torch.compile(op.reference)))
+            found.append(Contender(name, torch.compile(plain), judged=judged))
         elif reason := PEERS[name].missing():
             absent[name] = reason
         elif op.name not in PEERS[name].functions:

@@ -18,7 +18,7 @@ from torchweld.registry import BACKENDS, OPS, Op
 # As tests/conftest.py names its targets on a GPU: test[layer_norm-gpu-cuda-float32] PASSED
 _OUTCOME = re.compile(r"\[(\w+)-gpu-([a-z]+)[^\]]*\] (PASSED|FAILED|ERROR)")
 # Of a result, what the evidence keeps.
-_KEPT = ("shape", "dtype", "direction", "elements", "bytes", "peak_bytes")
+_KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 
@@ -135,7 +135,8 @@ def _winner(results: Iterable[Result], like: Result) -> str | None:
     full = {
         r.contender: r.speed_up or 0
         for r in results
-        if (r.op, r.shape, r.dtype, r.direction) == (like.op, like.shape, like.dtype, "full")
+        if (r.op, r.shape, r.variant, r.dtype) == (like.op, like.shape, like.variant, like.dtype)
+        and r.direction == "full"
     }
     best = max(full, key=lambda name: full[name], default=None)
     return best if best is not None and full[best] >= 1 else None

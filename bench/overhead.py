@@ -13,6 +13,7 @@ import torch
 import torchweld
 from torchweld.bench.cases import Case, Problem
 from torchweld.bench.timing import Clock, Run, Sample, interleaved, wall_time
+from torchweld.ops._call import call
 from torchweld.registry import Op
 
 DIRECTIONS = ("no gradients", "with gradients", "and backward")
@@ -21,7 +22,7 @@ CALLS = 50  # in a block, which is timed as a whole
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds of a call: torch.nn.functional's, the automatic choice's, each backend's."""
+    """Microseconds of a call: plain torch's, the automatic choice's, each backend's."""
 
     op: str
     shape: list[int]
@@ -35,9 +36,9 @@ class Overhead:
 def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
     """On the host's clock, from warm caches, on one thread."""
     problem = Case(op, op.tiny, torch.float32, device).draw()
-    ours = getattr(torchweld.functional, op.name)
+    ours = _as_users_call(op)
     calls: list[tuple[Callable[..., Any], str | None]] = [
-        (getattr(torch.nn.functional, op.name, op.reference), None),
+        (getattr(torch.nn.functional, op.name, op.plain or op.reference), None),
         (ours, None),
     ]
     asked = [b for b in op.sources if b in backends and op.why_not(b, problem.inputs) is None]
@@ -54,6 +55,20 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
     return found
 
 
+def _as_users_call(op: Op) -> Callable[..., Any]:
+    """The public function, on the forward's arguments: a seed is drawn at every call."""
+    if op.inputs is None:
+        return getattr(torchweld.functional, op.name)
+
+    def function(*inputs: Any) -> Any:
+        given = list(inputs)
+        if op.seed_at is not None and op.draws(inputs):
+            given[op.seed_at] = torchweld.random.seed(inputs[0].device)
+        return call(op, *given)
+
+    return function
+
+
 def _block(
     problem: Problem,
     direction: str,
@@ -61,7 +76,7 @@ def _block(
     backend: str | None,
     clock: Clock,
 ) -> Sample:
-    inputs, tensors = problem.inputs, list(problem.tensors().values())
+    inputs, tensors = problem.inputs, list(problem.leaves().values())
 
     def block() -> None:
         for _ in range(CALLS):

@@ -11,7 +11,7 @@ from torchweld.bench.runner import Result
 from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
-Group = tuple[tuple[int, ...], str]  # shape and direction
+Group = tuple[str, str]  # shape, with what else tells cases apart, and direction
 
 
 def plot(report: Report, path: Path) -> None:
@@ -58,7 +58,7 @@ def _groups(results: Sequence[Result], op: str, dtype: str) -> dict[Group, dict[
     groups: dict[Group, dict[str, Result]] = {}
     for result in results:
         if (result.op, result.dtype) == (op, dtype):
-            group = groups.setdefault((tuple(result.shape), result.direction), {})
+            group = groups.setdefault((result.label, result.direction), {})
             group[result.contender] = result
     return groups
 
@@ -128,12 +128,12 @@ def _limit(group: dict[str, Result]) -> float | None:
     return result.eager_ms / result.limit_ms
 
 
-def _name_shapes(panel: Any, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Each shape once, below its directions."""
-    for shape in dict.fromkeys(shapes):
-        places = [at for at, other in enumerate(shapes) if other == shape]
+def _name_shapes(panel: Any, labels: Sequence[str]) -> None:
+    """Each shape once, below its directions; what else tells it apart on lines of their own."""
+    for label in dict.fromkeys(labels):
+        places = [at for at, other in enumerate(labels) if other == label]
         panel.annotate(
-            "x".join(map(str, shape)),
+            label.replace(", ", "\n").replace(" ", "\n", 1),
             (sum(places) / len(places), 0),
             xytext=(0, -22),
             xycoords=("data", "axes fraction"),
@@ -142,5 +142,5 @@ def _name_shapes(panel: Any, shapes: Sequence[tuple[int, ...]]) -> None:
             va="top",
             fontsize=9,
         )
-        if places[-1] < len(shapes) - 1:
+        if places[-1] < len(labels) - 1:
             panel.axvline(places[-1] + 0.5, color="lightgrey", linewidth=0.8, zorder=0)

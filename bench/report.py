@@ -75,7 +75,7 @@ def show(report: Report) -> None:
     for result in report.results:
         if result.status == "absent":
             continue
-        keys = (result.op, _shape(result), result.dtype, result.direction)
+        keys = (result.op, result.label, result.dtype, result.direction)
         group = keys[:3] != previous[:3]
         names = ("",) * 4 if keys == previous else keys if group else ("", "", "", result.direction)
         cells = [*names, result.contender + (" *" if result.automatic else ""), *_figures(result)]
@@ -89,10 +89,6 @@ def show(report: Report) -> None:
     if report.overheads:
         print()
         _overhead_table(report.overheads).show()
-
-
-def _shape(result: Result) -> str:
-    return "x".join(map(str, result.shape))
 
 
 def _figures(result: Result) -> list[str]:
@@ -137,7 +133,7 @@ def _remarks(results: Sequence[Result]) -> list[str]:
     where: dict[tuple[str, str, str | None], list[str]] = defaultdict(list)
     for result in results:
         if result.status != "timed":
-            case = f"{result.op} {_shape(result)} {result.dtype}"
+            case = f"{result.op} {result.label} {result.dtype}"
             where[result.status, result.contender, result.reason].append(case)
     for (status, contender, reason), cases in where.items():
         place = f" ({', '.join(dict.fromkeys(cases))})" if status == "refused" else ""
@@ -183,7 +179,7 @@ def markdown(results: Iterable[Result]) -> str:
         gbps = "" if result.gbps is None else f"{result.gbps:.0f}"
         cells = [
             f"`{result.op}`",
-            _shape(result).replace("x", " x "),
+            result.label.replace("x", " x ", len(result.shape) - 1),
             result.dtype,
             result.direction,
             f"{_ms(result.eager_ms)} ms",

@@ -15,6 +15,7 @@ from torchweld.bench.cases import Case, Problem, Traffic, name
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
+from torchweld.ops._call import automatic
 from torchweld.registry import EAGER
 
 
@@ -44,6 +45,7 @@ class Result:
     contender: str
     elements: int
     bytes: int
+    variant: str = ""  # what tells it from others of its shape
     status: str = "timed"
     reason: str | None = None
     ms: float | None = None
@@ -60,22 +62,27 @@ class Result:
     peak_bytes: int | None = None  # beside the inputs; CUDA alone
     automatic: bool = False  # what the automatic choice takes
 
+    @property
+    def label(self) -> str:
+        """Shape and variant in words."""
+        return " ".join(filter(None, ["x".join(map(str, self.shape)), self.variant]))
+
 
 def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     """Every contender's results, direction by direction."""
     problem = case.draw()
     taking_part, absent = contenders(case.op, problem.inputs, plan.backends, plan.rivals)
     judge = Judge(problem)
-    faults: dict[str, str | None] = {c.name: _fault(judge, c) for c in taking_part}
+    faults = {c.name: _fault(judge, c) if c.judged else None for c in taking_part}
     del judge
     with torchweld.use_backend(None):
-        automatic = torchweld.explain(case.op.name, *problem.inputs).chosen
+        chosen = automatic(case.op, problem.inputs)
     for direction in plan.directions:
         traffic = problem.traffic(direction)
         sound = [c for c in taking_part if faults[c.name] is None]
         results = _timed(case, problem, direction, traffic, sound, plan, clock)
         for result in results:
-            result.automatic = result.contender == automatic
+            result.automatic = result.contender == chosen
         for status, reasons in (("refused", faults), ("absent", absent)):
             for contender, reason in reasons.items():
                 if reason is not None:
@@ -168,4 +175,5 @@ def _result(case: Case, direction: str, contender: str, traffic: Traffic) -> Res
         contender=contender,
         elements=torch.Size(case.shape).numel(),
         bytes=traffic.total,
+        variant=case.variant,
     )

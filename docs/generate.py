@@ -34,7 +34,7 @@ def table() -> str:
 - backward `{op.backward}`
 - dtypes: {dtypes}; parameters also float32 under a 16-bit tensor
 - kernels: {backends}
-- saved for backward: {", ".join(saved)}
+- saved for backward: {", ".join(saved)}{", as far as it is needed" if op.unsaved else ""}
 - eager serves below {op.small} elements
 """
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import Op, TensorSpec, materialize
 
@@ -18,21 +19,43 @@ def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -
 
     `function` takes the forward's arguments; None: the op, on the backend in force.
     """
-    inputs = [
-        value.detach().requires_grad_() if isinstance(value, torch.Tensor) else value
-        for value in inputs
-    ]
-    results = function(*inputs) if function else call(op, *inputs)
-    results = results if isinstance(results, tuple) else (results,)
-    grads = [incoming(r) for r in results]
+    named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     tensors = {
-        name: value
-        for name, value in zip(op.forward_signature.arguments, inputs, strict=True)
-        if isinstance(value, torch.Tensor)
+        name: named[name].detach().requires_grad_()
+        for name in op.differentiable
+        if named[name] is not None
     }
+    inputs = list((named | tensors).values())
+    results = function(*inputs) if function else call(op, *inputs)
+    results = as_tuple(results)
+    grads = [incoming(r) for r in results]
     gradients = torch.autograd.grad(results, list(tensors.values()), grads)
     found = dict(zip(op.public, [r.detach() for r in results], strict=True))
     return found | {f"grad_{n}": g for n, g in zip(tensors, gradients, strict=True)}
+
+
+def total(results: Any) -> torch.Tensor:
+    """The sum of all that an op returned."""
+    return torch.stack([result.sum() for result in as_tuple(results)]).sum()
+
+
+def saved_bytes(function: Callable[[], Any]) -> int:
+    """Bytes that the graph of what it computes keeps for backward."""
+    kept = 0
+
+    def count(t: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += t.numel() * t.itemsize
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        function()
+    return kept
+
+
+def is_floating(value: Any) -> bool:
+    """Whether it is a tensor of numbers: no mask, no seed."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def incoming(result: torch.Tensor) -> torch.Tensor:
@@ -44,7 +67,7 @@ def incoming(result: torch.Tensor) -> torch.Tensor:
 
 def exact(op: Op, inputs: list[Any]) -> Results:
     """The reference in float64 on the same values."""
-    wide = [v.detach().double() if isinstance(v, torch.Tensor) else v for v in inputs]
+    wide = [v.detach().double() if is_floating(v) else v for v in inputs]
     # An epsilon that is left to torch is that of what the values' own dtype is computed in.
     defaults = dict(zip(op.forward_signature.arguments, wide, strict=True))
     if defaults.get("eps", 0) is None:
@@ -52,6 +75,16 @@ def exact(op: Op, inputs: list[Any]) -> Results:
         kind = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         wide[at] = torch.finfo(kind).eps
     return run(op, wide, op.reference)
+
+
+def assert_right(op: Op, inputs: list[Any]) -> None:
+    """Close to the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
+    oracle = exact(op, inputs)
+    grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
+    terms = op.numerics.terms(*inputs, **grads)
+    unit = torch.finfo(inputs[0].dtype).eps / 2
+    for name, value in run(op, inputs).items():
+        assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
 
 
 class Pool:
@@ -98,10 +131,12 @@ def reshaped(op: Op, leading: tuple[int, ...], trailing: tuple[int, ...]) -> lis
     fullest = max(op.samples, key=lambda s: sum(isinstance(v, TensorSpec) for v in s))
 
     def resize(value: Any) -> Any:
+        if isinstance(value, TensorSpec) and value.kind == "seed":
+            return value
         if isinstance(value, TensorSpec):
             shape = trailing if value.parameter else (*leading, *trailing)
-            return TensorSpec(shape, value.parameter)
-        return list(trailing) if isinstance(value, list) else value
+            return TensorSpec(shape, value.kind)
+        return list(trailing) if isinstance(value, list) and value else value
 
     return [resize(value) for value in fullest]
 
@@ -109,4 +144,4 @@ def reshaped(op: Op, leading: tuple[int, ...], trailing: tuple[int, ...]) -> lis
 def takes_several_trailing_dimensions(op: Op) -> bool:
     """Whether a parameter may have more than one dimension."""
     specs = [v for sample in op.samples for v in sample if isinstance(v, TensorSpec)]
-    return any(spec.parameter and len(spec.shape) > 1 for spec in specs)
+    return any(spec.kind == "parameter" and len(spec.shape) > 1 for spec in specs)

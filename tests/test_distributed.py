@@ -107,6 +107,67 @@ def _pipeline(rank: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+def _dropout_on_shards(rank: int) -> None:
+    """Heads, queries or batches on two devices drop what one device would, causal ones too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.randn(2, 4, 7, 9, generator=torch.Generator().manual_seed(1))
+    mask = torch.rand(2, 1, 1, 9, generator=torch.Generator().manual_seed(2)) > 0.2
+    bias = torch.randn(4, 1, 9, generator=torch.Generator().manual_seed(3))
+
+    def run(scores: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        biased = torchweld.functional.softmax_dropout(scores, bias, causal=True, p=0.4)
+        return biased + torchweld.functional.softmax_dropout(scores, mask, scale=0.5, p=0.3)
+
+    scores = whole.clone().requires_grad_()
+    expected = run(scores, mask, bias)
+    expected.square().sum().backward()
+    for placement in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate()):
+        shards = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        y = run(shards, mask, bias)
+        assert y.placements == ((Replicate(),) if placement == Shard(3) else (placement,))
+        torch.testing.assert_close(y.full_tensor(), expected)
+        y.square().sum().backward()
+        torch.testing.assert_close(shards.grad.full_tensor(), scores.grad)
+
+
+def _residual_streams_on_shards(rank: int) -> None:
+    """Sequence and tensor parallelism drop what one device would; gradients of what all share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(size, generator=generator) for size in ((2, 6, 10), (2, 6, 10), 10, 10)]
+
+    def run(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        x, residual, weight, bias = given
+        torch.manual_seed(0)
+        added = torchweld.functional.bias_dropout_add(x, bias, residual, 0.4)
+        y, z = torchweld.functional.dropout_add_layer_norm(
+            x, added, weight, bias, p=0.3, return_residual=True
+        )
+        (y.square().sum() + z.square().sum()).backward()
+        return y, z
+
+    leaves = [value.clone().requires_grad_() for value in values]
+    expected = run(leaves)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        own = [placement, placement, Replicate(), Replicate()]
+        shards = [
+            distribute_tensor(v, mesh, [p]).requires_grad_()
+            for v, p in zip(values, own, strict=True)
+        ]
+        for result, wanted in zip(run(shards), expected, strict=True):
+            assert isinstance(result, DTensor)
+            torch.testing.assert_close(result.full_tensor(), wanted)
+        for shard, leaf in zip(shards, leaves, strict=True):
+            torch.testing.assert_close(shard.grad.full_tensor(), leaf.grad)
+
+
 def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str | None) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
@@ -120,7 +181,17 @@ def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_ddp, _fsdp2, _sequence_parallel, _pipeline])
+SCENARIOS = (
+    _ddp,
+    _fsdp2,
+    _sequence_parallel,
+    _pipeline,
+    _dropout_on_shards,
+    _residual_streams_on_shards,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("backend", ["cpu", None])
 def test_two_processes_equal_one(
     scenario: Callable[[int], None], backend: str | None, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -32,4 +33,5 @@ def test_public_functions_are_documented() -> None:
         function = getattr(torchweld.functional, name)
         assert "Args:" in function.__doc__
         assert "Returns:" in function.__doc__
-        assert "return" in function.__annotations__
+        named = {*inspect.signature(function).parameters, "return"}
+        assert set(function.__annotations__) == named

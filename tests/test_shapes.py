@@ -11,21 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Target
-from oracle import exact, incoming, reshaped, run, takes_several_trailing_dimensions
+from oracle import assert_right, exact, reshaped, run, takes_several_trailing_dimensions
+from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import materialize
-
-
-def _assert_right(target: Target, inputs: list[Any]) -> None:
-    """Close to the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
-    oracle = exact(target.op, inputs)
-    terms = target.op.numerics.terms(
-        *inputs, **{f"grad_{name}": incoming(oracle[name]) for name in target.op.public}
-    )
-    unit = torch.finfo(inputs[0].dtype).eps / 2
-    for name, value in run(target.op, inputs).items():
-        assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
-
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
@@ -42,17 +31,17 @@ def test_layouts(target: Target, layout: str) -> None:
     arguments = reshaped(target.op, (2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
     for position, value in enumerate(plain):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
             inputs = list(plain)
             inputs[position] = LAYOUTS[layout](value)
             assert inputs[position].shape == value.shape
-            _assert_right(target, inputs)
-    leaves = [v.clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in plain]
-    result = call(target.op, *leaves)
-    grad = LAYOUTS[layout](torch.randn_like(result))
-    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-    found = torch.autograd.grad(result, tensors, grad, retain_graph=True)
-    expected = torch.autograd.grad(result, tensors, grad.contiguous())
+            assert_right(target.op, inputs)
+    leaves = materialize(arguments, torch.float32, target.device, requires_grad=True)
+    results = as_tuple(call(target.op, *leaves))
+    grads = [LAYOUTS[layout](torch.randn_like(result)) for result in results]
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+    found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
+    expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
@@ -90,19 +79,22 @@ def test_random_shapes(
         shape = shape[-1:]
     shape = [*shape[:-1], shape[-1] + (wide if len(leading) < 2 else 0)]
     arguments = reshaped(target.op, tuple(leading), tuple(shape))
-    _assert_right(target, materialize(arguments, torch.float32, target.device, seed=seed))
+    assert_right(target.op, materialize(arguments, torch.float32, target.device, seed=seed))
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 def test_special_values_come_out_as_eagers(
     target: Target, dtype: torch.dtype, special: float
 ) -> None:
-    """NaN and infinity reach the elements that eager lets them reach, and no others."""
+    """NaN and infinity reach the elements that eager lets them reach, and no others.
+
+    Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
+    """
     arguments = reshaped(target.op, (33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
     inputs[0][3, 17] = special
     inputs[0][32, 63] = special
-    ours, eager = run(target.op, inputs), run(target.op, inputs, target.op.reference)
+    ours, eager = run(target.op, inputs), exact(target.op, inputs)
     for name, value in eager.items():
         assert torch.equal(ours[name].isnan(), value.isnan()), name
         assert torch.equal(ours[name].isinf(), value.isinf()), name

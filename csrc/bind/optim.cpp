@@ -14,6 +14,11 @@ TW_KERNEL(momentum_step, Step<torchweld::Sgd<true>>);
 TW_KERNEL(lion_step, Step<torchweld::Lion>);
 TW_KERNEL(grad_squares, GradSquares);
 
+// Its newer version, of glibc 2.29, differs in how it sets errno alone.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver pow,pow@GLIBC_2.2.5");
+#endif
+
 namespace torchweld {
 namespace {
 

@@ -9,7 +9,7 @@
 // template argument (true: LayerNorm) and are written once.
 #pragma once
 
-#include "core/dtype.h"
+#include "core/chunks.h"
 
 TW_NAMESPACE_BEGIN
 
@@ -35,20 +35,13 @@ struct NormBackward {
   void* grad_x;        // [rows, width], dtype
   void* grad_weight;   // [width], param_dtype, or null: not wanted
   void* grad_bias;     // [width], param_dtype, or null: not wanted
-  // Parameter gradients take two stages, without atomics: chunk c sums its rows into
-  // weight_partials[c] and bias_partials[c], then every column adds up its chunks in order.
+  // Parameter gradients take the two stages of core/chunks.h.
   void* weight_partials;  // [chunks, width], or null with grad_weight
   void* bias_partials;    // [chunks, width], or null with grad_bias
   void* workspace;        // norm_workspace_bytes(chunks, width) of anything, or null if that is 0
   int64_t rows, width, chunks;
   DType dtype, param_dtype;
 };
-
-// Rows of chunk c: [chunk_begin(c), chunk_begin(c + 1)). Depends on the shape alone, so that the
-// order of summation, and with it every bit of the result, is the same at any thread count.
-TW_HD int64_t norm_chunk_begin(const NormBackward& a, int64_t chunk) {
-  return a.rows / a.chunks * chunk + (a.rows % a.chunks < chunk ? a.rows % a.chunks : chunk);
-}
 
 // x_hat of one element.
 template <class A>

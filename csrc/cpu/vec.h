@@ -35,7 +35,31 @@ using Vec = typename VecOf<A>::type;
 
 template <class A>
 inline Vec<A> splat(A value) {
-  return Vec<A>{} + value;
+  return value - Vec<A>{};  // x - 0 is x, also where x is -0
+}
+
+// Lanes of bits as wide as A's: what a comparison of two Vec<A> gives.
+template <class A>
+struct BitsOf {
+  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct BitsOf<double> {
+  typedef int64_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Bits = typename BitsOf<A>::type;
+
+// Of each lane `yes` where the mask's bits are all set, `no` where none is.
+template <class A>
+inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
+  return mask ? yes : no;
+}
+
+// A lane of b is kept where a has NaN.
+template <class A>
+inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
+  return a > b ? a : b;
 }
 
 // One instruction under -fno-math-errno.
@@ -88,11 +112,11 @@ inline U32 select(I32 mask, U32 yes, U32 no) { return ((U32)mask & yes) | (~(U32
 
 inline F32 bf16_to_f32(U32 bits) { return (F32)(bits << 16); }
 
-// Round to nearest, ties to even; NaN stays a (quiet) NaN.
+// Round to nearest, ties to even; NaN becomes the quiet NaN that torch makes of it.
 inline U32 f32_to_bf16(F32 value) {
   const U32 bits = (U32)value;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return select(value != value, (bits >> 16) | 0x40u, rounded);
+  return value != value ? U32{} + 0x7fc0u : rounded;
 }
 
 inline F32 f16_to_f32(U32 bits) {
@@ -240,11 +264,35 @@ inline void stream(T* p, Vec<Accumulate<T>> v) {
 #endif
 }
 
+// Stores a vector of a result, past the caches where that pays.
+template <class T>
+inline void write(T* p, Vec<Accumulate<T>> v, Whole, bool streamed) {
+  if (streamed) {
+    stream(p, v);
+  } else {
+    store(p, v);
+  }
+}
+template <class T>
+inline void write(T* p, Vec<Accumulate<T>> v, Part at, bool) {
+  store(p, v, at);
+}
+
 // Streamed stores are not ordered with later ones; to be called after the last of them.
 inline void finish_streams() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
+}
+
+// A row of a tensor that may be absent.
+template <class T>
+inline const T* row_of(const void* tensor, int64_t row, int64_t width) {
+  return tensor ? (const T*)tensor + row * width : nullptr;
+}
+template <class T>
+inline T* row_of(void* tensor, int64_t row, int64_t width) {
+  return tensor ? (T*)tensor + row * width : nullptr;
 }
 
 // body(i, Whole or Part) for every vector of a row.

@@ -49,7 +49,6 @@ namespace {
 
 using namespace torchweld;
 
-constexpr int kNarrowBlock = 128;  // threads of a block whose rows are narrower than a warp
 constexpr int kForwardThreads = 1024;
 constexpr int kWideThreads = 512;
 constexpr int kBackwardThreads = 256;
@@ -213,16 +212,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) forward_any(NormForward a
   }
 }
 
-// Threads that share a row of `accesses` loads, V each: a power of two within a warp, or whole
-// warps.
-int threads_of_row(int64_t accesses, int per_thread) {
-  const int64_t needed = (accesses + per_thread - 1) / per_thread;
-  if (needed > kWarp) return (int)((needed + kWarp - 1) / kWarp * kWarp);
-  int threads = 1;
-  while (threads < needed) threads *= 2;
-  return threads;
-}
-
 template <bool Centered, class T, int V>
 cudaError_t launch_forward(const NormForward& a, cudaStream_t stream) {
   const int threads = V == 16 ? kWideThreads : threads_of_row(a.width / Packed<T>::kElements, V);
@@ -314,7 +303,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   const Shares<T, V> shares{(int)threadIdx.x % threads, threads, begin,
                             begin + kSlice < a.width ? begin + kSlice : a.width};
   float* scratch = (float*)dynamic_shared();  // two areas for the sums, then those of the exchange
-  const int64_t first = norm_chunk_begin(a, chunk), last = norm_chunk_begin(a, chunk + 1);
+  const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
+                last = chunk_begin(a.rows, a.chunks, chunk + 1);
 
   constexpr bool kAhead = sizeof(T) == 2;
   float grad_weight[V][N] = {}, grad_bias[V][N] = {};
@@ -423,8 +413,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (weight_partial) weight_partial[i] = 0;
     if (bias_partial) bias_partial[i] = 0;
   }
-  const int64_t last = norm_chunk_begin(a, blockIdx.x + 1);
-  for (int64_t row = norm_chunk_begin(a, blockIdx.x); row < last; ++row) {
+  const int64_t last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
+  for (int64_t row = chunk_begin(a.rows, a.chunks, blockIdx.x); row < last; ++row) {
     const T* x = (const T*)a.x + row * a.width;
     const T* grad = (const T*)a.grad_y + row * a.width;
     const float mean = Centered ? ((const float*)a.mean)[row] : 0;

@@ -5,7 +5,7 @@ from torchweld import _native
 __version__ = "0.1.0"
 
 # Schemas come before what implements them.
-from torchweld import functional, nn, optim
+from torchweld import functional, nn, optim, random
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.ops._call import Explanation, backends, explain, use_backend
 
@@ -21,5 +21,6 @@ __all__ = [
     "functional",
     "nn",
     "optim",
+    "random",
     "use_backend",
 ]

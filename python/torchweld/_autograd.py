@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +24,18 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
 
     public = op.public
     # Tensors go through save_for_backward, which watches them for changes in place.
-    saved = [name for name, tensor in zip(inputs, is_tensor, strict=True) if tensor]
+    tensors = [name for name, tensor in zip(inputs, is_tensor, strict=True) if tensor]
+    saved = [name for name in tensors if name in wanted]
     kept = [name for name in outputs if name in wanted]
-    plain = [name for name in inputs if name not in saved]
+    plain = [name for name in inputs if name not in tensors]
+    typed = [name for name in tensors if f"{name}_dtype" in wanted]
 
     positions = {name: ("saved", i) for i, name in enumerate(saved + kept)}
     positions |= {name: ("plain", i) for i, name in enumerate(plain)}
+    positions |= {f"{name}_dtype": ("dtype", i) for i, name in enumerate(typed)}
     positions |= {f"grad_{name}": ("grad", i) for i, name in enumerate(public)}
     positions |= {f"need_{name}": ("need", i) for i, name in enumerate(inputs)}
     backward_arguments = [positions[name] for name in wanted]
-    forward_arguments = [positions[name] for name in inputs]
     gradient_of = [
         gradients.index(f"grad_{name}") if f"grad_{name}" in gradients else None for name in inputs
     ]
@@ -40,28 +43,59 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
     saved_at = [inputs.index(name) for name in saved]
     kept_at = [outputs.index(name) for name in kept]
     plain_at = [inputs.index(name) for name in plain]
+    typed_at = [inputs.index(name) for name in typed]
+    eager_backward = op.backward_reference or _derivatives_of_reference(op)
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             results = as_tuple(kernel.forward(*given))
-            ctx.save_for_backward(*[given[i] for i in saved_at], *[results[i] for i in kept_at])
+            values = [given[i] for i in saved_at] + [results[i] for i in kept_at]
+            if op.unsaved is not None:
+                unsaved = op.unsaved(*given)
+                values = [
+                    None if name in unsaved else value
+                    for name, value in zip(saved + kept, values, strict=True)
+                ]
+            ctx.save_for_backward(*values)
             ctx.plain = [given[i] for i in plain_at]
+            ctx.dtype = [given[i].dtype for i in typed_at]
+            ctx.same = {
+                name: source for name, (source, when) in op.same_gradient.items() if when(*given)
+            }
+            if len(public) > 1:
+                ctx.set_materialize_grads(False)
             return kernel.public(results)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
-            values = {"saved": ctx.saved_tensors, "plain": ctx.plain, "grad": grads, "need": needs}
+            asked = _asked(inputs, needs, ctx.same) if ctx.same else needs
+            values = {
+                "saved": ctx.saved_tensors,
+                "plain": ctx.plain,
+                "dtype": ctx.dtype,
+                "grad": grads,
+                "need": asked,
+            }
+            arguments = [values[kind][i] for kind, i in backward_arguments]
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                given = [values[kind][i] for kind, i in forward_arguments]
-                return _differentiable(op.reference, given, needs, grads)
-            wanted_values = [values[kind][i] for kind, i in backward_arguments]
-            results = as_tuple(kernel.backward(*wanted_values))
+                results = eager_backward(*arguments)  # its graph is a second derivative's
+            else:
+                results = kernel.backward(*arguments)
+            results = as_tuple(results)
+            found = [
+                results[at] if need and at is not None else None
+                for at, need in zip(gradient_of, asked, strict=True)
+            ]
+            if not ctx.same:
+                return tuple(found)
+            named = dict(zip([f"grad_{name}" for name in inputs], found, strict=True))
+            named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
             return tuple(
                 [
-                    results[at] if need and at is not None else None
-                    for at, need in zip(gradient_of, needs, strict=True)
+                    named[ctx.same.get(name, f"grad_{name}")] if need else None
+                    for name, need in zip(inputs, needs, strict=True)
                 ]
             )
 
@@ -69,9 +103,29 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
     return Fused
 
 
-def _differentiable(reference: Any, given: list[Any], needs: Any, grads: Any) -> Any:
-    """Gradients with a graph of their own (create_graph=True): the reference's."""
-    sources = [value for value, need in zip(given, needs, strict=True) if need]
-    results = reference(*given)
-    found = iter(torch.autograd.grad(results, sources, grads, create_graph=True))
-    return tuple([next(found) if need else None for need in needs])
+def _asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> list[bool]:
+    """The gradients to ask the kernel for, where some are others unchanged."""
+    wanted = dict(zip(inputs, needs, strict=True))
+    lent = {source for name, source in same.items() if wanted[name]}
+    return [name not in same and (need or f"grad_{name}" in lent) for name, need in wanted.items()]
+
+
+def _derivatives_of_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """The backward's arguments to its results, with a graph of their own (create_graph=True)."""
+
+    def backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        values = dict(zip(op.backward_signature.arguments, arguments, strict=True))
+        given = [values[name] for name in op.forward_signature.arguments]
+        names = [name.removeprefix("grad_") for name in op.backward_signature.results]
+        needed = [
+            name
+            for name in names
+            if isinstance(values[name], torch.Tensor) and values[name].requires_grad
+        ]
+        grads = [values[f"grad_{name}"] for name in op.public]
+        sources = [values[name] for name in needed]
+        found = torch.autograd.grad(op.reference(*given), sources, grads, create_graph=True)
+        by_name = dict(zip(needed, found, strict=True))
+        return tuple([by_name.get(name) for name in names])
+
+    return backward

@@ -82,6 +82,7 @@ def _nearest(
         if result["direction"] == "full" and result["dtype"] == str(dtype).removeprefix("torch.")
     ]
     if size is not None and results:
-        results = [min(results, key=lambda r: abs(math.log2(r["elements"]) - size))]
+        distances = [abs(math.log2(result["elements"]) - size) for result in results]
+        results = [r for r, d in zip(results, distances, strict=True) if d == min(distances)]
     if results:
         yield min(result["eager_ms"] / result["ms"] for result in results)

@@ -8,9 +8,10 @@ together, and the autograd function is built from them:
 
 * `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
   one of the public results; the forward's other outputs are kept for the backward alone;
-* an argument named like a forward's input or output is that value, saved; every input is there,
-  since a second derivative is the reference's and needs them all;
-* `need_weight` is whether the gradient of input `weight` is wanted;
+* an argument named like a forward's input or output is that value, saved; where an input is not
+  among them, the declaration has a `backward_reference`;
+* `x_dtype` is the dtype of input `x`, and `need_weight` whether the gradient of input `weight` is
+  wanted;
 * `grad_x` in the backward's results is the gradient of input `x`, and is like `x`.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,8 +29,11 @@ import torch
 from torchweld import _native
 from torchweld._autograd import autograd_function
 
-_LIBRARY = torch.library.Library("torchweld", "DEF")
-_LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
+LIBRARY = torch.library.Library("torchweld", "DEF")
+LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
+# Of torch's generator of the device of `fresh`, which is not read: a new tensor at every call keeps
+# compilers from taking two calls for one.
+LIBRARY.define("seed(Tensor fresh) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 OPS: dict[str, Op] = {}
 
@@ -71,10 +75,15 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor argument of a sample: its shape, and whether it is a parameter."""
+    """A tensor argument of a sample: its shape, and what kind of tensor it is."""
 
     shape: tuple[int, ...]
-    parameter: bool = False
+    kind: str = "activation"
+
+    @property
+    def parameter(self) -> bool:
+        """Whether it has the trailing sizes of what flows alone."""
+        return self.kind in ("parameter", "boolean", "constant")
 
 
 def activation(*shape: int) -> TensorSpec:
@@ -84,7 +93,27 @@ def activation(*shape: int) -> TensorSpec:
 
 def parameter(*shape: int) -> TensorSpec:
     """A tensor that is learnt: of the tested dtype, or float32 under a 16-bit one."""
-    return TensorSpec(shape, parameter=True)
+    return TensorSpec(shape, "parameter")
+
+
+def residual(*shape: int) -> TensorSpec:
+    """A tensor that flows, of a dtype as parameters have it."""
+    return TensorSpec(shape, "residual")
+
+
+def constant(*shape: int) -> TensorSpec:
+    """A tensor like a parameter that gets no gradient."""
+    return TensorSpec(shape, "constant")
+
+
+def boolean(*shape: int) -> TensorSpec:
+    """A tensor of which most elements are True."""
+    return TensorSpec(shape, "boolean")
+
+
+# What dropout draws from: a number that uses both halves of its 64 bits.
+SEED = TensorSpec((1,), "seed")
+_SEED = 0x1234_5678_9ABC_DEF0
 
 
 def materialize(
@@ -102,11 +131,16 @@ def materialize(
     def draw(argument: Any) -> Any:
         if not isinstance(argument, TensorSpec):
             return argument
-        kind = (param_dtype or dtype) if argument.parameter else dtype
+        if argument.kind == "seed":
+            return torch.full(argument.shape, _SEED + seed, dtype=torch.int64, device=device)
         values = torch.randn(argument.shape, generator=generator, device=device)
+        if argument.kind == "boolean":
+            return values > -0.7
         # Away from zero mean and unit scale, where mistakes in statistics and weights show.
         values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
-        return values.to(kind).requires_grad_(requires_grad)
+        wide = argument.parameter or argument.kind == "residual"
+        values = values.to((param_dtype or dtype) if wide else dtype)
+        return values.requires_grad_(requires_grad and argument.kind != "constant")
 
     return [draw(argument) for argument in arguments]
 
@@ -134,25 +168,14 @@ class Signature:
 class Numerics:
     """How exact an op is, derived in docs/numerics.md.
 
-    A 16-bit result may be off by `rounding` times what rounding the exact result costs; a float32
-    result by `fp32[name]` unit roundoffs of the sum of its terms' magnitudes, which `terms`
-    returns by name: it takes the forward's arguments and `grad_y`.
+    A 16-bit result may be off by `rounding[name]` times what rounding the exact result costs, 1.1
+    where it is not named; a float32 result by `fp32[name]` unit roundoffs of the sum of its terms'
+    magnitudes, which `terms` returns by name: it takes the forward's arguments and `grad_y`.
     """
 
     fp32: dict[str, float]
     terms: Callable[..., dict[str, torch.Tensor]]
-    rounding: float = 1.1
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How an op whose work falls into independent rows may be split across devices."""
-
-    # Argument or result -> "row": may be sharded in any leading dimension; "whole": replicated;
-    # "sum": each shard has a share of it.
-    roles: dict[str, str]
-    # The forward's arguments -> number of leading dimensions.
-    leading: Callable[..., int]
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,6 +191,9 @@ class Op:
     check: Callable[..., None]
     # The forward's outputs as empty tensors.
     fake: Callable[..., tuple[torch.Tensor, ...]]
+    # The forward's arguments to the number of the first one's last dimensions that make a row: in
+    # the others a tensor may be a shard.
+    columns: Callable[..., int]
     # Backend -> the files its kernels are made of, from the repository's root. Triton's first file
     # is the module that has a function for each schema, under the op's name.
     sources: dict[str, tuple[str, ...]]
@@ -178,9 +204,21 @@ class Op:
     tiny: tuple[Any, ...]
     numerics: Numerics
     # With fewer elements in the first argument, eager is as fast: there is less work than overhead.
+    # Not so where random numbers are drawn, which eager does in many steps.
     small: int
-    # How DTensors go through, see Sharding; None: as whole tensors only.
-    sharding: Sharding | None = None
+    # The public function's arguments, by name, to the forward's, where they differ.
+    inputs: Callable[..., Sequence[Any]] | None = None
+    # The same in plain torch, for the benchmark, where the reference is slower than that: torch's
+    # own dropout drops other elements than ours.
+    plain: Callable[..., Any] | None = None
+    # The backward's arguments to its results, in eager torch, differentiable by torch; needed where
+    # they are not all of the forward's arguments.
+    backward_reference: Callable[..., Any] | None = None
+    # The forward's arguments to those tensors of the backward's that need not be saved for them.
+    unsaved: Callable[..., Collection[str]] | None = None
+    # Input -> the gradient that its own equals, and for which of the forward's arguments it does:
+    # {"residual": ("grad_y", lambda *_: True)}.
+    same_gradient: dict[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (
         torch.float32,
         torch.bfloat16,
@@ -191,16 +229,28 @@ class Op:
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)
     backward_signature: Signature = field(init=False)
+    # Names of the forward's arguments that get a gradient, and where the dropout's seed is.
+    differentiable: list[str] = field(init=False)
+    seed_at: int | None = field(init=False)
     kernels: dict[str, Kernel] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward_signature", Signature(self.forward))
         object.__setattr__(self, "backward_signature", Signature(self.backward))
+        arguments = self.forward_signature.arguments
+        made = {*self.backward_signature.results, *(f"grad_{n}" for n in self.same_gradient)}
+        object.__setattr__(self, "differentiable", [n for n in arguments if f"grad_{n}" in made])
+        seed_at = arguments.index("seed") if "seed" in arguments else None
+        object.__setattr__(self, "seed_at", seed_at)
         object.__setattr__(self, "kernels", {name: Kernel(self, name) for name in self.sources})
         OPS[self.name] = self
 
     def __repr__(self) -> str:
         return self.name
+
+    def draws(self, inputs: Sequence[Any]) -> bool:
+        """Whether these inputs make it drop something."""
+        return self.seed_at is not None and inputs[self.seed_at] is not None
 
     @property
     def public(self) -> list[str]:
@@ -245,12 +295,12 @@ class Kernel:
             ("_backward", op.backward, _fake_backward(op)),
         ):
             name = f"{op.name}{suffix}.{backend}"
-            _LIBRARY.define(f"{name}{schema}")
-            torch.library.register_fake(f"torchweld::{name}", fake, lib=_LIBRARY)
+            LIBRARY.define(f"{name}{schema}")
+            torch.library.register_fake(f"torchweld::{name}", fake, lib=LIBRARY)
             if backend == "triton":
                 implementation = _lazy_triton(op.sources["triton"][0], f"{op.name}{suffix}")
-                _LIBRARY.impl(name, implementation, "CUDA")
-                _LIBRARY.impl(name, implementation, "CPU")  # the interpreter
+                LIBRARY.impl(name, implementation, "CUDA")
+                LIBRARY.impl(name, implementation, "CPU")  # the interpreter
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self.forward = getattr(getattr(torch.ops.torchweld, op.name), backend)
@@ -287,16 +337,26 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
 
 
 def _fake_backward(op: Op) -> Callable[..., Any]:
-    """Gradients are like the inputs they belong to, and empty where they are not wanted."""
+    """Gradients are like the inputs they belong to, and empty where they are not wanted.
+
+    An input that was not saved is like the first result, or the gradient of that.
+    """
+    types = zip(op.forward_signature.arguments, op.forward_signature.types, strict=True)
+    optional = {name for name, kind in types if "Optional" in kind}
 
     def fake(*inputs: Any) -> Any:
         given = dict(zip(op.backward_signature.arguments, inputs, strict=True))
+        first = op.public[0]
+        flowing = given[f"grad_{first}"] if given.get(first) is None else given[first]
 
         def gradient(name: str) -> torch.Tensor:
-            value = given[name]
-            if value is None or not given.get(f"need_{name}", True):
-                return inputs[0].new_empty(0)
-            return torch.empty_like(value, memory_format=torch.contiguous_format)
+            value = given.get(name)
+            absent = name in given and value is None and name in optional
+            if absent or not given.get(f"need_{name}", True):
+                return flowing.new_empty(0)
+            like = flowing if value is None else value
+            dtype = given.get(f"{name}_dtype", like.dtype)
+            return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
         results = op.backward_signature.results
         return _as_torch(tuple(gradient(name.removeprefix("grad_")) for name in results))

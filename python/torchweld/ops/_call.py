@@ -53,7 +53,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def call(op: Op, *inputs: Any) -> Any:
     """Run an op on the backend that was asked for, or on the one that is best for these inputs."""
     try:
-        if forced is None and not is_compiling() and inputs[0].numel() < op.small:
+        if forced is None and not is_compiling() and _too_small(op, inputs):
             return op.reference(*inputs)
         return _run(op, inputs)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -62,12 +62,16 @@ def call(op: Op, *inputs: Any) -> Any:
         raise
 
 
+def _too_small(op: Op, inputs: Sequence[Any]) -> bool:
+    return inputs[0].numel() < op.small and not op.draws(inputs)  # eager draws in many steps
+
+
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
+    if type(inputs[0]) not in _PLAIN and dtensor.is_one(inputs[0]):
+        return dtensor.on_shards(op, inputs, _run)
     backend = choose(op, inputs)
     if backend == EAGER:
         return op.reference(*inputs)
-    if type(inputs[0]) not in _PLAIN:
-        dtensor.register_rules()
     dtype = op.autocast.get(inputs[0].device.type)
     if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
         inputs = [_cast(value, dtype) for value in inputs]
@@ -104,6 +108,11 @@ def choose(op: Op, inputs: Sequence[Any]) -> str:
     return EAGER
 
 
+def automatic(op: Op, inputs: Sequence[Any]) -> str:
+    """The backend that a call takes: eager where there is too little to gain."""
+    return EAGER if forced is None and _too_small(op, inputs) else choose(op, inputs)
+
+
 def why_not_automatic(op: Op, backend: str, inputs: Sequence[Any]) -> str | None:
     """Why the automatic choice does not take this backend."""
     reason = op.why_not(backend, inputs)
@@ -137,10 +146,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     op = OPS[name]
     bound = inspect.signature(getattr(torchweld.functional, name)).bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = [bound.arguments[argument] for argument in op.forward_signature.arguments]
+    inputs = _inputs(op, bound.arguments)
     op.check(*inputs)
-    too_small = forced is None and inputs[0].numel() < op.small
-    chosen = EAGER if too_small else choose(op, inputs)
+    chosen = automatic(op, inputs)
     reasons = {}
     for backend in [EAGER, *BACKENDS]:
         if backend == chosen:
@@ -149,11 +157,20 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
             reasons[backend] = reason
         elif forced is not None:
             reasons[backend] = f"{forced} was asked for by name"
-        elif too_small:
+        elif _too_small(op, inputs):
             reasons[backend] = f"fewer than {op.small} elements: too small to gain"
         else:
             reasons[backend] = f"{chosen} comes first"
     return Explanation(name, chosen, reasons)
+
+
+def _inputs(op: Op, given: dict[str, Any]) -> Sequence[Any]:
+    """The forward's arguments from the public function's, without drawing a seed."""
+    if op.inputs is None:
+        return [given[argument] for argument in op.forward_signature.arguments]
+    if "seed" in given and given["seed"] is None:
+        given["seed"] = 0
+    return op.inputs(**given)
 
 
 def backends() -> dict[str, str]:

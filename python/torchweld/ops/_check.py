@@ -10,6 +10,8 @@ import torch
 
 from torchweld.errors import ArgumentError
 
+NUMBER = (int, float)  # a union of the two would be made anew at every call
+
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -33,7 +35,58 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
         raise ArgumentError(function, name, f"on {value.device}", accepted)
 
 
+def beside(x: torch.Tensor) -> list[torch.dtype]:
+    """Dtypes of what goes along with x: its own, or float32 beside a 16-bit one."""
+    return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
+
+
+def shaped(
+    function: str, name: str, value: torch.Tensor, shape: Sequence[int], meaning: str
+) -> None:
+    """Of this shape, which is that of what `meaning` says."""
+    if tuple(value.shape) != tuple(shape):
+        accepted = f"{meaning}, {list(shape)}"
+        raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
+
+
 def epsilon(function: str, eps: Any) -> None:
     """A number that is not negative and not NaN."""
-    if not isinstance(eps, int | float) or math.isnan(eps) or eps < 0:
+    if not isinstance(eps, NUMBER) or math.isnan(eps) or eps < 0:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
+
+
+def number(function: str, name: str, value: Any) -> None:
+    """A number."""
+    if not isinstance(value, NUMBER):
+        raise ArgumentError(function, name, repr(value), "a number")
+
+
+def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
+    """Of a shape that broadcasts to x's."""
+    missing = x.ndim - value.ndim
+    sizes = zip(value.shape, x.shape[max(missing, 0) :], strict=False)
+    if missing < 0 or any(size not in (1, wanted) for size, wanted in sizes):
+        accepted = f"one that broadcasts to {x_name}, {list(x.shape)}"
+        raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
+
+
+def dropout(
+    function: str,
+    x_name: str,
+    x: torch.Tensor,
+    seed: torch.Tensor | None,
+    whole: Sequence[int],
+    offset: Sequence[int],
+) -> None:
+    """A seed on the device of x, and a place that x fits into."""
+    if seed is not None:
+        like(function, "seed", seed, x, x_name)
+    if not whole and not offset:
+        return
+    came = f"of sizes {list(whole)} and offsets {list(offset)}"
+    if len(whole) != x.ndim or len(offset) != x.ndim:
+        accepted = f"{x.ndim} of each, as {x_name} has dimensions"
+        raise ArgumentError(function, "shard", came, accepted)
+    if any(o < 0 or o + n > w for o, n, w in zip(offset, x.shape, whole, strict=True)):
+        accepted = f"a place that {x_name}, {list(x.shape)}, fits into"
+        raise ArgumentError(function, "shard", came, accepted)

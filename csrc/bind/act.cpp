@@ -1,0 +1,184 @@
+// bias_act and gated_act for torch; the schemas are in python/torchweld/ops.
+#include "core/act.h"
+
+#include <string>
+
+#include "bind/launch.h"
+
+TW_KERNEL(bias_act_forward, BiasActForward);
+TW_KERNEL(bias_act_backward, BiasActBackward);
+TW_KERNEL(bias_act_bias_gradient, BiasActBackward);
+TW_KERNEL(gated_act_forward, GatedActForward);
+TW_KERNEL(gated_act_backward, GatedActBackward);
+TW_FUNCTION(int64_t, bias_act_chunks, int64_t rows);
+
+namespace torchweld {
+namespace {
+
+Activation activation_of(const std::string& activation, const std::string& approximate) {
+  STD_TORCH_CHECK(approximate == "none" || (approximate == "tanh" && activation == "gelu"),
+                  "approximate is not none, or tanh for gelu");
+  if (activation == "gelu") return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
+  if (activation == "relu") return Activation::relu;
+  if (activation == "silu") return Activation::silu;
+  STD_TORCH_CHECK(false, "activation is not gelu, relu or silu");
+}
+
+// The last size is the width, the others make the rows.
+struct Matrix {
+  int64_t rows = 1, width;
+
+  explicit Matrix(const Tensor& x) {
+    STD_TORCH_CHECK(x.dim() > 0, "a tensor has no dimensions");
+    width = x.sizes()[x.dim() - 1];
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.sizes()[i];
+  }
+  // What stops kernels from being launched on nothing.
+  int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
+};
+
+void check_like(const Tensor& t, const Tensor& x, const char* message) {
+  STD_TORCH_CHECK(
+      same_device(t, x) && t.scalar_type() == x.scalar_type() && same_sizes(t.sizes(), x.sizes()),
+      message);
+}
+
+// The bias's DType; x's where there is none.
+DType check_bias(const Tensor& x, const OptionalTensor& bias) {
+  const DType dtype = dtype_of(x);
+  if (!bias) return dtype;
+  const DType given = dtype_of(*bias);
+  STD_TORCH_CHECK(same_device(*bias, x) && bias->dim() == 1 && bias->size(0) == Matrix(x).width,
+                  "bias does not fit x");
+  STD_TORCH_CHECK(given == dtype || (given == DType::f32 && dtype != DType::f64),
+                  "bias is neither of x's dtype nor float32 under a 16-bit x");
+  return given;
+}
+
+Tensor bias_act(Tensor x_in, OptionalTensor bias_in, std::string activation,
+                std::string approximate) {
+  const Matrix shape(x_in);
+  const DType param_dtype = check_bias(x_in, bias_in);
+  const Tensor x = packed(x_in);
+  const OptionalTensor bias = packed(bias_in);
+  Tensor y = empty(x, x.sizes(), x.scalar_type());
+  const BiasActForward args{data(x),     data(bias),  y.mutable_data_ptr(),
+                            shape.rows,  shape.width, activation_of(activation, approximate),
+                            dtype_of(x), param_dtype};
+  launch(bias_act_forward, args, x, shape.items(shape.rows), shape.width);
+  return y;
+}
+
+// grad_x, and grad_bias, which is empty where it is not wanted.
+std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y_in, Tensor x_in, OptionalTensor bias_in,
+                                          std::string activation, std::string approximate,
+                                          bool need_bias) {
+  const Matrix shape(x_in);
+  const DType param_dtype = check_bias(x_in, bias_in);
+  check_like(grad_y_in, x_in, "grad_y does not fit x");
+  const Tensor grad_y = packed(grad_y_in), x = packed(x_in);
+  const OptionalTensor bias = packed(bias_in);
+  const bool sums = need_bias && bias;
+  const int64_t chunks = bias_act_chunks(shape.rows);
+  const int64_t bias_sizes[] = {sums ? shape.width : 0};
+  const int64_t partial_sizes[] = {sums ? chunks : 0, shape.width};
+  Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
+  Tensor grad_bias = empty(x, Sizes(bias_sizes, 1), sums ? bias->scalar_type() : x.scalar_type());
+  const Tensor partials = empty(x, Sizes(partial_sizes, 2), accumulate_type(dtype_of(x)));
+  const BiasActBackward args{data(grad_y),
+                             data(x),
+                             data(bias),
+                             grad_x.mutable_data_ptr(),
+                             sums ? grad_bias.mutable_data_ptr() : nullptr,
+                             sums ? partials.mutable_data_ptr() : nullptr,
+                             shape.rows,
+                             shape.width,
+                             chunks,
+                             activation_of(activation, approximate),
+                             dtype_of(x),
+                             param_dtype};
+  launch(bias_act_backward, args, x, shape.items(chunks), shape.rows * shape.width / chunks);
+  if (sums) launch(bias_act_bias_gradient, args, x, shape.width, chunks);
+  return {grad_x, grad_bias};
+}
+
+// The elements between rows, where rows are as far apart as half of a wider matrix's; else the
+// tensor is to be packed first.
+std::optional<int64_t> pitch_of(const Tensor& t, const Matrix& shape) {
+  if (t.is_contiguous()) return shape.width;
+  const int64_t rank = t.dim();
+  if (rank < 2 || t.stride(rank - 1) != 1) return std::nullopt;
+  const int64_t pitch = t.stride(rank - 2);
+  for (int64_t i = rank - 2; i > 0; --i) {
+    if (t.stride(i - 1) != t.stride(i) * t.size(i)) return std::nullopt;
+  }
+  return pitch;
+}
+
+// A tensor with its pitch, packed where it has none.
+struct Pitched {
+  Tensor tensor;
+  int64_t pitch;
+
+  Pitched(const Tensor& t, const Matrix& shape) : tensor(t), pitch(shape.width) {
+    if (const auto given = pitch_of(t, shape)) {
+      pitch = *given;
+    } else {
+      tensor = packed(t);
+    }
+  }
+};
+
+Tensor gated_act(Tensor gate_in, Tensor up_in, std::string activation, std::string approximate) {
+  const Matrix shape(gate_in);
+  check_like(up_in, gate_in, "up does not fit gate");
+  const Pitched gate(gate_in, shape), up(up_in, shape);
+  Tensor y = empty(gate_in, gate_in.sizes(), gate_in.scalar_type());
+  const GatedActForward args{data(gate.tensor),
+                             data(up.tensor),
+                             y.mutable_data_ptr(),
+                             shape.rows,
+                             shape.width,
+                             gate.pitch,
+                             up.pitch,
+                             activation_of(activation, approximate),
+                             dtype_of(gate_in)};
+  launch(gated_act_forward, args, gate_in, shape.items(shape.rows), shape.width);
+  return y;
+}
+
+// grad_gate, grad_up.
+std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Tensor up_in,
+                                           std::string activation, std::string approximate) {
+  const Matrix shape(gate_in);
+  check_like(up_in, gate_in, "up does not fit gate");
+  check_like(grad_y_in, gate_in, "grad_y does not fit gate");
+  const Tensor grad_y = packed(grad_y_in);
+  const Pitched gate(gate_in, shape), up(up_in, shape);
+  Tensor grad_gate = empty(gate_in, gate_in.sizes(), gate_in.scalar_type());
+  Tensor grad_up = empty(gate_in, gate_in.sizes(), gate_in.scalar_type());
+  const GatedActBackward args{data(grad_y),
+                              data(gate.tensor),
+                              data(up.tensor),
+                              grad_gate.mutable_data_ptr(),
+                              grad_up.mutable_data_ptr(),
+                              shape.rows,
+                              shape.width,
+                              gate.pitch,
+                              up.pitch,
+                              activation_of(activation, approximate),
+                              dtype_of(gate_in)};
+  launch(gated_act_backward, args, gate_in, shape.items(shape.rows), shape.width);
+  return {grad_gate, grad_up};
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("bias_act"), TORCH_BOX(&bias_act));
+  m.impl(TW_OVERLOAD("bias_act_backward"), TORCH_BOX(&bias_act_grads));
+  m.impl(TW_OVERLOAD("gated_act"), TORCH_BOX(&gated_act));
+  m.impl(TW_OVERLOAD("gated_act_backward"), TORCH_BOX(&gated_act_grads));
+}
+
+}  // namespace torchweld

@@ -1,0 +1,134 @@
+// bias_act and gated_act on the CPU.
+//
+// Bytes: bias_act reads x and writes y once, 2 x rows x width x size, and backward reads grad_y and
+// x and writes grad_x, 3. gated_act moves 3 forward and 5 backward. In float32 an element takes
+// about 30 operations, which 16 lanes at two a cycle do in less time than memory takes for it.
+#include "core/act.h"
+
+#include "core/dispatch.h"
+#include "cpu/chunks.h"
+
+namespace {
+
+using namespace torchweld;
+
+// call(T, P, the activation) for the types that are compiled.
+template <class Call>
+void dispatch_all(Activation activation, DType dtype, DType param_dtype, Call&& call) {
+  dispatch(dtype, param_dtype,
+           [&](auto t, auto p) { dispatch(activation, [&](auto act) { call(t, p, act); }); });
+}
+
+template <class T, class P, class Act>
+void bias_act_row(const BiasActForward& a, int64_t row, Act act, bool streamed) {
+  using A = Accumulate<T>;
+  const T* x = (const T*)a.x + row * a.width;
+  const P* bias = (const P*)a.bias;
+  T* y = (T*)a.y + row * a.width;
+  for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    Vec<A> z = load(x + i, at);
+    if (bias) z += load(bias + i, at);
+    write(y + i, act.value(z), at, streamed);
+  });
+}
+
+template <class T, class P, class Act>
+void bias_act_backward_row(const BiasActBackward& a, int64_t row, Accumulate<T>* partial, Act act,
+                           bool streamed) {
+  using A = Accumulate<T>;
+  const T* grad_y = (const T*)a.grad_y + row * a.width;
+  const T* x = (const T*)a.x + row * a.width;
+  const P* bias = (const P*)a.bias;
+  T* grad_x = (T*)a.grad_x + row * a.width;
+  for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    Vec<A> z = load(x + i, at);
+    if (bias) z += load(bias + i, at);
+    const Vec<A> grad = act.gradient(z, load(grad_y + i, at));
+    write(grad_x + i, grad, at, streamed);
+    if (partial) store(partial + i, load(partial + i, at) + grad, at);
+  });
+}
+
+}  // namespace
+
+// Items are rows.
+TW_EXPORT void bias_act_forward(const BiasActForward& a, int64_t begin, int64_t end) {
+  dispatch_all(a.activation, a.dtype, a.param_dtype, [&](auto t, auto p, auto act) {
+    using T = typename decltype(t)::type;
+    const bool streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
+    for (int64_t row = begin; row < end; ++row) {
+      bias_act_row<T, typename decltype(p)::type>(a, row, act, streamed);
+    }
+    if (streamed) finish_streams();
+  });
+}
+
+// Items are chunks of rows.
+TW_EXPORT void bias_act_backward(const BiasActBackward& a, int64_t begin, int64_t end) {
+  dispatch_all(a.activation, a.dtype, a.param_dtype, [&](auto t, auto p, auto act) {
+    using T = typename decltype(t)::type;
+    using A = Accumulate<T>;
+    const auto first_row = [&](int64_t chunk) { return chunk_begin(a.rows, a.chunks, chunk); };
+    const bool streamed = worth_streaming<T>(a.grad_x, a.rows, a.width, first_row(end) - 1);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      A* partial = a.bias_partials ? (A*)a.bias_partials + chunk * a.width : nullptr;
+      if (partial) std::memset(partial, 0, a.width * sizeof(A));
+      for (int64_t row = first_row(chunk); row < first_row(chunk + 1); ++row) {
+        bias_act_backward_row<T, typename decltype(p)::type>(a, row, partial, act, streamed);
+      }
+    }
+    if (streamed) finish_streams();
+  });
+}
+
+TW_EXPORT int64_t bias_act_chunks(int64_t rows) { return chunks_of(rows); }
+
+// Items are columns.
+TW_EXPORT void bias_act_bias_gradient(const BiasActBackward& a, int64_t begin, int64_t end) {
+  dispatch(a.dtype, a.param_dtype, [&](auto t, auto p) {
+    using A = Accumulate<typename decltype(t)::type>;
+    using P = typename decltype(p)::type;
+    add_chunks((P*)a.grad_bias, (const A*)a.bias_partials, a.chunks, a.width, begin, end);
+  });
+}
+
+// Items are rows.
+TW_EXPORT void gated_act_forward(const GatedActForward& a, int64_t begin, int64_t end) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
+    using T = typename decltype(t)::type;
+    using A = Accumulate<T>;
+    const bool streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* gate = (const T*)a.gate + row * a.gate_pitch;
+      const T* up = (const T*)a.up + row * a.up_pitch;
+      T* y = (T*)a.y + row * a.width;
+      for_vectors<A>(a.width, [&](int64_t i, auto at) {
+        write(y + i, act.value(load(gate + i, at)) * load(up + i, at), at, streamed);
+      });
+    }
+    if (streamed) finish_streams();
+  });
+}
+
+// Items are rows.
+TW_EXPORT void gated_act_backward(const GatedActBackward& a, int64_t begin, int64_t end) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
+    using T = typename decltype(t)::type;
+    using A = Accumulate<T>;
+    const bool streamed = worth_streaming<T>(a.grad_gate, a.rows, a.width, end - 1) &&
+                          worth_streaming<T>(a.grad_up, a.rows, a.width, end - 1);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* grad_y = (const T*)a.grad_y + row * a.width;
+      const T* gate = (const T*)a.gate + row * a.gate_pitch;
+      const T* up = (const T*)a.up + row * a.up_pitch;
+      T* grad_gate = (T*)a.grad_gate + row * a.width;
+      T* grad_up = (T*)a.grad_up + row * a.width;
+      for_vectors<A>(a.width, [&](int64_t i, auto at) {
+        const Vec<A> grad = load(grad_y + i, at), z = load(gate + i, at);
+        write(grad_gate + i, act.gradient(z, grad * load(up + i, at)), at, streamed);
+        write(grad_up + i, grad * act.value(z), at, streamed);
+      });
+    }
+    if (streamed) finish_streams();
+  });
+}

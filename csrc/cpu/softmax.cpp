@@ -1,0 +1,242 @@
+// Softmax with scale, mask and dropout on the CPU.
+//
+// Bytes: forward reads the scores and writes y, 2 x rows x width x size, and the mask where there is
+// one; backward reads grad_y and y, or the scores where something was dropped, and writes
+// grad_scores: 3 x rows x width x size. A row comes from memory once: its exponentials, and in
+// backward the gradients that were kept, wait in a scratch row, which L1 or L2 holds.
+#include "core/softmax.h"
+
+#include <type_traits>
+
+#include "core/dispatch.h"
+#include "cpu/dropout.h"
+#include "cpu/exp.h"
+#include "cpu/scratch.h"
+#include "cpu/vec.h"
+
+namespace {
+
+using namespace torchweld;
+
+// The lanes that are there; in the others `fill`.
+template <class A>
+Vec<A> present(Vec<A> v, Whole, A) {
+  return v;
+}
+template <class A>
+Vec<A> present(Vec<A> v, Part part, A fill) {
+  for (int64_t i = part.count; i < kLanes<A>; ++i) v[i] = fill;
+  return v;
+}
+
+template <class A>
+constexpr A kExcluded = -__builtin_inff();
+
+// --- Masks: what a scaled score becomes ---
+
+struct Unmasked {
+  template <class V, class Place>
+  V operator()(V z, int64_t, Place) const {
+    return z;
+  }
+};
+
+template <class A>
+struct Boolean {
+  const uint8_t* mask;
+  int64_t stride;
+
+  template <class Place>
+  Vec<A> operator()(Vec<A> z, int64_t i, Place at) const {
+    return choose<A>(included(i, at), z, splat(kExcluded<A>));
+  }
+  Bits<A> included(int64_t i, Whole) const {
+    if (!stride) return Bits<A>{} - (*mask != 0);
+    Bits<A> found;  // a plain loop: gcc widens it better than it converts vectors of bytes
+    for (int64_t k = 0; k < kLanes<A>; ++k) found[k] = -(mask[i + k] != 0);
+    return found;
+  }
+  Bits<A> included(int64_t i, Part part) const {
+    Bits<A> found = {};
+    for (int64_t k = 0; k < part.count; ++k) found[k] = -(mask[(i + k) * stride] != 0);
+    return found;
+  }
+};
+
+template <class A, class M>
+struct Additive {
+  const M* mask;
+  int64_t stride;
+
+  template <class Place>
+  Vec<A> operator()(Vec<A> z, int64_t i, Place at) const {
+    if (stride) return z + load(mask + i, at);
+    return z + load(mask, Part{1})[0];
+  }
+};
+
+// call(mask) with the mask of a row.
+template <class T, class Call>
+void with_mask(const ScoreMask& mask, int64_t row, Call&& call) {
+  using A = Accumulate<T>;
+  if (mask.kind == MaskKind::none) return call(Unmasked{});
+  const int64_t at = mask.rows(row);
+  if (mask.kind == MaskKind::boolean) {
+    return call(Boolean<A>{(const uint8_t*)mask.data + at, mask.stride});
+  }
+  dispatch(mask.dtype, mask.dtype, [&](auto m, auto) {
+    using M = typename decltype(m)::type;
+    if constexpr (std::is_same_v<M, T> || (std::is_same_v<M, float> && sizeof(T) == 2)) {
+      call(Additive<A, M>{(const M*)mask.data + at, mask.stride});
+    }
+  });
+}
+
+// --- Rows ---
+
+// The largest z of a row's visible keys.
+template <class T, class Mask>
+Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& masked,
+                            int64_t keys) {
+  using A = Accumulate<T>;
+  Vec<A> lanes[2] = {splat(kExcluded<A>), splat(kExcluded<A>)};  // two: each waits for itself
+  int64_t turn = 0;
+  for_vectors<A>(keys, [&](int64_t i, auto at) {
+    const Vec<A> z = present(masked(load(scores + i, at) * scale, i, at), at, kExcluded<A>);
+    Vec<A>& lane = lanes[turn++ & 1];
+    lane = maximum<A>(z, lane);
+  });
+  const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
+  A highest = kExcluded<A>;
+  for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
+  // Exponentials of -inf - 0 are zeros, of -inf - -inf they would be NaN.
+  return highest == kExcluded<A> ? 0 : highest;
+}
+
+// Zeros from column `begin` to the row's end.
+template <class T>
+void zeros(T* row, int64_t begin, int64_t width, bool streamed) {
+  using A = Accumulate<T>;
+  constexpr int64_t kStep = kLanes<A>;
+  for (; begin < width && begin % kStep; ++begin) row[begin] = T{};
+  for_vectors<A>(width - begin,
+                 [&](int64_t i, auto at) { write(row + begin + i, Vec<A>{}, at, streamed); });
+}
+
+template <class T>
+void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, bool streamed) {
+  using A = Accumulate<T>;
+  const T* scores = (const T*)a.scores + row * a.width;
+  T* y = (T*)a.y + row * a.width;
+  const int64_t keys = visible_keys(a.causal, row, a.width);
+  const A scale = (A)a.scale;
+  A highest = 0;
+  A sum[1];
+  with_mask<T>(a.mask, row, [&](auto&& masked) {
+    highest = highest_score(scores, scale, masked, keys);
+    sum_vectors<A>(keys, sum, [&](int64_t i, auto at, Vec<A>* acc) {
+      const Vec<A> z = masked(load(scores + i, at) * scale, i, at);
+      const Vec<A> e = exp_nonpositive(present(z, at, kExcluded<A>) - highest);
+      store(scratch + i, e);
+      acc[0] += e;
+    });
+  });
+  const A inverse = softmax_inverse(sum[0], a.mask, a.causal);
+  with_factors<A>(a.dropout, row, [&](auto&& factor) {
+    for_vectors<A>(keys, [&](int64_t i, auto at) {
+      __builtin_prefetch(scores + a.width + i);  // the next row's, while this one is in L1
+      write(y + i, load(scratch + i) * inverse * factor(i), at, streamed);
+    });
+  });
+  zeros(y, keys, a.width, streamed);
+  if (a.statistics) {
+    ((A*)a.statistics)[2 * row] = highest;
+    ((A*)a.statistics)[2 * row + 1] = inverse;
+  }
+}
+
+// From what the forward returned.
+template <class T>
+void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
+  using A = Accumulate<T>;
+  const T* grad_y = (const T*)a.grad_y + row * a.width;
+  const T* y = (const T*)a.y + row * a.width;
+  T* grad_scores = (T*)a.grad_scores + row * a.width;
+  const int64_t keys = visible_keys(a.causal, row, a.width);
+  A dot[1];
+  sum_vectors<A>(keys, dot, [&](int64_t i, auto at, Vec<A>* acc) {
+    acc[0] += load(grad_y + i, at) * load(y + i, at);
+  });
+  for_vectors<A>(keys, [&](int64_t i, auto at) {
+    __builtin_prefetch(grad_y + a.width + i);
+    __builtin_prefetch(y + a.width + i);
+    const Vec<A> gradient = load(y + i, at) * (load(grad_y + i, at) - dot[0]);
+    write(grad_scores + i, gradient * (A)a.scale, at, streamed);
+  });
+  zeros(grad_scores, keys, a.width, streamed);
+}
+
+// From the scores: y lacks what was dropped.
+template <class T>
+void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>* softmax,
+                            Accumulate<T>* g, bool streamed) {
+  using A = Accumulate<T>;
+  const T* grad_y = (const T*)a.grad_y + row * a.width;
+  const T* scores = (const T*)a.scores + row * a.width;
+  T* grad_scores = (T*)a.grad_scores + row * a.width;
+  const A highest = ((const A*)a.statistics)[2 * row];
+  const A inverse = ((const A*)a.statistics)[2 * row + 1];
+  const int64_t keys = inverse == 0 ? 0 : visible_keys(a.causal, row, a.width);
+  DropoutFactors<A> kept(a.dropout, row);
+  A dot[1];
+  with_mask<T>(a.mask, row, [&](auto&& masked) {
+    sum_vectors<A>(keys, dot, [&](int64_t i, auto at, Vec<A>* acc) {
+      const Vec<A> z = masked(load(scores + i, at) * (A)a.scale, i, at);
+      const Vec<A> s = exp_nonpositive(present(z, at, kExcluded<A>) - highest) * inverse;
+      const Vec<A> gradient = load(grad_y + i, at) * kept(i);
+      store(softmax + i, s);
+      store(g + i, gradient);
+      acc[0] += s * gradient;
+    });
+  });
+  for_vectors<A>(keys, [&](int64_t i, auto at) {
+    __builtin_prefetch(grad_y + a.width + i);
+    __builtin_prefetch(scores + a.width + i);
+    const Vec<A> gradient = load(softmax + i) * (load(g + i) - dot[0]);
+    write(grad_scores + i, gradient * (A)a.scale, at, streamed);
+  });
+  zeros(grad_scores, keys, a.width, streamed);
+}
+
+}  // namespace
+
+// Items are rows.
+TW_EXPORT void softmax_dropout_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
+  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
+    using T = typename decltype(t)::type;
+    const bool streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
+    Scratch<Accumulate<T>> scratch(a.width);
+    for (int64_t row = begin; row < end; ++row) {
+      forward_row<T>(a, row, scratch, streamed);
+    }
+    if (streamed) finish_streams();
+  });
+}
+
+TW_EXPORT void softmax_dropout_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
+    using T = typename decltype(t)::type;
+    using A = Accumulate<T>;
+    const bool streamed = worth_streaming<T>(a.grad_scores, a.rows, a.width, end - 1);
+    const int64_t width = a.y ? 0 : a.width;
+    Scratch<A> softmax(width), g(width);
+    for (int64_t row = begin; row < end; ++row) {
+      if (a.y) {
+        backward_row_of_y<T>(a, row, streamed);
+      } else {
+        backward_row_of_scores<T>(a, row, softmax, g, streamed);
+      }
+    }
+    if (streamed) finish_streams();
+  });
+}

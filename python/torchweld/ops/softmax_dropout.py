@@ -1,0 +1,245 @@
+"""softmax_dropout: scale, mask, softmax and dropout in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops import _check as checks
+from torchweld.ops._call import call
+from torchweld.random import Shard, drawn, drop, place
+from torchweld.registry import SEED, Numerics, Op, activation, boolean, constant
+
+
+def softmax_dropout(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+) -> torch.Tensor:
+    """dropout(softmax(scores * scale + mask), p) over the last dimension.
+
+    A row that the masks leave nothing of gives zeros, and zero gradients.
+
+    Args:
+        scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
+        mask: broadcasts to scores. Boolean: True takes part, as in
+            torch.nn.functional.scaled_dot_product_attention. Else added, in scores' dtype or
+            float32 under 16-bit scores; one that requires a gradient is added by torch.
+        scale: multiplies the scores.
+        causal: the last query sees every key, each one before it one key less.
+        p: probability of an element to be dropped, where training is true.
+        training: False drops nothing.
+        seed: what to drop, see torchweld.random; None draws one from torch's generator.
+        shard: where scores lies in a larger tensor of which it is a part: of its leading
+            dimensions alone, since a softmax needs whole rows.
+
+    Returns:
+        A tensor of scores' shape and dtype.
+    """
+    return call(OP, *_inputs(scores, mask, scale, causal, p, training, seed, shard))
+
+
+def _inputs(scores, mask, scale, causal, p, training, seed, shard):
+    p, seed = drawn("softmax_dropout", "scores", scores, p, training, seed)
+    whole, offset = place(shard)
+    checks.number("softmax_dropout", "scale", scale)
+    if isinstance(mask, torch.Tensor) and mask.requires_grad:
+        scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
+    return scores, mask, float(scale), causal, p, seed, whole, offset
+
+
+def _masked(scores, mask, scale, causal, whole, offset):
+    """What the softmax is taken of."""
+    z = scores if scale == 1 else scores * scale
+    if mask is not None and mask.dtype == torch.bool:
+        z = z.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        z = z + mask
+    if causal:
+        z = z.masked_fill(~_visible(scores, whole, offset), -torch.inf)
+    return z
+
+
+def _visible(scores, whole, offset):
+    queries, keys = scores.shape[-2:] if scores.ndim > 1 else (1, scores.shape[-1])
+    first, all_queries = (offset[-2], whole[-2]) if whole and scores.ndim > 1 else (0, queries)
+    query = torch.arange(queries, device=scores.device)[:, None] + first
+    visible = torch.arange(keys, device=scores.device) <= query + (keys - all_queries)
+    return visible if scores.ndim > 1 else visible[0]
+
+
+def _softmax(scores, mask, scale, causal, whole, offset):
+    """Rows that are masked away are zero; torch's are NaN."""
+    z = _masked(scores, mask, scale, causal, whole, offset)
+    if mask is None and not causal:
+        return torch.softmax(z, -1)
+    blank = (z == -torch.inf).all(-1, keepdim=True)
+    result = torch.softmax(z.masked_fill(blank, 0), -1).masked_fill(blank, 0)
+    return result if z.dtype == scores.dtype else result.to(scores.dtype)
+
+
+def _reference(scores, mask, scale, causal, p, seed, whole, offset):
+    if mask is not None or whole or scores.dtype not in OP.dtypes or not scores.ndim:
+        _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
+    if mask is None and not causal and seed is None:
+        return torch.softmax(scores if scale == 1 else scores * scale, -1)
+    y = _softmax(scores, mask, scale, causal, whole, offset)
+    return drop(y, p, seed, whole, offset)
+
+
+def _plain(scores, mask, scale, causal, p, seed, whole, offset):
+    y = torch.softmax(_masked(scores, mask, scale, causal, whole, offset), -1)
+    return torch.nn.functional.dropout(y, p) if seed is not None else y
+
+
+def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset):
+    if seed is not None:
+        y = _softmax(scores, mask, scale, causal, whole, offset)
+        grad_y = drop(grad_y, p, seed, whole, offset)
+    return y * (grad_y - (y * grad_y).sum(-1, keepdim=True)) * scale
+
+
+def _unsaved(scores, mask, scale, causal, p, seed, whole, offset):
+    """Undropped probabilities say all; the product with the values keeps them anyway."""
+    return ("scores", "statistics", "mask") if seed is None else ("y",)
+
+
+def _check(scores, mask, scale, causal, p, seed, whole, offset):
+    name = OP.name
+    checks.dense(name, "scores", scores, OP.dtypes)
+    if scores.ndim == 0:
+        raise ArgumentError(name, "scores", "of no dimensions", "at least one")
+    if mask is not None:
+        wide = [torch.float32] if scores.dtype.itemsize == 2 else []
+        checks.dense(name, "mask", mask, [torch.bool, scores.dtype, *wide])
+        checks.like(name, "mask", mask, scores, "scores")
+        checks.broadcasts(name, "mask", mask, scores, "scores")
+    checks.dropout(name, "scores", scores, seed, whole, offset)
+    if whole and whole[-1] != scores.shape[-1]:
+        accepted = f"whole rows: {scores.shape[-1]} columns"
+        raise ArgumentError(name, "shard", f"of sizes {whole}", accepted)
+
+
+def _fake(scores, mask, scale, causal, p, seed, whole, offset):
+    kind = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    statistics = [*scores.shape[:-1], 2] if seed is not None else [0]
+    y = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    return y, scores.new_empty(statistics, dtype=kind)
+
+
+def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
+    """Sums of magnitudes: an error of z is one of the exponential relative to its size."""
+    scores = scores.double()
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    s = _softmax(scores, mask, scale, causal, whole, offset)
+    z = _masked(scores, mask, scale, causal, whole, offset)
+    highest = z.amax(-1, keepdim=True) if z.shape[-1] else z.sum(-1, keepdim=True)
+    exponent = (scores * scale).abs() + (z - highest).abs()
+    if mask is not None and mask.dtype != torch.bool:
+        exponent = exponent + mask.abs()
+    exponent = torch.where(s > 0, exponent, 0)
+    relative = s * (1 + exponent + (s * exponent).sum(-1, keepdim=True))
+    g = drop(grad_y.double().abs(), p, seed, whole, offset)
+    projected = (relative * g).sum(-1, keepdim=True)
+    inner = relative * (g + (s * g).sum(-1, keepdim=True)) + s * projected
+    return {"y": drop(relative, p, seed, whole, offset), "grad_scores": inner * abs(scale)}
+
+
+# Masks of every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
+# larger tensor, no rows, no keys; the first is the one that tests give other sizes.
+_WHOLE: tuple[list[int], list[int]] = ([], [])
+_SAMPLES = (
+    (activation(5, 48), constant(48), 0.7, False, 0.1, SEED, *_WHOLE),
+    (activation(1), None, 1.0, False, 0.0, None, *_WHOLE),
+    (activation(3, 1), None, 1.0, False, 0.5, SEED, *_WHOLE),
+    (activation(5, 7), boolean(5, 7), 0.5, False, 0.0, None, *_WHOLE),
+    (activation(5, 7), boolean(5, 1), 0.5, False, 0.25, SEED, *_WHOLE),
+    (activation(2, 4, 7), None, 0.5, True, 0.25, SEED, *_WHOLE),
+    (activation(2, 7, 4), None, -0.5, True, 0.0, None, *_WHOLE),
+    (activation(7, 4), None, 0.5, True, 0.5, SEED, *_WHOLE),
+    (activation(2, 3, 5, 31), boolean(2, 1, 1, 31), 0.2, False, 0.1, SEED, *_WHOLE),
+    (activation(2, 3, 5, 31), constant(3, 5, 31), 0.2, True, 0.9, SEED, *_WHOLE),
+    (activation(2, 3, 5, 31), constant(2, 1, 5, 1), 0.2, False, 0.0, None, *_WHOLE),
+    (activation(2, 3, 2, 3, 5, 9), boolean(2, 1, 2, 1, 5, 9), 1.0, True, 0.1, SEED, *_WHOLE),
+    (activation(33, 64), constant(33, 64), 0.125, True, 0.0, None, *_WHOLE),
+    (activation(4, 50, 768), None, 0.3, True, 0.0, None, *_WHOLE),
+    (activation(4, 5, 1000), None, 1.0, False, 0.3, SEED, *_WHOLE),
+    (activation(3, 4096), constant(4096), 1.0, False, 0.1, SEED, *_WHOLE),
+    (activation(2, 8193), boolean(1), 1.0, False, 0.1, SEED, *_WHOLE),
+    (activation(1, 65536), None, 1.0, False, 0.0, None, *_WHOLE),
+    (activation(3, 131073), None, 1.0, True, 0.1, SEED, *_WHOLE),
+    (activation(2, 2, 4, 16), None, 1.0, True, 0.3, SEED, [2, 6, 9, 16], [0, 3, 5, 0]),
+    (activation(0, 64), None, 1.0, True, 0.1, SEED, *_WHOLE),
+    (activation(2, 0, 7), boolean(7), 1.0, False, 0.0, None, *_WHOLE),
+    (activation(3, 0), None, 1.0, False, 0.1, SEED, *_WHOLE),
+)
+
+
+def _measured(*shapes):
+    """Scale and mask alone; dropout alone; both, causal."""
+    for shape in shapes:
+        batch, keys = shape[0], shape[-1]
+        yield activation(*shape), boolean(batch, 1, 1, keys), 0.125, False, 0.0, None, *_WHOLE
+        yield activation(*shape), None, 1.0, False, 0.1, SEED, *_WHOLE
+        yield activation(*shape), None, 0.125, True, 0.1, SEED, *_WHOLE
+
+
+OP = Op(
+    name="softmax_dropout",
+    forward="(Tensor scores, Tensor? mask, float scale, bool causal, float p, Tensor? seed,"
+    " SymInt[] whole, SymInt[] offset) -> (Tensor y, Tensor statistics)",
+    backward="(Tensor grad_y, Tensor? y, Tensor? scores, Tensor? statistics, Tensor? mask,"
+    " float scale, bool causal, float p, Tensor? seed, SymInt[] whole, SymInt[] offset)"
+    " -> Tensor grad_scores",
+    inputs=_inputs,
+    reference=_reference,
+    plain=_plain,
+    backward_reference=_backward_reference,
+    unsaved=_unsaved,
+    check=_check,
+    fake=_fake,
+    columns=lambda *_: 1,
+    sources={
+        "cpu": (
+            "csrc/cpu/softmax.cpp",
+            "csrc/cpu/dropout.h",
+            "csrc/cpu/exp.h",
+            "csrc/cpu/scratch.h",
+            "csrc/cpu/vec.h",
+            "csrc/core/softmax.h",
+            "csrc/core/dropout.h",
+            "csrc/core/philox.h",
+            "csrc/core/rows.h",
+        ),
+        "cuda": (
+            "csrc/cuda/softmax.cu",
+            "csrc/cuda/columns.cuh",
+            "csrc/cuda/dropout.cuh",
+            "csrc/cuda/launch.cuh",
+            "csrc/cuda/reduce.cuh",
+            "csrc/cuda/rows.cuh",
+            "csrc/cuda/vec.cuh",
+            "csrc/core/softmax.h",
+            "csrc/core/dropout.h",
+            "csrc/core/philox.h",
+            "csrc/core/rows.h",
+        ),
+    },
+    samples=_SAMPLES,
+    benchmarks=tuple(_measured((2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048))),
+    benchmarks_on_gpu=tuple(_measured((8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192))),
+    tiny=(activation(1, 64), None, 1.0, False, 0.1, SEED, *_WHOLE),
+    numerics=Numerics(
+        fp32={"y": 2.0, "grad_scores": 2.0},
+        terms=_terms,
+        rounding={"grad_scores": 2.0},  # where y was saved in 16 bits
+    ),
+    small=2**14,
+    autocast={"cuda": torch.float32},
+)

@@ -1,0 +1,184 @@
+"""The random stream of dropout: what is dropped is a function of a seed and of the element's place.
+
+Philox 4x32-10 in counter mode. An element at (row, column) of the whole tensor, whose leading
+dimensions make its row number, takes word `column & 3` of
+
+    philox(counter=(column >> 2, row & LOW, row >> 32, 0), key=(seed & LOW, seed >> 32))
+
+with LOW = 2**32 - 1, and is dropped where that word is below round(p * 2**32). So every backend,
+every shard of a tensor and every recomputation drops the same elements, and no mask is stored.
+
+The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
+governs it; handing one over with `seed=` repeats what it dropped. Processes that share a tensor
+have to share the seed: seed their generators alike, or pass it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops._check import NUMBER
+from torchweld.registry import LIBRARY
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Shard(NamedTuple):
+    """Where a tensor lies in the whole one that it is a part of.
+
+    `sizes` are those of the whole tensor, `offsets` where the part begins; both of its rank.
+    """
+
+    sizes: Sequence[int]
+    offsets: Sequence[int]
+
+
+def seed(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Draws a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
+    if torch.compiler.is_compiling():
+        return torch.ops.torchweld.seed(torch.empty(1, device=device))
+    return torch.empty(1, dtype=torch.int64, device=device).random_()
+
+
+def _seed(fresh: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device=fresh.device).random_()
+
+
+def _fake_seed(fresh: torch.Tensor) -> torch.Tensor:
+    return fresh.new_empty(1, dtype=torch.int64)
+
+
+LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
+torch.library.register_fake("torchweld::seed", _fake_seed, lib=LIBRARY)
+
+
+def philox(
+    counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Philox 4x32-10 on int64 tensors of 32-bit words: four of the counter, two of the key."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = key
+    for _ in range(_ROUNDS):
+        # Products wrap around at 64 bits, which leaves all their bits in place.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) & _LOW) ^ c1 ^ key0
+        c2 = ((product0 >> 32) & _LOW) ^ c3 ^ key1
+        c1, c3 = product1 & _LOW, product0 & _LOW
+        key0, key1 = (key0 + _KEY_STEPS[0]) & _LOW, (key1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def kept(
+    shape: Sequence[int],
+    p: float,
+    seed: torch.Tensor | int,
+    *,
+    shard: Shard | None = None,
+    trailing: int = 1,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Which elements dropout with this seed keeps: True where one is kept.
+
+    Args:
+        shape: of the tensor.
+        p: the probability of being dropped.
+        seed: an int, or one int64 as drawn by `seed`.
+        shard: where the tensor lies in the whole one; None: it is the whole.
+        trailing: how many of the last dimensions are columns; norms count those they normalise.
+        device: where to compute it; None: on the seed's.
+    """
+    seed = as_seed("kept", seed, device)
+    whole, offset = place(shard)
+    words = _words(shape, trailing, seed, whole or shape, offset or [0] * len(shape))
+    return (words >= round(p * 2**32)).reshape(shape)
+
+
+def _words(
+    shape: Sequence[int],
+    trailing: int,
+    seed: torch.Tensor,
+    whole: Sequence[int],
+    offset: Sequence[int],
+) -> torch.Tensor:
+    """The word of every element: [rows..., columns]."""
+    leading, width = shape[: len(shape) - trailing], math.prod(shape[len(shape) - trailing :])
+    row = torch.zeros((), dtype=torch.int64, device=seed.device)
+    stride = 1
+    for dim in reversed(range(len(leading))):
+        coordinate = torch.arange(leading[dim], device=seed.device) + offset[dim]
+        row = row + (coordinate * stride).view([-1] + [1] * (len(leading) - 1 - dim))
+        stride = stride * whole[dim]
+    first = offset[-1]
+    skew = first % 4
+    group = torch.arange((width + skew + 3) // 4, device=seed.device) + first // 4
+    row = row.expand(leading).unsqueeze(-1)
+    zero = torch.zeros_like(row)
+    counter = (group, row & _LOW, (row >> 32) & _LOW, zero)
+    words = torch.stack(philox(counter, (seed & _LOW, (seed >> 32) & _LOW)), -1)
+    return words.flatten(-2)[..., skew : skew + width]
+
+
+# --- What ops with dropout do with their arguments ---------------------------------------------
+
+
+def as_seed(
+    function: str, value: torch.Tensor | int, device: torch.device | str | None
+) -> torch.Tensor:
+    """A seed as the ops take it: one int64 on the device."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.int64 or value.numel() != 1:
+            came = f"a {value.dtype} tensor of shape {list(value.shape)}"
+            raise ArgumentError(function, "seed", came, "an int or one int64")
+        return value.to(device).reshape(1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ArgumentError(
+            function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
+        )
+    return torch.full((1,), value, dtype=torch.int64, device=device)
+
+
+def drawn(
+    function: str,
+    x_name: str,
+    x: Any,
+    p: float,
+    training: bool,
+    seed_: torch.Tensor | int | None,
+) -> tuple[float, torch.Tensor | None]:
+    """The p and seed that an op gets: 0 and None, and nothing drawn, where nothing is dropped."""
+    if not isinstance(p, NUMBER) or not 0 <= p <= 1:
+        raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
+    if not training or p == 0:
+        return 0.0, None
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(function, x_name, f"a {type(x).__name__}", "a tensor")
+    return float(p), seed(x.device) if seed_ is None else as_seed(function, seed_, x.device)
+
+
+def place(shard: Shard | None) -> tuple[list[int], list[int]]:
+    """The two lists that an op gets: sizes of the whole and offsets; empty: it is the whole."""
+    return ([], []) if shard is None else (list(shard.sizes), list(shard.offsets))
+
+
+def drop(
+    x: torch.Tensor,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int],
+    offset: Sequence[int],
+    trailing: int = 1,
+) -> torch.Tensor:
+    """Dropout in eager torch: 0 where an element is dropped, else x / (1 - p)."""
+    if seed is None:
+        return x
+    shard = Shard(whole, offset) if whole else None
+    mask = kept(x.shape, p, seed, shard=shard, trailing=trailing)
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
