@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import Op, TensorSpec, materialize
 
@@ -26,11 +27,30 @@ def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -
     }
     inputs = list((named | tensors).values())
     results = function(*inputs) if function else call(op, *inputs)
-    results = results if isinstance(results, tuple) else (results,)
+    results = as_tuple(results)
     grads = [incoming(r) for r in results]
     gradients = torch.autograd.grad(results, list(tensors.values()), grads)
     found = dict(zip(op.public, [r.detach() for r in results], strict=True))
     return found | {f"grad_{n}": g for n, g in zip(tensors, gradients, strict=True)}
+
+
+def total(results: Any) -> torch.Tensor:
+    """The sum of all that an op returned."""
+    return torch.stack([result.sum() for result in as_tuple(results)]).sum()
+
+
+def saved_bytes(function: Callable[[], Any]) -> int:
+    """Bytes that the graph of what it computes keeps for backward."""
+    kept = 0
+
+    def count(t: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += t.numel() * t.itemsize
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        function()
+    return kept
 
 
 def is_floating(value: Any) -> bool:

@@ -17,6 +17,8 @@ SEED = torch.tensor([7])
 Shard = torchweld.random.Shard
 
 softmax: Callable[..., Any] = functional.softmax_dropout
+add: Callable[..., Any] = functional.bias_dropout_add
+add_norm: Callable[..., Any] = functional.dropout_add_layer_norm
 
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "width": (lambda: functional.layer_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
@@ -87,6 +89,40 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "whole rows: 8 columns",
     ),
     "causal shard": (lambda: softmax(X, causal=True, shard=Shard([3, 8], [0, 0])), "shard", "fits"),
+    "residual's shape": (lambda: add(X, W, X[:1]), "residual", r"x's shape, \[4, 8\]"),
+    "residual's dtype": (lambda: add(X, W, X.half()), "residual", "float32"),
+    "residual's device": (lambda: add(X, W, X.to("meta")), "residual", "device of x"),
+    "no residual": (lambda: add(X, W, None), "residual", "a tensor"),
+    "added bias's size": (lambda: add(X, W[:1], X), "bias", r"last dimension, \[8\]"),
+    "added bias's rank": (lambda: add(X, X, X), "bias", r"last dimension, \[8\]"),
+    "added bias's dtype": (lambda: add(X, W.half(), X), "bias", "float32"),
+    "adding to nothing": (lambda: add(W[0], None, W[0]), "x", "at least one"),
+    "adding integers": (lambda: add(X.int(), None, X.int()), "x", "float32 or bfloat16"),
+    "adding p": (lambda: add(X, W, X, -0.1), "p", "from 0 to 1"),
+    "adding shard": (lambda: add(X, W, X, 0.5, shard=Shard([4, 8], [0, 1])), "shard", "fits into"),
+    "norm's x": (lambda: add_norm([[1.0]], None, W), "x", "a tensor"),
+    "norm's residual": (lambda: add_norm(X, X[0], W), "residual", r"x's shape, \[4, 8\]"),
+    "norm's stream": (lambda: add_norm(X, X.bfloat16(), W), "residual", "float32"),
+    "norm's weight": (lambda: add_norm(X, X, W[:7]), "weight", r"whose shape is \[4, 8\]"),
+    "norm's weight's dtype": (lambda: add_norm(X, X, W.half()), "weight", "float32"),
+    "norm's bias": (lambda: add_norm(X, X, W, B[:1]), "bias", r"normalized_shape, \[8\]"),
+    "norm's sizes": (
+        lambda: add_norm(X, X, None, normalized_shape=[7]),
+        "normalized_shape",
+        r"\[4, 8\]",
+    ),
+    "norm's eps": (lambda: add_norm(X, X, W, eps=-1.0), "eps", ">= 0"),
+    "norm's seed": (lambda: add_norm(X, X, W, p=0.5, seed=-1), "seed", "an int from 0"),
+    "norm's shard": (
+        lambda: add_norm(X, X, W, p=0.5, shard=Shard([4, 16], [0, 8])),
+        "shard",
+        r"whole rows: ending in \[8\]",
+    ),
+    "rms norm's eps": (
+        lambda: functional.dropout_add_rms_norm(X, X, W, eps=torch.nan),
+        "eps",
+        ">= 0",
+    ),
     "rms sparse": (lambda: functional.rms_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
 }
 
@@ -121,6 +157,16 @@ def test_kernels_refuse_by_themselves() -> None:
     """Called past Python's checks the bindings raise: bad input never reaches a kernel."""
     ops = torch.ops.torchweld
     statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
+    f32, add_grads = torch.float32, ops.bias_dropout_add_backward.cpu
+
+    def norm_grads(
+        z: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype = f32
+    ) -> Any:
+        needs = (True, True, True)
+        return ops.dropout_add_rms_norm_backward.cpu(
+            grad, None, z, [8], W, 0.0, 1e-5, None, [], [], rstd, dtype, *needs
+        )
+
     bad = [
         lambda: ops.layer_norm.cpu(X, [7], None, None, 1e-5),
         lambda: ops.layer_norm.cpu(X, [], None, None, 1e-5),
@@ -158,6 +204,22 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: softmax_grads(X, X[:3], None, None, None, 1.0, False, 0.0, None, [], []),
         lambda: softmax_grads(X, None, X, None, None, 1.0, False, 0.5, SEED, [], []),
         lambda: softmax_grads(X, None, X, W, None, 1.0, False, 0.5, SEED, [], []),
+        lambda: ops.bias_dropout_add.cpu(X, W[:1], X, 0.0, None, [], []),
+        lambda: ops.bias_dropout_add.cpu(X, W, X[:1], 0.0, None, [], []),
+        lambda: ops.bias_dropout_add.cpu(X, W, X.half(), 0.0, None, [], []),
+        lambda: ops.bias_dropout_add.cpu(X[0, 0], None, X[0, 0], 0.0, None, [], []),
+        lambda: ops.bias_dropout_add.cpu(X, W, X, 0.5, None, [], []),
+        lambda: add_grads(X, W[:7], 0.0, None, [], [], f32, True, True),
+        lambda: add_grads(X.half(), W, 0.0, None, [], [], f32, True, True),
+        lambda: add_grads(X, W, 0.0, None, [], [], torch.int32, True, True),
+        lambda: ops.dropout_add_rms_norm.cpu(X, X[0], [8], W, 0.0, 1e-5, None, [], []),
+        lambda: ops.dropout_add_rms_norm.cpu(X, X.half(), [8], W, 0.0, 1e-5, None, [], []),
+        lambda: ops.dropout_add_rms_norm.cpu(X, X, [8], W, 0.5, 1e-5, SEED, [4, 9], [0, 0]),
+        lambda: ops.dropout_add_rms_norm.cpu(X, X, [7], W, 0.0, 1e-5, None, [], []),
+        lambda: ops.dropout_add_rms_norm.cpu(X, X, [8], W, 0.0, -1.0, None, [], []),
+        lambda: norm_grads(X, statistics, X[:3]),
+        lambda: norm_grads(X, statistics[:3], X),
+        lambda: norm_grads(X.half(), statistics, X.half()),
     ]
     for function in bad:
         with pytest.raises((RuntimeError, ValueError)):

@@ -134,6 +134,40 @@ def _dropout_on_shards(rank: int) -> None:
         torch.testing.assert_close(shards.grad.full_tensor(), scores.grad)
 
 
+def _residual_streams_on_shards(rank: int) -> None:
+    """Sequence and tensor parallelism drop what one device would; gradients of what all share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(size, generator=generator) for size in ((2, 6, 10), (2, 6, 10), 10, 10)]
+
+    def run(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        x, residual, weight, bias = given
+        torch.manual_seed(0)
+        added = torchweld.functional.bias_dropout_add(x, bias, residual, 0.4)
+        y, z = torchweld.functional.dropout_add_layer_norm(
+            x, added, weight, bias, p=0.3, return_residual=True
+        )
+        (y.square().sum() + z.square().sum()).backward()
+        return y, z
+
+    leaves = [value.clone().requires_grad_() for value in values]
+    expected = run(leaves)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        own = [placement, placement, Replicate(), Replicate()]
+        shards = [
+            distribute_tensor(v, mesh, [p]).requires_grad_()
+            for v, p in zip(values, own, strict=True)
+        ]
+        for result, wanted in zip(run(shards), expected, strict=True):
+            assert isinstance(result, DTensor)
+            torch.testing.assert_close(result.full_tensor(), wanted)
+        for shard, leaf in zip(shards, leaves, strict=True):
+            torch.testing.assert_close(shard.grad.full_tensor(), leaf.grad)
+
+
 def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str | None) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
@@ -147,7 +181,14 @@ def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str
         torch.distributed.destroy_process_group()
 
 
-SCENARIOS = (_ddp, _fsdp2, _sequence_parallel, _pipeline, _dropout_on_shards)
+SCENARIOS = (
+    _ddp,
+    _fsdp2,
+    _sequence_parallel,
+    _pipeline,
+    _dropout_on_shards,
+    _residual_streams_on_shards,
+)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

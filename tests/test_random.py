@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from conftest import Target
-from oracle import assert_right, reshaped, run
+from oracle import assert_right, reshaped, run, saved_bytes
 from torchweld import functional, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
@@ -300,25 +299,13 @@ def test_float32_masks_keep_16_bit_scores() -> None:
     assert torch.all((y - expected).abs() <= (2**-8 + 2**-20) * expected)
 
 
-def _memory(result: Any) -> int:
-    """Bytes that a result's graph keeps for backward."""
-    kept = 0
-
-    def count(t: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += t.numel() * t.itemsize
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        result()
-    return kept
-
-
 def test_saved_bytes() -> None:
     """No mask: the scores and two numbers a row; where nothing is dropped, y alone."""
     x = torch.randn(64, 512).bfloat16().requires_grad_()
     with torchweld.use_backend("cpu"):
         seed, rows = 8, 64 * 2 * 4
-        assert _memory(lambda: functional.softmax_dropout(x, p=0.1)) == 2 * x.numel() + rows + seed
-        assert _memory(lambda: functional.softmax_dropout(x)) == 2 * x.numel()
-        assert _memory(lambda: functional.softmax_dropout(x, x > 0)) == 2 * x.numel()
+        assert (
+            saved_bytes(lambda: functional.softmax_dropout(x, p=0.1)) == 2 * x.numel() + rows + seed
+        )
+        assert saved_bytes(lambda: functional.softmax_dropout(x)) == 2 * x.numel()
+        assert saved_bytes(lambda: functional.softmax_dropout(x, x > 0)) == 2 * x.numel()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import Target
 from oracle import assert_right, exact, reshaped, run, takes_several_trailing_dimensions
+from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import materialize
 
@@ -36,11 +37,11 @@ def test_layouts(target: Target, layout: str) -> None:
             assert inputs[position].shape == value.shape
             assert_right(target.op, inputs)
     leaves = materialize(arguments, torch.float32, target.device, requires_grad=True)
-    result = call(target.op, *leaves)
-    grad = LAYOUTS[layout](torch.randn_like(result))
+    results = as_tuple(call(target.op, *leaves))
+    grads = [LAYOUTS[layout](torch.randn_like(result)) for result in results]
     tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
-    found = torch.autograd.grad(result, tensors, grad, retain_graph=True)
-    expected = torch.autograd.grad(result, tensors, grad.contiguous())
+    found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
+    expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 

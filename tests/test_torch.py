@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 from conftest import Target
-from oracle import incoming, is_floating, reshaped, run
+from oracle import incoming, is_floating, reshaped, run, total
 from torchweld._autograd import as_tuple
 from torchweld.ops._call import call
 from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
@@ -27,10 +27,16 @@ def _overloads(target: Target) -> tuple[Any, Any]:
     return kernel.forward, kernel.backward
 
 
+def _equal(found: Any, expected: Any) -> bool:
+    pairs = zip(as_tuple(found), as_tuple(expected), strict=True)
+    return all(torch.equal(f, e) for f, e in pairs)
+
+
 def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
     values = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     values |= dict(zip(op.forward_signature.results, as_tuple(results), strict=True))
     values |= {f"grad_{name}": incoming(values[name]) for name in op.public}
+    values |= {f"{name}_dtype": value.dtype for name, value in values.items() if is_floating(value)}
     values |= {f"need_{name}": values[name] is not None for name in op.forward_signature.arguments}
     return [values[name] for name in op.backward_signature.arguments]
 
@@ -91,7 +97,7 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
             reshaped(target.op, (rows, 5), (768,)), torch.float32, target.device, requires_grad=True
         )
         with torch._dynamo.config.patch(error_on_recompile=settled):
-            compiled(*inputs).sum().backward()
+            total(compiled(*inputs)).backward()
 
 
 def test_compiled_choice_can_change(op: Op) -> None:
@@ -159,7 +165,8 @@ def test_autocast_has_eagers_dtype(
     with FakeTensorMode(), _autocast(device):
         inputs = [_empty(v, dtype, device) for v in reshaped(op, (4, 5), (768,))]
         with torchweld.use_backend(backend):
-            assert call(op, *inputs).dtype == op.reference(*inputs).dtype
+            ours, eager = as_tuple(call(op, *inputs)), as_tuple(op.reference(*inputs))
+            assert [result.dtype for result in ours] == [result.dtype for result in eager]
 
 
 def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
@@ -167,7 +174,7 @@ def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
     x = torch.randn(4, 5, 768)
     batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
     expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(x)
-    assert torch.equal(batched(x), expected)
+    assert _equal(batched(x), expected)
     with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match=r"torch\.func"):
         batched(x)
 
@@ -179,8 +186,8 @@ def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:
     for function in (torch.func.jvp, _dual_jvp):
         found = function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))[1]
         expected = function(lambda x: op.reference(x, *inputs[1:]), (x,), (tangent,))[1]
-        assert torch.equal(found, expected)
-        assert found.any()
+        assert _equal(found, expected)
+        assert all(derivative.any() for derivative in as_tuple(found))
         with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError):
             function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))
 
@@ -188,7 +195,8 @@ def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:
 def _dual_jvp(function: Any, primals: Any, tangents: Any) -> Any:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(primals[0], tangents[0])
-        return torch.autograd.forward_ad.unpack_dual(function(dual))
+        results = [torch.autograd.forward_ad.unpack_dual(r) for r in as_tuple(function(dual))]
+        return tuple(result[0] for result in results), tuple(result[1] for result in results)
 
 
 def test_checkpoint_policies_see_the_op(target: Target) -> None:
@@ -208,16 +216,16 @@ def test_checkpoint_policies_see_the_op(target: Target) -> None:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
-    result = checkpoint(
+    results = checkpoint(
         lambda *given: call(target.op, *given),
         *inputs,
         use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
     )
-    result.sum().backward()
+    total(results).backward()
     assert forward in seen
     expected = run(target.op, inputs)
-    assert torch.equal(result, expected[target.op.public[0]])
+    assert _equal(results, tuple(expected[name] for name in target.op.public))
 
 
 def test_schema_and_implementation_agree(target: Target) -> None:
@@ -241,5 +249,7 @@ def test_schema_and_implementation_agree(target: Target) -> None:
         else:
             continue
         expected = op.reference(*changed)
-        assert not torch.allclose(expected, base), op.forward_signature.arguments[position]
+        same = zip(as_tuple(expected), as_tuple(base), strict=True)
+        unchanged = all(torch.allclose(e, b) for e, b in same)
+        assert not unchanged, op.forward_signature.arguments[position]
         torch.testing.assert_close(call(op, *changed), expected)

@@ -1,67 +1,13 @@
 // layer_norm and rms_norm for torch; the schemas are in python/torchweld/ops.
-#include "core/norm.h"
-
-#include "bind/launch.h"
+#include "bind/norm.h"
 
 TW_KERNEL(layer_norm_forward, NormForward);
 TW_KERNEL(layer_norm_backward, NormBackward);
 TW_KERNEL(rms_norm_forward, NormForward);
 TW_KERNEL(rms_norm_backward, NormBackward);
-TW_KERNEL(norm_parameter_gradients, NormBackward);
-TW_FUNCTION(int64_t, norm_chunks, int64_t rows, int64_t width);
-TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t chunks, int64_t width);
 
 namespace torchweld {
 namespace {
-
-// The leading sizes of x are rows, the trailing ones, normalized_shape, make the width.
-struct Rows {
-  Sizes leading;
-  int64_t rows = 1, width = 1;
-
-  Rows(const Tensor& x, const Shape& normalized_shape)
-      : leading(x.sizes().data(), x.sizes().size() - normalized_shape.size()) {
-    for (int64_t size : leading) rows *= size;
-    for (int64_t size : normalized_shape) width *= size;
-  }
-  // What stops kernels from being launched on nothing.
-  int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
-};
-
-void check_shape(const Tensor& x, const Shape& normalized_shape) {
-  const size_t rank = x.sizes().size(), trailing = normalized_shape.size();
-  STD_TORCH_CHECK(trailing >= 1 && trailing <= rank, "normalized_shape does not fit x");
-  STD_TORCH_CHECK(same_sizes(Sizes(x.sizes().data() + rank - trailing, trailing),
-                             Sizes(normalized_shape.data(), trailing)),
-                  "x does not end in normalized_shape");
-}
-
-// Of weight and bias: DType of those given, which must agree.
-DType check_parameters(const Tensor& x, const Shape& normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias) {
-  const DType dtype = dtype_of(x);
-  DType param_dtype = dtype;
-  bool first = true;
-  for (const OptionalTensor* param : {&weight, &bias}) {
-    if (!*param) continue;
-    const Tensor& p = **param;
-    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than x");
-    STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
-                    "weight or bias is not of normalized_shape");
-    const DType given = dtype_of(p);
-    STD_TORCH_CHECK(given == dtype || (given == DType::f32 && dtype != DType::f64),
-                    "weight or bias is neither of x's dtype nor float32 under a 16-bit x");
-    STD_TORCH_CHECK(first || given == param_dtype, "weight and bias differ in dtype");
-    param_dtype = given;
-    first = false;
-  }
-  return param_dtype;
-}
-
-void check_like(const Tensor& t, const Tensor& x, Sizes sizes, ScalarType dtype) {
-  STD_TORCH_CHECK(same_device(t, x) && t.scalar_type() == dtype && same_sizes(t.sizes(), sizes),
-                  "a tensor saved by the forward pass, or the gradient, does not fit x");
-}
 
 // y, mean (LayerNorm only), rstd.
 template <class Kernel>
@@ -71,7 +17,8 @@ std::tuple<Tensor, OptionalTensor, Tensor> forward(const Kernel& kernel, bool ce
                                                    const OptionalTensor& weight_in,
                                                    const OptionalTensor& bias_in, double eps) {
   check_shape(x_in, normalized_shape);
-  const DType param_dtype = check_parameters(x_in, normalized_shape, weight_in, bias_in);
+  const DType param_dtype =
+      check_parameters(x_in, dtype_of(x_in), normalized_shape, weight_in, bias_in);
   STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
 
   const Tensor x = packed(x_in);
@@ -106,7 +53,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
                                             const OptionalTensor& mean_in, const Tensor& rstd_in,
                                             bool need_weight, bool need_bias) {
   check_shape(x_in, normalized_shape);
-  const DType param_dtype = check_parameters(x_in, normalized_shape, weight_in, bias_in);
+  const DType param_dtype =
+      check_parameters(x_in, dtype_of(x_in), normalized_shape, weight_in, bias_in);
   const ScalarType statistics = accumulate_type(dtype_of(x_in));
   const Rows shape(x_in, normalized_shape);
   check_like(grad_y_in, x_in, x_in.sizes(), x_in.scalar_type());
@@ -115,11 +63,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
 
   const Tensor grad_y = packed(grad_y_in), x = packed(x_in), rstd = packed(rstd_in);
   const OptionalTensor weight = packed(weight_in), mean = packed(mean_in);
-  const int64_t chunks = norm_chunks(shape.rows, shape.width);
-  const int64_t partial_sizes[] = {chunks, shape.width}, none[] = {0};
-  const int64_t workspace_sizes[] = {norm_workspace_bytes(chunks, shape.width) / 4};
-  const Tensor workspace = empty(x, Sizes(workspace_sizes, 1), ScalarType::Float);
-
   Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   NormBackward args{};
   args.grad_y = data(grad_y);
@@ -128,31 +71,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
   args.mean = data(mean);
   args.rstd = data(rstd);
   args.grad_x = grad_x.mutable_data_ptr();
-  args.workspace = workspace.mutable_data_ptr();
   args.rows = shape.rows;
   args.width = shape.width;
-  args.chunks = chunks;
   args.dtype = dtype_of(x);
   args.param_dtype = param_dtype;
-  std::vector<Tensor> partials;  // alive until the last launch
-  const auto parameter_gradient = [&](bool needed, const OptionalTensor& param, void*& grad,
-                                      void*& partial) {
-    if (!needed || !param) return empty(x, Sizes(none, 1), x.scalar_type());
-    Tensor result = empty(x, param->sizes(), param->scalar_type());
-    partials.push_back(empty(x, Sizes(partial_sizes, 2), statistics));
-    grad = result.mutable_data_ptr();
-    partial = partials.back().mutable_data_ptr();
-    return result;
-  };
-  Tensor grad_weight =
-      parameter_gradient(need_weight, weight_in, args.grad_weight, args.weight_partials);
-  Tensor grad_bias = parameter_gradient(need_bias, bias_in, args.grad_bias, args.bias_partials);
-
-  launch(kernel, args, x, shape.items(chunks), shape.rows * shape.width / chunks);
-  if (!partials.empty()) {
-    launch(norm_parameter_gradients, args, x, shape.width, chunks * (int64_t)partials.size());
-  }
-  return {grad_x, grad_weight, grad_bias};
+  const ParameterGradients gradients(x, args, need_weight ? weight_in : std::nullopt,
+                                     need_bias ? bias_in : std::nullopt);
+  launch(kernel, args, x, shape.items(args.chunks), shape.rows * shape.width / args.chunks);
+  gradients.add_chunks();
+  return {grad_x, gradients.weight, gradients.bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(Tensor x, Shape normalized_shape,

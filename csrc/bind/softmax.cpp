@@ -32,10 +32,9 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
   if (mask->scalar_type() == ScalarType::Bool) {
     found.kind = MaskKind::boolean;
   } else {
-    const DType dtype = dtype_of(scores);
     found.kind = MaskKind::additive;
     found.dtype = dtype_of(*mask);
-    STD_TORCH_CHECK(found.dtype == dtype || (found.dtype == DType::f32 && dtype != DType::f64),
+    STD_TORCH_CHECK(fits_beside(found.dtype, dtype_of(scores)),
                     "mask is neither boolean, nor of scores' dtype, nor float32 under 16 bits");
   }
   const size_t columns = sizes.size() - 1;

@@ -21,8 +21,8 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-inline DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
+inline DType dtype_of(ScalarType dtype) {
+  switch (dtype) {
     case ScalarType::Float:
       return DType::f32;
     case ScalarType::BFloat16:
@@ -34,6 +34,12 @@ inline DType dtype_of(const Tensor& t) {
     default:
       STD_TORCH_CHECK(false, "dtype is not one of float32, bfloat16, float16, float64");
   }
+}
+inline DType dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
+
+// Whether a tensor of this dtype may go along with one of `dtype`: the same, or float32 beside 16 bits.
+inline bool fits_beside(DType given, DType dtype) {
+  return given == dtype || (given == DType::f32 && dtype != DType::f64);
 }
 
 inline ScalarType accumulate_type(DType dtype) {
@@ -62,6 +68,12 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   Tensor tensor(result);
   if (poison) torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 0xa5 : std::nan(""));
   return tensor;
+}
+
+// What an op returns for a result that is not wanted.
+inline Tensor nothing(const Tensor& like) {
+  const int64_t none[] = {0};
+  return empty(like, Sizes(none, 1), like.scalar_type());
 }
 
 // Contiguous: the tensor itself, or a copy where it is not.

@@ -14,22 +14,32 @@ struct Type {
   using type = T;
 };
 
+// call(Type<P>{}) with P that of a tensor which may be float beside a 16-bit T: `dtype` says.
+template <class T, class Call>
+inline void dispatch_beside(DType dtype, Call&& call) {
+  if constexpr (sizeof(T) == 2) {
+    if (dtype == DType::f32) return call(Type<float>{});
+  }
+  call(Type<T>{});
+}
+
 // call(Type<T>{}, Type<P>{}) with T the tensors' type and P the parameters': the same, or float
 // under a 16-bit T. Calls nothing for a type that is not compiled.
 template <class Call>
 inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
-  const bool float_params = param_dtype == DType::f32;
+  const auto with = [&](auto t) {
+    dispatch_beside<typename decltype(t)::type>(param_dtype, [&](auto p) { call(t, p); });
+  };
   switch (dtype) {
     case DType::f32:
-      return call(Type<float>{}, Type<float>{});
+      return with(Type<float>{});
     case DType::bf16:
-      return float_params ? call(Type<BFloat16>{}, Type<float>{})
-                          : call(Type<BFloat16>{}, Type<BFloat16>{});
+      return with(Type<BFloat16>{});
     case DType::f16:
-      return float_params ? call(Type<Half>{}, Type<float>{}) : call(Type<Half>{}, Type<Half>{});
+      return with(Type<Half>{});
     case DType::f64:
 #if defined(TW_BASELINE)
-      return call(Type<double>{}, Type<double>{});
+      return with(Type<double>{});
 #else
       return;
 #endif

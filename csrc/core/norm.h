@@ -10,7 +10,6 @@
 #pragma once
 
 #include "core/chunks.h"
-#include "core/dtype.h"
 
 TW_NAMESPACE_BEGIN
 
@@ -43,10 +42,6 @@ struct NormBackward {
   int64_t rows, width, chunks;
   DType dtype, param_dtype;
 };
-
-TW_HD int64_t norm_chunk_begin(const NormBackward& a, int64_t chunk) {
-  return chunk_begin(a.rows, a.chunks, chunk);
-}
 
 // x_hat of one element.
 template <class A>

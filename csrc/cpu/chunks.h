@@ -13,7 +13,22 @@ inline int64_t chunks_of(int64_t rows) {
   return chunks < 1 ? 1 : chunks > 64 ? 64 : chunks;
 }
 
-// grad[column] = sum of partials[chunk][column] over the chunks, in order.
+// Row `chunk` of the partial sums, set to zero; null where there are none.
+template <class A>
+inline A* fresh_partial(void* partials, int64_t chunk, int64_t width) {
+  if (!partials) return nullptr;
+  A* partial = (A*)partials + chunk * width;
+  std::memset(partial, 0, width * sizeof(A));
+  return partial;
+}
+
+// partial[i...] += v; nothing where there is no partial.
+template <class A, class Place>
+inline void accumulate(A* partial, int64_t i, Vec<A> v, Place at) {
+  if (partial) store(partial + i, load(partial + i, at) + v, at);
+}
+
+// grad[column] = sum of partials[chunk][column] over the chunks; nothing where grad is null.
 template <class P, class A>
 inline void add_chunks(P* grad, const A* partials, int64_t chunks, int64_t width, int64_t begin,
                        int64_t end) {

@@ -116,4 +116,14 @@ class DropoutFactors {
   alignas(kVectorBytes) A factors_[kRun + kAtOnce];
 };
 
+// body(factors) with factors(i) those of columns i on, 1 where nothing is dropped.
+template <class A, class Body>
+inline void with_factors(const Dropout& dropout, int64_t row, Body&& body) {
+  if (dropout.seed) {
+    body(DropoutFactors<A>(dropout, row));
+  } else {
+    body([](int64_t) { return (A)1; });
+  }
+}
+
 TW_NAMESPACE_END

@@ -6,33 +6,17 @@
 // backward the gradients that were kept, wait in a scratch row, which L1 or L2 holds.
 #include "core/softmax.h"
 
-#include <new>
 #include <type_traits>
 
 #include "core/dispatch.h"
 #include "cpu/dropout.h"
 #include "cpu/exp.h"
+#include "cpu/scratch.h"
 #include "cpu/vec.h"
 
 namespace {
 
 using namespace torchweld;
-
-// A row of accumulators with room for a whole vector at its end.
-template <class A>
-class Scratch {
- public:
-  explicit Scratch(int64_t width)
-      : data_((A*)::operator new((width + kLanes<A>)*sizeof(A), kAlignment)) {}
-  ~Scratch() { ::operator delete(data_, kAlignment); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  operator A*() { return data_; }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  A* data_;
-};
 
 // The lanes that are there; in the others `fill`.
 template <class A>
@@ -158,17 +142,12 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
     });
   });
   const A inverse = softmax_inverse(sum[0], a.mask, a.causal);
-  const auto finish = [&](auto&& factor) {
+  with_factors<A>(a.dropout, row, [&](auto&& factor) {
     for_vectors<A>(keys, [&](int64_t i, auto at) {
       __builtin_prefetch(scores + a.width + i);  // the next row's, while this one is in L1
       write(y + i, load(scratch + i) * inverse * factor(i), at, streamed);
     });
-  };
-  if (a.dropout.seed) {
-    finish(DropoutFactors<A>(a.dropout, row));
-  } else {
-    finish([](int64_t) { return (A)1; });
-  }
+  });
   zeros(y, keys, a.width, streamed);
   if (a.statistics) {
     ((A*)a.statistics)[2 * row] = highest;

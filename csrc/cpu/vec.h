@@ -285,6 +285,16 @@ inline void finish_streams() {
 #endif
 }
 
+// A row of a tensor that may be absent.
+template <class T>
+inline const T* row_of(const void* tensor, int64_t row, int64_t width) {
+  return tensor ? (const T*)tensor + row * width : nullptr;
+}
+template <class T>
+inline T* row_of(void* tensor, int64_t row, int64_t width) {
+  return tensor ? (T*)tensor + row * width : nullptr;
+}
+
 // body(i, Whole or Part) for every vector of a row.
 template <class A, class Body>
 inline void for_vectors(int64_t width, Body&& body) {

@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   const Shares<T, V> shares{(int)threadIdx.x % threads, threads, begin,
                             begin + kSlice < a.width ? begin + kSlice : a.width};
   float* scratch = (float*)dynamic_shared();  // two areas for the sums, then those of the exchange
-  const int64_t first = norm_chunk_begin(a, chunk), last = norm_chunk_begin(a, chunk + 1);
+  const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
+                last = chunk_begin(a.rows, a.chunks, chunk + 1);
 
   constexpr bool kAhead = sizeof(T) == 2;
   float grad_weight[V][N] = {}, grad_bias[V][N] = {};
@@ -412,8 +413,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (weight_partial) weight_partial[i] = 0;
     if (bias_partial) bias_partial[i] = 0;
   }
-  const int64_t last = norm_chunk_begin(a, blockIdx.x + 1);
-  for (int64_t row = norm_chunk_begin(a, blockIdx.x); row < last; ++row) {
+  const int64_t last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
+  for (int64_t row = chunk_begin(a.rows, a.chunks, blockIdx.x); row < last; ++row) {
     const T* x = (const T*)a.x + row * a.width;
     const T* grad = (const T*)a.grad_y + row * a.width;
     const float mean = Centered ? ((const float*)a.mean)[row] : 0;

@@ -1,6 +1,9 @@
 """The public functions, in the manner of torch.nn.functional."""
 
 from torchweld.ops.bias_act import bias_act
+from torchweld.ops.bias_dropout_add import bias_dropout_add
+from torchweld.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from torchweld.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from torchweld.ops.gated_act import gated_act
 from torchweld.ops.layer_norm import layer_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
@@ -9,7 +12,10 @@ from torchweld.ops.softmax_dropout import softmax_dropout
 
 __all__ = [
     "bias_act",
+    "bias_dropout_add",
     "dequantize_8bit",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "gated_act",
     "layer_norm",
     "quantize_8bit",

@@ -96,6 +96,11 @@ def parameter(*shape: int) -> TensorSpec:
     return TensorSpec(shape, "parameter")
 
 
+def residual(*shape: int) -> TensorSpec:
+    """A tensor that flows, of a dtype as parameters have it."""
+    return TensorSpec(shape, "residual")
+
+
 def constant(*shape: int) -> TensorSpec:
     """A tensor like a parameter that gets no gradient."""
     return TensorSpec(shape, "constant")
@@ -133,7 +138,8 @@ def materialize(
             return values > -0.7
         # Away from zero mean and unit scale, where mistakes in statistics and weights show.
         values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
-        values = values.to((param_dtype or dtype) if argument.parameter else dtype)
+        wide = argument.parameter or argument.kind == "residual"
+        values = values.to((param_dtype or dtype) if wide else dtype)
         return values.requires_grad_(requires_grad and argument.kind != "constant")
 
     return [draw(argument) for argument in arguments]
@@ -333,18 +339,20 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
 def _fake_backward(op: Op) -> Callable[..., Any]:
     """Gradients are like the inputs they belong to, and empty where they are not wanted.
 
-    An input that was not saved is of the shape of the first result's gradient.
+    An input that was not saved is like the first result, or the gradient of that.
     """
     types = zip(op.forward_signature.arguments, op.forward_signature.types, strict=True)
     optional = {name for name, kind in types if "Optional" in kind}
 
     def fake(*inputs: Any) -> Any:
         given = dict(zip(op.backward_signature.arguments, inputs, strict=True))
-        flowing = given[f"grad_{op.public[0]}"]
+        first = op.public[0]
+        flowing = given[f"grad_{first}"] if given.get(first) is None else given[first]
 
         def gradient(name: str) -> torch.Tensor:
             value = given.get(name)
-            if not given.get(f"need_{name}", True) or (value is None and name in optional):
+            absent = name in given and value is None and name in optional
+            if absent or not given.get(f"need_{name}", True):
                 return flowing.new_empty(0)
             like = flowing if value is None else value
             dtype = given.get(f"{name}_dtype", like.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchweld import functional
@@ -32,3 +34,149 @@ class SoftmaxDropout(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}, scale={self.scale}, causal={self.causal}"
+
+
+class BiasDropoutAdd(torch.nn.Module):
+    """residual + dropout(x + bias, p); the bias is handed over, as the layer before has it.
+
+    Args:
+        p: probability of an element to be dropped while training.
+    """
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        return functional.bias_dropout_add(x, bias, residual, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class _DropoutAddNorm(torch.nn.Module):
+    def __init__(
+        self, normalized_shape: int | Sequence[int], p: float, return_residual: bool
+    ) -> None:
+        super().__init__()
+        sizes = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        self.normalized_shape = tuple(sizes)
+        self.p, self.return_residual = p, return_residual
+
+    def _learn(
+        self, name: str, wanted: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        value = torch.empty(self.normalized_shape, device=device, dtype=dtype) if wanted else None
+        self.register_parameter(name, None if value is None else torch.nn.Parameter(value))
+
+    def reset_parameters(self) -> None:
+        """Weights of one, biases of zero."""
+        for name, parameter in self.named_parameters():
+            torch.nn.init.constant_(parameter, 1.0 if name == "weight" else 0.0)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, p={self.p}, eps={self.eps}, "
+            f"return_residual={self.return_residual}"
+        )
+
+
+class DropoutAddLayerNorm(_DropoutAddNorm):
+    """layer_norm(dropout(x, p) + residual), with the parameters of torch.nn.LayerNorm.
+
+    A block that normalises after the residual connection takes the result alone:
+
+        x = norm(attention(x), x)
+
+    One that normalises before it lets the norm at the head of the next layer do the addition that
+    ends this one; with return_residual=True it hands on the residual stream:
+
+        x, stream = norm(attention(x), stream)
+
+    Args:
+        normalized_shape: the last dimensions, over which it is normalised.
+        p: probability of an element of x to be dropped while training.
+        eps: added to the variance.
+        elementwise_affine: False: neither weight nor bias.
+        bias: False: no bias.
+        return_residual: return (y, dropout(x, p) + residual).
+    """
+
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+    eps: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.0,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, p, return_residual)
+        self.eps = eps
+        self._learn("weight", elementwise_affine, device, dtype)
+        self._learn("bias", elementwise_affine and bias, device, dtype)
+        self.reset_parameters()
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return functional.dropout_add_layer_norm(
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            p=self.p,
+            eps=self.eps,
+            training=self.training,
+            return_residual=self.return_residual,
+            normalized_shape=self.normalized_shape,
+        )
+
+
+class DropoutAddRMSNorm(_DropoutAddNorm):
+    """rms_norm(dropout(x, p) + residual), with the parameter of torch.nn.RMSNorm.
+
+    Used as DropoutAddLayerNorm is; eps=None is, as in torch, the machine epsilon.
+    """
+
+    weight: torch.nn.Parameter | None
+    eps: float | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.0,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        *,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, p, return_residual)
+        self.eps = eps
+        self._learn("weight", elementwise_affine, device, dtype)
+        self.reset_parameters()
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return functional.dropout_add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            p=self.p,
+            eps=self.eps,
+            training=self.training,
+            return_residual=self.return_residual,
+            normalized_shape=self.normalized_shape,
+        )

@@ -35,6 +35,20 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
         raise ArgumentError(function, name, f"on {value.device}", accepted)
 
 
+def beside(x: torch.Tensor) -> list[torch.dtype]:
+    """Dtypes of what goes along with x: its own, or float32 beside a 16-bit one."""
+    return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
+
+
+def shaped(
+    function: str, name: str, value: torch.Tensor, shape: Sequence[int], meaning: str
+) -> None:
+    """Of this shape, which is that of what `meaning` says."""
+    if tuple(value.shape) != tuple(shape):
+        accepted = f"{meaning}, {list(shape)}"
+        raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
+
+
 def epsilon(function: str, eps: Any) -> None:
     """A number that is not negative and not NaN."""
     if not isinstance(eps, NUMBER) or math.isnan(eps) or eps < 0:

@@ -16,6 +16,7 @@ from torchweld.registry import Numerics, Op, activation, parameter
 SOURCES = {
     "cpu": (
         "csrc/cpu/norm.cpp",
+        "csrc/cpu/norm.h",
         "csrc/cpu/chunks.h",
         "csrc/cpu/vec.h",
         "csrc/core/norm.h",
@@ -84,33 +85,46 @@ def benchmarks(
     )
 
 
-def _terms(
+def split(
+    x: torch.Tensor, normalized_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leading dimensions, and the normalised ones."""
+    leading = x.ndim - len(normalized_shape)
+    return tuple(range(leading)), tuple(range(leading, x.ndim))
+
+
+def terms(
     x: torch.Tensor,
+    size: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None,
-    *rest: Any,
+    bias: torch.Tensor | None = None,
+    *,
     grad_y: torch.Tensor,
     centered: bool,
 ) -> dict[str, torch.Tensor]:
-    """Sums of the magnitudes that each result is made of, in float64."""
-    x, grad_y = x.double(), grad_y.double().abs()
-    dims = tuple(range(x.ndim - len(normalized_shape), x.ndim))
-    rows = tuple(range(x.ndim - len(normalized_shape)))
+    """Sums of the magnitudes that each result is made of, in float64; `size` is that of x."""
+    grad_y = grad_y.double().abs()
+    rows, dims = split(x, normalized_shape)
     scale = 1.0 if weight is None else weight.double().abs()
     mean = x.mean(dims, keepdim=True) if centered else torch.zeros_like(x)
     rstd = (x - mean).square().mean(dims, keepdim=True).add(1e-6).rsqrt()
     # A mean is as exact as its summands are large, however they cancel.
-    x_hat = (x.abs() + (x.abs().mean(dims, keepdim=True) if centered else 0)) * rstd
+    x_hat = (size + (size.mean(dims, keepdim=True) if centered else 0)) * rstd
     g = grad_y * scale
     projected = (g * x_hat).mean(dims, keepdim=True) * x_hat
     mean_g = g.mean(dims, keepdim=True) if centered else 0.0
-    bias = rest[0].double().abs() if centered and rest[0] is not None else 0.0
     return {
-        "y": x_hat * scale + bias,
+        "y": x_hat * scale + (0.0 if bias is None else bias.double().abs()),
         "grad_x": rstd * (g + mean_g + projected),
         "grad_weight": (grad_y * x_hat).sum(rows) if rows else grad_y * x_hat,
         "grad_bias": grad_y.sum(rows) if rows else grad_y,
     }
+
+
+def _terms(x, normalized_shape, weight, *rest, grad_y, centered):
+    x, bias = x.double(), rest[:1] if centered else ()
+    return terms(x, x.abs(), normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
 
 
 def numerics(centered: bool) -> Numerics:
@@ -134,14 +148,11 @@ def check(
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
         accepted = f"the last dimensions of x, whose shape is {list(x.shape)}"
         raise ArgumentError(op.name, "normalized_shape", list(shape), accepted)
-    dtypes = [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in given.items():
-        _check.dense(op.name, name, value, dtypes)
+        _check.dense(op.name, name, value, _check.beside(x))
         _check.like(op.name, name, value, x, "x")
-        if tuple(value.shape) != shape:
-            accepted = f"normalized_shape, {list(shape)}"
-            raise ArgumentError(op.name, name, f"of shape {list(value.shape)}", accepted)
+        _check.shaped(op.name, name, value, shape, "normalized_shape")
     if len({value.dtype for value in given.values()}) > 1:
         came = " and ".join(f"{value.dtype}" for value in given.values())
         raise ArgumentError(op.name, "bias", f"of another dtype than weight: {came}", "the same")

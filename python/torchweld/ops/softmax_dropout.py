@@ -210,6 +210,7 @@ OP = Op(
             "csrc/cpu/softmax.cpp",
             "csrc/cpu/dropout.h",
             "csrc/cpu/exp.h",
+            "csrc/cpu/scratch.h",
             "csrc/cpu/vec.h",
             "csrc/core/softmax.h",
             "csrc/core/dropout.h",

@@ -1,0 +1,101 @@
+// What bindings of ops that end in a norm have in common: checks, sizes, parameter gradients.
+#pragma once
+
+#include "bind/launch.h"
+#include "core/norm.h"
+
+TW_KERNEL(norm_parameter_gradients, NormBackward);
+TW_FUNCTION(int64_t, norm_chunks, int64_t rows, int64_t width);
+TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t chunks, int64_t width);
+
+namespace torchweld {
+
+// The leading sizes of x are rows, the trailing ones, normalized_shape, make the width.
+struct Rows {
+  Sizes leading;
+  int64_t rows = 1, width = 1;
+
+  Rows(const Tensor& x, const Shape& normalized_shape)
+      : leading(x.sizes().data(), x.sizes().size() - normalized_shape.size()) {
+    for (int64_t size : leading) rows *= size;
+    for (int64_t size : normalized_shape) width *= size;
+  }
+  // What stops kernels from being launched on nothing.
+  int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
+};
+
+inline void check_shape(const Tensor& x, const Shape& normalized_shape) {
+  const size_t rank = x.sizes().size(), trailing = normalized_shape.size();
+  STD_TORCH_CHECK(trailing >= 1 && trailing <= rank, "normalized_shape does not fit x");
+  STD_TORCH_CHECK(same_sizes(Sizes(x.sizes().data() + rank - trailing, trailing),
+                             Sizes(normalized_shape.data(), trailing)),
+                  "x does not end in normalized_shape");
+}
+
+// Of weight and bias, beside an x of `dtype`: DType of those given, which must agree.
+inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normalized_shape,
+                              const OptionalTensor& weight, const OptionalTensor& bias) {
+  DType param_dtype = dtype;
+  bool first = true;
+  for (const OptionalTensor* param : {&weight, &bias}) {
+    if (!*param) continue;
+    const Tensor& p = **param;
+    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than x");
+    STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
+                    "weight or bias is not of normalized_shape");
+    const DType given = dtype_of(p);
+    STD_TORCH_CHECK(fits_beside(given, dtype),
+                    "weight or bias is neither of x's dtype nor float32 under a 16-bit x");
+    STD_TORCH_CHECK(first || given == param_dtype, "weight and bias differ in dtype");
+    param_dtype = given;
+    first = false;
+  }
+  return param_dtype;
+}
+
+inline void check_like(const Tensor& t, const Tensor& x, Sizes sizes, ScalarType dtype) {
+  STD_TORCH_CHECK(same_device(t, x) && t.scalar_type() == dtype && same_sizes(t.sizes(), sizes),
+                  "a tensor saved by the forward pass, or the gradient, does not fit x");
+}
+
+// Allocates a backward pass's workspace, partial sums and parameter gradients, and keeps them alive
+// until its last launch.
+class ParameterGradients {
+ public:
+  Tensor weight, bias;  // empty where they are not wanted
+
+  // `args` has sizes and dtypes, and gets the pointers.
+  ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
+                     const OptionalTensor& bias_in)
+      : args_(args) {
+    args.chunks = norm_chunks(args.rows, args.width);
+    const int64_t floats[] = {norm_workspace_bytes(args.chunks, args.width) / 4};
+    scratch_.push_back(empty(like, Sizes(floats, 1), ScalarType::Float));
+    args.workspace = scratch_.back().mutable_data_ptr();
+    weight = gradient(like, weight_in, args.grad_weight, args.weight_partials);
+    bias = gradient(like, bias_in, args.grad_bias, args.bias_partials);
+  }
+
+  void add_chunks() const {
+    const int64_t wanted = (args_.grad_weight != nullptr) + (args_.grad_bias != nullptr);
+    if (wanted) {
+      launch(norm_parameter_gradients, args_, weight, args_.width, args_.chunks * wanted);
+    }
+  }
+
+ private:
+  Tensor gradient(const Tensor& like, const OptionalTensor& param, void*& grad, void*& partials) {
+    if (!param) return nothing(like);
+    const int64_t sizes[] = {args_.chunks, args_.width};
+    scratch_.push_back(empty(like, Sizes(sizes, 2), accumulate_type(args_.dtype)));
+    partials = scratch_.back().mutable_data_ptr();
+    Tensor result = empty(like, param->sizes(), param->scalar_type());
+    grad = result.mutable_data_ptr();
+    return result;
+  }
+
+  const NormBackward& args_;
+  std::vector<Tensor> scratch_;
+};
+
+}  // namespace torchweld

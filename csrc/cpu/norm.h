@@ -1,0 +1,94 @@
+// One row of LayerNorm or RMSNorm, forward and backward: what the norms and those that add to a
+// residual stream before share. X is what the normalised row is stored in, T what y is.
+#pragma once
+
+#include "core/norm.h"
+#include "cpu/chunks.h"
+#include "cpu/vec.h"
+
+TW_NAMESPACE_BEGIN
+
+// y and the statistics of a row x. prefetch(i) is called as y's columns from i on are written.
+template <bool Centered, class T, class P, class X, class Prefetch>
+inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
+                          Prefetch&& prefetch) {
+  using A = Accumulate<T>;
+  const P* weight = (const P*)a.weight;
+  const P* bias = (const P*)a.bias;
+  T* y = (T*)a.y + row * a.width;
+
+  A mean = 0;
+  if constexpr (Centered) {
+    A sum[1];
+    sum_vectors<A>(a.width, sum,
+                   [&](int64_t i, auto at, Vec<A>* acc) { acc[0] += load(x + i, at); });
+    mean = sum[0] / (A)a.width;
+  }
+  // The squares of what is left after the mean: the difference of two large sums would cancel.
+  A squares[1];
+  sum_vectors<A>(a.width, squares, [&](int64_t i, auto at, Vec<A>* acc) {
+    const Vec<A> centered = load(x + i, at, mean) - mean;
+    acc[0] += centered * centered;
+  });
+  const A rstd = 1 / square_root(squares[0] / (A)a.width + (A)a.eps);
+
+  for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    Vec<A> v = norm_normalize(load(x + i, at), splat(mean), splat(rstd));
+    if (weight) v *= load(weight + i, at);
+    if (bias) v += load(bias + i, at);
+    prefetch(i);
+    write(y + i, v, at, streamed);
+  });
+  if constexpr (Centered) ((A*)a.mean)[row] = mean;
+  ((A*)a.rstd)[row] = rstd;
+}
+
+// The gradient of a row of a.x, handed to finish(i, place, gradient) in vectors; the row's share of
+// the parameter gradients is added to the chunk's partials.
+template <bool Centered, class X, class T, class P, class Finish>
+inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,
+                              Accumulate<T>* bias_partial, Finish&& finish) {
+  using A = Accumulate<T>;
+  const T* grad_y = (const T*)a.grad_y + row * a.width;
+  const X* x = (const X*)a.x + row * a.width;
+  const P* weight = (const P*)a.weight;
+  const Vec<A> mean = splat(Centered ? ((const A*)a.mean)[row] : 0);
+  const Vec<A> rstd = splat(((const A*)a.rstd)[row]);
+
+  A sums[2];  // of g and of g * x_hat
+  sum_vectors<A>(a.width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
+    Vec<A> g = load(grad_y + i, at);
+    if (weight) g *= load(weight + i, at);
+    if constexpr (Centered) acc[0] += g;
+    acc[1] += g * norm_normalize(load(x + i, at), mean, rstd);
+  });
+  const Vec<A> mean_g = splat(sums[0] / (A)a.width);
+  const Vec<A> mean_g_x_hat = splat(sums[1] / (A)a.width);
+
+  for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    const Vec<A> gradient = load(grad_y + i, at);
+    const Vec<A> x_hat = norm_normalize(load(x + i, at), mean, rstd);
+    const Vec<A> g = weight ? gradient * load(weight + i, at) : gradient;
+    __builtin_prefetch(grad_y + a.width + i);  // the next row's, while this one is in L1
+    __builtin_prefetch(x + a.width + i);
+    finish(i, at, norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat));
+    accumulate(weight_partial, i, gradient * x_hat, at);
+    accumulate(bias_partial, i, gradient, at);
+  });
+}
+
+// differentiate(row, weight_partial, bias_partial) for the rows of chunks begin to end.
+template <class A, class Row>
+inline void for_rows_of_chunks(const NormBackward& a, int64_t begin, int64_t end,
+                               Row&& differentiate) {
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    A* weight_partial = fresh_partial<A>(a.weight_partials, chunk, a.width);
+    A* bias_partial = fresh_partial<A>(a.bias_partials, chunk, a.width);
+    const int64_t last = chunk_begin(a.rows, a.chunks, chunk + 1);
+    for (int64_t row = chunk_begin(a.rows, a.chunks, chunk); row < last; ++row) {
+      differentiate(row, weight_partial, bias_partial);
+    }
+  }
+}
+
+TW_NAMESPACE_END
