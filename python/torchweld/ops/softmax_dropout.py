@@ -230,6 +230,12 @@ OP = Op(
             "csrc/core/philox.h",
             "csrc/core/rows.h",
         ),
+        "triton": (
+            "triton_kernels/softmax.py",
+            "triton_kernels/dropout.py",
+            "triton_kernels/launch.py",
+            "triton_kernels/rows.py",
+        ),
     },
     samples=_SAMPLES,
     benchmarks=tuple(_measured((2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048))),
