@@ -254,6 +254,19 @@ def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
 
 @pytest.mark.of("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_nan_fills_its_row(target: Target, p: float) -> None:
+    """What is not visible too, as in torch."""
+    x = torch.randn(20, 40, device=target.device)
+    x[3, 2] = torch.nan
+    seed = torch.tensor([3], device=target.device) if p else None
+    for function in (target.op.reference, None):
+        y = run(target.op, [x, None, 1.0, True, p, seed, [], []], function)["y"]
+        assert torch.equal(y.isnan().any(1), y.isnan().all(1))
+        assert y.isnan().any(1).tolist() == [row == 3 for row in range(20)]
+
+
+@pytest.mark.of("softmax_dropout")
+@pytest.mark.parametrize("p", [0.0, 0.5])
 def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
     """As torch has it: no mask took them away."""
     x = torch.randn(3, 7, device=target.device)

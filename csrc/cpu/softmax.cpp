@@ -113,14 +113,16 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
   return highest == kExcluded<A> ? 0 : highest;
 }
 
-// Zeros from column `begin` to the row's end.
+// The value from column `begin` to the row's end.
 template <class T>
-void zeros(T* row, int64_t begin, int64_t width, bool streamed) {
+void fill(T* row, int64_t begin, int64_t width, Accumulate<T> value, bool streamed) {
   using A = Accumulate<T>;
   constexpr int64_t kStep = kLanes<A>;
-  for (; begin < width && begin % kStep; ++begin) row[begin] = T{};
-  for_vectors<A>(width - begin,
-                 [&](int64_t i, auto at) { write(row + begin + i, Vec<A>{}, at, streamed); });
+  const int64_t boundary = (begin + kStep - 1) / kStep * kStep;
+  const int64_t whole = boundary < width ? boundary : width;
+  if (begin < whole) store(row + begin, splat(value), Part{whole - begin});
+  for_vectors<A>(width - whole,
+                 [&](int64_t i, auto at) { write(row + whole + i, splat(value), at, streamed); });
 }
 
 template <class T>
@@ -148,7 +150,7 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
       write(y + i, load(scratch + i) * inverse * factor(i), at, streamed);
     });
   });
-  zeros(y, keys, a.width, streamed);
+  fill(y, keys, a.width, 0 * inverse, streamed);  // NaN where the row is
   if (a.statistics) {
     ((A*)a.statistics)[2 * row] = highest;
     ((A*)a.statistics)[2 * row + 1] = inverse;
@@ -173,7 +175,7 @@ void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
     const Vec<A> gradient = load(y + i, at) * (load(grad_y + i, at) - dot[0]);
     write(grad_scores + i, gradient * (A)a.scale, at, streamed);
   });
-  zeros(grad_scores, keys, a.width, streamed);
+  fill(grad_scores, keys, a.width, (A)0, streamed);
 }
 
 // From the scores: y lacks what was dropped.
@@ -205,7 +207,7 @@ void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>
     const Vec<A> gradient = load(softmax + i) * (load(g + i) - dot[0]);
     write(grad_scores + i, gradient * (A)a.scale, at, streamed);
   });
-  zeros(grad_scores, keys, a.width, streamed);
+  fill(grad_scores, keys, a.width, (A)0, streamed);
 }
 
 }  // namespace
