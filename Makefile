@@ -27,7 +27,8 @@ PYTEST := $(PY) -m pytest
 NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
 	tests/test_quantize_8bit.py tests/test_optim.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
-CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py
+CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
+	tests/test_seams.py tests/test_seams_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -148,6 +149,26 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
 	  $(PYTEST) -n 2 -k "not interpreter and not inductor" $(KERNELS) $(ARGS)
+
+# Only for the GPU at hand, unless TORCH_CUDA_ARCH_LIST says otherwise.
+gpu gpu-sanitize: export TORCHWELD_CUDA := 1
+gpu gpu-sanitize: export TORCH_CUDA_ARCH_LIST ?= $(shell $(PY) -c \
+	'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' 2>/dev/null)
+NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	{ echo "torchweld: torch sees no GPU here"; exit 1; }
+
+.PHONY: gpu
+gpu: env ## On a GPU: its part of the contract, then the benchmark, into bench/evidence; ARGS: op names
+	$(NEEDS_GPU)
+	@$(PY) -m torchweld bench --record $(ARGS)
+
+.PHONY: gpu-sanitize
+gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over the CUDA kernels
+	$(NEEDS_GPU)
+	@for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
+	    -k "gpu-cuda and (layouts or surroundings or part_drops)" $(NUMBERS) $(ARGS) || exit 1; \
+	done
 
 .PHONY: clean
 clean: ## Remove what was built

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchweld import optim
-from torchweld.registry import OPS
+from torchweld.registry import OPS, Op, Seam
 
 HEADER = """# Ops
 
@@ -19,26 +19,36 @@ def table() -> str:
     """One section for each op."""
     parts = [HEADER]
     for op in OPS.values():
-        saved = [
-            name
-            for name in op.backward_signature.arguments
-            if name in op.forward_signature.arguments + op.forward_signature.results
-            and "Tensor" in op.backward_signature.types[op.backward_signature.arguments.index(name)]
-        ]
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in op.dtypes)
         backends = "; ".join(f"{name}: `{files[0]}`" for name, files in op.sources.items())
+        about = _seam(backends) if isinstance(op, Seam) else _kernel(op, backends)
         parts.append(
             f"""## {op.name}
 
 - forward `{op.forward}`
 - backward `{op.backward}`
-- dtypes: {dtypes}; parameters also float32 under a 16-bit tensor
-- kernels: {backends}
-- saved for backward: {", ".join(saved)}{", as far as it is needed" if op.unsaved else ""}
+- dtypes: {", ".join(str(dtype).removeprefix("torch.") for dtype in op.dtypes)}{about}
 - eager serves below {op.small} elements
 """
         )
     return "\n".join(parts)
+
+
+def _kernel(op: Op, backends: str) -> str:
+    saved = [
+        name
+        for name in op.backward_signature.arguments
+        if name in op.forward_signature.arguments + op.forward_signature.results
+        and "Tensor" in op.backward_signature.types[op.backward_signature.arguments.index(name)]
+    ]
+    return f"""; parameters also float32 under a 16-bit tensor
+- kernels: {backends}
+- saved for backward: {", ".join(saved)}{", as far as it is needed" if op.unsaved else ""}"""
+
+
+def _seam(backends: str) -> str:
+    return f"""
+- GEMMs of torch's, between them {backends}
+- saved for backward: what goes into the GEMMs and comes out of the first; with `recompute`, x"""
 
 
 def optimizer_bytes() -> str:

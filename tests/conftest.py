@@ -18,7 +18,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 import torchweld  # noqa: E402
-from torchweld.registry import BACKENDS, OPS, Op  # noqa: E402
+from torchweld.registry import BACKENDS, OPS, Op, Seam  # noqa: E402
 
 settings.register_profile(
     "torchweld",
@@ -79,10 +79,13 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 
 PLACES = _places()
+# A seam has no kernel of its own: what is not marked with `seams` is in tests/test_seams.py. What
+# the interpreter could find is found in the ops' own tests.
+KERNELS = [op for op in OPS.values() if not isinstance(op, Seam)]
 TARGETS = [
     Target(op, backend, place, device)
     for place, (backend, device, missing) in PLACES.items()
-    for op in OPS.values()
+    for op in (KERNELS if place == "interpreter" else OPS.values())
     if backend in op.sources and missing is None
 ]
 
@@ -90,14 +93,16 @@ TARGETS = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
-    Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names.
+    Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names;
+    with `seams`: of seams too.
     """
     names = set(metafunc.fixturenames)
     drawing = metafunc.definition.get_closest_marker("drawing") is not None
+    seams = metafunc.definition.get_closest_marker("seams") is not None
     named = metafunc.definition.get_closest_marker("of")
     ops = [
         op
-        for op in OPS.values()
+        for op in (OPS.values() if seams else KERNELS)
         if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
     ]
     targets = [target for target in TARGETS if target.op in ops]
@@ -142,8 +147,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     lines = []
     for place, (backend, _, missing) in PLACES.items():
-        ops = [op.name for op in OPS.values() if backend in op.sources]
-        ran = {op for where, op in properties if where == place}
+        ops = [op.name for op in KERNELS if backend in op.sources]
+        ran = {op for where, op in properties if where == place and op in ops}
         # Forward and backward are a kernel each.
         line = f"{place:12} {2 * len(ran):3} kernels ran, {2 * (len(ops) - len(ran)):3} did not run"
         lines.append(line + (f": {missing}" if missing else ""))

@@ -66,6 +66,24 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "up's shape": (lambda: functional.gated_act(X, X[:1]), "up", r"shape of gate, \[4, 8\]"),
     "up's dtype": (lambda: functional.gated_act(X, X.half()), "up", "float32"),
+    "weight's features": (lambda: functional.linear_act(X, torch.ones(3, 7)), "weight", ", 8]"),
+    "weight's rank": (lambda: functional.linear_act(X, W), "weight", "out_features, 8"),
+    "weight's precision": (
+        lambda: functional.linear_act(X, torch.ones(3, 8).half()),
+        "weight",
+        "float32",
+    ),
+    "linear's bias": (lambda: functional.linear_act(X, X, B), "bias", r"\[4\]"),
+    "linear's mix": (lambda: functional.linear_act(X, X, B[:4].half()), "bias", "float32"),
+    "linear's activation": (
+        lambda: functional.linear_act(X, X, activation="x"),
+        "activation",
+        "or",
+    ),
+    "second weight": (lambda: functional.mlp(X, X, None, X, None), "w2", "out_features, 4"),
+    "first bias": (lambda: functional.mlp(X, X, B, X.t(), None), "b1", r"\[4\]"),
+    "up's weight": (lambda: functional.gated_mlp(X, X, X[:3], X.t()), "up_weight", r"\[4, 8\]"),
+    "down's weight": (lambda: functional.gated_mlp(X, X, X, X), "down_weight", "features, 4"),
     "no scores": (lambda: softmax([[1.0]], p=0.5), "scores", "a tensor"),
     "scores of nothing": (lambda: softmax(torch.ones(())), "scores", "at least one"),
     "integer scores": (lambda: softmax(X.int()), "scores", "float32 or bfloat16"),
@@ -243,5 +261,5 @@ def test_explain_names_the_choice_and_the_reasons() -> None:
     assert "rms_norm runs on cpu" in str(large)
     with torchweld.use_backend("eager"):
         assert torchweld.explain("rms_norm", torch.ones(512, 512), [512]).chosen == "eager"
-    with pytest.raises(torchweld.ArgumentError, match="layer_norm, rms_norm"):
+    with pytest.raises(torchweld.ArgumentError, match="layer_norm, linear_act, mlp, rms_norm"):
         torchweld.explain("norm", X)

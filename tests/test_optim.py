@@ -159,6 +159,62 @@ def test_torchs_fused_bfloat16() -> None:
         assert differ.float().mean() < 2e-3
 
 
+def _sgd(module: Any, params: Any, **settings: Any) -> Optimizer:
+    return module.SGD(params, **{"lr": 0.1} | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.8, "dampening": 0.3, "maximize": True, "lr": torch.tensor(0.05)},
+    ],
+    ids=str,
+)
+def test_torchs_sgd(settings: dict[str, Any], backend: str) -> None:
+    """Its momentum, first undampened, and its state, both ways."""
+    a, ours = _run(lambda p: _sgd(optim, p, **settings))
+    b, theirs = _run(lambda p: _sgd(torch.optim, p, **settings))
+    for p, q in zip(a, b, strict=True):
+        assert ((p - q).abs() <= 6 * 8 * U * (q.abs() + 1)).all()
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(a, b, strict=True):
+            p.copy_(q)
+    for params, optimizer in ((a, ours), (b, theirs)):
+        _grads(params, 9)
+        optimizer.step()
+    for p, q in zip(a, b, strict=True):
+        assert ((p - q).abs() <= 8 * U * (q.abs() + 1)).all()
+
+
+def test_lion_as_published(backend: str) -> None:
+    """In float64 from the paper's algorithm; no step is taken in the direction of zero."""
+    lr, beta1, beta2, decay = 1e-3, 0.9, 0.99, 0.1
+    params, optimizer = _run(lambda p: optim.Lion(p, lr, (beta1, beta2), decay), 10)
+    exact = [p.detach().double() for p in _params()]
+    momenta = [torch.zeros_like(p) for p in exact]
+    given = _params()
+    for seed in range(10):
+        _grads(given, seed)
+        for i, (p, m) in enumerate(zip(exact, momenta, strict=True)):
+            g = given[i].grad.double()
+            direction = (beta1 * m + (1 - beta1) * g).sign()
+            exact[i] = p - lr * (direction + decay * p)
+            momenta[i] = beta2 * m + (1 - beta2) * g
+    # Three roundings a step, of a parameter that was up to ten steps further from zero.
+    for p, e, m in zip(params, exact, momenta, strict=True):
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-8)
+        assert ((p - e).abs() <= 10 * 3 * U * (e.abs() + 10 * lr)).all()
+    still = torch.ones(3, requires_grad=True)
+    still.grad = torch.tensor([0.0, 1.0, -1.0])
+    optim.Lion([still], 0.5).step()
+    assert still.tolist() == [1.0, 0.5, 1.5]
+
+
 CODECS = list(
     itertools.product(
         [torch.float32, torch.bfloat16, torch.float16],
@@ -174,7 +230,14 @@ def test_the_kernel_is_the_reference_to_the_bit(
 ) -> None:
     """Every codec, at any thread count, with each of the rule's branches."""
     threads = torch.get_num_threads()
-    for kind, settings in ((optim.AdamW, {}), (optim.Adam, {"amsgrad": True, "weight_decay": 0.1})):
+    for kind, settings in (
+        (optim.AdamW, {}),
+        (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+        (optim.SGD, {"weight_decay": 0.1}),
+        (optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": False}),
+        (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (optim.Lion, {"weight_decay": 0.1}),
+    ):
 
         def make(params: Any, kind: Any = kind, settings: Any = settings) -> Optimizer:
             return kind(
@@ -187,12 +250,12 @@ def test_the_kernel_is_the_reference_to_the_bit(
             )
 
         with torchweld.use_backend("eager"):
-            expected = _snapshot(*_run(make, dtype=dtype))
+            expected = _snapshot(*_run(make, 3, dtype))
         try:
             for count in (1, 3):
                 torch.set_num_threads(count)
                 with torchweld.use_backend("cpu"):
-                    assert _same(_snapshot(*_run(make, dtype=dtype)), expected)
+                    assert _same(_snapshot(*_run(make, 3, dtype)), expected)
         finally:
             torch.set_num_threads(threads)
 
@@ -557,7 +620,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda s: s.update(exp_avg_absmax=s["exp_avg_absmax"].double()),
         "exp_avg_absmax",
     ),
-    "no tensor": (lambda s: s.update(exp_avg_sq_codes=None), "exp_avg_sq_codes"),
+    "no tensor": (lambda s: s.update(exp_avg_sq_codes="codes"), "exp_avg_sq_codes"),
 }
 
 
@@ -588,6 +651,9 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "size": (lambda: optim.AdamW(P, min_quantized_size=-1), "min_quantized_size", ">= 0"),
     "norm": (lambda: optim.AdamW(P, max_grad_norm=0.0), "max_grad_norm", "> 0"),
     "graph": (lambda: optim.AdamW(P, differentiable=True), "differentiable", "torch.optim"),
+    "lion's lr": (lambda: optim.Lion(P, -1.0), "lr", ">= 0"),
+    "lion's betas": (lambda: optim.Lion(P, betas=(0.9, 1.0)), "betas", r"\[0, 1\)"),
+    "lion's graph": (lambda: optim.Lion(P, differentiable=True), "differentiable", "False"),
     "a group": (lambda: optim.AdamW([{"params": P, "state_dtype": 8}]), "state_dtype", "8bit"),
 }
 
@@ -598,6 +664,26 @@ def test_arguments_are_named(case: str) -> None:
     with pytest.raises(torchweld.ArgumentError, match=accepted) as caught:
         function()
     assert caught.value.argument == argument
+
+
+EIGHT_BIT = {
+    optim.Adam8bit: optim.Adam,
+    optim.AdamW8bit: optim.AdamW,
+    optim.Lion8bit: optim.Lion,
+}
+
+
+@pytest.mark.parametrize("alias", EIGHT_BIT)
+def test_bitsandbytes_names(alias: Any) -> None:
+    """Its arguments, and an error where it would have done something else."""
+    settings = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    a = _run(lambda p: alias(p, **settings, min_8bit_size=8192, is_paged=False, args=None))
+    b = _run(lambda p: EIGHT_BIT[alias](p, **settings, state_dtype="8bit", min_quantized_size=8192))
+    assert _same(_snapshot(*a), _snapshot(*b))
+    for refused in ({"is_paged": True}, {"percentile_clipping": 5}, {"block_wise": False}):
+        with pytest.raises(torchweld.ArgumentError) as caught:
+            alias(P, **refused)
+        assert caught.value.argument in refused
 
 
 def test_torchs_own_errors() -> None:

@@ -16,6 +16,7 @@ def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
 
 
+@pytest.mark.seams
 def test_errors_are_bounded(target: Target, dtype: torch.dtype) -> None:
     """Pooled over all samples, result by result; docs/numerics.md derives the bounds."""
     op = target.op

@@ -55,18 +55,29 @@ DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   return given;
 }
 
-Tensor bias_act(Tensor x_in, OptionalTensor bias_in, std::string activation,
-                std::string approximate) {
+// Into y, which is contiguous and may be x.
+void bias_act_into(const Tensor& y, const Tensor& x_in, const OptionalTensor& bias_in,
+                   const std::string& activation, const std::string& approximate) {
   const Matrix shape(x_in);
   const DType param_dtype = check_bias(x_in, bias_in);
   const Tensor x = packed(x_in);
   const OptionalTensor bias = packed(bias_in);
-  Tensor y = empty(x, x.sizes(), x.scalar_type());
   const BiasActForward args{data(x),     data(bias),  y.mutable_data_ptr(),
                             shape.rows,  shape.width, activation_of(activation, approximate),
                             dtype_of(x), param_dtype};
   launch(bias_act_forward, args, x, shape.items(shape.rows), shape.width);
+}
+
+Tensor bias_act(Tensor x, OptionalTensor bias, std::string activation, std::string approximate) {
+  Tensor y = empty(x, x.sizes(), x.scalar_type());
+  bias_act_into(y, x, bias, activation, approximate);
   return y;
+}
+
+void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
+                       std::string approximate) {
+  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  bias_act_into(x, x, bias, activation, approximate);
 }
 
 // grad_x, and grad_bias, which is empty where it is not wanted.
@@ -176,6 +187,7 @@ std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Ten
 
 TW_IMPLEMENT(m) {
   m.impl(TW_OVERLOAD("bias_act"), TORCH_BOX(&bias_act));
+  m.impl(TW_OVERLOAD("bias_act_"), TORCH_BOX(&bias_act_in_place));
   m.impl(TW_OVERLOAD("bias_act_backward"), TORCH_BOX(&bias_act_grads));
   m.impl(TW_OVERLOAD("gated_act"), TORCH_BOX(&gated_act));
   m.impl(TW_OVERLOAD("gated_act_backward"), TORCH_BOX(&gated_act_grads));

@@ -4,10 +4,20 @@
 #include "bind/launch.h"
 #include "bind/quant8.h"
 #include "core/adam.h"
+#include "core/lion.h"
+#include "core/sgd.h"
 
 TW_KERNEL(adam_step, Step<torchweld::Adam<false>>);
 TW_KERNEL(amsgrad_step, Step<torchweld::Adam<true>>);
+TW_KERNEL(sgd_step, Step<torchweld::Sgd<false>>);
+TW_KERNEL(momentum_step, Step<torchweld::Sgd<true>>);
+TW_KERNEL(lion_step, Step<torchweld::Lion>);
 TW_KERNEL(grad_squares, GradSquares);
+
+// Its newer version, of glibc 2.29, differs in how it sets errno alone.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver pow,pow@GLIBC_2.2.5");
+#endif
 
 namespace torchweld {
 namespace {
@@ -24,6 +34,17 @@ void check_number(const Tensor& t) {
   const DType dtype = dtype_of(t);
   STD_TORCH_CHECK(t.is_cpu() && t.numel() == 1 && (dtype == DType::f32 || dtype == DType::f64),
                   "a scalar is not one float32 or float64 number on the CPU");
+}
+
+// The step that is taken now, counted in the tensor.
+double advance(const Tensor& step) {
+  double count;
+  if (dtype_of(step) == DType::f64) {
+    count = ++*(double*)step.mutable_data_ptr();
+  } else {
+    count = ++*(float*)step.mutable_data_ptr();
+  }
+  return count;
 }
 
 // What all rules have in common: the tensors' addresses, once they are known to fit.
@@ -72,10 +93,15 @@ class Work {
     tensors_[count_].first_block = blocks;
   }
 
-  template <class Kernel, class Rule>
-  void run(const Kernel& kernel, const std::vector<Rule>& rules, float grad_factor,
-           const Tensor& like) const {
-    const Step<Rule> args{tensors_.data(), rules.data(), (int64_t)count_, grad_factor,
+  // One step of all, each by the rule that rule_at(its number of steps) makes for it.
+  template <class Kernel, class RuleAt>
+  void run(const Kernel& kernel, const Tensors& steps, const OptionalTensor& grad_factor,
+           const Tensor& like, RuleAt&& rule_at) const {
+    using Rule = decltype(rule_at(1.0));
+    std::vector<Rule> rules;
+    for (const Tensor& step : steps) rules.push_back(rule_at(advance(step)));
+    const float factor = grad_factor ? (float)number(*grad_factor) : 1.0f;
+    const Step<Rule> args{tensors_.data(), rules.data(), (int64_t)count_, factor,
                           dtype_,          state_,       param_};
     launch(kernel, args, like, tensors_[count_].first_block, kQuantBlock);
   }
@@ -90,6 +116,7 @@ class Work {
                     "a tensor does not fit its parameter, or is not contiguous");
   }
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
+    if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
     STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(), "codes come with absmax");
     if (dtype == ScalarType::Byte) return StateCodec::blocks;
@@ -116,27 +143,15 @@ class Work {
   ParamCodec param_;
 };
 
-// The step that is taken now, counted in the tensor.
-double advance(const Tensor& step) {
-  double count;
-  if (dtype_of(step) == DType::f64) {
-    count = ++*(double*)step.mutable_data_ptr();
-  } else {
-    count = ++*(float*)step.mutable_data_ptr();
-  }
-  return count;
-}
-
-template <class Rule, class Kernel>
-void adam(const Kernel& kernel, const Work& work, const AdamSettings& settings,
-          const Tensors& steps, float grad_factor, const Tensor& like) {
-  std::vector<Rule> rules;
-  for (const Tensor& step : steps) {
-    const double t = advance(step);
-    rules.emplace_back(settings, std::pow(settings.beta1, t),
-                       std::sqrt(1 - std::pow(settings.beta2, t)));
-  }
-  work.run(kernel, rules, grad_factor, like);
+// Whether there is a step to take: not from infinite gradients.
+bool wanted(const Tensors& params, const Tensors& steps, const Tensor& lr,
+            const OptionalTensor& grad_factor, const OptionalTensor& found_inf) {
+  STD_TORCH_CHECK(steps.size() == params.size(), "lists of tensors differ in length");
+  check_number(lr);
+  for (const Tensor& step : steps) check_number(step);
+  if (grad_factor) check_number(*grad_factor);
+  if (found_inf) check_number(*found_inf);
+  return !(found_inf && number(*found_inf) != 0);
 }
 
 void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors moments,
@@ -146,17 +161,42 @@ void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors momen
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
   const Work work(params, grads, completions, moments, absmaxes, amsgrad ? 3 : 2);
-  STD_TORCH_CHECK(steps.size() == params.size(), "lists of tensors differ in length");
-  check_number(lr);
-  for (const Tensor& step : steps) check_number(step);
-  if (found_inf && number(*found_inf) != 0) return;
-  const float factor = grad_factor ? (float)number(*grad_factor) : 1.0f;
+  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
   const AdamSettings settings{number(lr), beta1, beta2, eps, weight_decay, decoupled};
+  const auto beta2_root = [&](double t) { return std::sqrt(1 - std::pow(beta2, t)); };
   if (amsgrad) {
-    adam<Adam<true>>(amsgrad_step, work, settings, steps, factor, params[0]);
+    work.run(amsgrad_step, steps, grad_factor, params[0],
+             [&](double t) { return Adam<true>(settings, std::pow(beta1, t), beta2_root(t)); });
   } else {
-    adam<Adam<false>>(adam_step, work, settings, steps, factor, params[0]);
+    work.run(adam_step, steps, grad_factor, params[0],
+             [&](double t) { return Adam<false>(settings, std::pow(beta1, t), beta2_root(t)); });
   }
+}
+
+void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moments, Tensors absmaxes,
+              Tensors steps, Tensor lr, double momentum, double dampening, double weight_decay,
+              bool nesterov, OptionalTensor grad_factor, OptionalTensor found_inf) {
+  if (params.empty()) return;
+  const Work work(params, grads, completions, moments, absmaxes, moments.empty() ? 0 : 1);
+  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
+  const SgdSettings settings{number(lr), momentum, dampening, weight_decay, nesterov};
+  if (moments.empty()) {
+    work.run(sgd_step, steps, grad_factor, params[0],
+             [&](double t) { return Sgd<false>(settings, t); });
+  } else {
+    work.run(momentum_step, steps, grad_factor, params[0],
+             [&](double t) { return Sgd<true>(settings, t); });
+  }
+}
+
+void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors moments,
+               Tensors absmaxes, Tensors steps, Tensor lr, double beta1, double beta2,
+               double weight_decay, OptionalTensor grad_factor, OptionalTensor found_inf) {
+  if (params.empty()) return;
+  const Work work(params, grads, completions, moments, absmaxes, 1);
+  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
+  const LionSettings settings{number(lr), beta1, beta2, weight_decay};
+  work.run(lion_step, steps, grad_factor, params[0], [&](double) { return Lion(settings); });
 }
 
 // The sum of the squares of all elements, in float64.
@@ -193,6 +233,8 @@ Tensor sum_of_squares(Tensors grads) {
 
 TW_IMPLEMENT(m) {
   m.impl(TW_OVERLOAD("adam"), TORCH_BOX(&step_adam));
+  m.impl(TW_OVERLOAD("sgd"), TORCH_BOX(&step_sgd));
+  m.impl(TW_OVERLOAD("lion"), TORCH_BOX(&step_lion));
   m.impl(TW_OVERLOAD("sum_of_squares"), TORCH_BOX(&sum_of_squares));
 }
 

@@ -24,7 +24,7 @@ enum class Activation : int32_t { gelu, gelu_tanh, relu, silu };
 struct BiasActForward {
   const void* x;     // [rows, width], dtype
   const void* bias;  // [width], param_dtype, or null: zeros
-  void* y;           // [rows, width], dtype
+  void* y;           // [rows, width], dtype; may be x
   int64_t rows, width;
   Activation activation;
   DType dtype, param_dtype;

@@ -19,7 +19,6 @@ struct Adam {
 
   float rate1, rate2, beta2, eps, step_size, root_scale, decay, l2;
 
-  Adam() = default;
   // beta1_power is beta1^t, beta2_root sqrt(1 - beta2^t): host and device have their own pow.
   TW_HD Adam(const AdamSettings& s, double beta1_power, double beta2_root)
       : rate1((float)(1 - s.beta1)),
@@ -32,7 +31,7 @@ struct Adam {
         l2((float)(s.decoupled ? 0 : s.weight_decay)) {}
 
   template <class V>
-  TW_HD void operator()(V& p, V g, V (&m)[kMoments]) const {
+  TW_HD void operator()(V& p, V g, V* m) const {
     if (l2 != 0) g = g + p * l2;
     p = p * decay;
     m[0] = m[0] + (g - m[0]) * rate1;

@@ -14,21 +14,34 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
+// The high half of a product. On a GPU both halves are one instruction if they are asked for so;
+// through 64 bits, every product would be followed by an addition of nothing.
+TW_HD uint32_t multiply_high(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umulhi(a, b);
+#else
+  return (uint32_t)((uint64_t)a * b >> 32);
+#endif
+}
+
 TW_HD PhiloxWords philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1];
   uint32_t c2 = counter.word[2], c3 = counter.word[3];
+  // Arrays are the host's alone.
+  constexpr uint32_t multiplier0 = kPhiloxMultiplier[0], multiplier1 = kPhiloxMultiplier[1];
+  constexpr uint32_t step0 = kPhiloxKeyStep[0], step1 = kPhiloxKeyStep[1];
 #if defined(__CUDACC__)
 #pragma unroll
 #endif
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t product0 = (uint64_t)c0 * kPhiloxMultiplier[0];
-    const uint64_t product1 = (uint64_t)c2 * kPhiloxMultiplier[1];
-    c0 = (uint32_t)(product1 >> 32) ^ c1 ^ key0;
-    c1 = (uint32_t)product1;
-    c2 = (uint32_t)(product0 >> 32) ^ c3 ^ key1;
-    c3 = (uint32_t)product0;
-    key0 += kPhiloxKeyStep[0];
-    key1 += kPhiloxKeyStep[1];
+    const uint32_t high0 = multiply_high(c0, multiplier0), low0 = c0 * multiplier0;
+    const uint32_t high1 = multiply_high(c2, multiplier1), low1 = c2 * multiplier1;
+    c0 = high1 ^ c1 ^ key0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ key1;
+    c3 = low0;
+    key0 += step0;
+    key1 += step1;
   }
   return {{c0, c1, c2, c3}};
 }

@@ -15,6 +15,12 @@ struct RowMap {
   int64_t offset = 0;
 
   TW_HD int64_t operator()(int64_t row) const {
+    return locate(row, [this](int d, int64_t n) { return n / size[d]; });
+  }
+
+  // The same with divide(d, n) for n / size[d]: kernels on a GPU have reciprocals.
+  template <class Divide>
+  TW_HD int64_t locate(int64_t row, Divide&& divide) const {
     int64_t at = offset;
     // Not a loop from dims - 1: fixed bounds keep the arrays out of a GPU's local memory.
 #if defined(__CUDACC__)
@@ -22,8 +28,9 @@ struct RowMap {
 #endif
     for (int d = kDims - 1; d > 0; --d) {
       if (d >= dims) continue;
-      at += row % size[d] * stride[d];
-      row /= size[d];
+      const int64_t above = divide(d, row);
+      at += (row - above * size[d]) * stride[d];
+      row = above;
     }
     return at + row * stride[0];
   }

@@ -33,12 +33,13 @@ struct Causal {
   int64_t all_queries = 1;  // in the whole block
 };
 
-// Number of leading keys that row r sees, 0 to width.
-TW_HD int64_t visible_keys(const Causal& causal, int64_t row, int64_t width) {
-  if (!causal.on) return width;
-  const int64_t query = row % causal.queries + causal.first_query;
-  const int64_t keys = query + width - causal.all_queries + 1;
+// Number of leading keys that row r sees, 0 to width; `query` is r % queries.
+TW_HD int64_t keys_of_query(const Causal& causal, int64_t query, int64_t width) {
+  const int64_t keys = query + causal.first_query + width - causal.all_queries + 1;
   return keys < 0 ? 0 : keys > width ? width : keys;
+}
+TW_HD int64_t visible_keys(const Causal& causal, int64_t row, int64_t width) {
+  return causal.on ? keys_of_query(causal, row % causal.queries, width) : width;
 }
 
 // 1 / sum, where max z is taken for 0 if it is -inf: then the sum is 0. Of a row that is masked away

@@ -55,7 +55,8 @@ void bias_act_backward_row(const BiasActBackward& a, int64_t row, Accumulate<T>*
 TW_EXPORT void bias_act_forward(const BiasActForward& a, int64_t begin, int64_t end) {
   dispatch_all(a.activation, a.dtype, a.param_dtype, [&](auto t, auto p, auto act) {
     using T = typename decltype(t)::type;
-    const bool streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
+    const bool in_place = a.y == a.x;  // what was just read need not be kept from the caches
+    const bool streamed = !in_place && worth_streaming<T>(a.y, a.rows, a.width, end - 1);
     for (int64_t row = begin; row < end; ++row) {
       bias_act_row<T, typename decltype(p)::type>(a, row, act, streamed);
     }

@@ -6,6 +6,8 @@
 
 #include "core/adam.h"
 #include "core/dispatch.h"
+#include "core/lion.h"
+#include "core/sgd.h"
 
 namespace {
 
@@ -39,6 +41,13 @@ TW_EXPORT void adam_step(const Step<Adam<false>>& a, int64_t begin, int64_t end)
 TW_EXPORT void amsgrad_step(const Step<Adam<true>>& a, int64_t begin, int64_t end) {
   step(a, begin, end);
 }
+TW_EXPORT void sgd_step(const Step<Sgd<false>>& a, int64_t begin, int64_t end) {
+  step(a, begin, end);
+}
+TW_EXPORT void momentum_step(const Step<Sgd<true>>& a, int64_t begin, int64_t end) {
+  step(a, begin, end);
+}
+TW_EXPORT void lion_step(const Step<Lion>& a, int64_t begin, int64_t end) { step(a, begin, end); }
 
 // Items are pieces of kSquarePiece blocks.
 TW_EXPORT void grad_squares(const GradSquares& a, int64_t begin, int64_t end) {

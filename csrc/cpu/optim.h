@@ -189,7 +189,7 @@ struct CompletedParam {
 // whose last moment would not be finite is skipped, and its moments start anew. No other moment of
 // a rule is infinite before the last.
 template <int N>
-void skip_unsound(F32& p, F32 before, F32 (&m)[N]) {
+void skip_unsound(F32& p, F32 before, F32* m) {
   const I32 sound = magnitude_bits(m[N - 1]) < kInfinityBits;
   p = sound ? p : before;
   for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : F32{};
@@ -200,14 +200,14 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
   Param param(t, span.begin);
-  Moment moments[N];
+  Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   for_vectors<float>(span.count(), [&](int64_t i, auto place) {
     const F32 before = param.get(i, place);
-    F32 p = before, m[N];
+    F32 p = before, m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
     rule(p, load(grad + i, place) * grad_factor, m);
-    if constexpr (Moment::kInBlocks) skip_unsound(p, before, m);
+    if constexpr (Moment::kInBlocks) skip_unsound<N>(p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
     param.set(i, p, place);
   });
@@ -230,7 +230,7 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
 }
 
 template <class Param, class Rule>
-void step_with_state(const Step<Rule>& a, int64_t begin, int64_t end) {
+void step_with_moments(const Step<Rule>& a, int64_t begin, int64_t end) {
   switch (a.state) {
     case StateCodec::f32:
       return step_blocks<Param, PlainMoment<float>>(a, begin, end);
@@ -238,6 +238,15 @@ void step_with_state(const Step<Rule>& a, int64_t begin, int64_t end) {
       return step_blocks<Param, PlainMoment<BFloat16>>(a, begin, end);
     case StateCodec::blocks:
       return step_blocks<Param, BlockMoment>(a, begin, end);
+  }
+}
+
+template <class Param, class Rule>
+void step_with_state(const Step<Rule>& a, int64_t begin, int64_t end) {
+  if constexpr (Rule::kMoments == 0) {
+    return step_blocks<Param, PlainMoment<float>>(a, begin, end);
+  } else {
+    return step_with_moments<Param>(a, begin, end);
   }
 }
 

@@ -19,8 +19,7 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 #endif
 
 struct Launch {
-  dim3 grid;
-  int threads;
+  dim3 grid, threads;
   size_t shared_bytes = 0;
   bool cooperative = false;  // every block runs at the same time as the others, or none runs
 };
@@ -57,6 +56,17 @@ inline int multiprocessors() {
 }
 
 // --- Inline PTX, each with its twin ---
+
+// 2^x within 2^-22 of it; 0 where that is below the smallest normal number.
+__device__ __forceinline__ float power_of_2(float x) {
+#if defined(TW_EMULATED)
+  return x < -126 ? 0 : std::exp2(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
 
 // Brings a line into L2 for a later read.
 __device__ __forceinline__ void prefetch_l2(const void* p) {

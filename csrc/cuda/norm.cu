@@ -49,7 +49,6 @@ namespace {
 
 using namespace torchweld;
 
-constexpr int kNarrowBlock = 128;  // threads of a block whose rows are narrower than a warp
 constexpr int kForwardThreads = 1024;
 constexpr int kWideThreads = 512;
 constexpr int kBackwardThreads = 256;
@@ -211,16 +210,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) forward_any(NormForward a
       ((float*)a.rstd)[row] = rstd;
     }
   }
-}
-
-// Threads that share a row of `accesses` loads, V each: a power of two within a warp, or whole
-// warps.
-int threads_of_row(int64_t accesses, int per_thread) {
-  const int64_t needed = (accesses + per_thread - 1) / per_thread;
-  if (needed > kWarp) return (int)((needed + kWarp - 1) / kWarp * kWarp);
-  int threads = 1;
-  while (threads < needed) threads *= 2;
-  return threads;
 }
 
 template <bool Centered, class T, int V>

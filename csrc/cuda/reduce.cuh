@@ -1,4 +1,4 @@
-// Sums over the threads of a row, in an order that the launch alone decides.
+// Sums and maxima over the threads of a row, in an order that the launch alone decides.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,15 +8,32 @@
 TW_NAMESPACE_BEGIN
 
 constexpr int kWarp = 32;
+constexpr int kNarrowBlock = 128;  // threads of a block whose rows are narrower than a warp
+
+// Threads that share a row of `accesses` loads, `per_thread` each: a power of two within a warp, or
+// whole warps.
+inline int threads_of_row(int64_t accesses, int per_thread) {
+  const int64_t needed = (accesses + per_thread - 1) / per_thread;
+  if (needed > kWarp) return (int)((needed + kWarp - 1) / kWarp * kWarp);
+  int threads = 1;
+  while (threads < needed) threads *= 2;
+  return threads;
+}
 
 // `threads` threads share a row: a power of two within a warp, or the whole block of whole warps.
-// Every thread of the block calls, and gets the sums of its row. `scratch`, N floats for each warp,
-// must not be that of the previous call: the one barrier lies between writing and reading.
-template <int N>
-__device__ __forceinline__ void sum_over_row(float (&values)[N], int threads, float* scratch) {
-  for (int offset = min(threads, kWarp) / 2; offset > 0; offset /= 2) {
+// Every thread of the block calls, and gets its row's values, all combined in one order. `scratch`,
+// N floats for each warp, must not be that of the previous call: the one barrier lies between
+// writing and reading.
+template <int N, class Combine>
+__device__ __forceinline__ void combine_over_row(float (&values)[N], int threads, float* scratch,
+                                                 float neutral, Combine&& combine) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(0xffffffffu, values[n], offset);
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    if (offset >= threads) continue;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      values[n] = combine(values[n], __shfl_xor_sync(0xffffffffu, values[n], offset));
+    }
   }
   if (threads <= kWarp) return;
   const int warps = threads / kWarp;
@@ -27,9 +44,24 @@ __device__ __forceinline__ void sum_over_row(float (&values)[N], int threads, fl
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    values[n] = 0;
-    for (int warp = 0; warp < warps; ++warp) values[n] += scratch[n * warps + warp];
+    values[n] = neutral;
+    for (int warp = 0; warp < warps; ++warp) {
+      values[n] = combine(values[n], scratch[n * warps + warp]);
+    }
   }
+}
+
+template <int N>
+__device__ __forceinline__ void sum_over_row(float (&values)[N], int threads, float* scratch) {
+  combine_over_row(values, threads, scratch, 0, [](float a, float b) { return a + b; });
+}
+
+// NaN is passed over.
+__device__ __forceinline__ float max_over_row(float value, int threads, float* scratch) {
+  float values[1] = {value};
+  combine_over_row(values, threads, scratch, -__builtin_inff(),
+                   [](float a, float b) { return fmaxf(a, b); });
+  return values[0];
 }
 
 TW_NAMESPACE_END

@@ -35,28 +35,38 @@ __device__ __forceinline__ Half from_float(float v) {
   return {__half_as_ushort(__float2half_rn(v))};
 }
 
+__device__ __forceinline__ unsigned bits_of(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ unsigned bits_of(BFloat16 v) { return v.bits; }
+__device__ __forceinline__ unsigned bits_of(Half v) { return v.bits; }
+__device__ __forceinline__ unsigned bits_of(uint8_t v) { return v; }
+
 // A parameter, of T or float32.
 template <class T>
 __device__ __forceinline__ float parameter(const void* p, int64_t i, bool is_float) {
   return is_float ? ((const float*)p)[i] : to_float(((const T*)p)[i]);
 }
 
-// --- 16 bytes ---
+// --- Some elements, 16 bytes of them if nothing else is said ---
 
-template <class T>
+template <class T, int N = kAccessBytes / (int)sizeof(T)>
 struct Packed {
-  static constexpr int kElements = kAccessBytes / sizeof(T);
+  static constexpr int kElements = N;
   static constexpr int kInWord = 4 / sizeof(T);
-  unsigned word[4];
+  static constexpr int kWords = N / kInWord;
+  unsigned word[kWords];
 
   Packed() = default;
   __device__ __forceinline__ explicit Packed(uint4 bits) : word{bits.x, bits.y, bits.z, bits.w} {}
 
+  // Element i in the low bits; what is above it does not matter.
+  __device__ __forceinline__ unsigned bits(int i) const {
+    return word[i / kInWord] >> (i % kInWord * 8 * sizeof(T));
+  }
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) {
       return __uint_as_float(word[i]);
     } else {
-      return to_float(T{(uint16_t)(word[i / kInWord] >> (i % kInWord * 16))});
+      return to_float(T{(uint16_t)bits(i)});
     }
   }
 
@@ -64,7 +74,7 @@ struct Packed {
   // take the registers that this struct is there to save.
   __device__ __forceinline__ void forget_floats() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(word[i]));
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
   }
 };
 

@@ -63,12 +63,15 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
             ctx.same = {
                 name: source for name, (source, when) in op.same_gradient.items() if when(*given)
             }
+            ctx.late = None
             if len(public) > 1:
                 ctx.set_materialize_grads(False)
             return kernel.public(results)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
+                return late
             needs = ctx.needs_input_grad
             asked = _asked(inputs, needs, ctx.same) if ctx.same else needs
             values = {
@@ -79,7 +82,8 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
                 "need": asked,
             }
             arguments = [values[kind][i] for kind, i in backward_arguments]
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            compiling = torch.compiler.is_compiling()
+            if torch.is_grad_enabled() and not compiling:
                 results = eager_backward(*arguments)  # its graph is a second derivative's
             else:
                 results = kernel.backward(*arguments)
@@ -88,19 +92,57 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
                 results[at] if need and at is not None else None
                 for at, need in zip(gradient_of, asked, strict=True)
             ]
-            if not ctx.same:
-                return tuple(found)
-            named = dict(zip([f"grad_{name}" for name in inputs], found, strict=True))
-            named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
-            return tuple(
-                [
+            if ctx.same:
+                named = dict(zip([f"grad_{name}" for name in inputs], found, strict=True))
+                named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
+                found = [
                     named[ctx.same.get(name, f"grad_{name}")] if need else None
                     for name, need in zip(inputs, needs, strict=True)
                 ]
-            )
+            if not compiling and torch._C._autograd._get_current_graph_task_keep_graph():
+                _leave_for_later(ctx, grads, found)
+            return tuple(found)
 
     Fused.__name__ = Fused.__qualname__ = f"{op.name}_{kernel.backend}"
     return Fused
+
+
+# Zero-bubble schedules run a backward twice: for what flows, keeping the graph, and then for the
+# parameters. A kernel computes both at once: what the first run has no use for is kept for the
+# second.
+
+
+def _leave_for_later(ctx: Any, grads: tuple[Any, ...], found: list[Any]) -> None:
+    unused = {
+        i: found[i]
+        for i, goes_on in enumerate(_where_it_goes(ctx))
+        if not goes_on and found[i] is not None
+    }
+    ctx.late = (grads, unused) if unused else None
+
+
+def _left_for_later(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What is wanted now, if an earlier run with the same gradients found all of it."""
+    (earlier, unused), goes_on = ctx.late, _where_it_goes(ctx)
+    if any(a is not b for a, b in zip(earlier, grads, strict=True)) or torch.is_grad_enabled():
+        return None
+    if any(goes and i not in unused for i, goes in enumerate(goes_on)):
+        return None
+    ctx.late = None
+    return tuple([unused[i] if goes else None for i, goes in enumerate(goes_on)])
+
+
+def _where_it_goes(ctx: Any) -> list[bool]:
+    """Of every input, whether the backward that is running goes on to it."""
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    return [need and _runs(next(nodes)) for need in ctx.needs_input_grad]
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is a leaf, whose gradient torch.autograd.grad is to return
+        return True
 
 
 def _asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> list[bool]:

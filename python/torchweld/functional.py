@@ -6,6 +6,8 @@ from torchweld.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from torchweld.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from torchweld.ops.gated_act import gated_act
 from torchweld.ops.layer_norm import layer_norm
+from torchweld.ops.linear_act import linear_act, linear_gelu
+from torchweld.ops.mlp import gated_mlp, mlp
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
@@ -17,7 +19,11 @@ __all__ = [
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "gated_act",
+    "gated_mlp",
     "layer_norm",
+    "linear_act",
+    "linear_gelu",
+    "mlp",
     "quantize_8bit",
     "rms_norm",
     "softmax_dropout",

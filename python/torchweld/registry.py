@@ -101,6 +101,11 @@ def residual(*shape: int) -> TensorSpec:
     return TensorSpec(shape, "residual")
 
 
+def weight(*shape: int) -> TensorSpec:
+    """A factor of a GEMM, of the tested dtype: so small that sums of products are as what flows."""
+    return TensorSpec(shape, "weight")
+
+
 def constant(*shape: int) -> TensorSpec:
     """A tensor like a parameter that gets no gradient."""
     return TensorSpec(shape, "constant")
@@ -136,8 +141,10 @@ def materialize(
         values = torch.randn(argument.shape, generator=generator, device=device)
         if argument.kind == "boolean":
             return values > -0.7
-        # Away from zero mean and unit scale, where mistakes in statistics and weights show.
-        values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
+        if argument.kind == "weight":
+            values = values / max(argument.shape[-1], 1) ** 0.5
+        else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.
+            values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
         wide = argument.parameter or argument.kind == "residual"
         values = values.to((param_dtype or dtype) if wide else dtype)
         return values.requires_grad_(requires_grad and argument.kind != "constant")
@@ -242,8 +249,11 @@ class Op:
         object.__setattr__(self, "differentiable", [n for n in arguments if f"grad_{n}" in made])
         seed_at = arguments.index("seed") if "seed" in arguments else None
         object.__setattr__(self, "seed_at", seed_at)
-        object.__setattr__(self, "kernels", {name: Kernel(self, name) for name in self.sources})
+        object.__setattr__(self, "kernels", self._kernels())
         OPS[self.name] = self
+
+    def _kernels(self) -> dict[str, Kernel]:
+        return {name: Kernel(self, name) for name in self.sources}
 
     def __repr__(self) -> str:
         return self.name
@@ -279,6 +289,22 @@ class Op:
         if torch.autograd.forward_ad._current_level >= 0:
             return "inside forward-mode AD, whose rules eager has"
         return None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Seam(Op):
+    """GEMMs of torch's and ops of ours between them, which share one choice of a backend.
+
+    It has no kernel and no autograd function of its own, and its schemas only name its arguments:
+    torch differentiates the GEMMs, so that the gradients of their two factors are graph nodes that
+    a schedule can run apart.
+    """
+
+    # The backend for the ops, then the forward's arguments, to the result.
+    fused: Callable[..., Any] = field(kw_only=True)
+
+    def _kernels(self) -> dict[str, Kernel]:
+        return {}
 
 
 def _as_torch(results: tuple[torch.Tensor, ...]) -> Any:

@@ -6,13 +6,18 @@ from torchweld.nn.dropout import (
     DropoutAddRMSNorm,
     SoftmaxDropout,
 )
+from torchweld.nn.linear import MLP, GatedMLP, LinearAct, LinearGELU
 from torchweld.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
+    "MLP",
     "BiasDropoutAdd",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
+    "GatedMLP",
     "LayerNorm",
+    "LinearAct",
+    "LinearGELU",
     "RMSNorm",
     "SoftmaxDropout",
 ]

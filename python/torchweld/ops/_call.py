@@ -17,7 +17,7 @@ from torchweld import _evidence
 from torchweld._autograd import as_tuple
 from torchweld.distributed import dtensor
 from torchweld.errors import ArgumentError, BackendError
-from torchweld.registry import BACKENDS, EAGER, OPS, Op
+from torchweld.registry import BACKENDS, EAGER, OPS, Op, Seam
 
 BACKEND_VARIABLE = "TORCHWELD_BACKEND"
 
@@ -67,11 +67,20 @@ def _too_small(op: Op, inputs: Sequence[Any]) -> bool:
 
 
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
-    if type(inputs[0]) not in _PLAIN and dtensor.is_one(inputs[0]):
+    if isinstance(op, Seam):
+        backend = choose(op, inputs)
+        return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
+    if _is_dtensor(inputs[0]):
         return dtensor.on_shards(op, inputs, _run)
-    backend = choose(op, inputs)
+    return run_on(op, choose(op, inputs), inputs)
+
+
+def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
+    """Run an op on this backend, which can serve these inputs."""
     if backend == EAGER:
         return op.reference(*inputs)
+    if _is_dtensor(inputs[0]):
+        return dtensor.on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
     dtype = op.autocast.get(inputs[0].device.type)
     if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
         inputs = [_cast(value, dtype) for value in inputs]
@@ -79,6 +88,10 @@ def _run(op: Op, inputs: Sequence[Any]) -> Any:
     if torch.is_grad_enabled() and any(_requires_grad(v) for v in inputs):
         return kernel.function.apply(*inputs)
     return kernel.public(as_tuple(kernel.forward(*inputs)))
+
+
+def _is_dtensor(x: Any) -> bool:
+    return type(x) not in _PLAIN and dtensor.is_one(x)
 
 
 def _requires_grad(value: Any) -> bool:

@@ -29,7 +29,7 @@ _LISTS = (
     " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor lr"
 )
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+_STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Batch:
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
-        dtype = self.params[0].dtype
-        return dtype in _KERNEL_DTYPES and self.moments[0].dtype in _STATE_DTYPES
+        states = {m.dtype for m in self.moments}
+        return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
 
     def written(self) -> Tensors:
         return [*self.params, *self.completions, *self.moments, *self.absmaxes, *self.steps]

@@ -35,8 +35,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     grad_norm: torch.Tensor | None = None
 
     def __init__(
-        self, params: Any, *args: Any, codec: Codec, max_grad_norm: float | None, **kwargs: Any
+        self,
+        params: Any,
+        *args: Any,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        max_grad_norm: float | None = None,
+        **kwargs: Any,
     ) -> None:
+        codec = Codec(state_dtype, master_weights, min_quantized_size)
         codec.check(type(self).__name__)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ArgumentError(

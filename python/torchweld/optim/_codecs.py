@@ -79,6 +79,9 @@ class Codec:
         where the state does not fit.
         """
         known = {MASTER, REMAINDER}
+        saved = {key: value for key, value in saved.items() if value is not None}
+        if not saved:
+            return {}
         state: State = {}
         for name, signed in moments.items():
             value = _saved_moment(function, p, saved, name, signed)
@@ -90,7 +93,10 @@ class Codec:
             else:
                 self._store(state, name, p, value.to(p.device), signed)
         self._complete(state, p, _saved_param(function, p, saved))
-        return state | {key: value for key, value in saved.items() if key not in known}
+        state |= {key: value for key, value in saved.items() if key not in known}
+        # torch's SGD does not count its steps; it has a state after the first.
+        state.setdefault("step", torch.ones(()))
+        return state
 
     def _wide(self, p: torch.Tensor) -> torch.dtype:
         dtype = self.moment_dtype(p)

@@ -9,23 +9,10 @@ import torch
 from torchweld.ops._optimizer import Rule
 from torchweld.ops.adam import ADAM
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import Codec, Moments
+from torchweld.optim._codecs import Moments
 
 
 class _AdamStep(FusedOptimizer):
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        state_dtype: torch.dtype | str = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        max_grad_norm: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        codec = Codec(state_dtype, master_weights, min_quantized_size)
-        super().__init__(params, *args, codec=codec, max_grad_norm=max_grad_norm, **kwargs)
-
     def _rule(self) -> Rule:
         return ADAM
 

@@ -171,7 +171,11 @@ inline unsigned __float_as_uint(float f) {
   return v;
 }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return (uint64_t)((unsigned __int128)a * b >> 64);
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }

@@ -1,0 +1,55 @@
+// Columns of a row that lies anywhere: N in a row for each access, 16 bytes at a time where the row
+// is aligned to that, else one by one. Threads past the end of the row ask for less than one column.
+#pragma once
+
+#include "cuda/vec.cuh"
+
+TW_NAMESPACE_BEGIN
+
+// Columns of an access: four at least, the columns of a call of Philox.
+template <class T, bool Aligned>
+constexpr int kAccessColumns = Aligned ? kAccessBytes / (int)sizeof(T) : 4;
+
+// The `count` columns from p on, N at most, zeros after them. Where Aligned, there are N or none.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ void load_columns(Packed<T, N>& to, const T* p, int count) {
+  constexpr int kWords = Packed<T, N>::kWords;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) to.word[w] = 0;
+  if constexpr (!Aligned) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < count) {
+        to.word[i / to.kInWord] |= bits_of(p[i]) << (i % to.kInWord * 8 * sizeof(T));
+      }
+    }
+  } else if (count > 0) {
+    if constexpr (kWords == 1) {
+      to.word[0] = __ldg((const unsigned*)p);
+    } else if constexpr (kWords == 2) {
+      const uint2 two = __ldg((const uint2*)p);
+      to.word[0] = two.x, to.word[1] = two.y;
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; w += 4) {
+        const uint4 four = __ldg((const uint4*)p + w / 4);
+        to.word[w] = four.x, to.word[w + 1] = four.y;
+        to.word[w + 2] = four.z, to.word[w + 3] = four.w;
+      }
+    }
+  }
+}
+
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ void store_columns(T* p, const float (&values)[N], int count) {
+  if constexpr (Aligned) {
+    if (count > 0) store(p, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < count) p[i] = from_float<T>(values[i]);
+    }
+  }
+}
+
+TW_NAMESPACE_END

@@ -1,0 +1,209 @@
+"""Linear layers with their activation, and the feed-forward blocks made of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from torchweld import functional
+
+
+class LinearAct(torch.nn.Module):
+    """activation(x @ weight.T + bias), with the parameters and state_dict keys of torch.nn.Linear.
+
+    It is no torch.nn.Linear: code that replaces or adapts those (LoRA, float8) computes what a
+    linear layer does, and would lose the activation without a word.
+
+    Args:
+        in_features: last size of the input.
+        out_features: last size of the output.
+        bias: whether there is one.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save the input alone, and compute the rest again in the backward.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str = "gelu",
+        approximate: str = "none",
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.approximate, self.recompute = activation, approximate, recompute
+        empty = torch.empty((out_features, in_features), device=device, dtype=dtype)
+        self.weight = torch.nn.Parameter(empty)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear does."""
+        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear_act(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            approximate=self.approximate,
+            recompute=self.recompute,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}, activation={self.activation!r},"
+            f" approximate={self.approximate!r}"
+        )
+
+
+class LinearGELU(LinearAct):
+    """LinearAct with gelu.
+
+    Args:
+        in_features: last size of the input.
+        out_features: last size of the output.
+        bias: whether there is one.
+        approximate: as in torch.nn.GELU: "none" (by erf, the default) or "tanh".
+        recompute: save the input alone, and compute the rest again in the backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        approximate: str = "none",
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            approximate=approximate,
+            recompute=recompute,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class _Block(torch.nn.Module):
+    """A block that may be computed again in the backward instead of saving what is inside."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class MLP(_Block):
+    """fc2(activation(fc1(x))): fc1 is a LinearAct, fc2 a torch.nn.Linear.
+
+    Args:
+        in_features: last size of the input.
+        hidden_features: last size between the layers.
+        out_features: last size of the output; None: that of the input.
+        bias: whether the layers have one.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save the input alone, and compute the rest again in the backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        activation: str = "gelu",
+        approximate: str = "none",
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(recompute)
+        kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fc1 = LinearAct(
+            in_features,
+            hidden_features,
+            bias,
+            activation=activation,
+            approximate=approximate,
+            **kwargs,
+        )
+        out_features = in_features if out_features is None else out_features
+        self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, **kwargs)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x))
+
+
+class GatedMLP(_Block):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), of torch.nn.Linear layers.
+
+    The keys of its state_dict are those of Llama, Mistral, Qwen and Gemma.
+
+    Args:
+        in_features: last size of the input and the output.
+        hidden_features: last size of gate and up.
+        bias: whether the layers have one.
+        activation: "silu" (SwiGLU), "gelu" (GeGLU) or "relu" (ReGLU).
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save the input alone, and compute the rest again in the backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        bias: bool = False,
+        *,
+        activation: str = "silu",
+        approximate: str = "none",
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(recompute)
+        self.activation, self.approximate = activation, approximate
+        kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, **kwargs)
+        self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, **kwargs)
+        self.down_proj = torch.nn.Linear(hidden_features, in_features, bias, **kwargs)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(functional.gated_act(gate, up, self.activation, self.approximate))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, approximate={self.approximate!r}"

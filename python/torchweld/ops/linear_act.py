@@ -1,0 +1,226 @@
+"""linear_act: torch's GEMM, then bias and activation in one pass of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from torchweld.errors import ArgumentError
+from torchweld.ops import _act, _check, bias_act
+from torchweld.ops._call import call, run_on
+from torchweld.ops._plain import PlainOp
+from torchweld.registry import Numerics, Seam, activation
+from torchweld.registry import weight as weight_spec
+
+
+def linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    approximate: str = "none",
+    recompute: bool = False,
+) -> torch.Tensor:
+    """activation(linear(x, weight, bias)); its backward has both gradients of the sum in one pass.
+
+    For the backward x and the sum before the activation are saved.
+
+    Args:
+        x: [*, in_features]; float32, bfloat16, float16 (or float64).
+        weight: [out_features, in_features].
+        bias: [out_features].
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save x alone, and compute the rest again in the backward.
+
+    Returns:
+        A tensor [*, out_features].
+    """
+    return recomputed(recompute, OP, x, weight, bias, activation, approximate)
+
+
+def linear_gelu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    approximate: str = "none",
+    recompute: bool = False,
+) -> torch.Tensor:
+    """gelu(linear(x, weight, bias)): linear_act with torch's defaults for gelu.
+
+    Args:
+        x: [*, in_features]; float32, bfloat16, float16 (or float64).
+        weight: [out_features, in_features].
+        bias: [out_features].
+        approximate: "none" (by erf, the default) or "tanh".
+        recompute: save x alone, and compute the rest again in the backward.
+
+    Returns:
+        A tensor [*, out_features].
+    """
+    return recomputed(recompute, OP, x, weight, bias, "gelu", approximate)
+
+
+def recomputed(recompute: bool, op: Seam, *inputs: Any) -> torch.Tensor:
+    """The op's result; with `recompute`, nothing but its inputs is saved for the backward."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(call, op, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return call(op, *inputs)
+
+
+# The same pass over what nobody else holds: no new pages, and half the lines in the caches.
+PlainOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approximate) -> ()")
+
+
+def activated(backend, x, weight, bias, activation, approximate):
+    """linear, then bias_act on this backend."""
+    if activation == "relu":
+        # Its derivative jumps where the sum changes its sign: no rounding before the bias is added.
+        z, bias = linear(x, weight, bias), None
+    else:
+        z = linear(x, weight)
+    if bias is not None and bias.dtype is not z.dtype and torch.is_autocast_enabled(z.device.type):
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    if backend == "cpu" and not _is_saved(z, bias) and _is_ours(z):
+        torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
+        return z
+    return run_on(bias_act.OP, backend, (z, bias, activation, approximate))
+
+
+def _is_saved(z: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    trained = z.requires_grad or (bias is not None and bias.requires_grad)
+    return trained and torch.is_grad_enabled()
+
+
+def _is_ours(z: torch.Tensor) -> bool:
+    return type(z) is torch.Tensor and z.is_contiguous() and not torch.compiler.is_compiling()
+
+
+def _fused(backend, x, weight, bias, activation, approximate):
+    if weight.ndim != 2 or (bias is not None and bias.dtype is not weight.dtype):
+        _check_all(x, weight, bias, activation, approximate)
+    return activated(backend, x, weight, bias, activation, approximate)
+
+
+def _reference(x, weight, bias, activation, approximate):
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        _check_all(x, weight, bias, activation, approximate)
+    return _act.activate(OP, linear(x, weight, bias), activation, approximate)
+
+
+def _check_all(x, weight, bias, activation, approximate):
+    check(OP.name, x, weight=weight, bias=bias)
+    _act.check(OP, activation, approximate)
+
+
+def check(name: str, x: Any, **parameters: Any) -> None:
+    """A GEMM's weight and, after it, its bias, which fit x."""
+    _check.dense(name, "x", x, OP.dtypes)
+    if x.ndim == 0:
+        raise ArgumentError(name, "x", "of no dimensions", "[*, in_features]")
+    dtypes = OP.dtypes if torch.is_autocast_enabled(x.device.type) else (x.dtype,)
+    (weight_name, weight), (bias_name, bias) = parameters.items()
+    _check.dense(name, weight_name, weight, dtypes)
+    _check.like(name, weight_name, weight, x, "x")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        accepted = f"[out_features, {x.shape[-1]}]"
+        raise ArgumentError(name, weight_name, f"of shape {list(weight.shape)}", accepted)
+    if bias is None:
+        return
+    _check.dense(name, bias_name, bias, [weight.dtype])
+    _check.like(name, bias_name, bias, x, "x")
+    if bias.shape != weight.shape[:1]:
+        accepted = f"[{weight.shape[0]}], as {weight_name} is {list(weight.shape)}"
+        raise ArgumentError(name, bias_name, f"of shape {list(bias.shape)}", accepted)
+
+
+def _fake(x, weight, bias, activation, approximate):
+    return (x.new_empty((*x.shape[:-1], weight.shape[0])),)
+
+
+def _terms(x, weight, bias, activation, approximate, grad_y):
+    """bias_act's, with every product of the GEMMs a term."""
+    x, weight, grad = x.double().abs(), weight.double().abs(), grad_y.double().abs()
+    z = linear(x, weight, None if bias is None else bias.double().abs())
+    grad_z = grad * (1 + z)
+    return {
+        "y": z,
+        "grad_x": grad_z @ weight,
+        "grad_weight": outer(grad_z, x),
+        "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
+    }
+
+
+def outer(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A weight's gradient: the sum over the rows of grad and x."""
+    return torch.einsum("...n,...k->nk", grad, x)
+
+
+def arguments(leading: tuple[int, ...], width: int, features: int) -> tuple[Any, ...]:
+    """x, weight and bias of a sample."""
+    return (activation(*leading, width), weight_spec(features, width), activation(features))
+
+
+# Leading sizes, in_features, out_features: one element, odd and prime sizes, one to five
+# dimensions, no rows, no features on either side, and as many as the pools of errors ask for.
+SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    ((), 1, 1),
+    ((3,), 5, 7),
+    ((2, 3), 31, 13),
+    ((2, 1, 3), 8, 24),
+    ((2, 1, 3, 1), 17, 19),
+    ((256,), 67, 127),
+    ((2,), 7, 8193),
+    ((3,), 5, 4096),
+    ((0,), 8, 5),
+    ((2, 0, 3), 8, 5),
+    ((3,), 0, 4),
+    ((3,), 4, 0),
+)
+
+
+def _samples():
+    found = [(*arguments(*shape), "gelu", "none") for shape in SHAPES]
+    found += [(*arguments(*shape), *kind) for shape in SHAPES[1:6] for kind in _act.KINDS[1:]]
+    without = [
+        (*arguments(*shape)[:2], None, *kind) for shape in SHAPES[1:3] for kind in _act.KINDS
+    ]
+    return (*found, *without)
+
+
+_RESULTS = ("y", "grad_x", "grad_weight", "grad_bias")
+
+OP = Seam(
+    name="linear_act",
+    forward="(Tensor x, Tensor weight, Tensor? bias, str activation, str approximate)"
+    " -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, str activation,"
+    " str approximate) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    reference=_reference,
+    fused=_fused,
+    check=_check_all,
+    fake=_fake,
+    columns=lambda *_: 1,
+    sources=_act.SOURCES,
+    samples=_samples(),
+    benchmarks=tuple(
+        (*arguments((rows,), *features), "gelu", "none")
+        for rows, *features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
+    ),
+    benchmarks_on_gpu=tuple(
+        (*arguments((8192,), *features), "gelu", kind)
+        for features in ((1024, 4096), (4096, 16384))
+        for kind in ("none", "tanh")
+    ),
+    tiny=(*arguments((1,), 64, 64), "gelu", "none"),
+    # A 16-bit z, or its gradient, is rounded before the result is.
+    numerics=Numerics(
+        fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
+    ),
+    small=65536,
+)

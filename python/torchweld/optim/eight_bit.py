@@ -1,0 +1,42 @@
+"""Optimizers with 8-bit states under bitsandbytes' names, with its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchweld.errors import ArgumentError
+from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._codecs import EIGHT_BIT
+from torchweld.optim.adam import Adam, AdamW
+from torchweld.optim.lion import Lion
+
+# What bitsandbytes takes and there is one answer to here.
+_ONLY = {
+    "optim_bits": 32,
+    "args": None,
+    "percentile_clipping": 100,
+    "block_wise": True,
+    "is_paged": False,
+}
+
+
+class _EightBit(FusedOptimizer):
+    def __init__(self, params: Any, *args: Any, min_8bit_size: int = 4096, **kwargs: Any) -> None:
+        for name, only in _ONLY.items():
+            value = kwargs.pop(name, only)
+            if value != only:
+                raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
+        kwargs.setdefault("min_quantized_size", min_8bit_size)
+        super().__init__(params, *args, state_dtype=EIGHT_BIT, **kwargs)
+
+
+class Adam8bit(_EightBit, Adam):
+    """Adam with 8-bit states; takes bitsandbytes.optim.Adam8bit's arguments, and Adam's."""
+
+
+class AdamW8bit(_EightBit, AdamW):
+    """AdamW with 8-bit states; takes bitsandbytes.optim.AdamW8bit's arguments, and AdamW's."""
+
+
+class Lion8bit(_EightBit, Lion):
+    """Lion with 8-bit states; takes bitsandbytes.optim.Lion8bit's arguments, and Lion's."""

@@ -1,0 +1,32 @@
+"""SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.ops._optimizer import Rule
+from torchweld.ops.sgd import SGD as RULE
+from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._codecs import Moments
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """torch.optim.SGD, in one pass over memory, with a momentum of 32 to 8 bits.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
+            foreach and fused are accepted and choose nothing, differentiable has to be False.
+        state_dtype, master_weights, min_quantized_size, max_grad_norm: as Adam's.
+    """
+
+    def _rule(self) -> Rule:
+        return RULE
+
+    def _moments(self, group: Group) -> Moments:
+        return {"momentum_buffer": True} if group["momentum"] != 0 else {}
+
+    def _settings(self, group: Group) -> tuple[Any, ...]:
+        names = ("momentum", "dampening", "weight_decay")
+        return *(float(group[name]) for name in names), group["nesterov"]

@@ -1,0 +1,321 @@
+"""The contract of GEMMs with ops of ours between them; errors and derivatives are with the ops'."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchweld
+from oracle import exact, run
+from torchweld import functional
+from torchweld.ops._call import call
+from torchweld.registry import OPS, Seam, materialize
+
+SEAMS = [op for op in OPS.values() if isinstance(op, Seam)]
+LINEAR = OPS["linear_act"]
+every_seam = pytest.mark.parametrize("seam", SEAMS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """The kernels, also for what is too small to gain."""
+    with torchweld.use_backend("cpu"):
+        yield
+
+
+def _inputs(seam: Seam, rows: int = 24, **kwargs: Any) -> list[Any]:
+    """Of the widths of the op's second sample, which are odd."""
+    x, *rest = seam.samples[1]
+    kwargs = {"dtype": torch.float32, **kwargs}
+    return materialize([type(x)((rows, x.shape[-1]), x.kind), *rest], **kwargs)
+
+
+# --- torch's own machinery ----------------------------------------------------------------------
+
+
+@every_seam
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_equals_eager(seam: Seam, compiler: str) -> None:
+    """One graph. Inductor may give a GEMM to another library."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: call(seam, *given), fullgraph=True, backend=compiler)
+    inputs = _inputs(seam)
+    eager = run(seam, inputs)
+    for name, value in run(seam, inputs, compiled).items():
+        if compiler == "aot_eager":
+            assert torch.equal(value, eager[name]), name
+        torch.testing.assert_close(value, eager[name])
+
+
+@every_seam
+def test_no_recompilation(seam: Seam) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *given: call(seam, *given), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for position, rows in enumerate((4, 6, 9)):
+        with torch._dynamo.config.patch(error_on_recompile=position > 0):
+            compiled(*_inputs(seam, rows, requires_grad=True)).sum().backward()
+
+
+def test_recomputation_compiles() -> None:
+    torch._dynamo.reset()
+    x, weight, bias = _inputs(LINEAR, requires_grad=True)[:3]
+    compiled = torch.compile(functional.linear_gelu, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x, weight, bias, recompute=True).sum(), (x, weight, bias))
+    expected = torch.autograd.grad(functional.linear_gelu(x, weight, bias).sum(), (x, weight, bias))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@every_seam
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(seam: Seam, dtype: torch.dtype) -> None:
+    """Eager's dtypes, and no larger an error."""
+    sample = next(s for s in seam.samples if s[0].shape[:1] == (256,))
+    inputs = materialize(sample, torch.float32)
+    oracle = exact(seam, inputs)
+    with torch.autocast("cpu", dtype):
+        ours, eager = run(seam, inputs), run(seam, inputs, seam.reference)
+    for name, value in eager.items():
+        assert ours[name].dtype == value.dtype
+        error, theirs = ((v.double() - oracle[name]).square().mean() for v in (ours[name], value))
+        assert error <= 1.1**2 * theirs, name
+
+
+@every_seam
+def test_functorch_gets_the_reference_and_a_named_backend_refuses(seam: Seam) -> None:
+    inputs = _inputs(seam)
+    x = torch.randn(3, *inputs[0].shape)
+    tangent = torch.randn_like(x[0])
+
+    def batched(function: Callable[..., Any]) -> torch.Tensor:
+        return torch.func.vmap(lambda x: function(x, *inputs[1:]))(x)
+
+    def forward_mode(function: Callable[..., Any]) -> torch.Tensor:
+        return torch.func.jvp(lambda x: function(x, *inputs[1:]), (x[0],), (tangent,))[1]
+
+    for transform in (batched, forward_mode):
+        with pytest.raises(torchweld.BackendError, match=r"torch\.func"):
+            transform(lambda *given: call(seam, *given))
+        with torchweld.use_backend(None):
+            found = transform(lambda *given: call(seam, *given))
+        assert torch.equal(found, transform(seam.reference))
+        assert found.any()
+
+
+def test_explain() -> None:
+    x, weight, bias = _inputs(LINEAR, 16384)[:3]
+    with torchweld.use_backend(None):
+        assert torchweld.explain(functional.linear_act, x, weight, bias).chosen == "cpu"
+        small = torchweld.explain(functional.linear_act, x[:1], weight, bias)
+        assert "too small" in small.reasons["cpu"]
+
+
+# --- Layouts ------------------------------------------------------------------------------------
+
+
+@every_seam
+@pytest.mark.parametrize("which", [0, 1])
+def test_transposed(seam: Seam, which: int) -> None:
+    """x and the first weight with columns that are not one element apart."""
+    inputs = _inputs(seam)
+    plain = run(seam, inputs)
+    inputs[which] = inputs[which].t().contiguous().t()
+    for name, value in run(seam, inputs).items():
+        torch.testing.assert_close(value, plain[name])
+
+
+def test_inference_works_in_place_on_the_gemms_result_alone() -> None:
+    """The same bits as in training; what came in is as it was."""
+    for bias_wanted in (True, False):
+        x, weight, bias = _inputs(LINEAR)[:3]
+        before = [x.clone(), weight.clone()]
+        given = (x, weight, bias if bias_wanted else None)
+        trained = functional.linear_gelu(*[t if t is None else t.requires_grad_() for t in given])
+        with torch.no_grad(), _Counting() as counted:
+            assert torch.equal(functional.linear_gelu(*given), trained)
+        assert counted.calls["bias_act_"] == 1
+        assert torch.equal(x, before[0])
+        assert torch.equal(weight, before[1])
+
+
+def test_the_op_in_place() -> None:
+    """Its schema says what it writes to."""
+    z, bias = torch.randn(6, 31), torch.randn(31)
+    torch.library.opcheck(torch.ops.torchweld.bias_act_.cpu, (z.clone(), bias, "silu", "none"))
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        torch.ops.torchweld.bias_act_.cpu(z.t(), None, "silu", "none")
+
+
+# --- What is saved, and what is run ---------------------------------------------------------------
+
+
+class _Counting(TorchDispatchMode):
+    """Counts calls by the op's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _saved(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> list[list[int]]:
+    """Shapes of what is saved for the backward beside the leaves."""
+    known = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    found: dict[int, list[int]] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in known:
+            found[t.untyped_storage().data_ptr()] = list(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    assert result.requires_grad
+    return sorted(found.values())
+
+
+def test_what_is_saved() -> None:
+    """x and the pre-activation; of a gated block gate, up and their product; or x alone."""
+    leaves = _inputs(LINEAR, requires_grad=True)[:3]
+    hidden = [24, 7]
+    assert _saved(lambda: functional.linear_gelu(*leaves), leaves) == [hidden]
+    assert _saved(lambda: functional.linear_gelu(*leaves, recompute=True), leaves) == []
+    leaves = _inputs(OPS["mlp"], requires_grad=True)[:5]
+    assert _saved(lambda: functional.mlp(*leaves), leaves) == [hidden, hidden]
+    assert _saved(lambda: functional.mlp(*leaves, recompute=True), leaves) == []
+    leaves = _inputs(OPS["gated_mlp"], requires_grad=True)[:4]
+    assert _saved(lambda: functional.gated_mlp(*leaves), leaves) == [hidden, hidden, hidden]
+    with torchweld.use_backend("eager"):
+        assert len(_saved(lambda: functional.gated_mlp(*leaves), leaves)) == 4
+    assert _saved(lambda: functional.gated_mlp(*leaves, recompute=True), leaves) == []
+
+
+@every_seam
+def test_recomputing_changes_no_bit(seam: Seam) -> None:
+    inputs = _inputs(seam, requires_grad=True)
+    leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
+    kind = {"activation": inputs[-2], "approximate": inputs[-1]}
+    function = getattr(functional, seam.name)
+    plain, again = (function(*leaves, **kind, recompute=r) for r in (False, True))
+    assert torch.equal(plain, again)
+    expected, found = (torch.autograd.grad(y.square().sum(), leaves) for y in (plain, again))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@every_seam
+def test_a_split_backward_runs_nothing_twice(seam: Seam) -> None:
+    """Gradients of what flows first, those of the parameters later, as zero-bubble schedules do."""
+    inputs = _inputs(seam, requires_grad=True)
+    leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
+    with _Counting() as whole:
+        expected = torch.autograd.grad(call(seam, *inputs).square().sum(), leaves)
+    with _Counting() as split:
+        loss = call(seam, *inputs).square().sum()
+        (grad_x,), groups = stage_backward_input([loss], None, [inputs[0]], iter(leaves[1:]))
+        assert split.calls["mm"] + split.calls["addmm"] < whole.calls["mm"] + whole.calls["addmm"]
+        stage_backward_weight(iter(leaves[1:]), groups)
+    for name in ("mm", "addmm", "bias_act", "bias_act_backward", "gated_act_backward"):
+        assert split.calls[name] == whole.calls[name], name
+    for found, wanted in zip([grad_x, *[w.grad for w in leaves[1:]]], expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_kept_graph_gives_every_gradient_again() -> None:
+    """Also from a gradient of which an earlier run kept what it did not use."""
+    x, weight, bias = _inputs(LINEAR, requires_grad=True)[:3]
+    y = functional.linear_gelu(x, weight, bias)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, (x, weight, bias), grad, retain_graph=True)
+    for wanted in ((0,), (2,), (0, 2), (1,), (0, 1, 2), (2,)):
+        leaves = [(x, weight, bias)[i] for i in wanted]
+        found = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        assert all(torch.equal(f, expected[i]) for f, i in zip(found, wanted, strict=True))
+    (other,) = torch.autograd.grad(y, bias, 2 * grad)
+    assert torch.equal(other, 2 * expected[2])
+
+
+# --- Exactness in 16 bits -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_bfloat16_is_closer_to_the_truth_than_eager(approximate: str) -> None:
+    """The bias is added, and its gradient summed, before anything is rounded."""
+    x, weight = torch.randn(512, 256).bfloat16(), (torch.randn(384, 256) / 16).bfloat16()
+    inputs = [x, weight, torch.randn(384).bfloat16(), "gelu", approximate]
+    oracle, ours = exact(LINEAR, inputs), run(LINEAR, inputs)
+    eager = run(LINEAR, inputs, LINEAR.reference)
+    for name in ("y", "grad_bias"):
+        errors = [(found[name].double() - oracle[name]).abs().mean() for found in (ours, eager)]
+        print(f"{name} {approximate}: {errors[0] / errors[1]:.3f} of eager's mean error")
+        assert errors[0] < errors[1], name
+
+
+# --- Modules --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_linear_gelu_is_linear_and_gelu(bias: bool, approximate: str) -> None:
+    """State dicts load either way; results and gradients are equal. It is no torch.nn.Linear."""
+    torch.manual_seed(0)
+    mine = torchweld.nn.LinearGELU(67, 31, bias, approximate=approximate)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(67, 31, bias)
+    other = torch.nn.Sequential(linear, torch.nn.GELU(approximate))
+    assert not isinstance(mine, torch.nn.Linear)
+    assert all(
+        torch.equal(a, b) for a, b in zip(mine.parameters(), other.parameters(), strict=True)
+    )
+    linear.load_state_dict(mine.state_dict())
+    mine.load_state_dict(linear.state_dict())
+    x = torch.randn(5, 1, 67, requires_grad=True)
+    torch.testing.assert_close(mine(x), other(x))
+    for module in (mine, other):
+        module(x).square().sum().backward()
+    for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def _blocks() -> dict[str, tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
+    torch.manual_seed(0)
+    mlp = torchweld.nn.MLP(31, 67, activation="silu")
+    gated = torchweld.nn.GatedMLP(31, 67)
+    silu = torch.nn.functional.silu
+    return {
+        "fc1": (mlp, lambda x: mlp.fc2(silu(x @ mlp.fc1.weight.t() + mlp.fc1.bias))),
+        "gate_proj": (
+            gated,
+            lambda x: gated.down_proj(silu(gated.gate_proj(x)) * gated.up_proj(x)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("first", ["fc1", "gate_proj"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks(first: str, recompute: bool) -> None:
+    block, plain = _blocks()[first]
+    block.recompute = recompute
+    assert next(iter(block.state_dict())) == f"{first}.weight"
+    x = torch.randn(9, 31)
+    parameters = list(block.parameters())
+    found = torch.autograd.grad(block(x).square().sum(), parameters)
+    expected = torch.autograd.grad(plain(x).square().sum(), parameters)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(block)))
+    assert torch.equal(twin(x), block(x))
+    if not recompute:
+        program = torch.export.export(block, (x,))
+        torch.testing.assert_close(program.module()(x), plain(x))
