@@ -1,0 +1,61 @@
+"""The random stream of dropout in Triton: element for element that of torchweld.random.
+
+Triton's own `tl.philox` is the same Philox 4x32-10. A call makes the words of four columns, so it
+is made for every fourth, and the words are brought into the columns' order.
+"""
+
+# ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .rows import row_map
+
+
+@triton.jit
+def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK]: 0 where an element is dropped, else `scale`.
+
+    Of BLOCK columns from `first` on, which four divides, in the whole tensor's rows `number`, of
+    int64. `threshold` has the bits of a uint32.
+    """
+    group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)[None, :]
+    low = number.to(tl.uint32)[:, None]
+    high = (number >> 32).to(tl.uint32)[:, None]
+    zero = tl.zeros([ROWS, BLOCK // 4], tl.uint32)
+    seed = tl.load(seed_ptr)
+    word0, word1, word2, word3 = tl.philox(seed, zero + group, zero + low, zero + high, zero)
+    limit = threshold.to(tl.uint32, bitcast=True)
+    even = tl.join(word0 >= limit, word2 >= limit)
+    odd = tl.join(word1 >= limit, word3 >= limit)
+    kept = tl.reshape(tl.join(even, odd), [ROWS, BLOCK])
+    return tl.where(kept, scale, 0.0)
+
+
+def dropout_arguments(
+    p: float,
+    seed: torch.Tensor | None,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    offset: Sequence[int],
+) -> tuple[Any, ...]:
+    """Seed, threshold, scale; the first row's number and, for `place`, those of the others.
+
+    Of a tensor whose last dimension makes the columns, which all are here.
+    """
+    threshold = min(round(p * 2**32), 2**32 - 1)
+    signed = threshold - 2**32 if threshold >= 2**31 else threshold  # one type, whatever p
+    sizes = whole or shape
+    strides = [math.prod(sizes[i + 1 : -1]) for i in range(len(shape) - 1)]
+    rows = row_map(shape[:-1], strides)
+    if rows is None:
+        raise ValueError("shard: a part of the whole in more than three leading dimensions")
+    first = sum(map(math.prod, zip(offset, strides, strict=False)))
+    return (seed, signed, 0.0 if p == 1 else 1 / (1 - p), first, *rows)

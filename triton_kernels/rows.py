@@ -1,0 +1,33 @@
+"""Where the rows of a tensor lie in another that it is a part of, or that is broadcast to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl  # noqa: F401 - the interpreter wants it beside a kernel's parts
+
+
+@triton.jit
+def place(row, first, size1, size2, stride0, stride1, stride2):
+    """The place of rows of three leading dimensions: the sizes of the last two, all strides."""
+    above1 = row // size2
+    above0 = above1 // size1
+    at = first + above0 * stride0 + (above1 - above0 * size1) * stride1
+    return at + (row - above1 * size2) * stride2
+
+
+def row_map(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Sizes and strides for `place`; None if merging leaves more than three dimensions."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:
+        return None
+    dims = [(1, 0)] * (3 - len(dims)) + dims
+    return (dims[1][0], dims[2][0], dims[0][1], dims[1][1], dims[2][1])
