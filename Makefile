@@ -27,7 +27,8 @@ PYTEST := $(PY) -m pytest
 NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
 	tests/test_quantize_8bit.py tests/test_optim.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
-CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py
+CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
+	tests/test_optim_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
