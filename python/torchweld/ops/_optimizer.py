@@ -42,6 +42,8 @@ class Batch:
     moments: Tensors = field(default_factory=list)
     absmaxes: Tensors = field(default_factory=list)
     steps: Tensors = field(default_factory=list)
+    # DTensors among the parameters; the others are this device's parts of them.
+    wholes: Tensors = field(default_factory=list)
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
@@ -49,7 +51,15 @@ class Batch:
         return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
 
     def written(self) -> Tensors:
-        return [*self.params, *self.completions, *self.moments, *self.absmaxes, *self.steps]
+        lists = (
+            self.params,
+            self.completions,
+            self.moments,
+            self.absmaxes,
+            self.steps,
+            self.wholes,
+        )
+        return [t for tensors in lists for t in tensors]
 
 
 class Rule:
@@ -84,6 +94,7 @@ class Rule:
         kernel = self._op.kernel(batch.params[0].device) if batch.served_by_kernel() else None
         if kernel is None:
             self.reference(batch, *scalars)
+            torch.autograd.graph.increment_version(batch.wholes)
             return
         packed = [_packed(tensors) for tensors in (batch.params, batch.completions, batch.moments)]
         grads = [g if g.is_contiguous() else g.contiguous() for g in batch.grads]

@@ -9,7 +9,9 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
+from torchweld.optim import _shards
 from torchweld.optim._codecs import ABSMAX, CODES, Codec, Moments, State
+from torchweld.optim._shards import local
 
 Group = dict[str, Any]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size")
@@ -92,7 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._check_gradients(group)
         work = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
-        factor = self._gradient_factor([g for _, batch in work for g in batch.grads])
+        factor = self._gradient_factor()
         found_inf = getattr(self, "found_inf", None)
         for group, batch in work:
             lr = group["lr"]
@@ -105,12 +107,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_gradients(self, group: Group) -> None:
+        name = type(self).__name__
         for p in group["params"]:
-            if p.grad is not None and p.grad.layout != torch.strided:
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
                 layout = str(p.grad.layout).removeprefix("torch.")
-                raise ArgumentError(
-                    type(self).__name__, "a gradient", f"a {layout} tensor", "a dense tensor"
-                )
+                raise ArgumentError(name, "a gradient", f"a {layout} tensor", "a dense tensor")
+            if _shards.is_one(p):
+                _shards.check_gradient(name, p)
+                codec = Codec(*[group[key] for key in _CODEC_KEYS])
+                if codec.moment_dtype(p) == torch.uint8:
+                    _shards.check_rows(name, p)
 
     def _batches(self, group: Group) -> list[Batch]:
         """Parameters with a gradient, by device, dtype and codec."""
@@ -130,16 +138,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in found:
                 found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
             batch, values, absmaxes = found[key]
-            as_real = torch.view_as_real if p.is_complex() else _same
+            if _shards.is_one(p):
+                batch.wholes.append(p)
+            as_real = _real if p.is_complex() else local
             batch.params.append(as_real(p))
             batch.grads.append(as_real(p.grad))
             batch.steps.append(state["step"])
             if entry is not None:
-                batch.completions.append(state[entry])
+                batch.completions.append(local(state[entry]))
             for k, name in enumerate(moments):
                 if dtype == torch.uint8:
                     value = state[name + CODES]
-                    absmaxes[k].append(state[name + ABSMAX])
+                    absmaxes[k].append(local(state[name + ABSMAX]))
                 else:
                     value = state[name]
                 if value.shape != p.shape:
@@ -155,16 +165,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             batches.append(batch)
         return batches
 
-    def _gradient_factor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+    def _gradient_factor(self) -> torch.Tensor | None:
         """What gradients are multiplied by: to undo a loss's scale, and to clip their norm."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scale is None else 1 / scale
         limit = self.defaults["max_grad_norm"]
+        params = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for p in params if p.grad is not None]
         if limit is None or not grads:
             return factor
-        devices = dict.fromkeys(g.device for g in grads)
-        squares = [sum_of_squares([g for g in grads if g.device == d]) for d in devices]
-        norm = torch.stack([s.to(grads[0].device) for s in squares]).sum().sqrt().float()
+        alike: dict[object, list[torch.Tensor]] = {}
+        for g in grads:
+            alike.setdefault(_shards.layout(g), []).append(g)
+        squares = [
+            _shards.sum_over_shards(sum_of_squares([_real(g) for g in some]), some[0])
+            for some in alike.values()
+        ]
+        norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
         if factor is not None:
             norm = norm * factor
         self.grad_norm = norm
@@ -211,8 +228,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                         of_param[name] = value.tensor
 
 
-def _same(t: torch.Tensor) -> torch.Tensor:
-    return t
+def _real(t: torch.Tensor) -> torch.Tensor:
+    """This device's part, as real numbers."""
+    return torch.view_as_real(local(t)) if t.is_complex() else local(t)
 
 
 def _kept(name: str, value: Any) -> Any:

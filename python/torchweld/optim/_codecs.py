@@ -12,6 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param, split_param
 from torchweld.ops.quantize_8bit import scales_shape
+from torchweld.optim._shards import is_one, like, local
 
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
@@ -107,9 +108,9 @@ class Codec:
     ) -> None:
         dtype = self.moment_dtype(p)
         if dtype == torch.uint8:
-            state[name + CODES], state[name + ABSMAX] = quantize_8bit(
-                value.float().contiguous(), signed=signed
-            )
+            codes, absmax = quantize_8bit(local(value).float().contiguous(), signed=signed)
+            state[name + CODES] = like(p, codes)
+            state[name + ABSMAX] = like(p, absmax, scales_shape(p.shape))
         else:
             state[name] = value.to(dtype)
 
@@ -119,8 +120,9 @@ class Codec:
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
         elif entry == REMAINDER:
-            rest = torch.empty((), dtype=torch.int16)
-            state[REMAINDER] = split_param(value.float().to(p.device), p.dtype, rest)[1]
+            low = split_param(local(value).float().to(p.device), p.dtype, torch.empty(0).short())[1]
+            assert low is not None
+            state[REMAINDER] = like(p, low)
 
 
 def _saved_moment(
@@ -128,7 +130,7 @@ def _saved_moment(
 ) -> torch.Tensor:
     if name in saved:
         value = saved[name]
-        _check(function, name, value, p.shape)
+        _check(function, name, value, p, p.shape)
         return value
     if name + CODES not in saved:
         raise ArgumentError(
@@ -136,18 +138,18 @@ def _saved_moment(
         )
     codes: Any = saved[name + CODES]
     absmax: Any = saved.get(name + ABSMAX)
-    _check(function, name + CODES, codes, p.shape, torch.uint8)
-    _check(function, name + ABSMAX, absmax, scales_shape(p.shape), torch.float32)
-    return dequantize_8bit(codes, absmax, signed=signed)
+    _check(function, name + CODES, codes, p, p.shape, torch.uint8)
+    _check(function, name + ABSMAX, absmax, p, scales_shape(p.shape), torch.float32)
+    return like(p, dequantize_8bit(local(codes), local(absmax), signed=signed))
 
 
 def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
     if MASTER in saved:
-        _check(function, MASTER, saved[MASTER], p.shape)
+        _check(function, MASTER, saved[MASTER], p, p.shape)
         return saved[MASTER]
     if REMAINDER in saved and p.dtype == torch.bfloat16:
-        _check(function, REMAINDER, saved[REMAINDER], p.shape, torch.int16)
-        return read_param(p.detach(), saved[REMAINDER].to(p.device))
+        _check(function, REMAINDER, saved[REMAINDER], p, p.shape, torch.int16)
+        return like(p, read_param(local(p.detach()), local(saved[REMAINDER]).to(p.device)))
     return p.detach()
 
 
@@ -155,6 +157,7 @@ def _check(
     function: str,
     key: str,
     value: Any,
+    p: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -162,6 +165,9 @@ def _check(
     argument = f"{key} in state_dict"
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(function, argument, f"a {type(value).__name__}", accepted)
+    if is_one(value) != is_one(p):
+        names = ["a plain tensor", "a DTensor, as its parameter is"]
+        raise ArgumentError(function, argument, names[is_one(value)], names[is_one(p)])
     fits = value.dtype == dtype if dtype else value.is_floating_point() or value.is_complex()
     if value.shape != torch.Size(shape) or not fits:
         came = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"

@@ -1,0 +1,67 @@
+"""Sharded parameters: a step runs on this device's part, and state is sharded as they are."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.distributed.dtensor import is_one
+from torchweld.errors import ArgumentError
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """This device's part."""
+    return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
+
+
+def like(p: torch.Tensor, part: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """The whole, of p's shape or another of as many dimensions, of which this is the part."""
+    if not is_one(p):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    shape = p.shape if shape is None else shape
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def check_rows(function: str, p: torch.Tensor) -> None:
+    """Blocks lie within rows, which the devices have to have whole."""
+    if not is_one(p):
+        return
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in p.placements:  # type: ignore[attr-defined]
+        if type(placement) is Replicate or placement == Shard(0):
+            continue
+        raise ArgumentError(
+            function,
+            "state_dtype",
+            f'"8bit" for a parameter that is {placement}',
+            "sharded in its first dimension, or another state_dtype",
+        )
+
+
+def check_gradient(function: str, p: torch.Tensor) -> None:
+    """Sharded as its parameter."""
+    assert p.grad is not None
+    came, accepted = layout(p.grad), layout(p)
+    if came != accepted:
+        raise ArgumentError(
+            function, "a gradient", f"on {came}", f"{accepted}, as its parameter is"
+        )
+
+
+def sum_over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The sum of what the devices that share `like` have, with replicas counted once."""
+    if is_one(like):
+        mesh = like.device_mesh  # type: ignore[attr-defined]
+        for dim, placement in enumerate(like.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+    return total
+
+
+def layout(t: torch.Tensor) -> object:
+    """What tensors that are shared by the same devices in the same way have in common."""
+    return (t.device_mesh, t.placements) if is_one(t) else t.device  # type: ignore[attr-defined]
