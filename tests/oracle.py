@@ -13,6 +13,8 @@ from torchweld.registry import Op, TensorSpec, materialize
 
 Results = dict[str, torch.Tensor]
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -> Results:
     """Public results and gradients by name, with a fixed random gradient of every result.

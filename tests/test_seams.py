@@ -14,13 +14,16 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
-from oracle import exact, run
+from oracle import TORCH, exact, run
 from torchweld import functional
 from torchweld.ops._call import call
 from torchweld.registry import OPS, Seam, materialize
 
 SEAMS = [op for op in OPS.values() if isinstance(op, Seam)]
 LINEAR = OPS["linear_act"]
+splits_backwards = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11 does not split the backward of an autograd.Function"
+)
 every_seam = pytest.mark.parametrize("seam", SEAMS, ids=str)
 
 
@@ -176,7 +179,8 @@ def _saved(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> 
     found: dict[int, list[int]] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage().data_ptr() not in known:
+        # Checkpoints of older torches than 2.13 leave an empty tensor in a place of their own.
+        if t.numel() and t.untyped_storage().data_ptr() not in known:
             found[t.untyped_storage().data_ptr()] = list(t.shape)
         return t
 
@@ -214,6 +218,7 @@ def test_recomputing_changes_no_bit(seam: Seam) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@splits_backwards
 @every_seam
 def test_a_split_backward_runs_nothing_twice(seam: Seam) -> None:
     """Gradients of what flows first, those of the parameters later, as zero-bubble schedules do."""

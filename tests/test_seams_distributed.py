@@ -12,6 +12,7 @@ from torch.distributed import pipelining
 
 import torchweld
 from test_distributed import _worker
+from test_seams import splits_backwards
 from torchweld import functional
 
 WIDTH, HIDDEN, ROWS, MICROBATCHES = 48, 64, 8, 4
@@ -84,6 +85,13 @@ def _tensor_parallel(rank: int) -> None:
             torch.testing.assert_close(found.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("scenario", [_zero_bubble, _dual_pipe, _tensor_parallel])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(_zero_bubble, marks=splits_backwards),
+        pytest.param(_dual_pipe, marks=splits_backwards),
+        _tensor_parallel,
+    ],
+)
 def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store"), "cpu"), nprocs=2)

@@ -262,7 +262,8 @@ def _tile(width: int, widest: int, columns: int) -> dict[str, Any]:
     block = _WIDE_BLOCK if wide else max(4, triton.next_power_of_2(width))
     rows = max(1, _SHARED_BLOCK // block)
     warps = min(16, max(1, rows * block // (32 * columns)))
-    return {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    # Without it, Triton 3.6 takes a few registers more than sixteen warps have.
+    return {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps, "maxnreg": 128}
 
 
 def _mask(mask: torch.Tensor | None, shape: torch.Size) -> tuple[Any, ...]:
