@@ -82,8 +82,8 @@ test-contract: emulator ## The contract and the ahead-of-time compiles alone
 	@$(PYTEST) -n 2 --dist worksteal $(CONTRACT) tests/test_triton_aot.py $(ARGS)
 
 .PHONY: test-isa
-test-isa: env ## The contract on every CPU instruction set of this machine
-	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas())'); do \
+test-isa: env ## The kernels' numbers on every CPU instruction set but the best, which `make test` runs on
+	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
 	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "not emulator and not interpreter and not compile" $(NUMBERS) || exit 1; \
 	done
@@ -149,7 +149,7 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 -k "not interpreter and not inductor" $(KERNELS) $(ARGS)
+	  $(PYTEST) -n 2 -k "not interpreter and not inductor and not compile" $(KERNELS) $(ARGS)
 
 # Only for the GPU at hand, unless TORCH_CUDA_ARCH_LIST says otherwise.
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
