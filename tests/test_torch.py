@@ -165,7 +165,8 @@ def test_autocast_has_eagers_dtype(
     with FakeTensorMode(), _autocast(device):
         inputs = [_empty(v, dtype, device) for v in reshaped(op, (4, 5), (768,))]
         with torchweld.use_backend(backend):
-            ours, eager = as_tuple(call(op, *inputs)), as_tuple(op.reference(*inputs))
+            plain = op.plain or op.reference  # the reference's words ask for a device that is there
+            ours, eager = as_tuple(call(op, *inputs)), as_tuple(plain(*inputs))
             assert [result.dtype for result in ours] == [result.dtype for result in eager]
 
 

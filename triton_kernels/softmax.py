@@ -262,8 +262,9 @@ def _tile(width: int, widest: int, columns: int) -> dict[str, Any]:
     block = _WIDE_BLOCK if wide else max(4, triton.next_power_of_2(width))
     rows = max(1, _SHARED_BLOCK // block)
     warps = min(16, max(1, rows * block // (32 * columns)))
-    # Without it, Triton 3.6 takes a few registers more than sixteen warps have.
-    return {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps, "maxnreg": 128}
+    options = {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    # Rows that are not aligned take a few registers more under Triton 3.6 than sixteen warps have.
+    return options if width % 16 == 0 else options | {"maxnreg": 128}
 
 
 def _mask(mask: torch.Tensor | None, shape: torch.Size) -> tuple[Any, ...]:
