@@ -46,4 +46,12 @@ inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
   }
 }
 
+// call(Type<T>{}, Type<P>{}, Type<S>{}) with S that of the residual stream beside the tensors.
+template <class Call>
+inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, Call&& call) {
+  dispatch(dtype, param_dtype, [&](auto t, auto p) {
+    dispatch_beside<typename decltype(t)::type>(stream_dtype, [&](auto s) { call(t, p, s); });
+  });
+}
+
 TW_NAMESPACE_END

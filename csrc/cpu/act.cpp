@@ -45,7 +45,7 @@ void bias_act_backward_row(const BiasActBackward& a, int64_t row, Accumulate<T>*
     if (bias) z += load(bias + i, at);
     const Vec<A> grad = act.gradient(z, load(grad_y + i, at));
     write(grad_x + i, grad, at, streamed);
-    if (partial) store(partial + i, load(partial + i, at) + grad, at);
+    accumulate(partial, i, grad, at);
   });
 }
 
@@ -72,8 +72,7 @@ TW_EXPORT void bias_act_backward(const BiasActBackward& a, int64_t begin, int64_
     const auto first_row = [&](int64_t chunk) { return chunk_begin(a.rows, a.chunks, chunk); };
     const bool streamed = worth_streaming<T>(a.grad_x, a.rows, a.width, first_row(end) - 1);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      A* partial = a.bias_partials ? (A*)a.bias_partials + chunk * a.width : nullptr;
-      if (partial) std::memset(partial, 0, a.width * sizeof(A));
+      A* partial = fresh_partial<A>(a.bias_partials, chunk, a.width);
       for (int64_t row = first_row(chunk); row < first_row(chunk + 1); ++row) {
         bias_act_backward_row<T, typename decltype(p)::type>(a, row, partial, act, streamed);
       }

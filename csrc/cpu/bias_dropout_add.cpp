@@ -9,24 +9,12 @@
 #include "cpu/dropout.h"
 #include "cpu/vec.h"
 
-namespace {
-
 using namespace torchweld;
-
-// call(Type<T>{}, Type<P>{}, Type<S>{}): of x, of the bias, of the residual stream.
-template <class Args, class Call>
-void dispatch_streams(const Args& a, Call&& call) {
-  dispatch(a.dtype, a.bias_dtype, [&](auto t, auto p) {
-    dispatch_beside<typename decltype(t)::type>(a.stream_dtype, [&](auto s) { call(t, p, s); });
-  });
-}
-
-}  // namespace
 
 // Items are rows.
 TW_EXPORT void bias_dropout_add_forward(const BiasDropoutAddForward& a, int64_t begin,
                                         int64_t end) {
-  dispatch_streams(a, [&](auto t, auto p, auto s) {
+  dispatch(a.dtype, a.bias_dtype, a.stream_dtype, [&](auto t, auto p, auto s) {
     using T = typename decltype(t)::type;
     using P = typename decltype(p)::type;
     using S = typename decltype(s)::type;
@@ -52,7 +40,7 @@ TW_EXPORT void bias_dropout_add_forward(const BiasDropoutAddForward& a, int64_t 
 // Items are chunks of rows.
 TW_EXPORT void bias_dropout_add_backward(const BiasDropoutAddBackward& a, int64_t begin,
                                          int64_t end) {
-  dispatch_streams(a, [&](auto t, auto, auto s) {
+  dispatch(a.dtype, a.bias_dtype, a.stream_dtype, [&](auto t, auto, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;
     using A = Accumulate<T>;

@@ -14,17 +14,9 @@ namespace {
 
 using namespace torchweld;
 
-// call(Type<T>{}, Type<P>{}, Type<S>{}): of x and y, of the parameters, of the residual stream.
-template <class Args, class Call>
-void dispatch_streams(const Args& a, Call&& call) {
-  dispatch(a.dtype, a.param_dtype, [&](auto t, auto p) {
-    dispatch_beside<typename decltype(t)::type>(a.stream_dtype, [&](auto s) { call(t, p, s); });
-  });
-}
-
 template <bool Centered>
 void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
-  dispatch_streams(a, [&](auto t, auto p, auto s) {
+  dispatch(a.dtype, a.param_dtype, a.stream_dtype, [&](auto t, auto p, auto s) {
     using T = typename decltype(t)::type;
     using P = typename decltype(p)::type;
     using S = typename decltype(s)::type;
@@ -55,7 +47,7 @@ void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
 
 template <bool Centered>
 void backward(const DropoutAddNormBackward& a, int64_t begin, int64_t end) {
-  dispatch_streams(a, [&](auto t, auto p, auto s) {
+  dispatch(a.dtype, a.param_dtype, a.stream_dtype, [&](auto t, auto p, auto s) {
     using T = typename decltype(t)::type;
     using P = typename decltype(p)::type;
     using S = typename decltype(s)::type;
