@@ -154,3 +154,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         lines.append(line + (f": {missing}" if missing else ""))
     terminalreporter.section("kernels")
     terminalreporter.write_line("\n".join(lines))
+
+
+@pytest.fixture(params=["cpu", "eager"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with torchweld.use_backend(request.param):
+        yield request.param

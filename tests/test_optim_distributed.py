@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +41,12 @@ def _run(
     place: Callable[[torch.Tensor], torch.Tensor],
     steps: range,
     saved: Any = None,
+    kind: Any = optim.AdamW,
 ) -> tuple[list[torch.Tensor], Any]:
     """A run, or its second half from what was saved: parameters and optimizer."""
     dtype = _dtype(settings)
     params = [torch.nn.Parameter(place(v)) for v in (saved[0] if saved else _values(0, dtype))]
-    optimizer = optim.AdamW(params, 1e-2, **settings)
+    optimizer = kind(params, 1e-2, **settings)
     if saved:
         optimizer.load_state_dict(saved[1])
     for seed in steps:
@@ -113,6 +115,31 @@ def _shards(rank: int) -> None:
     wide.grad = torch.ones(64, 128)
     with pytest.raises(torchweld.ArgumentError, match="a gradient"):
         optim.AdamW([wide]).step()
+
+
+def _adaptive(rank: int) -> None:
+    """Norms are those of whole tensors, summed in another order."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
+        quantized = kind is optim.LAMB8bit
+        expected, _ = _run({}, lambda t: t, range(1, 5), kind=kind)
+        last = Replicate() if quantized else Shard(-1)
+        placements = itertools.cycle((Shard(0), Replicate(), last))
+        wholes = _values(0, torch.float32)
+        params = [
+            torch.nn.Parameter(distribute_tensor(value, mesh, [at]))
+            for value, at in zip(wholes, placements, strict=False)
+        ]
+        optimizer = kind(params, 1e-2)
+        for seed in range(1, 5):
+            for p, g in zip(params, _values(seed, torch.float32), strict=True):
+                p.grad = distribute_tensor(g * 0.1, mesh, p.placements)
+            optimizer.step()
+        for p, e in zip(params, expected, strict=True):
+            torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
 
 
 def _clipping(rank: int) -> None:
@@ -197,6 +224,6 @@ def _worker(rank: int, scenario: Callable[[int], None], store: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_shards, _clipping, _fsdp2])
+@pytest.mark.parametrize("scenario", [_shards, _adaptive, _clipping, _fsdp2])
 def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store")), nprocs=2)

@@ -1,9 +1,10 @@
-// Optimizer steps for torch; the schemas are in python/torchweld/ops/optimizer.py.
+// Optimizer steps for torch; python/torchweld/ops/_optimizer.py has what their schemas share.
 #include "core/optim.h"
 
 #include "bind/launch.h"
 #include "bind/quant8.h"
 #include "core/adam.h"
+#include "core/lamb.h"
 #include "core/lion.h"
 #include "core/sgd.h"
 
@@ -11,7 +12,10 @@ TW_KERNEL(adam_step, Step<torchweld::Adam<false>>);
 TW_KERNEL(amsgrad_step, Step<torchweld::Adam<true>>);
 TW_KERNEL(sgd_step, Step<torchweld::Sgd<false>>);
 TW_KERNEL(momentum_step, Step<torchweld::Sgd<true>>);
+TW_KERNEL(gradient_measure, Step<torchweld::Gradient>);
 TW_KERNEL(lion_step, Step<torchweld::Lion>);
+TW_KERNEL(lamb_step, Step<torchweld::Lamb>);
+TW_KERNEL(lamb_measure, Step<torchweld::Lamb>);
 TW_KERNEL(grad_squares, GradSquares);
 
 // Its newer version, of glibc 2.29, differs in how it sets errno alone.
@@ -23,29 +27,45 @@ namespace torchweld {
 namespace {
 
 using Tensors = std::vector<Tensor>;
-using OptionalTensor = std::optional<Tensor>;
 
 // A number that is kept as a tensor, since it changes every step.
 double number(const Tensor& t) {
   STD_TORCH_CHECK(t.is_cpu() && t.numel() == 1, "a scalar is not one number on the CPU");
-  return dtype_of(t) == DType::f64 ? *(const double*)data(t) : (double)*(const float*)data(t);
-}
-void check_number(const Tensor& t) {
   const DType dtype = dtype_of(t);
-  STD_TORCH_CHECK(t.is_cpu() && t.numel() == 1 && (dtype == DType::f32 || dtype == DType::f64),
-                  "a scalar is not one float32 or float64 number on the CPU");
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::f64,
+                  "a scalar is neither float32 nor float64");
+  return dtype == DType::f64 ? *(const double*)data(t) : (double)*(const float*)data(t);
+}
+double number_or(const OptionalTensor& t, double otherwise) { return t ? number(*t) : otherwise; }
+
+void set_number(const Tensor& t, double value) {
+  if (dtype_of(t) == DType::f64) {
+    *(double*)t.mutable_data_ptr() = value;
+  } else {
+    *(float*)t.mutable_data_ptr() = (float)value;
+  }
 }
 
-// The step that is taken now, counted in the tensor.
-double advance(const Tensor& step) {
-  double count;
-  if (dtype_of(step) == DType::f64) {
-    count = ++*(double*)step.mutable_data_ptr();
-  } else {
-    count = ++*(float*)step.mutable_data_ptr();
+// Those of all tensors: what they are is known to fit once this is made.
+class Scalars {
+ public:
+  Scalars(const Tensors& steps, double lr, const OptionalTensor& ratios) : lr_(lr) {
+    for (const Tensor& step : steps) numbers_.push_back(number(step) + 1);
+    if (!ratios) return;
+    STD_TORCH_CHECK(ratios->is_cpu() && ratios->is_contiguous() &&
+                        ratios->scalar_type() == ScalarType::Double &&
+                        ratios->numel() == (int64_t)steps.size(),
+                    "ratios are not a float64 number for each parameter");
+    ratios_ = (const double*)data(*ratios);
   }
-  return count;
-}
+  size_t count() const { return numbers_.size(); }
+  StepScalars operator[](size_t i) const { return {lr_, numbers_[i], ratios_ ? ratios_[i] : 1.0}; }
+
+ private:
+  double lr_;
+  std::vector<double> numbers_;
+  const double* ratios_ = nullptr;
+};
 
 // What all rules have in common: the tensors' addresses, once they are known to fit.
 class Work {
@@ -93,20 +113,44 @@ class Work {
     tensors_[count_].first_block = blocks;
   }
 
-  // One step of all, each by the rule that rule_at(its number of steps) makes for it.
-  template <class Kernel, class RuleAt>
-  void run(const Kernel& kernel, const Tensors& steps, const OptionalTensor& grad_factor,
-           const Tensor& like, RuleAt&& rule_at) const {
-    using Rule = decltype(rule_at(1.0));
-    std::vector<Rule> rules;
-    for (const Tensor& step : steps) rules.push_back(rule_at(advance(step)));
-    const float factor = grad_factor ? (float)number(*grad_factor) : 1.0f;
-    const Step<Rule> args{tensors_.data(), rules.data(), (int64_t)count_, factor,
-                          dtype_,          state_,       param_};
-    launch(kernel, args, like, tensors_[count_].first_block, kQuantBlock);
+  // One step of all: by a rule of these settings, and of each tensor's own scalars.
+  template <class Rule, class Kernel, class Settings>
+  void step(const Kernel& kernel, const Tensors& params, const Tensors& steps,
+            const Settings& settings, const Scalars& scalars, double grad_factor) const {
+    run<Rule>(kernel, params[0], settings, scalars, grad_factor, nullptr);
+    for (size_t i = 0; i < count_; ++i) set_number(steps[i], scalars[i].number);
+  }
+
+  // [parameters, 2], float64: the sums of the squares of each one's elements, and of its step's.
+  template <class Rule, class Kernel, class Settings>
+  Tensor measure(const Kernel& kernel, const Tensors& params, const Settings& settings,
+                 const Scalars& scalars, double grad_factor) const {
+    std::vector<double> of_blocks(2 * tensors_[count_].first_block);
+    const auto squares = (double (*)[2])of_blocks.data();
+    run<Rule>(kernel, params[0], settings, scalars, grad_factor, squares);
+    const int64_t sizes[] = {(int64_t)count_, 2};
+    Tensor result = empty(params[0], Sizes(sizes, 2), ScalarType::Double);
+    const auto sums = (double (*)[2])result.mutable_data_ptr();
+    for (size_t i = 0; i < count_; ++i) {
+      sums[i][0] = sums[i][1] = 0;
+      for (int64_t at = tensors_[i].first_block; at < tensors_[i + 1].first_block; ++at) {
+        for (int k = 0; k < 2; ++k) sums[i][k] += squares[at][k];
+      }
+    }
+    return result;
   }
 
  private:
+  template <class Rule, class Kernel, class Settings>
+  void run(const Kernel& kernel, const Tensor& like, const Settings& settings,
+           const Scalars& scalars, double grad_factor, double (*squares)[2]) const {
+    STD_TORCH_CHECK(scalars.count() == count_, "lists of tensors differ in length");
+    std::vector<Rule> rules;
+    for (size_t i = 0; i < count_; ++i) rules.emplace_back(settings, scalars[i]);
+    const Step<Rule> args{tensors_.data(),    rules.data(), (int64_t)count_, squares,
+                          (float)grad_factor, dtype_,       state_,          param_};
+    launch(kernel, args, like, tensors_[count_].first_block, kQuantBlock);
+  }
   static void check_count(const Tensors& list, size_t count) {
     STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
   }
@@ -143,17 +187,6 @@ class Work {
   ParamCodec param_;
 };
 
-// Whether there is a step to take: not from infinite gradients.
-bool wanted(const Tensors& params, const Tensors& steps, const Tensor& lr,
-            const OptionalTensor& grad_factor, const OptionalTensor& found_inf) {
-  STD_TORCH_CHECK(steps.size() == params.size(), "lists of tensors differ in length");
-  check_number(lr);
-  for (const Tensor& step : steps) check_number(step);
-  if (grad_factor) check_number(*grad_factor);
-  if (found_inf) check_number(*found_inf);
-  return !(found_inf && number(*found_inf) != 0);
-}
-
 void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors moments,
                Tensors absmaxes, Tensors steps, Tensor lr, double beta1, double beta2, double eps,
                double weight_decay, bool decoupled, OptionalTensor grad_factor,
@@ -161,31 +194,31 @@ void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors momen
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
   const Work work(params, grads, completions, moments, absmaxes, amsgrad ? 3 : 2);
-  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
-  const AdamSettings settings{number(lr), beta1, beta2, eps, weight_decay, decoupled};
-  const auto beta2_root = [&](double t) { return std::sqrt(1 - std::pow(beta2, t)); };
+  const Scalars scalars(steps, number(lr), {});
+  const double factor = number_or(grad_factor, 1);
+  if (number_or(found_inf, 0) != 0) return;
+  const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
-    work.run(amsgrad_step, steps, grad_factor, params[0],
-             [&](double t) { return Adam<true>(settings, std::pow(beta1, t), beta2_root(t)); });
+    work.step<Adam<true>>(amsgrad_step, params, steps, settings, scalars, factor);
   } else {
-    work.run(adam_step, steps, grad_factor, params[0],
-             [&](double t) { return Adam<false>(settings, std::pow(beta1, t), beta2_root(t)); });
+    work.step<Adam<false>>(adam_step, params, steps, settings, scalars, factor);
   }
 }
 
 void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moments, Tensors absmaxes,
-              Tensors steps, Tensor lr, double momentum, double dampening, double weight_decay,
-              bool nesterov, OptionalTensor grad_factor, OptionalTensor found_inf) {
+              Tensors steps, Tensor lr, OptionalTensor ratios, double momentum, double dampening,
+              double weight_decay, bool nesterov, OptionalTensor grad_factor,
+              OptionalTensor found_inf) {
   if (params.empty()) return;
   const Work work(params, grads, completions, moments, absmaxes, moments.empty() ? 0 : 1);
-  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
-  const SgdSettings settings{number(lr), momentum, dampening, weight_decay, nesterov};
+  const Scalars scalars(steps, number(lr), ratios);
+  const double factor = number_or(grad_factor, 1);
+  if (number_or(found_inf, 0) != 0) return;
+  const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   if (moments.empty()) {
-    work.run(sgd_step, steps, grad_factor, params[0],
-             [&](double t) { return Sgd<false>(settings, t); });
+    work.step<Sgd<false>>(sgd_step, params, steps, settings, scalars, factor);
   } else {
-    work.run(momentum_step, steps, grad_factor, params[0],
-             [&](double t) { return Sgd<true>(settings, t); });
+    work.step<Sgd<true>>(momentum_step, params, steps, settings, scalars, factor);
   }
 }
 
@@ -194,9 +227,46 @@ void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors momen
                double weight_decay, OptionalTensor grad_factor, OptionalTensor found_inf) {
   if (params.empty()) return;
   const Work work(params, grads, completions, moments, absmaxes, 1);
-  if (!wanted(params, steps, lr, grad_factor, found_inf)) return;
-  const LionSettings settings{number(lr), beta1, beta2, weight_decay};
-  work.run(lion_step, steps, grad_factor, params[0], [&](double) { return Lion(settings); });
+  const Scalars scalars(steps, number(lr), {});
+  const double factor = number_or(grad_factor, 1);
+  if (number_or(found_inf, 0) != 0) return;
+  work.step<Lion>(lion_step, params, steps, LionSettings{beta1, beta2, weight_decay}, scalars,
+                  factor);
+}
+
+void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
+               Tensors absmaxes, Tensors steps, Tensor lr, OptionalTensor ratios, double beta1,
+               double beta2, double eps, double weight_decay, bool bias_correction, bool averaged,
+               OptionalTensor grad_factor, OptionalTensor found_inf) {
+  if (params.empty()) return;
+  const Work work(params, grads, completions, moments, absmaxes, 2);
+  const Scalars scalars(steps, number(lr), ratios);
+  const double factor = number_or(grad_factor, 1);
+  if (number_or(found_inf, 0) != 0) return;
+  const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
+  work.step<Lamb>(lamb_step, params, steps, settings, scalars, factor);
+}
+
+Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
+                    Tensors absmaxes, Tensors steps, double beta1, double beta2, double eps,
+                    double weight_decay, bool bias_correction, bool averaged,
+                    OptionalTensor grad_factor) {
+  STD_TORCH_CHECK(!params.empty(), "there is no parameter");
+  const Work work(params, grads, completions, moments, absmaxes, 2);
+  const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
+  return work.measure<Lamb>(lamb_measure, params, settings, Scalars(steps, 0, {}),
+                            number_or(grad_factor, 1));
+}
+
+// What LARS calls a step is the gradient alone.
+Tensor measure_sgd(Tensors params, Tensors grads, Tensors completions, Tensors, Tensors,
+                   Tensors steps, double momentum, double dampening, double weight_decay,
+                   bool nesterov, OptionalTensor grad_factor) {
+  STD_TORCH_CHECK(!params.empty(), "there is no parameter");
+  const Work work(params, grads, completions, {}, {}, 0);
+  const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
+  return work.measure<Gradient>(gradient_measure, params, settings, Scalars(steps, 0, {}),
+                                number_or(grad_factor, 1));
 }
 
 // The sum of the squares of all elements, in float64.
@@ -234,7 +304,10 @@ Tensor sum_of_squares(Tensors grads) {
 TW_IMPLEMENT(m) {
   m.impl(TW_OVERLOAD("adam"), TORCH_BOX(&step_adam));
   m.impl(TW_OVERLOAD("sgd"), TORCH_BOX(&step_sgd));
+  m.impl(TW_OVERLOAD("sgd_squares"), TORCH_BOX(&measure_sgd));
   m.impl(TW_OVERLOAD("lion"), TORCH_BOX(&step_lion));
+  m.impl(TW_OVERLOAD("lamb"), TORCH_BOX(&step_lamb));
+  m.impl(TW_OVERLOAD("lamb_squares"), TORCH_BOX(&measure_lamb));
   m.impl(TW_OVERLOAD("sum_of_squares"), TORCH_BOX(&sum_of_squares));
 }
 

@@ -8,7 +8,7 @@
 TW_NAMESPACE_BEGIN
 
 struct AdamSettings {
-  double lr, beta1, beta2, eps, weight_decay;
+  double beta1, beta2, eps, weight_decay;
   bool decoupled;  // AdamW's weight decay; otherwise it is added to the gradient
 };
 
@@ -19,15 +19,14 @@ struct Adam {
 
   float rate1, rate2, beta2, eps, step_size, root_scale, decay, l2;
 
-  // beta1_power is beta1^t, beta2_root sqrt(1 - beta2^t): host and device have their own pow.
-  TW_HD Adam(const AdamSettings& s, double beta1_power, double beta2_root)
+  TW_HD Adam(const AdamSettings& s, const StepScalars& now)
       : rate1((float)(1 - s.beta1)),
         rate2((float)(1 - s.beta2)),
         beta2((float)s.beta2),
         eps((float)s.eps),
-        step_size((float)(s.lr / (1 - beta1_power))),
-        root_scale((float)(1 / beta2_root)),
-        decay((float)(s.decoupled ? 1 - s.lr * s.weight_decay : 1)),
+        step_size((float)(now.lr / (1 - pow(s.beta1, now.number)))),
+        root_scale((float)(1 / sqrt(1 - pow(s.beta2, now.number)))),
+        decay((float)(s.decoupled ? 1 - now.lr * s.weight_decay : 1)),
         l2((float)(s.decoupled ? 0 : s.weight_decay)) {}
 
   template <class V>

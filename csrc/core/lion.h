@@ -6,7 +6,7 @@
 TW_NAMESPACE_BEGIN
 
 struct LionSettings {
-  double lr, beta1, beta2, weight_decay;
+  double beta1, beta2, weight_decay;
 };
 
 struct Lion {
@@ -15,13 +15,13 @@ struct Lion {
 
   float lr, beta1, rate1, beta2, rate2, decay;
 
-  Lion(const LionSettings& s)
-      : lr((float)s.lr),
+  TW_HD Lion(const LionSettings& s, const StepScalars& now)
+      : lr((float)now.lr),
         beta1((float)s.beta1),
         rate1((float)(1 - s.beta1)),
         beta2((float)s.beta2),
         rate2((float)(1 - s.beta2)),
-        decay((float)(1 - s.lr * s.weight_decay)) {}
+        decay((float)(1 - now.lr * s.weight_decay)) {}
 
   template <class V>
   TW_HD void operator()(V& p, V g, V* m) const {

@@ -6,9 +6,16 @@
 // 8-bit blocks; a parameter as it is, beside a float32 master of which it is the rounded copy, or
 // as a bfloat16 and the 16 bits that complete it to a float32.
 //
+// An adaptive rule's step is longer or shorter for each tensor: by a ratio of norms, which are
+// measured in a pass before it. That computes the step too, and leaves everything as it is: moments
+// would have to be written and read again otherwise, and the ratio of what 8 bits keep of them is
+// another.
+//
 // The work is counted in blocks of 256 elements, from the first tensor's first to the last tensor's
 // last, so that a range of it is as much work as another of its length, whatever the tensors' sizes.
 #pragma once
+
+#include <cmath>
 
 #include "core/quant8.h"
 
@@ -30,12 +37,19 @@ struct StepTensor {
   int64_t first_block;
 };
 
+// What changes from step to step: its number is that of this tensor's steps, from 1.
+struct StepScalars {
+  double lr, number;
+  double ratio;  // an adaptive rule's, or 1
+};
+
 template <class Rule>
 struct Step {
   const StepTensor* tensors;  // and one more, whose first_block is the number of all blocks
   const Rule* rules;          // each tensor's
   int64_t count;
-  float grad_factor;  // what gradients are multiplied by before anything else
+  double (*squares)[2];  // a measure's result: each block's, of parameters and of steps
+  float grad_factor;     // what gradients are multiplied by before anything else
   DType dtype;
   StateCodec state;
   ParamCodec param;

@@ -1,4 +1,5 @@
-// SGD with momentum, dampening and Nesterov's form, in torch's order of operations.
+// SGD with momentum, dampening and Nesterov's form, in torch's order of operations; with a ratio for
+// each tensor it is LARS.
 #pragma once
 
 #include "core/optim.h"
@@ -6,7 +7,7 @@
 TW_NAMESPACE_BEGIN
 
 struct SgdSettings {
-  double lr, momentum, dampening, weight_decay;
+  double momentum, dampening, weight_decay;
   bool nesterov;
 };
 
@@ -15,25 +16,40 @@ struct Sgd {
   static constexpr int kMoments = Momentum ? 1 : 0;
   static constexpr bool kSigned[] = {true};
 
-  float lr, momentum, rate, l2;
+  float lr, momentum, rate, l2, ratio;
   bool nesterov;
 
   // The first gradient is the first momentum, undampened.
-  Sgd(const SgdSettings& s, double t)
-      : lr((float)s.lr),
+  TW_HD Sgd(const SgdSettings& s, const StepScalars& now)
+      : lr((float)now.lr),
         momentum((float)s.momentum),
-        rate((float)(t == 1 ? 1 : 1 - s.dampening)),
+        rate((float)(now.number == 1 ? 1 : 1 - s.dampening)),
         l2((float)s.weight_decay),
+        ratio((float)now.ratio),
         nesterov(s.nesterov) {}
 
   template <class V>
   TW_HD void operator()(V& p, V g, V* m) const {
     if (l2 != 0) g = g + p * l2;
+    if (ratio != 1) g = g * ratio;
     if constexpr (Momentum) {
       m[0] = m[0] * momentum + g * rate;
       g = nesterov ? g + m[0] * momentum : m[0];
     }
     p = p - g * lr;
+  }
+};
+
+// What LARS measures.
+struct Gradient {
+  static constexpr int kMoments = 0;
+  static constexpr bool kSigned[] = {true};
+
+  TW_HD Gradient(const SgdSettings&, const StepScalars&) {}
+
+  template <class V>
+  TW_HD V direction(V, V g, V*) const {
+    return g;
   }
 };
 

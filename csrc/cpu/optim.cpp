@@ -5,7 +5,7 @@
 #include "cpu/optim.h"
 
 #include "core/adam.h"
-#include "core/dispatch.h"
+#include "core/lamb.h"
 #include "core/lion.h"
 #include "core/sgd.h"
 
@@ -23,12 +23,10 @@ double squares(const GradSquares& a, int64_t begin, int64_t end) {
     const StepTensor& t = a.tensors[at];
     const QuantBlock here = quant_block(block - t.first_block, t.width);
     const T* grad = (const T*)t.grad + here.begin;
-    float sum[1];
-    sum_vectors<float>(here.count, sum, [&](int64_t i, auto place, F32* acc) {
-      const F32 g = load(grad + i, place);
-      acc[0] += g * g;
-    });
-    total += sum[0];
+    Vec<double> sums{};
+    for_vectors<float>(here.count,
+                       [&](int64_t i, auto place) { add_squares(sums, load(grad + i, place)); });
+    total += horizontal_sum<double>(sums);
   }
   return total;
 }
@@ -48,6 +46,13 @@ TW_EXPORT void momentum_step(const Step<Sgd<true>>& a, int64_t begin, int64_t en
   step(a, begin, end);
 }
 TW_EXPORT void lion_step(const Step<Lion>& a, int64_t begin, int64_t end) { step(a, begin, end); }
+TW_EXPORT void lamb_step(const Step<Lamb>& a, int64_t begin, int64_t end) { step(a, begin, end); }
+TW_EXPORT void lamb_measure(const Step<Lamb>& a, int64_t begin, int64_t end) {
+  measure(a, begin, end);
+}
+TW_EXPORT void gradient_measure(const Step<Gradient>& a, int64_t begin, int64_t end) {
+  measure(a, begin, end);
+}
 
 // Items are pieces of kSquarePiece blocks.
 TW_EXPORT void grad_squares(const GradSquares& a, int64_t begin, int64_t end) {

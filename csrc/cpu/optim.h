@@ -1,6 +1,7 @@
 // The loop of every optimizer on the CPU, and the codecs it is made for.
 #pragma once
 
+#include "core/dispatch.h"
 #include "core/optim.h"
 #include "cpu/quant8.h"
 
@@ -188,9 +189,10 @@ struct CompletedParam {
 // Blocks have no room for what is not finite, which would take its neighbours with it: an element
 // whose last moment would not be finite is skipped, and its moments start anew. No other moment of
 // a rule is infinite before the last.
+inline I32 is_sound(F32 last_moment) { return (I32)(magnitude_bits(last_moment) < kInfinityBits); }
 template <int N>
 void skip_unsound(F32& p, F32 before, F32* m) {
-  const I32 sound = magnitude_bits(m[N - 1]) < kInfinityBits;
+  const I32 sound = is_sound(m[N - 1]);
   p = sound ? p : before;
   for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : F32{};
 }
@@ -215,6 +217,40 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
   for (int k = 0; k < N; ++k) moments[k].leave();
 }
 
+// What a step would be: nothing is written but a block's squares.
+template <class Param, class Moment, class Rule>
+void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span,
+                   double (&squares)[2]) {
+  constexpr int N = Rule::kMoments;
+  const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
+  const Param param(t, span.begin);
+  Moment moments[N > 0 ? N : 1];
+  for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
+  Vec<double> of_params{}, of_steps{};
+  for_vectors<float>(span.count(), [&](int64_t i, auto place) {
+    const F32 p = param.get(i, place);
+    F32 m[N > 0 ? N : 1];
+    for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
+    F32 step = rule.direction(p, load(grad + i, place) * grad_factor, m);
+    if constexpr (Moment::kInBlocks && N > 0) step = is_sound(m[N - 1]) ? step : F32{};
+    add_squares(of_params, p);
+    add_squares(of_steps, step);
+  });
+  squares[0] = horizontal_sum<double>(of_params);
+  squares[1] = horizontal_sum<double>(of_steps);
+}
+
+template <class Param, class Moment, class Rule>
+void measure_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
+  int64_t at = step_tensor(a.tensors, a.count, begin);
+  for (int64_t block = begin; block < end; ++block) {
+    while (block >= a.tensors[at + 1].first_block) ++at;
+    const StepTensor& t = a.tensors[at];
+    const Span span = make_span(t, block - t.first_block, block - t.first_block + 1);
+    measure_block<Param, Moment>(t, a.rules[at], a.grad_factor, span, a.squares[block]);
+  }
+}
+
 template <class Param, class Moment, class Rule>
 void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
   for (int64_t at = step_tensor(a.tensors, a.count, begin); begin < end; ++at) {
@@ -229,45 +265,57 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class Param, class Rule>
-void step_with_moments(const Step<Rule>& a, int64_t begin, int64_t end) {
-  switch (a.state) {
-    case StateCodec::f32:
-      return step_blocks<Param, PlainMoment<float>>(a, begin, end);
-    case StateCodec::bf16:
-      return step_blocks<Param, PlainMoment<BFloat16>>(a, begin, end);
-    case StateCodec::blocks:
-      return step_blocks<Param, BlockMoment>(a, begin, end);
-  }
-}
+// --- Codecs -------------------------------------------------------------------------------------
 
-template <class Param, class Rule>
-void step_with_state(const Step<Rule>& a, int64_t begin, int64_t end) {
+template <class Param, class Rule, class Call>
+void with_moments(const Step<Rule>& a, Call&& call) {
+  const auto with = [&](auto moment) { call(Type<Param>{}, moment); };
   if constexpr (Rule::kMoments == 0) {
-    return step_blocks<Param, PlainMoment<float>>(a, begin, end);
+    return with(Type<PlainMoment<float>>{});
   } else {
-    return step_with_moments<Param>(a, begin, end);
+    switch (a.state) {
+      case StateCodec::f32:
+        return with(Type<PlainMoment<float>>{});
+      case StateCodec::bf16:
+        return with(Type<PlainMoment<BFloat16>>{});
+      case StateCodec::blocks:
+        return with(Type<BlockMoment>{});
+    }
   }
 }
 
-// Blocks [begin, end) of all that the tensors have. Float32 parameters are their own masters, and
-// only bfloat16 ones have a remainder.
-template <class Rule>
-void step(const Step<Rule>& a, int64_t begin, int64_t end) {
-  if (a.param == ParamCodec::remainder) return step_with_state<CompletedParam>(a, begin, end);
+// call(Type<Param>{}, Type<Moment>{}). Float32 parameters are their own masters, and only bfloat16
+// ones have a remainder.
+template <class Rule, class Call>
+void with_codecs(const Step<Rule>& a, Call&& call) {
+  if (a.param == ParamCodec::remainder) return with_moments<CompletedParam>(a, call);
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
-      return step_with_state<PlainParam<float>>(a, begin, end);
+      return with_moments<PlainParam<float>>(a, call);
     case DType::bf16:
-      return mastered ? step_with_state<MasteredParam<BFloat16>>(a, begin, end)
-                      : step_with_state<PlainParam<BFloat16>>(a, begin, end);
+      return mastered ? with_moments<MasteredParam<BFloat16>>(a, call)
+                      : with_moments<PlainParam<BFloat16>>(a, call);
     case DType::f16:
-      return mastered ? step_with_state<MasteredParam<Half>>(a, begin, end)
-                      : step_with_state<PlainParam<Half>>(a, begin, end);
+      return mastered ? with_moments<MasteredParam<Half>>(a, call)
+                      : with_moments<PlainParam<Half>>(a, call);
     case DType::f64:
       return;
   }
+}
+
+// Blocks [begin, end) of all that the tensors have.
+template <class Rule>
+void step(const Step<Rule>& a, int64_t begin, int64_t end) {
+  with_codecs(a, [&](auto param, auto moment) {
+    step_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin, end);
+  });
+}
+template <class Rule>
+void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
+  with_codecs(a, [&](auto param, auto moment) {
+    measure_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin, end);
+  });
 }
 
 TW_NAMESPACE_END

@@ -90,6 +90,17 @@ inline A horizontal_sum(Vec<A> v) {
   return lane[0];
 }
 
+// The sum of the lanes' squares, in double, added to `sums`.
+inline void add_squares(Vec<double>& sums, Vec<float> v) {
+  typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
+  HalfVec half[2];
+  std::memcpy(half, &v, sizeof v);
+  for (int i = 0; i < 2; ++i) {
+    const Vec<double> wide = __builtin_convertvector(half[i], Vec<double>);
+    sums += wide * wide;
+  }
+}
+
 namespace detail {
 
 typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));

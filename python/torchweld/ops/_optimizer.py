@@ -9,13 +9,15 @@ A step takes lists with an entry for each parameter, and writes to all of them b
 * `steps`: the number of steps taken, which this one counts up.
 
 `grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
-changes. Numbers that change from step to step are tensors.
+changes. Numbers that change from step to step are tensors. An adaptive rule takes `ratios`, a
+float64 number for each parameter, which the optimizer makes of the squares that a measure finds.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from torchweld.ops.quantize_8bit import dequantize_reference, quantize_reference
 Tensors = list[torch.Tensor]
 _LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
-    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor lr"
+    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps"
 )
+_READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
@@ -42,7 +45,7 @@ class Batch:
     moments: Tensors = field(default_factory=list)
     absmaxes: Tensors = field(default_factory=list)
     steps: Tensors = field(default_factory=list)
-    # DTensors among the parameters; the others are this device's parts of them.
+    # The parameters themselves: DTensors where `params` are this device's parts of them.
     wholes: Tensors = field(default_factory=list)
 
     def served_by_kernel(self) -> bool:
@@ -50,16 +53,19 @@ class Batch:
         states = {m.dtype for m in self.moments}
         return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
 
+    def packed(self) -> Batch:
+        """The same, with copies of what is not contiguous."""
+        names = ("params", "grads", "completions", "moments")
+        return replace(self, **{name: _packed(getattr(self, name)) for name in names})
+
+    def lists(self) -> tuple[Tensors, ...]:
+        """As an op takes them."""
+        states = (self.completions, self.moments, self.absmaxes, self.steps)
+        return (self.params, self.grads, *states)
+
     def written(self) -> Tensors:
-        lists = (
-            self.params,
-            self.completions,
-            self.moments,
-            self.absmaxes,
-            self.steps,
-            self.wholes,
-        )
-        return [t for tensors in lists for t in tensors]
+        params, _, *states = self.lists()
+        return [t for tensors in (params, *states, self.wholes) for t in tensors]
 
 
 class Rule:
@@ -67,6 +73,8 @@ class Rule:
 
     `signed` says of each moment whether it has a sign. `update(p, g, moments, t, lr, *settings)`
     returns the new parameter and moments; t, the step, and lr are float64 tensors of one number.
+    An adaptive rule's update takes its ratio before the settings, and `direction`, of the same
+    arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
     def __init__(
@@ -75,11 +83,20 @@ class Rule:
         settings: str,
         signed: Sequence[bool],
         update: Callable[..., tuple[torch.Tensor, Tensors]],
+        direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
     ) -> None:
-        schema = f"({_LISTS}, {settings}, Tensor? grad_factor, Tensor? found_inf) -> ()"
+        scalars = "Tensor lr" if direction is None else "Tensor lr, Tensor? ratios"
+        tail = f"{settings}, Tensor? grad_factor"
         self.signed = tuple(signed)
         self._update = update
-        self._op = PlainOp(name, schema)
+        self._direction = direction
+        self._op = PlainOp(name, f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf) -> ()")
+        if direction is not None:
+            self._measure = PlainOp(
+                f"{name}_squares",
+                f"({_READ_LISTS}, {tail}) -> Tensor",
+                lambda params, *_: params[0].new_empty((len(params), 2), dtype=torch.float64),
+            )
 
     def step(
         self,
@@ -88,29 +105,73 @@ class Rule:
         settings: Sequence[Any],
         grad_factor: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
+        ratios: torch.Tensor | None = None,
     ) -> None:
         """One step of the batch's parameters."""
-        scalars = (lr, *settings, grad_factor, found_inf)
         kernel = self._op.kernel(batch.params[0].device) if batch.served_by_kernel() else None
         if kernel is None:
-            self.reference(batch, *scalars)
+            self._reference(batch, lr, settings, grad_factor, found_inf, ratios)
             torch.autograd.graph.increment_version(batch.wholes)
             return
-        packed = [_packed(tensors) for tensors in (batch.params, batch.completions, batch.moments)]
-        grads = [g if g.is_contiguous() else g.contiguous() for g in batch.grads]
-        params, completions, moments = packed
-        kernel(params, grads, completions, moments, batch.absmaxes, batch.steps, *scalars)
-        for originals, copies in zip(
-            (batch.params, batch.completions, batch.moments), packed, strict=True
-        ):
+        packed = batch.packed()
+        scalars = (lr,) if self._direction is None else (lr, ratios)
+        kernel(*packed.lists(), *scalars, *settings, grad_factor, found_inf)
+        for originals, copies in zip(batch.lists(), packed.lists(), strict=True):
+            if originals is batch.grads:
+                continue
             for original, copy in zip(originals, copies, strict=True):
                 if original is not copy:
                     original.copy_(copy)
         torch.autograd.graph.increment_version(batch.written())
 
-    def reference(self, batch: Batch, lr: torch.Tensor, *scalars: Any) -> None:
-        """The same in eager torch, one parameter after another, on any device."""
-        *settings, factor, found_inf = scalars
+    def squares(
+        self, batch: Batch, settings: Sequence[Any], grad_factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of an adaptive rule: sums of squares, of each parameter and of what its step would be.
+
+        [parameters, 2], float64. Of the parts that are here. Nothing is written.
+        """
+        assert self._direction is not None
+        kernel = self._measure.kernel(batch.params[0].device) if batch.served_by_kernel() else None
+        if kernel is not None:
+            return kernel(*batch.packed().lists(), *settings, grad_factor)
+        rows = []
+        for i in range(len(batch.params)):
+            p, g, moments = self._read(batch, i, grad_factor)
+            t = batch.steps[i].to(p.device, torch.float64) + 1
+            u, moments = self._direction(p, g, moments, t, *settings)
+            if batch.absmaxes and moments:
+                u = torch.where(_sound(moments), u, 0.0)
+            rows.append(torch.stack([p.double().square().sum(), u.double().square().sum()]))
+        return torch.stack(rows)
+
+    def _read(
+        self, batch: Batch, i: int, factor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+        """A parameter, its gradient and its moments, as they are computed with."""
+        p, count = batch.params[i], len(batch.params)
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        completion = batch.completions[i] if batch.completions else None
+        scales = batch.absmaxes[i::count]
+        moments = [
+            m.to(wide) if not scales else dequantize_reference(m, scales[k], self.signed[k], wide)
+            for k, m in enumerate(batch.moments[i::count])
+        ]
+        g = batch.grads[i].to(wide)
+        if factor is not None:
+            g = g * factor.to(p.device, wide)
+        return read_param(p, completion).to(wide), g, moments
+
+    def _reference(
+        self,
+        batch: Batch,
+        lr: torch.Tensor,
+        settings: Sequence[Any],
+        factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        ratios: torch.Tensor | None,
+    ) -> None:
+        """A step in eager torch, one parameter after another, on any device."""
         skip = None if found_inf is None else found_inf != 0
         count = len(batch.params)
 
@@ -118,26 +179,18 @@ class Rule:
             value = value.to(target.dtype)
             target.copy_(value if skip is None else torch.where(skip, target, value))
 
-        for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
+        for i, p in enumerate(batch.params):
+            before, g, moments = self._read(batch, i, factor)
             write(batch.steps[i], batch.steps[i] + 1)
             t = batch.steps[i].to(p.device, torch.float64)
-            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+            scalars = [lr.to(t)]
+            if self._direction is not None:
+                scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
+            after, moments = self._update(before, g, moments, t, *scalars, *settings)
             completion = batch.completions[i] if batch.completions else None
-            before = read_param(p, completion).to(wide)
-            stored = batch.moments[i::count]
-            scales = batch.absmaxes[i::count]
-            moments = [
-                m.to(wide)
-                if not scales
-                else dequantize_reference(m, scales[k], self.signed[k], wide)
-                for k, m in enumerate(stored)
-            ]
-            g = g.to(wide)
-            if factor is not None:
-                g = g * factor.to(p.device, wide)
-            after, moments = self._update(before, g, moments, t, lr.to(t), *settings)
+            stored, scales = batch.moments[i::count], batch.absmaxes[i::count]
             if scales:
-                sound = torch.stack([m.isfinite() for m in moments]).all(0)
+                sound = _sound(moments)
                 after = torch.where(sound, after, before)
                 moments = [torch.where(sound, m, 0.0) for m in moments]
             for k, value in enumerate(moments):
@@ -151,6 +204,10 @@ class Rule:
             write(p, rounded)
             if completion is not None and rest is not None:
                 write(completion, rest)
+
+
+def _sound(moments: Tensors) -> torch.Tensor:
+    return torch.stack([m.isfinite() for m in moments]).all(0)
 
 
 def _packed(tensors: Tensors) -> Tensors:

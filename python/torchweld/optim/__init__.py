@@ -1,8 +1,23 @@
 """Optimizers: drop-ins for torch.optim's, in one pass over memory, with states of 32 to 8 bits."""
 
+from torchweld.optim import lr_scheduler
 from torchweld.optim.adam import Adam, AdamW
-from torchweld.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit
+from torchweld.optim.eight_bit import Adam8bit, AdamW8bit, LAMB8bit, Lion8bit
+from torchweld.optim.lamb import LAMB
+from torchweld.optim.lars import LARS
 from torchweld.optim.lion import Lion
 from torchweld.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "Adam8bit", "AdamW", "AdamW8bit", "Lion", "Lion8bit"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "LAMB8bit",
+    "Lion",
+    "Lion8bit",
+    "lr_scheduler",
+]

@@ -79,6 +79,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _settings(self, group: Group) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def _ratios(
+        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Of an adaptive rule: a float64 number for each parameter, from _norms."""
+        return None
+
+    def _begin_moments(self, state: State) -> None:
+        """Called where a parameter has a moment for the first time, after steps without it."""
+
     # --- The step -----------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -103,8 +112,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             own = factor
             if group.get("maximize"):
                 own = torch.tensor(-1.0) if factor is None else -factor
-            self._rule().step(batch, lr, self._settings(group), own, found_inf)
+            ratios = self._ratios(group, batch, own)
+            self._rule().step(batch, lr, self._settings(group), own, found_inf, ratios)
         return loss
+
+    def _norms(
+        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each parameter, and of what the rule calls its step: those of whole DTensors."""
+        squares = self._rule().squares(batch, self._settings(group), grad_factor)
+        norms = _shards.sum_of_each(squares, batch.wholes).sqrt()
+        return norms[:, 0], norms[:, 1]
 
     def _check_gradients(self, group: Group) -> None:
         name = type(self).__name__
@@ -129,8 +147,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if p.grad is None:
                 continue
             state = self.state[p]
-            if not state:
-                state.update(codec.new_state(p, moments))
+            if not codec.has(state, p, moments):
+                if state:
+                    self._begin_moments(state)
+                state.update(codec.new_state(p, moments) | state)
+            if "step" not in state:
                 at_parameter = group.get("capturable") or group.get("fused")
                 state["step"] = torch.zeros((), device=p.device if at_parameter else "cpu")
             dtype, entry = codec.moment_dtype(p), codec.completion(p)
@@ -138,8 +159,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in found:
                 found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
             batch, values, absmaxes = found[key]
-            if _shards.is_one(p):
-                batch.wholes.append(p)
+            batch.wholes.append(p)
             as_real = _real if p.is_complex() else local
             batch.params.append(as_real(p))
             batch.grads.append(as_real(p.grad))
@@ -226,6 +246,46 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in of_param.items():
                     if isinstance(value, _Kept):
                         of_param[name] = value.tensor
+
+
+_NOT_NEGATIVE = ("a number >= 0", lambda value: value >= 0)
+_BELOW_ONE = (
+    "two numbers in [0, 1)",
+    lambda value: isinstance(value, (tuple, list)) and all(0 <= beta < 1 for beta in value),
+)
+_ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "eps", "trust_coefficient"), _NOT_NEGATIVE),
+    "betas": _BELOW_ONE,
+}
+
+
+class OwnOptimizer(FusedOptimizer):
+    """An optimizer that torch.optim has no class for, with the arguments that its classes share."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **storage: Any,
+    ) -> None:
+        for name, (accepted, fits) in _ACCEPTED.items():
+            if name in defaults and not fits(defaults[name]):
+                raise ArgumentError(type(self).__name__, name, repr(defaults[name]), accepted)
+        if differentiable:
+            raise ArgumentError(type(self).__name__, "differentiable", "True", "False")
+        habits = {
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults | habits, **storage)
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:

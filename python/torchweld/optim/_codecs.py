@@ -65,6 +65,11 @@ class Codec:
             return REMAINDER
         return MASTER
 
+    def has(self, state: State, p: torch.Tensor, moments: Moments) -> bool:
+        """Whether all moments are there."""
+        suffix = CODES if self.moment_dtype(p) == torch.uint8 else ""
+        return bool(state) and all(name + suffix in state for name in moments)
+
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
         """Zero moments, and the parameter's completion."""
         state: State = {}

@@ -62,6 +62,17 @@ def sum_over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def sum_of_each(sums: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+    """A row for each parameter, summed over its shards: one reduction for each layout."""
+    alike: dict[object, list[int]] = {}
+    for i, p in enumerate(params):
+        if is_one(p):
+            alike.setdefault(layout(p), []).append(i)
+    for rows in alike.values():
+        sums[rows] = sum_over_shards(sums[rows], params[rows[0]])
+    return sums
+
+
 def layout(t: torch.Tensor) -> object:
     """What tensors that are shared by the same devices in the same way have in common."""
     return (t.device_mesh, t.placements) if is_one(t) else t.device  # type: ignore[attr-defined]

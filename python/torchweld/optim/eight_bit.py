@@ -8,6 +8,7 @@ from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import EIGHT_BIT
 from torchweld.optim.adam import Adam, AdamW
+from torchweld.optim.lamb import LAMB
 from torchweld.optim.lion import Lion
 
 # What bitsandbytes takes and there is one answer to here.
@@ -21,8 +22,10 @@ _ONLY = {
 
 
 class _EightBit(FusedOptimizer):
+    _only = _ONLY
+
     def __init__(self, params: Any, *args: Any, min_8bit_size: int = 4096, **kwargs: Any) -> None:
-        for name, only in _ONLY.items():
+        for name, only in self._only.items():
             value = kwargs.pop(name, only)
             if value != only:
                 raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
@@ -36,6 +39,15 @@ class Adam8bit(_EightBit, Adam):
 
 class AdamW8bit(_EightBit, AdamW):
     """AdamW with 8-bit states; takes bitsandbytes.optim.AdamW8bit's arguments, and AdamW's."""
+
+
+class LAMB8bit(_EightBit, LAMB):
+    """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
+
+    But not max_unorm, which bounds an update by the parameter's norm: another rule than LAMB's.
+    """
+
+    _only = _ONLY | {"amsgrad": False, "adam_w_mode": True}
 
 
 class Lion8bit(_EightBit, Lion):

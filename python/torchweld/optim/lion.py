@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Rule
 from torchweld.ops.lion import LION
-from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim._codecs import Moments
 
 
-class Lion(FusedOptimizer):
+class Lion(OwnOptimizer):
     """Lion (Chen et al. 2023): steps of lr in the direction of a momentum's sign.
 
     Args:
@@ -21,9 +20,8 @@ class Lion(FusedOptimizer):
         lr: the size of a step; a tenth of AdamW's is usual.
         betas: of the momentum that a step follows, and of the one that is kept.
         weight_decay: decoupled, as AdamW's; ten times AdamW's is usual.
-        maximize: whether to go up instead of down.
-        foreach, fused, capturable: accepted, as torch.optim's are.
-        state_dtype, master_weights, min_quantized_size, max_grad_norm: as Adam's.
+        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
+            min_quantized_size, max_grad_norm, as Adam's.
     """
 
     def __init__(
@@ -32,32 +30,9 @@ class Lion(FusedOptimizer):
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        **storage: Any,
+        **others: Any,
     ) -> None:
-        for name, value, accepted, fits in (
-            ("lr", lr, "a number >= 0", lr >= 0),
-            ("betas", betas, "two numbers in [0, 1)", all(0 <= beta < 1 for beta in betas)),
-            ("weight_decay", weight_decay, "a number >= 0", weight_decay >= 0),
-            ("differentiable", differentiable, "False", not differentiable),
-        ):
-            if not fits:
-                raise ArgumentError(type(self).__name__, name, repr(value), accepted)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, **storage)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **others)
 
     def _rule(self) -> Rule:
         return LION

@@ -9,17 +9,11 @@ import torch
 from torchweld.ops._optimizer import Rule
 from torchweld.ops.sgd import SGD as RULE
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import Moments
+from torchweld.optim._codecs import Moments, State
 
 
-class SGD(FusedOptimizer, torch.optim.SGD):
-    """torch.optim.SGD, in one pass over memory, with a momentum of 32 to 8 bits.
-
-    Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
-            foreach and fused are accepted and choose nothing, differentiable has to be False.
-        state_dtype, master_weights, min_quantized_size, max_grad_norm: as Adam's.
-    """
+class SgdStep(FusedOptimizer):
+    """The step of SGD and LARS."""
 
     def _rule(self) -> Rule:
         return RULE
@@ -30,3 +24,17 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     def _settings(self, group: Group) -> tuple[Any, ...]:
         names = ("momentum", "dampening", "weight_decay")
         return *(float(group[name]) for name in names), group["nesterov"]
+
+    def _begin_moments(self, state: State) -> None:
+        # The first gradient in a momentum is undampened: steps are the momentum's.
+        state["step"].zero_()
+
+
+class SGD(SgdStep, torch.optim.SGD):
+    """torch.optim.SGD, in one pass over memory, with a momentum of 32 to 8 bits.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
+            foreach and fused are accepted and choose nothing, differentiable has to be False.
+        state_dtype, master_weights, min_quantized_size, max_grad_norm: as Adam's.
+    """

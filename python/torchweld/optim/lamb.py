@@ -1,0 +1,82 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops._optimizer import Batch, Rule
+from torchweld.ops.lamb import LAMB as RULE
+from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim._codecs import Moments
+
+
+class LAMB(OwnOptimizer):
+    """LAMB (You et al. 2020): Adam's step, weight decay included, at each tensor's own scale.
+
+    A tensor p moves by lr * |p| / |u| * u, where u is Adam's direction and weight_decay * p; where
+    either norm is zero, by lr * u. Norms are those of the whole tensor, sharded or not.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as torch.optim.AdamW's.
+        bias_correction: whether moments are scaled up for their start at zero.
+        grad_averaging: whether a gradient comes into the first moment by 1 - beta1, or as it is.
+        trust_clip: the least and the largest |p| / |u| that is used; DeepSpeed's are (0.01, 10).
+        always_adapt: whether parameters without weight decay are adapted too; Apex has False, and
+            max_grad_norm=1.0.
+        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
+            min_quantized_size, max_grad_norm, as Adam's.
+
+    An infinite gradient leaves its tensor where it is, but for elements that become NaN.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        trust_clip: tuple[float, float] | None = None,
+        always_adapt: bool = True,
+        **others: Any,
+    ) -> None:
+        if trust_clip is not None and not 0 <= trust_clip[0] <= trust_clip[1]:
+            accepted = "two numbers, 0 <= least <= largest, or None"
+            raise ArgumentError(type(self).__name__, "trust_clip", repr(trust_clip), accepted)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults, **others)
+
+    def _rule(self) -> Rule:
+        return RULE
+
+    def _moments(self, group: Group) -> Moments:
+        return {"exp_avg": True, "exp_avg_sq": False}
+
+    def _settings(self, group: Group) -> tuple[Any, ...]:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        flags = group["bias_correction"], group["grad_averaging"]
+        return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags
+
+    def _ratios(
+        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if group["weight_decay"] == 0 and not group["always_adapt"]:
+            return None
+        of_param, of_step = self._norms(group, batch, grad_factor)
+        ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
+        return ratios if group["trust_clip"] is None else ratios.clamp(*group["trust_clip"])

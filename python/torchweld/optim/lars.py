@@ -1,0 +1,61 @@
+"""LARS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.ops._optimizer import Batch
+from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim.sgd import SgdStep
+
+
+class LARS(SgdStep, OwnOptimizer):
+    """LARS (You et al. 2017): SGD whose gradients are brought to each tensor's own scale.
+
+    The gradient of a tensor p, weight decay included, is multiplied by
+    trust_coefficient * |p| / (|g| + weight_decay * |p| + eps) before it comes into the momentum;
+    where either norm is zero it is left as it is. Norms are those of whole tensors, sharded or not.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov: as torch.optim.SGD's.
+        trust_coefficient, eps: of the ratio.
+        clip: whether lr times the ratio is at most lr: Apex's LARC, as it is by default there.
+        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
+            min_quantized_size, max_grad_norm, as Adam's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-1,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        clip: bool = False,
+        **others: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "clip": clip,
+        }
+        super().__init__(params, defaults, **others)
+
+    def _ratios(self, group: Group, batch: Batch, grad_factor: torch.Tensor | None) -> torch.Tensor:
+        of_param, of_grad = self._norms(group, batch, grad_factor)
+        below = of_grad + group["weight_decay"] * of_param + group["eps"]
+        ratios = group["trust_coefficient"] * of_param / below
+        if group["clip"]:
+            ratios = (ratios / group["lr"]).clamp(max=1.0)
+        return torch.where((of_param > 0) & (of_grad > 0), ratios, 1.0)

@@ -1,0 +1,92 @@
+"""Learning rates for large batches: scaled with the batch size, reached in a warm-up, then decayed.
+
+Schedulers of torch.optim.lr_scheduler's kind, for any optimizer; step() is called once a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchweld.errors import ArgumentError
+
+
+class _Scaled(LRScheduler):
+    exponent: float  # of the batch size
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        batch_size: int,
+        base_batch_size: int,
+        *,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        power: float = 1.0,
+        warmup_start: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        more = warmup_steps + 1
+        for name, value, accepted, fits in (
+            ("batch_size", batch_size, "a number > 0", batch_size > 0),
+            ("base_batch_size", base_batch_size, "a number > 0", base_batch_size > 0),
+            ("warmup_steps", warmup_steps, "an int >= 0", warmup_steps >= 0),
+            ("warmup_start", warmup_start, "a number in [0, 1]", 0 <= warmup_start <= 1),
+            ("power", power, "a number >= 0", power >= 0),
+            (
+                "total_steps",
+                total_steps,
+                f"None or an int >= {more}",
+                (total_steps or more) >= more,
+            ),
+        ):
+            if not fits:
+                raise ArgumentError(type(self).__name__, name, repr(value), accepted)
+        self.scale = (batch_size / base_batch_size) ** self.exponent
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+        self.power = power
+        self.warmup_start = warmup_start
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        """Of each group: the one it began with, times what belongs to this step."""
+        return [lr * self._factor(self.last_epoch) for lr in self.base_lrs]
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup_steps:
+            risen = step / self.warmup_steps
+            return self.scale * (self.warmup_start + (1 - self.warmup_start) * risen)
+        if self.total_steps is None:
+            return self.scale
+        left = (self.total_steps - step) / (self.total_steps - self.warmup_steps)
+        return self.scale * max(left, 0.0) ** self.power
+
+
+class LinearScaling(_Scaled):
+    """A learning rate in proportion to the batch size (Goyal et al. 2017), as for SGD and LARS.
+
+    Args:
+        optimizer: its learning rates are those for a batch of base_batch_size.
+        batch_size: of all devices and accumulated steps together.
+        base_batch_size: that the learning rates are meant for.
+        warmup_steps: in which the rate rises linearly, from warmup_start of the scaled one.
+        total_steps: where it ends at 0, after a polynomial decay from the end of the warm-up. None:
+            it stays as it is.
+        power: of the decay: 1 is linear, as BERT was trained with LAMB, 2 quadratic, as ResNet-50
+            with LARS.
+        last_epoch: the number of steps taken, to go on from, as torch's schedulers have it.
+    """
+
+    exponent = 1.0
+
+
+class SqrtScaling(_Scaled):
+    """A learning rate in proportion to the batch size's square root (You et al. 2020), as for LAMB.
+
+    Takes what LinearScaling takes.
+    """
+
+    exponent = 0.5

@@ -1,0 +1,57 @@
+"""Runs of an optimizer, for the tests of optimizers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+U = 2.0**-24
+SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))
+Optimizer = torch.optim.Optimizer
+
+
+def draw(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def run(
+    make: Callable[[list[torch.Tensor]], Optimizer],
+    steps: int = 6,
+    dtype: torch.dtype = torch.float32,
+    shapes: Any = SHAPES,
+) -> tuple[list[torch.Tensor], Optimizer]:
+    params = draw(dtype, shapes)
+    optimizer = make(params)
+    for seed in range(steps):
+        draw_grads(params, seed)
+        optimizer.step()
+    return params, optimizer
+
+
+def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Tensor]:
+    """Parameters and all that is kept of them."""
+    state = [v for p in params for v in optimizer.state[p].values()]
+    return [t.detach().clone() for t in [*params, *state]]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+CODECS = list(
+    itertools.product(
+        [torch.float32, torch.bfloat16, torch.float16],
+        [torch.float32, torch.bfloat16, "8bit"],
+        [False, True, "remainder"],
+    )
+)
