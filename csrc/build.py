@@ -48,7 +48,7 @@ CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS} -I{CSRC}"
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
 # Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
 # does: no multiplication is fused with an addition.
-KERNEL_FLAGS_OF = {"optim.cpp": "-ffp-contract=off"}
+KERNEL_FLAGS_OF = dict.fromkeys(("optim.cpp", "adafactor.cpp"), "-ffp-contract=off")
 # TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
 # out that came after gcc 8 and glibc 2.28.
 TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"

@@ -1,7 +1,6 @@
 // Optimizer steps for torch; python/torchweld/ops/_optimizer.py has what their schemas share.
-#include "core/optim.h"
+#include "bind/optim.h"
 
-#include "bind/launch.h"
 #include "bind/quant8.h"
 #include "core/adam.h"
 #include "core/lamb.h"
@@ -18,33 +17,8 @@ TW_KERNEL(lamb_step, Step<torchweld::Lamb>);
 TW_KERNEL(lamb_measure, Step<torchweld::Lamb>);
 TW_KERNEL(grad_squares, GradSquares);
 
-// Its newer version, of glibc 2.29, differs in how it sets errno alone.
-#if defined(__x86_64__) && defined(__GLIBC__)
-__asm__(".symver pow,pow@GLIBC_2.2.5");
-#endif
-
 namespace torchweld {
 namespace {
-
-using Tensors = std::vector<Tensor>;
-
-// A number that is kept as a tensor, since it changes every step.
-double number(const Tensor& t) {
-  STD_TORCH_CHECK(t.is_cpu() && t.numel() == 1, "a scalar is not one number on the CPU");
-  const DType dtype = dtype_of(t);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::f64,
-                  "a scalar is neither float32 nor float64");
-  return dtype == DType::f64 ? *(const double*)data(t) : (double)*(const float*)data(t);
-}
-double number_or(const OptionalTensor& t, double otherwise) { return t ? number(*t) : otherwise; }
-
-void set_number(const Tensor& t, double value) {
-  if (dtype_of(t) == DType::f64) {
-    *(double*)t.mutable_data_ptr() = value;
-  } else {
-    *(float*)t.mutable_data_ptr() = (float)value;
-  }
-}
 
 // Those of all tensors: what they are is known to fit once this is made.
 class Scalars {
@@ -81,7 +55,7 @@ class Work {
     dtype_ = dtype_of(params[0]);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(moments, absmaxes);
-    param_ = param_codec(completions);
+    param_ = param_codec(completions, dtype_);
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
       const Tensor& p = params[i];
@@ -151,14 +125,6 @@ class Work {
                           (float)grad_factor, dtype_,       state_,          param_};
     launch(kernel, args, like, tensors_[count_].first_block, kQuantBlock);
   }
-  static void check_count(const Tensors& list, size_t count) {
-    STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
-  }
-  static void check_like(const Tensor& t, const Tensor& param, ScalarType dtype) {
-    STD_TORCH_CHECK(same_sizes(t.sizes(), param.sizes()) && same_device(t, param) &&
-                        t.is_contiguous() && t.scalar_type() == dtype,
-                    "a tensor does not fit its parameter, or is not contiguous");
-  }
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
@@ -168,18 +134,6 @@ class Work {
                     "moments are not float32, bfloat16 or codes");
     return dtype == ScalarType::Float ? StateCodec::f32 : StateCodec::bf16;
   }
-  ParamCodec param_codec(const Tensors& completions) const {
-    if (completions.empty()) return ParamCodec::plain;
-    const ScalarType dtype = completions[0].scalar_type();
-    if (dtype == ScalarType::Short) {
-      STD_TORCH_CHECK(dtype_ == DType::bf16, "only bfloat16 has a remainder");
-      return ParamCodec::remainder;
-    }
-    STD_TORCH_CHECK(dtype == ScalarType::Float && dtype_ != DType::f32,
-                    "masters are float32, of 16-bit parameters");
-    return ParamCodec::master;
-  }
-
   size_t count_;
   std::vector<StepTensor> tensors_;
   DType dtype_;

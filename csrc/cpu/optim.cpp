@@ -16,19 +16,19 @@ using namespace torchweld;
 // The sum of the squares of the elements of blocks [begin, end).
 template <class T>
 double squares(const GradSquares& a, int64_t begin, int64_t end) {
-  double total = 0;
+  double sum = 0;
   int64_t at = step_tensor(a.tensors, a.count, begin);
   for (int64_t block = begin; block < end; ++block) {
     while (block >= a.tensors[at + 1].first_block) ++at;
     const StepTensor& t = a.tensors[at];
     const QuantBlock here = quant_block(block - t.first_block, t.width);
     const T* grad = (const T*)t.grad + here.begin;
-    Vec<double> sums{};
+    Vec<double> sums[2] = {};
     for_vectors<float>(here.count,
                        [&](int64_t i, auto place) { add_squares(sums, load(grad + i, place)); });
-    total += horizontal_sum<double>(sums);
+    sum += total(sums);
   }
-  return total;
+  return sum;
 }
 
 }  // namespace

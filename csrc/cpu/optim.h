@@ -226,7 +226,7 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
   const Param param(t, span.begin);
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
-  Vec<double> of_params{}, of_steps{};
+  Vec<double> of_params[2] = {}, of_steps[2] = {};
   for_vectors<float>(span.count(), [&](int64_t i, auto place) {
     const F32 p = param.get(i, place);
     F32 m[N > 0 ? N : 1];
@@ -236,8 +236,8 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
     add_squares(of_params, p);
     add_squares(of_steps, step);
   });
-  squares[0] = horizontal_sum<double>(of_params);
-  squares[1] = horizontal_sum<double>(of_steps);
+  squares[0] = total(of_params);
+  squares[1] = total(of_steps);
 }
 
 template <class Param, class Moment, class Rule>
@@ -284,24 +284,28 @@ void with_moments(const Step<Rule>& a, Call&& call) {
   }
 }
 
-// call(Type<Param>{}, Type<Moment>{}). Float32 parameters are their own masters, and only bfloat16
-// ones have a remainder.
-template <class Rule, class Call>
-void with_codecs(const Step<Rule>& a, Call&& call) {
-  if (a.param == ParamCodec::remainder) return with_moments<CompletedParam>(a, call);
+// call(Type<Param>{}). Float32 parameters are their own masters, and only bfloat16 ones have a
+// remainder.
+template <class Args, class Call>
+void with_params(const Args& a, Call&& call) {
+  if (a.param == ParamCodec::remainder) return call(Type<CompletedParam>{});
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
-      return with_moments<PlainParam<float>>(a, call);
+      return call(Type<PlainParam<float>>{});
     case DType::bf16:
-      return mastered ? with_moments<MasteredParam<BFloat16>>(a, call)
-                      : with_moments<PlainParam<BFloat16>>(a, call);
+      return mastered ? call(Type<MasteredParam<BFloat16>>{}) : call(Type<PlainParam<BFloat16>>{});
     case DType::f16:
-      return mastered ? with_moments<MasteredParam<Half>>(a, call)
-                      : with_moments<PlainParam<Half>>(a, call);
+      return mastered ? call(Type<MasteredParam<Half>>{}) : call(Type<PlainParam<Half>>{});
     case DType::f64:
       return;
   }
+}
+
+// call(Type<Param>{}, Type<Moment>{})
+template <class Rule, class Call>
+void with_codecs(const Step<Rule>& a, Call&& call) {
+  with_params(a, [&](auto param) { with_moments<typename decltype(param)::type>(a, call); });
 }
 
 // Blocks [begin, end) of all that the tensors have.

@@ -90,15 +90,18 @@ inline A horizontal_sum(Vec<A> v) {
   return lane[0];
 }
 
-// The sum of the lanes' squares, in double, added to `sums`.
-inline void add_squares(Vec<double>& sums, Vec<float> v) {
+// The lanes' squares, in double: each added to its sum, or the sum of two.
+inline void add_squares(Vec<double> (&sums)[2], Vec<float> v) {
   typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
   HalfVec half[2];
   std::memcpy(half, &v, sizeof v);
   for (int i = 0; i < 2; ++i) {
     const Vec<double> wide = __builtin_convertvector(half[i], Vec<double>);
-    sums += wide * wide;
+    sums[i] += wide * wide;
   }
+}
+inline double total(const Vec<double> (&sums)[2]) {
+  return horizontal_sum<double>(sums[0] + sums[1]);
 }
 
 namespace detail {

@@ -1,6 +1,7 @@
 """Optimizers: drop-ins for torch.optim's, in one pass over memory, with states of 32 to 8 bits."""
 
 from torchweld.optim import lr_scheduler
+from torchweld.optim.adafactor import Adafactor, TransformersAdafactor
 from torchweld.optim.adam import Adam, AdamW
 from torchweld.optim.eight_bit import Adam8bit, AdamW8bit, LAMB8bit, Lion8bit
 from torchweld.optim.lamb import LAMB
@@ -12,6 +13,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
@@ -19,5 +21,6 @@ __all__ = [
     "LAMB8bit",
     "Lion",
     "Lion8bit",
+    "TransformersAdafactor",
     "lr_scheduler",
 ]

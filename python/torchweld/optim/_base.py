@@ -73,11 +73,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rule(self) -> Rule:
         raise NotImplementedError
 
-    def _moments(self, group: Group) -> Moments:
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         raise NotImplementedError
 
-    def _settings(self, group: Group) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         raise NotImplementedError
+
+    def _learning_rate(self, group: Group) -> float | torch.Tensor:
+        return group["lr"]
 
     def _ratios(
         self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
@@ -106,21 +109,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor = self._gradient_factor()
         found_inf = getattr(self, "found_inf", None)
         for group, batch in work:
-            lr = group["lr"]
+            lr = self._learning_rate(group)
             if not isinstance(lr, torch.Tensor):
                 lr = torch.tensor(lr, dtype=torch.float64)
             own = factor
             if group.get("maximize"):
                 own = torch.tensor(-1.0) if factor is None else -factor
             ratios = self._ratios(group, batch, own)
-            self._rule().step(batch, lr, self._settings(group), own, found_inf, ratios)
+            settings = self._settings(group, batch)
+            self._rule().step(batch, lr, settings, own, found_inf, ratios)
         return loss
 
     def _norms(
         self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each parameter, and of what the rule calls its step: those of whole DTensors."""
-        squares = self._rule().squares(batch, self._settings(group), grad_factor)
+        squares = self._rule().squares(batch, self._settings(group, batch), grad_factor)
         norms = _shards.sum_of_each(squares, batch.wholes).sqrt()
         return norms[:, 0], norms[:, 1]
 
@@ -140,13 +144,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _batches(self, group: Group) -> list[Batch]:
         """Parameters with a gradient, by device, dtype and codec."""
-        moments = self._moments(group)
         codec = Codec(*[group[key] for key in _CODEC_KEYS])
         found: dict[Any, tuple[Batch, list[list[torch.Tensor]], list[list[torch.Tensor]]]] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
-            state = self.state[p]
+            state, moments = self.state[p], self._moments(group, p)
             if not codec.has(state, p, moments):
                 if state:
                     self._begin_moments(state)
@@ -155,7 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 at_parameter = group.get("capturable") or group.get("fused")
                 state["step"] = torch.zeros((), device=p.device if at_parameter else "cpu")
             dtype, entry = codec.moment_dtype(p), codec.completion(p)
-            key = (p.device, p.dtype, dtype, entry)
+            key = (p.device, p.dtype, dtype, entry, *moments)
             if key not in found:
                 found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
             batch, values, absmaxes = found[key]
@@ -166,13 +169,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.steps.append(state["step"])
             if entry is not None:
                 batch.completions.append(local(state[entry]))
-            for k, name in enumerate(moments):
-                if dtype == torch.uint8:
+            for k, (name, moment) in enumerate(moments.items()):
+                if codec.in_blocks(p, moment):
                     value = state[name + CODES]
                     absmaxes[k].append(local(state[name + ABSMAX]))
                 else:
                     value = state[name]
-                if value.shape != p.shape:
+                if value.shape != (p.shape if moment.shape is None else moment.shape):
                     accepted = f"of shape {list(value.shape)}, as its state is"
                     raise ArgumentError(
                         type(self).__name__, "a parameter", f"of {list(p.shape)}", accepted
@@ -231,9 +234,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             own = {key: group[key] for key in _CODEC_KEYS}
             groups.append({**self.defaults, **saved_group, **own})
             codec = Codec(**own)
-            moments = self._moments(groups[-1])
             for p, key in zip(group["params"], saved_group["params"], strict=False):
                 if key in saved_state:
+                    moments = self._moments(groups[-1], p)
                     adopted = codec.adopt(type(self).__name__, p, saved_state[key], moments)
                     states[key] = {name: _kept(name, value) for name, value in adopted.items()}
         groups += saved_groups[len(groups) :]  # torch says what is wrong with their number
@@ -254,7 +257,7 @@ _BELOW_ONE = (
     lambda value: isinstance(value, (tuple, list)) and all(0 <= beta < 1 for beta in value),
 )
 _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "eps", "trust_coefficient"), _NOT_NEGATIVE),
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "trust_coefficient"), _NOT_NEGATIVE),
     "betas": _BELOW_ONE,
 }
 
@@ -275,7 +278,7 @@ class OwnOptimizer(FusedOptimizer):
         **storage: Any,
     ) -> None:
         for name, (accepted, fits) in _ACCEPTED.items():
-            if name in defaults and not fits(defaults[name]):
+            if defaults.get(name) is not None and not fits(defaults[name]):
                 raise ArgumentError(type(self).__name__, name, repr(defaults[name]), accepted)
         if differentiable:
             raise ArgumentError(type(self).__name__, "differentiable", "True", "False")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,17 @@ REMAINDER = "remainder"
 MASTER, CODES, ABSMAX = "master", "_codes", "_absmax"
 
 State = dict[str, Any]
-# Name of a moment -> whether it has a sign.
-Moments = Mapping[str, bool]
+
+
+class Moment(NamedTuple):
+    """What is kept of the gradients of the past: of each element, or averages of a shape."""
+
+    signed: bool
+    shape: torch.Size | None = None
+
+
+SIGNED, UNSIGNED = Moment(True), Moment(False)
+Moments = Mapping[str, Moment]
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,21 @@ class Codec:
 
     def has(self, state: State, p: torch.Tensor, moments: Moments) -> bool:
         """Whether all moments are there."""
-        suffix = CODES if self.moment_dtype(p) == torch.uint8 else ""
-        return bool(state) and all(name + suffix in state for name in moments)
+        names = (name + CODES if self.in_blocks(p, m) else name for name, m in moments.items())
+        return bool(state) and all(name in state for name in names)
+
+    def in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
+        """Whether it is kept as codes; averages never are."""
+        return moment.shape is None and self.moment_dtype(p) == torch.uint8
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
         """Zero moments, and the parameter's completion."""
         state: State = {}
-        for name, signed in moments.items():
-            self._store(state, name, p, torch.zeros_like(p, dtype=self._wide(p)), signed)
+        for name, moment in moments.items():
+            zeros = torch.zeros_like(p, dtype=self._wide(p))
+            if moment.shape is not None:
+                zeros = zeros.new_zeros(moment.shape)
+            self._store(state, name, p, zeros, moment)
         self._complete(state, p, p.detach())
         return state
 
@@ -89,19 +105,19 @@ class Codec:
         if not saved:
             return {}
         state: State = {}
-        for name, signed in moments.items():
-            value = _saved_moment(function, p, saved, name, signed)
+        for name, moment in moments.items():
+            value = _saved_moment(function, p, saved, name, moment)
             known |= {name, name + CODES, name + ABSMAX}
-            codes = self.moment_dtype(p) == torch.uint8
-            if codes and name + CODES in saved:
+            if self.in_blocks(p, moment) and name + CODES in saved:
                 state[name + CODES] = saved[name + CODES].to(p.device)
                 state[name + ABSMAX] = saved[name + ABSMAX].to(p.device)
             else:
-                self._store(state, name, p, value.to(p.device), signed)
+                self._store(state, name, p, value.to(p.device), moment)
         self._complete(state, p, _saved_param(function, p, saved))
         state |= {key: value for key, value in saved.items() if key not in known}
-        # torch's SGD does not count its steps; it has a state after the first.
-        state.setdefault("step", torch.ones(()))
+        # torch's SGD has a state after its first step, and does not count; others count in ints.
+        step = state.get("step", 1.0)
+        state["step"] = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
         return state
 
     def _wide(self, p: torch.Tensor) -> torch.dtype:
@@ -109,15 +125,14 @@ class Codec:
         return torch.float32 if dtype == torch.uint8 else dtype
 
     def _store(
-        self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, signed: bool
+        self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment
     ) -> None:
-        dtype = self.moment_dtype(p)
-        if dtype == torch.uint8:
-            codes, absmax = quantize_8bit(local(value).float().contiguous(), signed=signed)
+        if self.in_blocks(p, moment):
+            codes, absmax = quantize_8bit(local(value).float().contiguous(), signed=moment.signed)
             state[name + CODES] = like(p, codes)
             state[name + ABSMAX] = like(p, absmax, scales_shape(p.shape))
         else:
-            state[name] = value.to(dtype)
+            state[name] = value.to(self.moment_dtype(p))
 
     def _complete(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
         """`value` is the parameter, complete."""
@@ -131,11 +146,11 @@ class Codec:
 
 
 def _saved_moment(
-    function: str, p: torch.Tensor, saved: State, name: str, signed: bool
+    function: str, p: torch.Tensor, saved: State, name: str, moment: Moment
 ) -> torch.Tensor:
     if name in saved:
         value = saved[name]
-        _check(function, name, value, p, p.shape)
+        _check(function, name, value, p, p.shape if moment.shape is None else moment.shape)
         return value
     if name + CODES not in saved:
         raise ArgumentError(
@@ -145,7 +160,7 @@ def _saved_moment(
     absmax: Any = saved.get(name + ABSMAX)
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
     _check(function, name + ABSMAX, absmax, p, scales_shape(p.shape), torch.float32)
-    return like(p, dequantize_8bit(local(codes), local(absmax), signed=signed))
+    return like(p, dequantize_8bit(local(codes), local(absmax), signed=moment.signed))
 
 
 def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:

@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Rule
+from torchweld.ops._optimizer import Batch, Rule
 from torchweld.ops.adam import ADAM
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import Moments
+from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 
 
 class _AdamStep(FusedOptimizer):
     def _rule(self) -> Rule:
         return ADAM
 
-    def _moments(self, group: Group) -> Moments:
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return dict(zip(names[: 3 if group["amsgrad"] else 2], ADAM.signed, strict=False))
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        moments = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+        return moments | {"max_exp_avg_sq": UNSIGNED} if group["amsgrad"] else moments
 
-    def _settings(self, group: Group) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         decoupled = group["decoupled_weight_decay"]
         return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled

@@ -10,7 +10,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule
 from torchweld.ops.lamb import LAMB as RULE
 from torchweld.optim._base import Group, OwnOptimizer
-from torchweld.optim._codecs import Moments
+from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 
 
 class LAMB(OwnOptimizer):
@@ -64,10 +64,10 @@ class LAMB(OwnOptimizer):
     def _rule(self) -> Rule:
         return RULE
 
-    def _moments(self, group: Group) -> Moments:
-        return {"exp_avg": True, "exp_avg_sq": False}
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        return {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
-    def _settings(self, group: Group) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         flags = group["bias_correction"], group["grad_averaging"]
         return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags

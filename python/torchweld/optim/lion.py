@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Rule
+from torchweld.ops._optimizer import Batch, Rule
 from torchweld.ops.lion import LION
 from torchweld.optim._base import Group, OwnOptimizer
-from torchweld.optim._codecs import Moments
+from torchweld.optim._codecs import SIGNED, Moments
 
 
 class Lion(OwnOptimizer):
@@ -37,9 +37,9 @@ class Lion(OwnOptimizer):
     def _rule(self) -> Rule:
         return LION
 
-    def _moments(self, group: Group) -> Moments:
-        return {"exp_avg": True}
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        return {"exp_avg": SIGNED}
 
-    def _settings(self, group: Group) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
         return float(beta1), float(beta2), float(group["weight_decay"])

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Rule
+from torchweld.ops._optimizer import Batch, Rule
 from torchweld.ops.sgd import SGD as RULE
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import Moments, State
+from torchweld.optim._codecs import SIGNED, Moments, State
 
 
 class SgdStep(FusedOptimizer):
@@ -18,10 +18,10 @@ class SgdStep(FusedOptimizer):
     def _rule(self) -> Rule:
         return RULE
 
-    def _moments(self, group: Group) -> Moments:
-        return {"momentum_buffer": True} if group["momentum"] != 0 else {}
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        return {"momentum_buffer": SIGNED} if group["momentum"] != 0 else {}
 
-    def _settings(self, group: Group) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         names = ("momentum", "dampening", "weight_decay")
         return *(float(group[name]) for name in names), group["nesterov"]
 

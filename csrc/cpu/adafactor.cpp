@@ -1,0 +1,220 @@
+// Adafactor on the CPU: four passes, of which the second is over averages alone.
+#include "core/adafactor.h"
+
+#include <type_traits>
+
+#include "cpu/chunks.h"
+#include "cpu/optim.h"
+
+namespace {
+
+using namespace torchweld;
+
+// A chunk of a tensor's matrix.
+struct Chunk {
+  const FactoredTensor* tensor;
+  int64_t matrix, chunk;
+  int64_t first_row() const { return chunk_begin(tensor->height, tensor->chunks, chunk); }
+  int64_t last_row() const { return chunk_begin(tensor->height, tensor->chunks, chunk + 1); }
+};
+
+// body(Chunk) for those in [begin, end) of all tensors.
+template <class Body>
+void for_chunks(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
+  const FactoredTensor* t = a.tensors;
+  for (int64_t at = begin; at < end; ++at) {
+    while (at >= t->first_chunk + t->matrices * t->chunks) ++t;
+    const int64_t here = at - t->first_chunk;
+    body(at, Chunk{t, here / t->chunks, here % t->chunks});
+  }
+}
+
+// body(row of the matrix, first element of the tensor, elements)
+template <class Body>
+void for_rows(const Chunk& c, int64_t elements, Body&& body) {
+  for (int64_t row = c.first_row(); row < c.last_row(); ++row) {
+    const int64_t begin = (c.matrix * c.tensor->height + row) * c.tensor->columns;
+    const int64_t left = elements - begin;
+    body(row, begin, left < c.tensor->columns ? left : c.tensor->columns);
+  }
+}
+
+// The sum of g^2 over each row, into the row's average, and over each column of a chunk.
+template <class T>
+void sum_squares(const Adafactor& a, const Chunk& c) {
+  const FactoredTensor& t = *c.tensor;
+  const int64_t width = t.columns;
+  double* partial = fresh_partial<double>(t.partials + c.matrix * t.chunks * width, c.chunk, width);
+  float* rows = (float*)t.moment[0] + c.matrix * t.height;
+  const float factor = a.grad_factor;
+  for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t) {
+    const T* grad = (const T*)t.grad + begin;
+    Vec<double> sums[2] = {};
+    for_vectors<float>(width, [&](int64_t i, auto place) {
+      const F32 g = load(grad + i, place) * factor;
+      add_squares(sums, g);
+      double* into = partial + i;
+      if constexpr (std::is_same_v<decltype(place), Whole>) {
+        Vec<double> half[2] = {load(into), load(into + kLanes<double>)};
+        add_squares(half, g);
+        store(into, half[0]);
+        store(into + kLanes<double>, half[1]);
+      } else {
+        for (int64_t lane = 0; lane < place.count; ++lane) into[lane] += (double)g[lane] * g[lane];
+      }
+    });
+    const double mean = total(sums) / width + a.eps_square;
+    rows[row] += t.rate * ((float)mean - rows[row]);
+  });
+}
+
+// The averages of a matrix's columns, and what both averages make of a gradient.
+void finish_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
+  float* rows = (float*)t.moment[0] + matrix * t.height;
+  float* columns = (float*)t.moment[1] + matrix * t.columns;
+  const double* partials = t.partials + matrix * t.chunks * t.columns;
+  float* scales = t.column_scales + matrix * t.columns;
+  for (int64_t i = 0; i < t.columns; ++i) {
+    double sum = 0;
+    for (int64_t chunk = 0; chunk < t.chunks; ++chunk) sum += partials[chunk * t.columns + i];
+    const float mean = (float)(sum / t.height + a.eps_square);
+    columns[i] += t.rate * (mean - columns[i]);
+    scales[i] = 1 / square_root(columns[i]);
+  }
+  double sum = 0;
+  for (int64_t row = 0; row < t.height; ++row) sum += rows[row];
+  const double mean = sum / t.height;
+  const float scale = square_root((float)(mean > a.eps_floor ? mean : a.eps_floor));
+  for (int64_t row = 0; row < t.height; ++row) {
+    t.row_scales[matrix * t.height + row] = scale / square_root(rows[row]);
+  }
+}
+
+// The direction of elements from [begin] on, with the variance that it was made with.
+template <bool Factored>
+class Direction {
+ public:
+  Direction(const Adafactor& a, const Chunk& c, int64_t row, int64_t begin)
+      : floor_((float)(a.eps_floor * a.eps_floor)),
+        ceiling_((float)(a.eps_floor > 0 ? 1 / a.eps_floor : __builtin_inf())),
+        rate_(c.tensor->rate),
+        eps_((float)a.eps_square) {
+    const FactoredTensor& t = *c.tensor;
+    if constexpr (Factored) {
+      row_scale_ = t.row_scales[c.matrix * t.height + row];
+      of_elements_ = t.column_scales + c.matrix * t.columns;
+    } else {
+      of_elements_ = (float*)t.moment[0] + begin;
+    }
+  }
+  template <class Place>
+  F32 operator()(F32 g, int64_t i, Place place, F32* variance) const {
+    const F32 v = load(of_elements_ + i, place);
+    if constexpr (Factored) {
+      const F32 scale = v * row_scale_;
+      return g * (scale > ceiling_ ? splat(ceiling_) : scale);
+    } else {
+      *variance = v + (g * g + eps_ - v) * rate_;
+      return g / square_root(*variance < floor_ ? splat(floor_) : *variance);
+    }
+  }
+  template <class Place>
+  void keep(int64_t i, F32 variance, Place place) const {
+    if constexpr (!Factored) store(of_elements_ + i, variance, place);
+  }
+
+ private:
+  float* of_elements_;
+  float row_scale_, floor_, ceiling_, rate_, eps_;
+};
+
+template <class Param, bool Factored>
+void measure_chunk(const Adafactor& a, const Chunk& c, double (&squares)[2]) {
+  Vec<double> of_params[2] = {}, of_directions[2] = {};
+  const float factor = a.grad_factor;
+  for_rows(c, c.tensor->width, [&](int64_t row, int64_t begin, int64_t count) {
+    const auto* grad = (const typename Param::Storage*)c.tensor->grad + begin;
+    const Param param(*c.tensor, begin);
+    const Direction<Factored> direction(a, c, row, begin);
+    for_vectors<float>(count, [&](int64_t i, auto place) {
+      F32 variance;
+      add_squares(of_params, param.get(i, place));
+      add_squares(of_directions, direction(load(grad + i, place) * factor, i, place, &variance));
+    });
+  });
+  squares[0] = total(of_params);
+  squares[1] = total(of_directions);
+}
+
+template <class Param, bool Factored>
+void step_chunk(const Adafactor& a, const Chunk& c) {
+  const FactoredTensor& t = *c.tensor;
+  const float factor = a.grad_factor, decay = t.decay, length = t.length;
+  const float beta1 = a.beta1, taken = 1 - a.beta1;
+  for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t count) {
+    const auto* grad = (const typename Param::Storage*)t.grad + begin;
+    float* momentum = t.moment[2] ? (float*)t.moment[2] + begin : nullptr;
+    Param param(t, begin);
+    const Direction<Factored> direction(a, c, row, begin);
+    for_vectors<float>(count, [&](int64_t i, auto place) {
+      F32 variance;
+      F32 step = direction(load(grad + i, place) * factor, i, place, &variance) * length;
+      if (momentum) {
+        step = load(momentum + i, place) * beta1 + step * taken;
+        store(momentum + i, step, place);
+      }
+      direction.keep(i, variance, place);
+      param.set(i, param.get(i, place) * decay - step, place);
+    });
+  });
+}
+
+// call(Type<Param>{}, Type<whether there are factors>{})
+template <class Call>
+void with_kind(const Adafactor& a, Call&& call) {
+  with_params(a, [&](auto param) {
+    a.factored ? call(param, std::true_type{}) : call(param, std::false_type{});
+  });
+}
+
+}  // namespace
+
+// How many chunks a matrix of so many rows is summed in.
+TW_EXPORT int64_t adafactor_chunks(int64_t height) { return chunks_of(height); }
+
+// Items are chunks; of matrices alone.
+TW_EXPORT void adafactor_sum(const Adafactor& a, int64_t begin, int64_t end) {
+  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
+    using T = typename decltype(t)::type;
+    if constexpr (sizeof(T) <= sizeof(float)) {
+      for_chunks(a, begin, end, [&](int64_t, const Chunk& c) { sum_squares<T>(a, c); });
+    }
+  });
+}
+
+// Items are matrices.
+TW_EXPORT void adafactor_finish(const Adafactor& a, int64_t begin, int64_t end) {
+  const FactoredTensor* t = a.tensors;
+  for (int64_t matrix = begin; matrix < end; ++matrix) {
+    while (matrix >= t->first_matrix + t->matrices) ++t;
+    finish_matrix(a, *t, matrix - t->first_matrix);
+  }
+}
+
+// Items are chunks.
+TW_EXPORT void adafactor_measure(const Adafactor& a, int64_t begin, int64_t end) {
+  with_kind(a, [&](auto param, auto factored) {
+    for_chunks(a, begin, end, [&](int64_t at, const Chunk& c) {
+      measure_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c, a.squares[at]);
+    });
+  });
+}
+
+// Items are chunks.
+TW_EXPORT void adafactor_step(const Adafactor& a, int64_t begin, int64_t end) {
+  with_kind(a, [&](auto param, auto factored) {
+    for_chunks(a, begin, end, [&](int64_t, const Chunk& c) {
+      step_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c);
+    });
+  });
+}

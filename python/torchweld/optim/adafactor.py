@@ -1,0 +1,122 @@
+"""Adafactor, as torch has it and as transformers has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops._optimizer import Batch, Rule
+from torchweld.ops.adafactor import ADAFACTOR
+from torchweld.optim import _shards
+from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
+from torchweld.optim._codecs import SIGNED, Moment, Moments
+
+
+class _AdafactorStep(FusedOptimizer):
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("state_dtype", torch.float32) != torch.float32:
+            accepted = "torch.float32: averages of rows and columns are small as they are"
+            came = repr(kwargs["state_dtype"])
+            raise ArgumentError(type(self).__name__, "state_dtype", came, accepted)
+        super().__init__(params, *args, **kwargs)
+
+    def _rule(self) -> Rule:
+        return ADAFACTOR
+
+    def _check_gradients(self, group: Group) -> None:
+        super()._check_gradients(group)
+        for p in group["params"]:
+            if p.grad is not None and (p.is_complex() or _shards.is_one(p)):
+                came = "complex" if p.is_complex() else "a DTensor"
+                accepted = "a real tensor that is whole"
+                raise ArgumentError(type(self).__name__, "a parameter", came, accepted)
+
+
+class Adafactor(_AdafactorStep, torch.optim.Adafactor):
+    """torch.optim.Adafactor: a matrix's second moment from its rows' and columns' averages.
+
+    Args:
+        params, lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor's; foreach
+            is accepted and chooses nothing.
+        master_weights, max_grad_norm: as Adam's.
+    """
+
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        if p.ndim < 2:
+            return {"variance": Moment(False, p.shape)}
+        rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
+        shapes = {"row_var": rows, "col_var": columns}
+        return {name: Moment(False, torch.Size(shape)) for name, shape in shapes.items()}
+
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+        floor, scale = group["eps"]
+        if floor is None:
+            floor = torch.finfo(torch.float32 if batch.completions else batch.params[0].dtype).eps
+        numbers = (group["beta2_decay"], 0.0, floor, scale, group["d"], 0.0, group["weight_decay"])
+        return *map(float, numbers), True, False, True, False
+
+
+class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
+    """transformers.Adafactor: its arguments, its rule, its state.
+
+    Args:
+        params, lr, eps, clip_threshold, decay_rate, beta1, weight_decay, scale_parameter,
+            relative_step, warmup_init: as transformers.Adafactor's.
+        others: maximize, foreach, fused, capturable, as torch.optim's; master_weights,
+            max_grad_norm, as Adam's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        **others: Any,
+    ) -> None:
+        name = type(self).__name__
+        if (lr is None) != relative_step:
+            accepted = "None with relative_step, a number without"
+            raise ArgumentError(name, "lr", repr(lr), accepted)
+        if not min(eps) >= 0:
+            raise ArgumentError(name, "eps", repr(eps), "two numbers >= 0")
+        if warmup_init and not relative_step:
+            raise ArgumentError(name, "warmup_init", "True", "False without relative_step")
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
+        super().__init__(params, defaults, **others)
+
+    def _learning_rate(self, group: Group) -> float | torch.Tensor:
+        return 1e-2 if group["relative_step"] else group["lr"]
+
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        shapes = {"exp_avg_sq": p.shape}
+        if p.ndim > 1:
+            rows, columns = p.shape[:-1], p.shape[:-2] + p.shape[-1:]
+            shapes = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+        moments = {name: Moment(False, shape) for name, shape in shapes.items()}
+        return moments | {"exp_avg": SIGNED} if group["beta1"] else moments
+
+    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+        square, scale = group["eps"]
+        clip, beta1 = group["clip_threshold"], group["beta1"] or 0.0
+        numbers = (group["decay_rate"], square, 0.0, scale, clip, beta1, group["weight_decay"])
+        flags = (group["relative_step"], group["warmup_init"], group["scale_parameter"], True)
+        return *map(float, numbers), *flags
