@@ -1,6 +1,6 @@
 """Optimizers: drop-ins for torch.optim's, in one pass over memory, with states of 32 to 8 bits."""
 
-from torchweld.optim import lr_scheduler
+from torchweld.optim import convert, lr_scheduler
 from torchweld.optim.adafactor import Adafactor, TransformersAdafactor
 from torchweld.optim.adam import Adam, AdamW
 from torchweld.optim.eight_bit import Adam8bit, AdamW8bit, LAMB8bit, Lion8bit
@@ -22,5 +22,6 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "TransformersAdafactor",
+    "convert",
     "lr_scheduler",
 ]

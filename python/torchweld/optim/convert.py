@@ -1,0 +1,130 @@
+"""States of bitsandbytes' 8-bit optimizers: a run that began with one goes on with the other.
+
+    optimizer.load_state_dict(convert.from_bitsandbytes(saved, optimizer))
+    theirs.load_state_dict(convert.to_bitsandbytes(optimizer))
+
+bitsandbytes' blocks are 256 elements of a tensor, whatever its rows are; here they lie within rows.
+Where the rows are multiples of 256 elements that is the same, and nothing is rounded. Elsewhere
+codes are made anew, which a warning says.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.functional import dequantize_8bit, quantize_8bit
+from torchweld.ops.quantize_8bit import BLOCK, MAPS, scales_shape
+from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._codecs import ABSMAX, CODES, Moment, State
+from torchweld.optim._shards import is_one
+
+# Where bitsandbytes puts what FSDP is not to touch.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
+    """What `optimizer` can load of the state of a bitsandbytes optimizer with the same rule.
+
+    Moments that are codes there become what `optimizer` keeps: codes or floating-point numbers.
+    Raises ArgumentError where the state does not fit the optimizer's parameters.
+    """
+    states, groups, again = {}, [], 0
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        groups.append({key: saved[key] for key in ("params", *_SETTINGS) if key in saved})
+        for p, key in zip(group["params"], saved["params"], strict=True):
+            if key not in state_dict["state"]:
+                continue
+            given = dict(state_dict["state"][key])
+            given |= given.pop(_WRAPPED, {})
+            state: State = {"step": torch.tensor(float(given["step"]))}
+            for number, (name, moment) in enumerate(optimizer._moments(group, p).items(), 1):
+                again += _read(state, name, moment, p, given, number)
+            states[key] = state
+    _say(again)
+    return {"state": states, "param_groups": groups}
+
+
+def to_bitsandbytes(optimizer: FusedOptimizer) -> State:
+    """What a bitsandbytes optimizer with the same rule can load of this one's state.
+
+    Moments that are no codes stay as they are, which it takes as the 32-bit states they are. It has
+    no masters: parameters go on from how they are rounded.
+    """
+    saved = optimizer.state_dict()
+    states, groups, again = {}, [], 0
+    for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        groups.append({key: kept[key] for key in ("params", *_SETTINGS) if key in kept})
+        for p, key in zip(group["params"], kept["params"], strict=True):
+            if key not in saved["state"]:
+                continue
+            moments = optimizer._moments(group, p)
+            if len(moments) > 2 or is_one(p):
+                came = "sharded" if is_one(p) else f"kept with {', '.join(moments)}"
+                accepted = "a whole tensor with at most two moments"
+                raise ArgumentError("to_bitsandbytes", "a parameter", came, accepted)
+            state: State = {"step": int(saved["state"][key]["step"])}
+            for number, (name, moment) in enumerate(moments.items(), 1):
+                again += _write(state, number, moment, p, saved["state"][key], name)
+            states[key] = state
+    _say(again)
+    return {"state": states, "param_groups": groups}
+
+
+def _same_blocks(p: torch.Tensor) -> bool:
+    rows, _ = scales_shape(p.shape)
+    return rows == 1 or (p.numel() // rows) % BLOCK == 0
+
+
+def _read(
+    state: State, name: str, moment: Moment, p: torch.Tensor, given: State, number: int
+) -> bool:
+    """Into `state`; whether its codes are others than those that were given."""
+    codes = given.get(f"state{number}")
+    if not isinstance(codes, torch.Tensor) or codes.shape != p.shape:
+        came = "nothing" if codes is None else f"of shape {list(codes.shape)}"
+        raise ArgumentError("from_bitsandbytes", f"state{number}", came, f"{list(p.shape)}")
+    if codes.dtype != torch.uint8:
+        state[name] = codes
+        return False
+    absmax, values = given[f"absmax{number}"], given[f"qmap{number}"].float()
+    if absmax.numel() != math.ceil(p.numel() / BLOCK):
+        came, accepted = f"{absmax.numel()} numbers", f"one for {BLOCK} elements"
+        raise ArgumentError("from_bitsandbytes", f"absmax{number}", came, accepted)
+    if _same_blocks(p) and torch.equal(values.cpu(), MAPS[moment.signed]):
+        state[name + CODES], state[name + ABSMAX] = codes, absmax.view(scales_shape(p.shape))
+        return False
+    scales = absmax.repeat_interleave(BLOCK)[: p.numel()].view(p.shape)
+    state[name] = values[codes.long()] * scales
+    return True
+
+
+def _write(
+    state: State, number: int, moment: Moment, p: torch.Tensor, kept: State, name: str
+) -> bool:
+    """Into `state`; whether its codes are others than those that are kept."""
+    if name in kept:
+        state[f"state{number}"] = kept[name].float()
+        return False
+    codes, absmax = kept[name + CODES], kept[name + ABSMAX]
+    same = _same_blocks(p)
+    if not same:
+        values = dequantize_8bit(codes, absmax, signed=moment.signed)
+        flat, absmax = quantize_8bit(values.reshape(1, -1), signed=moment.signed)
+        codes = flat.view(p.shape)
+    state[f"state{number}"], state[f"absmax{number}"] = codes, absmax.flatten()
+    state[f"qmap{number}"] = MAPS[moment.signed].to(codes.device)
+    return not same
+
+
+def _say(again: int) -> None:
+    if again:
+        warnings.warn(
+            f"{again} moments were rounded to 8 bits anew: the rows of their parameters are no"
+            f" multiples of {BLOCK} elements, where blocks differ from bitsandbytes'",
+            stacklevel=3,
+        )
