@@ -212,18 +212,86 @@ def _fsdp2(rank: int) -> None:
         torch.testing.assert_close(a.full_tensor(), c, rtol=1e-3, atol=1e-4)
 
 
-def _worker(rank: int, scenario: Callable[[int], None], store: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+def _zero(rank: int) -> None:
+    """ZeroRedundancyOptimizer, each process with the state of its share: the same bits."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    expected, _ = _run({"state_dtype": "8bit"}, lambda t: t, range(1, 5))
+    params = [torch.nn.Parameter(v) for v in _values(0, torch.float32)]
+    optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, lr=1e-2, state_dtype="8bit")
+    for seed in range(1, 5):
+        for p, g in zip(params, _values(seed, torch.float32), strict=True):
+            p.grad = g * 0.1
+        optimizer.step()
+    assert 0 < len(optimizer.optim.state) < len(params)
+    assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
+
+
+# Stages of a run: each on so many processes, sharded in some way, from the last one's checkpoint.
+STAGES = (1, 2, 4, 1)
+
+
+def _stage(rank: int, stage: int, directory: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (STAGES[stage],))
+    for name, settings in enumerate(CODECS):
+        quantized = settings.get("state_dtype") == "8bit"
+        dtype = _dtype(settings)
+
+        def place(t: torch.Tensor, quantized: bool = quantized) -> torch.Tensor:
+            other = Replicate() if quantized or t.ndim == 1 else Shard(1)
+            return distribute_tensor(t, mesh, [Shard(0) if stage % 2 else other])
+
+        values = [place(v) for v in _values(0, dtype)]
+        model = torch.nn.ParameterList([torch.nn.Parameter(v) for v in values])
+        optimizer = optim.AdamW(model.parameters(), 1e-2, **settings)
+        if stage:
+            saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(saved, checkpoint_id=directory / f"{name}-{stage - 1}")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=saved["model"],
+                optim_state_dict=saved["optimizer"],
+            )
+        for seed in (2 * stage + 1, 2 * stage + 2):
+            for p, g in zip(model, _values(seed, dtype), strict=True):
+                p.grad = place(g * 0.1)
+            optimizer.step()
+        saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(saved, checkpoint_id=directory / f"{name}-{stage}")
+        if stage == len(STAGES) - 1:
+            expected = _run(settings, lambda t: t, range(1, 2 * len(STAGES) + 1))
+            _assert_same((list(model), optimizer), expected)
+
+
+def _worker(
+    rank: int, scenario: Callable[..., None], store: str, world: int = 2, *given: Any
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )
     try:
-        scenario(rank)
+        scenario(rank, *given)
     finally:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_shards, _adaptive, _clipping, _fsdp2])
+@pytest.mark.parametrize("scenario", [_shards, _adaptive, _clipping, _fsdp2, _zero])
 def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store")), nprocs=2)
+
+
+def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
+    """On disk, from 1 process to 2, 4 and back: the run is that of one device without a break."""
+    for stage, world in enumerate(STAGES):
+        store = str(tmp_path / f"store{stage}")
+        torch.multiprocessing.spawn(
+            _worker, args=(_stage, store, world, stage, tmp_path), nprocs=world
+        )
