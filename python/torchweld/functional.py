@@ -8,6 +8,7 @@ from torchweld.ops.gated_act import gated_act
 from torchweld.ops.layer_norm import layer_norm
 from torchweld.ops.linear_act import linear_act, linear_gelu
 from torchweld.ops.mlp import gated_mlp, mlp
+from torchweld.ops.normalize_act import normalize_act
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.rms_norm import rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
@@ -24,6 +25,7 @@ __all__ = [
     "linear_act",
     "linear_gelu",
     "mlp",
+    "normalize_act",
     "quantize_8bit",
     "rms_norm",
     "softmax_dropout",

@@ -83,7 +83,7 @@ class TensorSpec:
     @property
     def parameter(self) -> bool:
         """Whether it has the trailing sizes of what flows alone."""
-        return self.kind in ("parameter", "boolean", "constant")
+        return self.kind in ("parameter", "boolean", "constant", "variance")
 
 
 def activation(*shape: int) -> TensorSpec:
@@ -109,6 +109,11 @@ def weight(*shape: int) -> TensorSpec:
 def constant(*shape: int) -> TensorSpec:
     """A tensor like a parameter that gets no gradient."""
     return TensorSpec(shape, "constant")
+
+
+def variance(*shape: int) -> TensorSpec:
+    """A constant that is not negative."""
+    return TensorSpec(shape, "variance")
 
 
 def boolean(*shape: int) -> TensorSpec:
@@ -145,9 +150,11 @@ def materialize(
             values = values / max(argument.shape[-1], 1) ** 0.5
         else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.
             values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
+        if argument.kind == "variance":
+            values = values.abs()
         wide = argument.parameter or argument.kind == "residual"
         values = values.to((param_dtype or dtype) if wide else dtype)
-        return values.requires_grad_(requires_grad and argument.kind != "constant")
+        return values.requires_grad_(requires_grad and argument.kind not in ("constant", "variance"))
 
     return [draw(argument) for argument in arguments]
 
