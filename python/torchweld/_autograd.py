@@ -64,9 +64,12 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
                 name: source for name, (source, when) in op.same_gradient.items() if when(*given)
             }
             ctx.late = None
-            if len(public) > 1:
+            returned = kernel.public(results)
+            if isinstance(returned, tuple):
                 ctx.set_materialize_grads(False)
-            return kernel.public(results)
+                if beside := returned[len(public) :]:
+                    ctx.mark_non_differentiable(*beside)
+            return returned
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:

@@ -62,6 +62,9 @@ def reference(
     approximate: str,
 ) -> torch.Tensor:
     """Eager torch on rows; the running statistics are updated where it trains."""
+    if x.numel() == 0:  # torch has no batch_norm of no columns
+        z = normalized(x, running_mean, running_var, weight, bias, eps)
+        return _act.activate(op, z, activation, approximate)
     columns = (running_mean, running_var, weight, bias)
     if any(t is not None and t.dtype is not x.dtype for t in columns):  # torch mixes but float32
         widened = [None if t is None else wide(t) for t in columns]
@@ -74,35 +77,36 @@ def reference(
     return _act.activate(op, z, activation, approximate).view(x.shape)
 
 
-def check(
-    op: Op,
-    x: Any,
-    eps: Any,
-    activation: Any,
-    approximate: Any,
-    *pairs: dict[str, Any],
-) -> None:
-    """What the passes accept: each pair of columns in x's dtype or float32, both in the same."""
+def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
+    """A tensor with a row, and what goes along with its columns."""
     _check.dense(op.name, "x", x, op.dtypes)
     if x.ndim == 0:
         raise ArgumentError(op.name, "x", "of no dimensions", "[*, width]")
+    check_columns(op, x, x.shape[-1:], "the last size of x", eps, kind, *pairs)
+
+
+def check_columns(
+    op: Op,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    meaning: str,
+    eps: Any,
+    kind: Sequence[Any],
+    *pairs: dict[str, Any],
+) -> None:
+    """Pairs of tensors of this shape, as far as they are given, each pair of one dtype."""
     for pair in pairs:
-        check_columns(op, x, x.shape[-1], "the last size of x", pair)
+        given = {name: value for name, value in pair.items() if value is not None}
+        for name, value in given.items():
+            _check.dense(op.name, name, value, _check.beside(x))
+            _check.like(op.name, name, value, x, "x")
+            _check.shaped(op.name, name, value, shape, meaning)
+        if len({value.dtype for value in given.values()}) > 1:
+            first, second = given
+            came, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
+            raise ArgumentError(op.name, second, came, accepted)
     _check.epsilon(op.name, eps)
-    _act.check(op, activation, approximate)
-
-
-def check_columns(op: Op, x: torch.Tensor, width: int, meaning: str, pair: dict[str, Any]) -> None:
-    """Two tensors with an element for each column, as far as they are given."""
-    given = {name: value for name, value in pair.items() if value is not None}
-    for name, value in given.items():
-        _check.dense(op.name, name, value, _check.beside(x))
-        _check.like(op.name, name, value, x, "x")
-        _check.shaped(op.name, name, value, [width], meaning)
-    if len({value.dtype for value in given.values()}) > 1:
-        first, second = given
-        came = f"of {given[second].dtype}"
-        raise ArgumentError(op.name, second, came, f"the dtype of {first}, {given[first].dtype}")
+    _act.check(op, *kind)
 
 
 def terms(

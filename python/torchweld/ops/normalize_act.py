@@ -40,9 +40,6 @@ def normalize_act(
 def _reference(x, mean, var, weight, bias, eps, activation, approximate):
     if not eps >= 0 or x.ndim == 0:
         _check(x, mean, var, weight, bias, eps, activation, approximate)
-    if x.numel() == 0:  # torch has no batch_norm of no columns
-        z = _batch_norm.normalized(x, mean, var, weight, bias, eps)
-        return _act.activate(OP, z, activation, approximate)
     columns = (mean, var, weight, bias)
     return _batch_norm.reference(OP, x, *columns, False, 0.0, eps, activation, approximate)
 
@@ -52,7 +49,7 @@ def _check(x, mean, var, weight, bias, eps, activation, approximate):
         if value is None:
             raise ArgumentError(OP.name, name, "None", "a tensor")
     pairs = {"mean": mean, "var": var}, {"weight": weight, "bias": bias}
-    _batch_norm.check(OP, x, eps, activation, approximate, *pairs)
+    _batch_norm.check(OP, x, eps, (activation, approximate), *pairs)
 
 
 def _fake(x, mean, var, weight, bias, eps, activation, approximate):
