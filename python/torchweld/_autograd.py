@@ -73,6 +73,8 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            if all(grad is None for grad in grads):
+                return (None,) * len(inputs)
             if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
                 return late
             needs = ctx.needs_input_grad
