@@ -100,11 +100,13 @@ TW_EXPORT void column_statistics_of_chunks(const ColumnStatistics& a, int64_t be
       const auto rows_of = [&](int64_t chunk) {
         return (A)(chunk_begin(a.rows, a.chunks, chunk + 1) - chunk_begin(a.rows, a.chunks, chunk));
       };
+      // Of what the means differ from the first in: they may all be far from zero.
+      const Vec<A> base = load(means, at);
       Vec<A> sum = {}, sum_of_squares = {};
-      for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-        sum += load(means + chunk * a.width, at) * rows_of(chunk);
+      for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
+        sum += (load(means + chunk * a.width, at) - base) * rows_of(chunk);
       }
-      const Vec<A> mean = sum * share;
+      const Vec<A> mean = base + sum * share;
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
         const Vec<A> off = load(means + chunk * a.width, at) - mean;
         sum_of_squares += load(squares + chunk * a.width, at) + off * off * rows_of(chunk);

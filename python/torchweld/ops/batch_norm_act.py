@@ -227,8 +227,8 @@ def reference(
 ):
     """In eager torch, of what fits."""
     columns = (running_mean, running_var, weight, bias)
-    if training and not is_first():
-        columns = (None, None, weight, bias)
+    if training and running_mean is not None and not is_first():
+        columns = (running_mean.clone(), running_var.clone(), weight, bias)
     plain = not isinstance(momentum, torch.Tensor) and group is None and x.numel() > 0
     if plain or not training:
         return _batch_norm.reference(op, x, *columns, training, momentum, eps, *kind)
@@ -236,7 +236,8 @@ def reference(
     count = added(rows.new_full((), rows.shape[0]), group)
     mean = added_with_gradient(rows.sum(0), group) / count
     var = added_with_gradient((rows - mean).square().sum(0), group) / count
-    _track(*columns[:2], mean, var, count, momentum)
+    if x.numel() > 0 or group is not None:
+        _track(running_mean, running_var, mean, var, count, momentum)
     z = _batch_norm.normalized(x, mean, var, weight, bias, eps)
     return _act.activate(op, z, *kind)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from torchweld.ops import _act, _batch_norm, batch_norm_act, linear_act, normalize_act
-from torchweld.ops._call import run_on
+from torchweld.ops._call import call, run_on
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import Numerics, Seam, constant, parameter, variance
 
@@ -56,9 +57,16 @@ def linear_batch_norm_act(
     Returns:
         A tensor [*, out_features].
     """
-    columns = (running_mean, running_var, bn_weight, bn_bias)
     how = (training, momentum, eps, process_group, activation, approximate)
-    return linear_act.recomputed(recompute, OP, x, weight, bias, *columns, *how)
+
+    # What is updated is no argument of it: checkpoints watch their arguments for changes in place.
+    def run(x, weight, bias, bn_weight, bn_bias):
+        return call(OP, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how)
+
+    learnt = (weight, bias, bn_weight, bn_bias)
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(run, x, *learnt, use_reentrant=False, preserve_rng_state=False)
+    return run(x, *learnt)
 
 
 # The same pass over what nobody else holds: no new pages, and half the lines in the caches.
@@ -80,7 +88,7 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
     if not batch_norm_act.trains(z, running_mean, running_var, group):
         _check(*given, *how)
     if bias is not None:  # its gradient is zero, and there
-        bn_bias = bias * 0 if bn_bias is None else bn_bias + bias * 0
+        bn_bias = bias * 0 if bn_bias is None else bn_bias.add(bias, alpha=0)
     columns = (running_mean, running_var, bn_weight, bn_bias)
     return batch_norm_act.trained(backend, z, *columns, momentum, eps, group, *kind, offset=bias)
 
