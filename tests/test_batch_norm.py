@@ -11,15 +11,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
+from conftest import PLACES
 from oracle import exact, incoming, run
-from torchweld import functional
 from torchweld.nn import LinearBatchNormAct
 from torchweld.ops._call import call
-from torchweld.registry import OPS, materialize
+from torchweld.registry import BACKENDS, OPS, materialize
 
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
-BACKENDS = ("cpu", "eager")
-KINDS = [("gelu", "none"), ("gelu", "tanh"), ("relu", "none"), ("silu", "none")]
+EITHER = ("cpu", "eager")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,7 @@ def test_a_constant_column_has_no_variance() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EITHER)
 def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, backend: str) -> None:
     """After each of three steps; in evaluation they stay."""
     inputs = _step(50, 31, dtype=dtype)
@@ -97,7 +96,7 @@ def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, back
     assert all(torch.equal(a, b) for a, b in zip(before, inputs[1:3], strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EITHER)
 def test_float32_running_statistics_beside_bfloat16(backend: str) -> None:
     """As under autocast: what is normalised is 16-bit, what is learnt and tracked is not."""
     inputs = _step(50, 31, dtype=torch.bfloat16, param_dtype=torch.float32)
@@ -110,7 +109,7 @@ def test_float32_running_statistics_beside_bfloat16(backend: str) -> None:
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EITHER)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 4)])
 def test_nothing_leaves_the_running_statistics(shape: tuple[int, ...], backend: str) -> None:
     inputs = _step(*shape)
@@ -173,7 +172,7 @@ def test_layouts(layout: str) -> None:
             assert torch.equal(value, expected[name]), (at, name)
 
 
-# --- The linear layer's bias, and relu --------------------------------------------------------------
+# --- The linear layer's bias, and relu ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,7 +241,29 @@ def test_the_ops_schemas() -> None:
         ops.normalize_act_.cpu(x.t(), mean[:24], var[:24], None, None, *kind)
 
 
-# --- Modules ----------------------------------------------------------------------------------------
+@pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason="no Triton here, or on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3), (33, 64), (257, 31), (5, 1030)], ids=str)
+def test_triton_in_the_interpreter(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training step: as exact as the CPU's kernels, within a factor of their largest error."""
+    monkeypatch.setattr(BACKENDS["triton"], "devices", {"cpu"})
+    inputs = _step(*shape, dtype=dtype, param_dtype=torch.float32)
+    inputs[0] = inputs[0] + 3
+    oracle, cpu = exact(WHOLE, inputs), run(WHOLE, inputs)
+    with torchweld.use_backend("triton"):
+        found = run(WHOLE, inputs)
+        mean, var = torch.ops.torchweld.column_statistics.triton(inputs[0])
+    for name, value in oracle.items():
+        mine, theirs = ((r[name].double() - value).abs().max() for r in (found, cpu))
+        assert mine <= 4 * theirs + 4 * 2**-24 * value.abs().max(), name
+    expected_var, expected_mean = torch.var_mean(inputs[0].double(), 0, correction=0)
+    assert torch.all((mean - expected_mean).abs() <= 8 * 2**-24 * (4 + expected_mean.abs()))
+    assert torch.all((var - expected_var).abs() <= 64 * 2**-24 * expected_var)
+
+
+# --- Modules --------------------------------------------------------------------------------------
 
 
 def _pair(**kwargs: Any) -> tuple[LinearBatchNormAct, torch.nn.Sequential]:
@@ -272,7 +293,7 @@ def _buffers(module: torch.nn.Module) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EITHER)
 def test_the_module_is_linear_batch_norm_and_gelu(options: dict[str, Any], backend: str) -> None:
     """Results, gradients and buffers over four batches, of which the third is evaluated."""
     mine, other = _pair(**options)
@@ -347,10 +368,10 @@ def test_adapted_modules_are_called() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EITHER)
 def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
     """torch's own modules count what they compute anew a second time."""
-    mine, plain = _pair()
+    mine, _ = _pair()
     plain_mine = copy.deepcopy(mine)
     x = torch.randn(40, 67, requires_grad=True)
     with torchweld.use_backend(backend):

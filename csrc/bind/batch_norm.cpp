@@ -34,16 +34,9 @@ Tensor columns_of(const Tensor& x, const Tensor& mean_in, const Tensor& var_in,
   const Tensor mean = packed(mean_in), var = packed(var_in);
   const OptionalTensor weight = packed(weight_in), bias = packed(bias_in);
   Tensor columns = rows_of_columns(x, Columns<float>::kCount);
-  const NormalizeColumns args{data(mean),
-                              data(var),
-                              data(weight),
-                              data(bias),
-                              columns.mutable_data_ptr(),
-                              shape.width,
-                              eps,
-                              dtype,
-                              param_dtype,
-                              statistics_dtype};
+  const NormalizeColumns args{
+      data(mean),  data(var), data(weight), data(bias),  columns.mutable_data_ptr(),
+      shape.width, eps,       dtype,        param_dtype, statistics_dtype};
   launch(normalize_columns, args, x, shape.width, Columns<float>::kCount);
   return columns;
 }
@@ -55,8 +48,8 @@ void normalize_act_into(const Tensor& y, const Tensor& x_in, const Tensor& mean,
   const Matrix shape(x_in);
   const Activation kind = activation_of(activation, approximate);
   const Tensor columns = columns_of(x_in, mean, var, weight, bias, eps), x = packed(x_in);
-  const NormalizeActForward args{
-      data(x), data(columns), y.mutable_data_ptr(), shape.rows, shape.width, kind, dtype_of(x)};
+  const NormalizeActForward args{data(x),     data(columns), y.mutable_data_ptr(), shape.rows,
+                                 shape.width, kind,          dtype_of(x)};
   launch(normalize_act_forward, args, x, shape.items(shape.rows), shape.width);
 }
 

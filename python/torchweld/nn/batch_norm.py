@@ -16,7 +16,7 @@ class LinearBatchNormAct(torch.nn.Module):
     """activation(norm(linear(x))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
 
     Both stay what they are, with their parameters and buffers: optimizers tell them apart, the norm
-    alone can be put into evaluation, torch.nn.SyncBatchNorm.convert_sync_batchnorm takes it, and the
+    alone can be put into evaluation, torch.nn.SyncBatchNorm.convert_sync_batchnorm takes it. The
     state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`, `norm.running_mean`,
     `norm.running_var` and `norm.num_batches_tracked`. Where one of them was replaced by a subclass
     (an adapter, a parametrisation, a shard of its own) both are called as they are: what is lost is

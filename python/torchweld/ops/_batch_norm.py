@@ -21,6 +21,12 @@ SOURCES = {
         "csrc/core/norm.h",
         "csrc/core/chunks.h",
     ),
+    "triton": (
+        "triton_kernels/batch_norm.py",
+        "triton_kernels/act.py",
+        "triton_kernels/norm.py",
+        "triton_kernels/launch.py",
+    ),
 }
 
 
@@ -49,18 +55,8 @@ def normalized(
 
 
 def reference(
-    op: Op,
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: str,
-    approximate: str,
-) -> torch.Tensor:
+    op, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, approximate
+):
     """Eager torch on rows; the running statistics are updated where it trains."""
     if x.numel() == 0:  # torch has no batch_norm of no columns
         z = normalized(x, running_mean, running_var, weight, bias, eps)
@@ -109,16 +105,7 @@ def check_columns(
     _act.check(op, *kind)
 
 
-def terms(
-    z: torch.Tensor,
-    size: torch.Tensor,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    grad_y: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def terms(z, size, mean, var, weight, bias, eps, grad_y):
     """Sums of the magnitudes that each result is made of, in float64.
 
     `size` is that of z, which is what is normalised; without mean and var by its own.

@@ -67,12 +67,19 @@ def _fake_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, torch.empty_like(mean)
 
 
-PlainOp("column_statistics", "(Tensor x) -> (Tensor mean, Tensor var)", _fake_statistics)
+_TRITON = _batch_norm.SOURCES["triton"][0]
+PlainOp(
+    "column_statistics",
+    "(Tensor x) -> (Tensor mean, Tensor var)",
+    _fake_statistics,
+    triton=_TRITON,
+)
 PlainOp(
     "batch_norm_act_grad_x",
     "(Tensor grad_y, Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias,"
     " Tensor mean_g, Tensor mean_g_x_hat, float eps, str activation, str approximate) -> Tensor",
     lambda grad_y, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    triton=_TRITON,
 )
 
 
@@ -82,7 +89,7 @@ class _Training:
     Between the two, processes exchange what belongs to columns.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend):
         ops = torch.ops.torchweld
         self.backend = backend
         self._statistics = getattr(ops.column_statistics, backend)
@@ -152,7 +159,9 @@ def trained(
     """A training step's result on this backend; `offset` was left out of x, which takes it out."""
     given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
     training = _TRAINING[backend]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
         y, mean, var, count = training.function.apply(*given)
     else:
         y, mean, var, count = training.forward(*given)

@@ -1,4 +1,4 @@
-"""linear_batch_norm_act: torch's GEMM, then batch normalisation and activation in passes of ours."""
+"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result."""
 
 from __future__ import annotations
 
@@ -143,9 +143,7 @@ def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how,
     x, weight, bias = (None if t is None else t.abs() for t in given)
     statistics = (None, None) if training else (running_mean, running_var)
     size = linear(x, weight, bias)
-    found = _batch_norm.terms(
-        linear(*given), size, *statistics, bn_weight, bn_bias, eps, grad_y
-    )
+    found = _batch_norm.terms(linear(*given), size, *statistics, bn_weight, bn_bias, eps, grad_y)
     grad_z = found["grad_x"]
     return {
         "y": found["y"],

@@ -21,7 +21,7 @@ def normalize_act(
     activation: str = "gelu",
     approximate: str = "none",
 ) -> torch.Tensor:
-    """activation((x - mean) / sqrt(var + eps) * weight + bias) in one pass, and its backward in one.
+    """activation((x - mean) / sqrt(var + eps) * weight + bias), forward and backward a pass each.
 
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
