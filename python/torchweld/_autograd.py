@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torchweld.registry import Kernel, Op
+    from torchweld.registry import Op
 
 
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
@@ -16,8 +16,12 @@ def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
-    """One class for each backend, so that a backward runs where its forward ran."""
+def autograd_function(op: Op, kernel: Any) -> type[torch.autograd.Function]:
+    """One class for each backend, so that a backward runs where its forward ran.
+
+    `kernel` is a Kernel, or has as it forward, backward, public and backend. Results beside the
+    public ones that it lets through get no gradient.
+    """
     inputs, outputs = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     is_tensor = ["Tensor" in kind for kind in op.forward_signature.types]

@@ -294,8 +294,8 @@ def _fake(x, *_):
 
 
 def _terms(x, running_mean, running_var, weight, bias, training, momentum, eps, *_, grad_y):
-    statistics = (None, None) if training else (running_mean, running_var)
-    return _batch_norm.terms(x, x.double().abs(), *statistics, weight, bias, eps, grad_y)
+    mean, var = (None, None) if training else (running_mean, running_var)
+    return _batch_norm.terms(x, x.double().abs(), mean, var, weight, bias, eps, grad_y)
 
 
 def _arguments(shape, training, *kind, tracked=True, affine=True):

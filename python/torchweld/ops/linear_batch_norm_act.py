@@ -139,11 +139,13 @@ def _fake(x, weight, *_):
 def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how, grad_y):
     """batch_norm_act's, with every product of the GEMMs a term."""
     training, _, eps, *_ = how
-    given = [None if t is None else t.double() for t in (x, weight, bias)]
-    x, weight, bias = (None if t is None else t.abs() for t in given)
-    statistics = (None, None) if training else (running_mean, running_var)
-    size = linear(x, weight, bias)
-    found = _batch_norm.terms(linear(*given), size, *statistics, bn_weight, bn_bias, eps, grad_y)
+    x, weight = x.double(), weight.double()
+    bias = x.new_zeros(()) if bias is None else bias.double()
+    z = linear(x, weight) + bias
+    x, weight = x.abs(), weight.abs()
+    size = linear(x, weight) + bias.abs()
+    mean, var = (None, None) if training else (running_mean, running_var)
+    found = _batch_norm.terms(z, size, mean, var, bn_weight, bn_bias, eps, grad_y)
     grad_z = found["grad_x"]
     return {
         "y": found["y"],
