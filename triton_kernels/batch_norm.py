@@ -230,9 +230,15 @@ def _statistics_of_chunks(
     tl.store(var_ptr + column, tl.sum(total, 0) / whole, mask=column < width)
 
 
+def _walked_tile(width: int) -> dict[str, int]:
+    """1024 elements: with two sums of each, twice as many do not fit into registers."""
+    tile = _tile_of(width)
+    return {**tile, "ROWS": tile["ROWS"] // 2}
+
+
 def _chunks(x: torch.Tensor) -> tuple[int, int]:
     """Chunks of rows, several waves of 4 programs a multiprocessor, and their tiles of columns."""
-    tile = _tile_of(x.shape[1])
+    tile = _walked_tile(x.shape[1])
     row_tiles, column_tiles = triton.cdiv(x.shape[0], tile["ROWS"]), -(-x.shape[1] // tile["BLOCK"])
     return max(1, min(16 * processors(x.device) // max(column_tiles, 1), row_tiles)), column_tiles
 
@@ -276,7 +282,7 @@ def _backward_launches(
         ACTIVATION=kind,
         STAGES=3,
         maxnreg=128,
-        **_tile_of(width),
+        **_walked_tile(width),
     )
     if grad_weight is not None or grad_bias is not None:
         yield launch(
@@ -294,7 +300,7 @@ def _statistics_launches(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
 ) -> Iterator[Launch]:
     chunks, column_tiles = _chunks(x)
-    tile = _tile_of(x.shape[1])
+    tile = _walked_tile(x.shape[1])
     partials = [_floats(x, chunks, x.shape[1]) for _ in range(2)]
     yield launch(
         _column_statistics,

@@ -9,6 +9,9 @@ import torch
 if torch.distributed.is_available():
     from torch.distributed import _functional_collectives as collectives
 
+    # The same by its old name, which torch 2.13 warns of.
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
 
 def added(values: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all processes' values; without a group the values."""
@@ -19,7 +22,7 @@ def added(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
     """Every process's vector of values, as rows."""
-    every = collectives.all_gather_tensor(values, 0, group)
+    every = gather(values, 0, group)
     return collectives.wait_tensor(every).view(-1, values.numel())
 
 

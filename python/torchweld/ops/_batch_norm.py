@@ -40,6 +40,11 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def mixed(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
+    """Whether one of them is of another dtype than x, which only some may be."""
+    return any(t is not None and t.dtype is not x.dtype for t in columns)
+
+
 def normalized(
     x: torch.Tensor,
     mean: torch.Tensor,
@@ -62,7 +67,7 @@ def reference(
         z = normalized(x, running_mean, running_var, weight, bias, eps)
         return _act.activate(op, z, activation, approximate)
     columns = (running_mean, running_var, weight, bias)
-    if any(t is not None and t.dtype is not x.dtype for t in columns):  # torch mixes but float32
+    if mixed(x, *columns):  # torch takes no others than float32 beside 16 bits
         widened = [None if t is None else wide(t) for t in columns]
         if training:  # in place
             widened[:2] = columns[:2]

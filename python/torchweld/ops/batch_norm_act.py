@@ -214,7 +214,8 @@ def trains(
     group: Any,
 ) -> bool:
     """Whether there are rows enough, and running statistics that fit, which no kernel looks at."""
-    if x.ndim == 0 or (x.shape[:-1].numel() == 1 and (group is None or group.size() == 1)):
+    alone = group is None or group.size() == 1
+    if x.ndim == 0 or (alone and x.shape[:-1].numel() == 1):
         return False
     if running_mean is None or running_var is None:
         return running_mean is running_var
@@ -226,7 +227,8 @@ def trains(
 
 def _reference(x, running_mean, running_var, weight, bias, training, *how):
     columns = (running_mean, running_var, weight, bias)
-    if not how[1] >= 0 or (training and not trains(x, *columns[:2], how[2])):
+    wrong = not how[1] >= 0 or (training and not trains(x, *columns[:2], how[2]))
+    if wrong or _batch_norm.mixed(x, *columns):
         _check_all(x, *columns, training, *how)
     return reference(OP, x, *columns, training, *how)
 

@@ -118,7 +118,8 @@ def _reference(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *
     if not _is_linear(weight, bias) or not eps >= 0:
         _check(*given, *how)
     z = linear(x, weight, bias)
-    if training and not batch_norm_act.trains(z, running_mean, running_var, group):
+    wrong = training and not batch_norm_act.trains(z, running_mean, running_var, group)
+    if wrong or _batch_norm.mixed(z, *given[3:]):
         _check(*given, *how)
     return batch_norm_act.reference(OP, z, running_mean, running_var, bn_weight, bn_bias, *how)
 

@@ -38,7 +38,7 @@ def normalize_act(
 
 
 def _reference(x, mean, var, weight, bias, eps, activation, approximate):
-    if not eps >= 0 or x.ndim == 0:
+    if not eps >= 0 or x.ndim == 0 or _batch_norm.mixed(x, mean, var, weight, bias):
         _check(x, mean, var, weight, bias, eps, activation, approximate)
     columns = (mean, var, weight, bias)
     return _batch_norm.reference(OP, x, *columns, False, 0.0, eps, activation, approximate)
