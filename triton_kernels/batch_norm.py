@@ -292,7 +292,7 @@ def _backward_launches(
             CHUNKS=32,
             BLOCK=32,
             num_warps=4,
-            maxnreg=64,
+            maxnreg=128,
         )
 
 
