@@ -20,7 +20,7 @@ def table() -> str:
     parts = [HEADER]
     for op in OPS.values():
         backends = "; ".join(f"{name}: `{files[0]}`" for name, files in op.sources.items())
-        about = _seam(backends) if isinstance(op, Seam) else _kernel(op, backends)
+        about = _seam(op, backends) if isinstance(op, Seam) else _kernel(op, backends)
         parts.append(
             f"""## {op.name}
 
@@ -45,7 +45,11 @@ def _kernel(op: Op, backends: str) -> str:
 - saved for backward: {", ".join(saved)}{", as far as it is needed" if op.unsaved else ""}"""
 
 
-def _seam(backends: str) -> str:
+def _seam(op: Seam, backends: str) -> str:
+    if op.name == "batch_norm_act":
+        return f"""
+- passes of {backends}, between which processes exchange their statistics
+- saved for backward: x, weight, bias, the statistics"""
     return f"""
 - GEMMs of torch's, between them {backends}
 - saved for backward: what goes into the GEMMs and comes out of the first; with `recompute`, x"""

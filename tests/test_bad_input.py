@@ -19,6 +19,9 @@ Shard = torchweld.random.Shard
 softmax: Callable[..., Any] = functional.softmax_dropout
 add: Callable[..., Any] = functional.bias_dropout_add
 add_norm: Callable[..., Any] = functional.dropout_add_layer_norm
+given: Callable[..., Any] = functional.normalize_act
+norm: Callable[..., Any] = functional.batch_norm_act
+linear_norm: Callable[..., Any] = functional.linear_batch_norm_act
 
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "width": (lambda: functional.layer_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
@@ -141,6 +144,55 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "eps",
         ">= 0",
     ),
+    "given mean": (lambda: given(X, None, W), "mean", "a tensor"),
+    "given mean's size": (lambda: given(X, W[:7], W), "mean", r"last size of x, \[8\]"),
+    "given var's dtype": (lambda: given(X, W, W.half()), "var", "float32"),
+    "given weight's size": (lambda: given(X, W, W, W[:1]), "weight", r"last size of x, \[8\]"),
+    "given bias unlike weight": (
+        lambda: given(X.bfloat16(), W, W, W, B.bfloat16()),
+        "bias",
+        "that of weight",
+    ),
+    "given eps": (lambda: given(X, W, W, eps=-1.0), "eps", ">= 0"),
+    "given activation": (lambda: given(X, W, W, activation="elu"), "activation", "gelu or relu"),
+    "normalised integers": (lambda: given(X.int(), W, W), "x", "float32 or bfloat16"),
+    "evaluated without statistics": (lambda: norm(X, None, None), "running_mean", "both"),
+    "half of the statistics": (lambda: norm(X, W, None, training=True), "running_var", "both"),
+    "statistics' size": (
+        lambda: norm(X, W[:1], W, training=True),
+        "running_mean",
+        r"last size of x, \[8\]",
+    ),
+    "statistics' dtype": (
+        lambda: norm(X, W.double(), W.double(), training=True),
+        "running_mean",
+        "float32",
+    ),
+    "one row": (lambda: norm(X[:1], W, W, training=True), "x", "more than 1 value per channel"),
+    "no row": (lambda: norm(X[0, 0], W, W, training=True), "x", r"\[\*, width\]"),
+    "momentum": (lambda: norm(X, W, W, training=True, momentum="1"), "momentum", "a number"),
+    "process group": (
+        lambda: norm(X, W, W, training=True, process_group="world"),
+        "process_group",
+        "ProcessGroup",
+    ),
+    "normalised weight": (lambda: linear_norm(X, W, None, W, W), "weight", "out_features, 8"),
+    "normalised bias": (lambda: linear_norm(X, X, B, W, W), "bias", r"\[4\]"),
+    "features' statistics": (
+        lambda: linear_norm(X, X, None, W, W, training=True),
+        "running_mean",
+        r"rows of weight, \[4\]",
+    ),
+    "features' weight": (
+        lambda: linear_norm(X, X, None, W[:4], W[:4], W),
+        "bn_weight",
+        r"rows of weight, \[4\]",
+    ),
+    "one row of features": (
+        lambda: linear_norm(X[:1], X, None, W[:4], W[:4], training=True),
+        "x",
+        "more than 1 value per channel",
+    ),
     "rms sparse": (lambda: functional.rms_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
 }
 
@@ -175,6 +227,7 @@ def test_kernels_refuse_by_themselves() -> None:
     """Called past Python's checks the bindings raise: bad input never reaches a kernel."""
     ops = torch.ops.torchweld
     statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
+    given_grads = ops.normalize_act_backward.cpu
     f32, add_grads = torch.float32, ops.bias_dropout_add_backward.cpu
 
     def norm_grads(
@@ -203,6 +256,16 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: ops.bias_act_backward.triton(X[:3], X, W, "gelu", "none", True),
         lambda: ops.gated_act.triton(X, X[:, :7], "silu", "none"),
         lambda: ops.gated_act_backward.triton(X, X, X.half(), "silu", "none"),
+        lambda: ops.normalize_act.cpu(X, W[:7], W, None, None, 1e-5, "gelu", "none"),
+        lambda: ops.normalize_act.cpu(X, W, W, W[:7], None, 1e-5, "gelu", "none"),
+        lambda: ops.normalize_act.cpu(X, W, W.half(), None, None, 1e-5, "gelu", "none"),
+        lambda: ops.normalize_act.cpu(X, W, W, None, None, -1.0, "gelu", "none"),
+        lambda: ops.normalize_act.triton(X, W[:7], W, None, None, 1e-5, "gelu", "none"),
+        lambda: given_grads(X[:3], X, W, W, W, W, 1e-5, "gelu", "none", True, True, True),
+        lambda: ops.batch_norm_act_grad_x.cpu(X, X, W, W, W, W, W[:7], W, 1e-5, "gelu", "none"),
+        lambda: ops.batch_norm_act_grad_x.triton(X, X, W, W, W, W, W[:7], W, 1e-5, "gelu", "none"),
+        lambda: ops.column_statistics.cpu(X[0, 0]),
+        lambda: ops.column_statistics.cpu(X.int()),
         lambda: ops.rms_norm.cpu(X, [4, 8, 1], None, 1e-5),
         lambda: ops.rms_norm_backward.cpu(X, X, [8], W, 1e-5, torch.ones(3), True),
         lambda: ops.rms_norm_backward.cpu(X.double(), X, [8], W, 1e-5, statistics, True),
@@ -261,5 +324,5 @@ def test_explain_names_the_choice_and_the_reasons() -> None:
     assert "rms_norm runs on cpu" in str(large)
     with torchweld.use_backend("eager"):
         assert torchweld.explain("rms_norm", torch.ones(512, 512), [512]).chosen == "eager"
-    with pytest.raises(torchweld.ArgumentError, match="layer_norm, linear_act, mlp, rms_norm"):
+    with pytest.raises(torchweld.ArgumentError, match="layer_norm, linear_act, linear_batch_norm"):
         torchweld.explain("norm", X)

@@ -1,9 +1,5 @@
 // bias_act and gated_act for torch; the schemas are in python/torchweld/ops.
-#include "core/act.h"
-
-#include <string>
-
-#include "bind/launch.h"
+#include "bind/act.h"
 
 TW_KERNEL(bias_act_forward, BiasActForward);
 TW_KERNEL(bias_act_backward, BiasActBackward);
@@ -14,34 +10,6 @@ TW_FUNCTION(int64_t, bias_act_chunks, int64_t rows);
 
 namespace torchweld {
 namespace {
-
-Activation activation_of(const std::string& activation, const std::string& approximate) {
-  STD_TORCH_CHECK(approximate == "none" || (approximate == "tanh" && activation == "gelu"),
-                  "approximate is not none, or tanh for gelu");
-  if (activation == "gelu") return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
-  if (activation == "relu") return Activation::relu;
-  if (activation == "silu") return Activation::silu;
-  STD_TORCH_CHECK(false, "activation is not gelu, relu or silu");
-}
-
-// The last size is the width, the others make the rows.
-struct Matrix {
-  int64_t rows = 1, width;
-
-  explicit Matrix(const Tensor& x) {
-    STD_TORCH_CHECK(x.dim() > 0, "a tensor has no dimensions");
-    width = x.sizes()[x.dim() - 1];
-    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.sizes()[i];
-  }
-  // What stops kernels from being launched on nothing.
-  int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
-};
-
-void check_like(const Tensor& t, const Tensor& x, const char* message) {
-  STD_TORCH_CHECK(
-      same_device(t, x) && t.scalar_type() == x.scalar_type() && same_sizes(t.sizes(), x.sizes()),
-      message);
-}
 
 // The bias's DType; x's where there is none.
 DType check_bias(const Tensor& x, const OptionalTensor& bias) {

@@ -79,6 +79,11 @@ inline Vec<float> square_root(Vec<float> v) {
 #endif
 }
 
+inline Vec<double> square_root(Vec<double> v) {
+  for (int64_t i = 0; i < kLanes<double>; ++i) v[i] = __builtin_sqrt(v[i]);
+  return v;
+}
+
 // Lanes pairwise, in an order that the width alone decides.
 template <class A>
 inline A horizontal_sum(Vec<A> v) {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torchweld.registry import Kernel, Op
+    from torchweld.registry import Op
 
 
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
@@ -16,8 +16,12 @@ def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
-    """One class for each backend, so that a backward runs where its forward ran."""
+def autograd_function(op: Op, kernel: Any) -> type[torch.autograd.Function]:
+    """One class for each backend, so that a backward runs where its forward ran.
+
+    `kernel` is a Kernel, or has as it forward, backward, public and backend. Results beside the
+    public ones that it lets through get no gradient.
+    """
     inputs, outputs = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     is_tensor = ["Tensor" in kind for kind in op.forward_signature.types]
@@ -64,12 +68,17 @@ def autograd_function(op: Op, kernel: Kernel) -> type[torch.autograd.Function]:
                 name: source for name, (source, when) in op.same_gradient.items() if when(*given)
             }
             ctx.late = None
-            if len(public) > 1:
+            returned = kernel.public(results)
+            if isinstance(returned, tuple):
                 ctx.set_materialize_grads(False)
-            return kernel.public(results)
+                if beside := returned[len(public) :]:
+                    ctx.mark_non_differentiable(*beside)
+            return returned
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            if all(grad is None for grad in grads):
+                return (None,) * len(inputs)
             if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
                 return late
             needs = ctx.needs_input_grad

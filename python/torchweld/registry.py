@@ -83,7 +83,7 @@ class TensorSpec:
     @property
     def parameter(self) -> bool:
         """Whether it has the trailing sizes of what flows alone."""
-        return self.kind in ("parameter", "boolean", "constant")
+        return self.kind in ("parameter", "boolean", "constant", "variance")
 
 
 def activation(*shape: int) -> TensorSpec:
@@ -109,6 +109,11 @@ def weight(*shape: int) -> TensorSpec:
 def constant(*shape: int) -> TensorSpec:
     """A tensor like a parameter that gets no gradient."""
     return TensorSpec(shape, "constant")
+
+
+def variance(*shape: int) -> TensorSpec:
+    """A constant that is not negative."""
+    return TensorSpec(shape, "variance")
 
 
 def boolean(*shape: int) -> TensorSpec:
@@ -145,9 +150,13 @@ def materialize(
             values = values / max(argument.shape[-1], 1) ** 0.5
         else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.
             values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
+        if argument.kind == "variance":
+            values = values.abs()
         wide = argument.parameter or argument.kind == "residual"
         values = values.to((param_dtype or dtype) if wide else dtype)
-        return values.requires_grad_(requires_grad and argument.kind != "constant")
+        return values.requires_grad_(
+            requires_grad and argument.kind not in ("constant", "variance")
+        )
 
     return [draw(argument) for argument in arguments]
 
@@ -324,9 +333,7 @@ class Kernel:
             LIBRARY.define(f"{name}{schema}")
             torch.library.register_fake(f"torchweld::{name}", fake, lib=LIBRARY)
             if backend == "triton":
-                implementation = _lazy_triton(op.sources["triton"][0], f"{op.name}{suffix}")
-                LIBRARY.impl(name, implementation, "CUDA")
-                LIBRARY.impl(name, implementation, "CPU")  # the interpreter
+                implement_in_triton(LIBRARY, f"{op.name}{suffix}", op.sources["triton"][0])
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self.forward = getattr(getattr(torch.ops.torchweld, op.name), backend)
@@ -340,14 +347,15 @@ class Kernel:
         return tuple([results[i] for i in self._public_at])
 
 
-def _lazy_triton(source: str, function: str) -> Callable[..., Any]:
-    """The Triton implementation, imported at its first call: importing triton takes a while."""
+def implement_in_triton(library: torch.library.Library, name: str, source: str) -> None:
+    """By the function of that name in `source`, imported at its first call: it takes a while."""
 
     def implementation(*inputs: Any) -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
-        return getattr(module, function)(*inputs)
+        return getattr(module, name)(*inputs)
 
-    return implementation
+    library.impl(f"{name}.triton", implementation, "CUDA")
+    library.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

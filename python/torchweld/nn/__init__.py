@@ -1,5 +1,6 @@
 """Modules: drop-ins for torch.nn's, with the same constructors and state_dict keys."""
 
+from torchweld.nn.batch_norm import LinearBatchNormAct
 from torchweld.nn.dropout import (
     BiasDropoutAdd,
     DropoutAddLayerNorm,
@@ -17,6 +18,7 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "LinearAct",
+    "LinearBatchNormAct",
     "LinearGELU",
     "RMSNorm",
     "SoftmaxDropout",

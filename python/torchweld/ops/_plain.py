@@ -12,13 +12,16 @@ import torch
 
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.ops import _call
-from torchweld.registry import BACKENDS, EAGER
+from torchweld.registry import BACKENDS, EAGER, implement_in_triton
 
 _LIBRARY = torch.library.Library("torchweld", "FRAGMENT")
 
 
 class PlainOp:
-    """The definition of such an op; `fake` is left out where it returns nothing."""
+    """The definition of such an op; `fake` is left out where it returns nothing.
+
+    `triton` is the file that has its kernel, where there is one.
+    """
 
     def __init__(
         self,
@@ -26,12 +29,15 @@ class PlainOp:
         schema: str,
         fake: Callable[..., Any] = lambda *_: None,
         backends: tuple[str, ...] = ("cpu",),
+        triton: str | None = None,
     ) -> None:
         self.name = name
-        self.backends = backends
+        self.backends = backends = (*backends, "triton") if triton else backends
         for backend in backends:
             _LIBRARY.define(f"{name}.{backend}{schema}")
             torch.library.register_fake(f"torchweld::{name}.{backend}", fake, lib=_LIBRARY)
+        if triton:
+            implement_in_triton(_LIBRARY, name, triton)
 
     def kernel(self, device: torch.device) -> Any:
         """The overload that serves this device, or None where the reference does.

@@ -86,7 +86,7 @@ def activated(backend, x, weight, bias, activation, approximate):
         z = linear(x, weight)
     if bias is not None and bias.dtype is not z.dtype and torch.is_autocast_enabled(z.device.type):
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-    if backend == "cpu" and not _is_saved(z, bias) and _is_ours(z):
+    if backend == "cpu" and not _is_saved(z, bias) and is_ours(z):
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
     return run_on(bias_act.OP, backend, (z, bias, activation, approximate))
@@ -97,7 +97,8 @@ def _is_saved(z: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return trained and torch.is_grad_enabled()
 
 
-def _is_ours(z: torch.Tensor) -> bool:
+def is_ours(z: torch.Tensor) -> bool:
+    """Whether a GEMM's result may be written to: not where it is traced."""
     return type(z) is torch.Tensor and z.is_contiguous() and not torch.compiler.is_compiling()
 
 

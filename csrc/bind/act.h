@@ -1,0 +1,40 @@
+// What bindings of ops with an activation have in common.
+#pragma once
+
+#include "core/act.h"
+
+#include <string>
+
+#include "bind/launch.h"
+
+namespace torchweld {
+
+inline Activation activation_of(const std::string& activation, const std::string& approximate) {
+  STD_TORCH_CHECK(approximate == "none" || (approximate == "tanh" && activation == "gelu"),
+                  "approximate is not none, or tanh for gelu");
+  if (activation == "gelu") return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
+  if (activation == "relu") return Activation::relu;
+  if (activation == "silu") return Activation::silu;
+  STD_TORCH_CHECK(false, "activation is not gelu, relu or silu");
+}
+
+// The last size is the width, the others make the rows.
+struct Matrix {
+  int64_t rows = 1, width;
+
+  explicit Matrix(const Tensor& x) {
+    STD_TORCH_CHECK(x.dim() > 0, "a tensor has no dimensions");
+    width = x.sizes()[x.dim() - 1];
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.sizes()[i];
+  }
+  // What stops kernels from being launched on nothing.
+  int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
+};
+
+inline void check_like(const Tensor& t, const Tensor& x, const char* message) {
+  STD_TORCH_CHECK(
+      same_device(t, x) && t.scalar_type() == x.scalar_type() && same_sizes(t.sizes(), x.sizes()),
+      message);
+}
+
+}  // namespace torchweld

@@ -1,0 +1,178 @@
+// normalize_act and what batch_norm_act has besides it, for torch; the schemas are in
+// python/torchweld/ops.
+#include "core/batch_norm.h"
+
+#include "bind/act.h"
+#include "bind/norm.h"
+
+TW_KERNEL(column_statistics, ColumnStatistics);
+TW_KERNEL(column_statistics_of_chunks, ColumnStatistics);
+TW_KERNEL(normalize_columns, NormalizeColumns);
+TW_KERNEL(normalize_act_forward, NormalizeActForward);
+TW_KERNEL(normalize_act_backward, NormalizeActBackward);
+TW_KERNEL(normalize_act_parameter_gradients, NormalizeActBackward);
+TW_FUNCTION(int64_t, column_statistics_chunks, int64_t rows);
+TW_FUNCTION(int64_t, normalize_act_chunks, int64_t rows);
+
+namespace torchweld {
+namespace {
+
+// [count, width] of what x is computed in.
+Tensor rows_of_columns(const Tensor& x, int64_t count) {
+  const int64_t sizes[] = {count, Matrix(x).width};
+  return empty(x, Sizes(sizes, 2), accumulate_type(dtype_of(x)));
+}
+
+// The four rows that the passes over x read.
+Tensor columns_of(const Tensor& x, const Tensor& mean_in, const Tensor& var_in,
+                  const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps) {
+  const Matrix shape(x);
+  const DType dtype = dtype_of(x);
+  const DType statistics_dtype = check_parameters(x, dtype, {shape.width}, mean_in, var_in);
+  const DType param_dtype = check_parameters(x, dtype, {shape.width}, weight_in, bias_in);
+  STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
+  const Tensor mean = packed(mean_in), var = packed(var_in);
+  const OptionalTensor weight = packed(weight_in), bias = packed(bias_in);
+  Tensor columns = rows_of_columns(x, Columns<float>::kCount);
+  const NormalizeColumns args{
+      data(mean),  data(var), data(weight), data(bias),  columns.mutable_data_ptr(),
+      shape.width, eps,       dtype,        param_dtype, statistics_dtype};
+  launch(normalize_columns, args, x, shape.width, Columns<float>::kCount);
+  return columns;
+}
+
+// Into y, which is contiguous and may be x.
+void normalize_act_into(const Tensor& y, const Tensor& x_in, const Tensor& mean, const Tensor& var,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                        const std::string& activation, const std::string& approximate) {
+  const Matrix shape(x_in);
+  const Activation kind = activation_of(activation, approximate);
+  const Tensor columns = columns_of(x_in, mean, var, weight, bias, eps), x = packed(x_in);
+  const NormalizeActForward args{data(x),     data(columns), y.mutable_data_ptr(), shape.rows,
+                                 shape.width, kind,          dtype_of(x)};
+  launch(normalize_act_forward, args, x, shape.items(shape.rows), shape.width);
+}
+
+Tensor normalize_act(Tensor x, Tensor mean, Tensor var, OptionalTensor weight, OptionalTensor bias,
+                     double eps, std::string activation, std::string approximate) {
+  Tensor y = empty(x, x.sizes(), x.scalar_type());
+  normalize_act_into(y, x, mean, var, weight, bias, eps, activation, approximate);
+  return y;
+}
+
+void normalize_act_in_place(Tensor x, Tensor mean, Tensor var, OptionalTensor weight,
+                            OptionalTensor bias, double eps, std::string activation,
+                            std::string approximate) {
+  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  normalize_act_into(x, x, mean, var, weight, bias, eps, activation, approximate);
+}
+
+// What both backward passes read.
+struct Gradients {
+  Tensor grad_y, x, columns;
+  NormalizeActBackward args{};
+
+  Gradients(const Tensor& grad_y_in, const Tensor& x_in, const Tensor& mean, const Tensor& var,
+            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+            const std::string& activation, const std::string& approximate)
+      : grad_y(packed(grad_y_in)),
+        x(packed(x_in)),
+        columns(columns_of(x_in, mean, var, weight, bias, eps)) {
+    check_like(grad_y_in, x_in, "grad_y does not fit x");
+    const Matrix shape(x);
+    args.grad_y = data(grad_y);
+    args.x = data(x);
+    args.columns = data(columns);
+    args.rows = shape.rows;
+    args.width = shape.width;
+    args.chunks = normalize_act_chunks(shape.rows);
+    args.activation = activation_of(activation, approximate);
+    args.dtype = args.param_dtype = dtype_of(x);
+  }
+  void run() const {
+    launch(normalize_act_backward, args, x, args.width == 0 ? 0 : args.chunks,
+           args.rows * args.width / args.chunks);
+  }
+};
+
+// grad_x, grad_weight, grad_bias where the statistics were given; empty where they are not wanted.
+std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, Tensor mean,
+                                                       Tensor var, OptionalTensor weight,
+                                                       OptionalTensor bias, double eps,
+                                                       std::string activation,
+                                                       std::string approximate, bool need_x,
+                                                       bool need_weight, bool need_bias) {
+  Gradients gradients(grad_y, x, mean, var, weight, bias, eps, activation, approximate);
+  NormalizeActBackward& args = gradients.args;
+  Tensor grad_x = need_x ? empty(x, x.sizes(), x.scalar_type()) : nothing(x);
+  if (need_x) args.grad_x = grad_x.mutable_data_ptr();
+  std::vector<Tensor> partials;  // alive until the last launch
+  const auto wanted = [&](bool needed, const OptionalTensor& param, void*& grad, void*& partial) {
+    if (!needed || !param) return nothing(x);
+    partials.push_back(rows_of_columns(x, args.chunks));
+    partial = partials.back().mutable_data_ptr();
+    Tensor result = empty(x, param->sizes(), param->scalar_type());
+    grad = result.mutable_data_ptr();
+    args.param_dtype = dtype_of(*param);
+    return result;
+  };
+  Tensor grad_weight = wanted(need_weight, weight, args.grad_weight, args.weight_partials);
+  Tensor grad_bias = wanted(need_bias, bias, args.grad_bias, args.bias_partials);
+  gradients.run();
+  const int64_t sums = partials.size();
+  if (sums) launch(normalize_act_parameter_gradients, args, x, args.width, args.chunks * sums);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+// grad_x where the statistics are those of x, or of what x is a part of.
+Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
+                             OptionalTensor weight, OptionalTensor bias, Tensor mean_g_in,
+                             Tensor mean_g_x_hat_in, double eps, std::string activation,
+                             std::string approximate) {
+  Gradients gradients(grad_y, x, mean, var, weight, bias, eps, activation, approximate);
+  const int64_t width[] = {gradients.args.width};
+  for (const Tensor* t : {&mean_g_in, &mean_g_x_hat_in}) {
+    check_like(*t, x, Sizes(width, 1), accumulate_type(dtype_of(x)));
+  }
+  const Tensor mean_g = packed(mean_g_in), mean_g_x_hat = packed(mean_g_x_hat_in);
+  Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
+  gradients.args.grad_x = grad_x.mutable_data_ptr();
+  gradients.args.mean_g = data(mean_g);
+  gradients.args.mean_g_x_hat = data(mean_g_x_hat);
+  gradients.run();
+  return grad_x;
+}
+
+// mean, var.
+std::tuple<Tensor, Tensor> statistics_of_columns(Tensor x_in) {
+  const Matrix shape(x_in);
+  const Tensor x = packed(x_in);
+  const int64_t width[] = {shape.width}, chunks = column_statistics_chunks(shape.rows);
+  const Tensor means = rows_of_columns(x, chunks), squares = rows_of_columns(x, chunks);
+  Tensor mean = empty(x, Sizes(width, 1), means.scalar_type());
+  Tensor var = empty(x, Sizes(width, 1), means.scalar_type());
+  const ColumnStatistics args{data(x),
+                              mean.mutable_data_ptr(),
+                              var.mutable_data_ptr(),
+                              means.mutable_data_ptr(),
+                              squares.mutable_data_ptr(),
+                              shape.rows,
+                              shape.width,
+                              chunks,
+                              dtype_of(x)};
+  launch(column_statistics, args, x, shape.items(chunks), shape.rows * shape.width / chunks);
+  launch(column_statistics_of_chunks, args, x, shape.width, 3 * chunks);
+  return {mean, var};
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("column_statistics"), TORCH_BOX(&statistics_of_columns));
+  m.impl(TW_OVERLOAD("normalize_act"), TORCH_BOX(&normalize_act));
+  m.impl(TW_OVERLOAD("normalize_act_"), TORCH_BOX(&normalize_act_in_place));
+  m.impl(TW_OVERLOAD("normalize_act_backward"), TORCH_BOX(&normalize_act_grads));
+  m.impl(TW_OVERLOAD("batch_norm_act_grad_x"), TORCH_BOX(&batch_norm_act_grad_x));
+}
+
+}  // namespace torchweld

@@ -1,0 +1,44 @@
+"""What processes exchange of columns, whose rows they share. All of it compiles in one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+if torch.distributed.is_available():
+    from torch.distributed import _functional_collectives as collectives
+
+    # The same by its old name, which torch 2.13 warns of.
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+
+def added(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of all processes' values; without a group the values."""
+    if group is None:
+        return values
+    return collectives.wait_tensor(collectives.all_reduce(values, "sum", group))
+
+
+def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """Every process's vector of values, as rows."""
+    every = gather(values, 0, group)
+    return collectives.wait_tensor(every).view(-1, values.numel())
+
+
+class _Added(torch.autograd.Function):
+    """Every process's result depends on the values of each: so do their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return added(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Added.apply(grads[0], ctx.group), None
+
+
+def added_with_gradient(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same, differentiable any number of times."""
+    return values if group is None else _Added.apply(values, group)

@@ -1,0 +1,131 @@
+"""Linear layers with batch normalisation and an activation behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.ops.batch_norm_act import is_first
+
+_NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
+
+
+class LinearBatchNormAct(torch.nn.Module):
+    """activation(norm(linear(x))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
+
+    Both stay what they are, with their parameters and buffers: optimizers tell them apart, the norm
+    alone can be put into evaluation, torch.nn.SyncBatchNorm.convert_sync_batchnorm takes it. The
+    state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`, `norm.running_mean`,
+    `norm.running_var` and `norm.num_batches_tracked`. Where one of them was replaced by a subclass
+    (an adapter, a parametrisation, a shard of its own) both are called as they are: what is lost is
+    the fusion of the two. Hooks on the two are not called.
+
+    The input is [*, in_features], and every leading dimension a part of the batch: torch's
+    BatchNorm1d takes the second dimension of three for the channels.
+
+    Args:
+        in_features: last size of the input.
+        out_features: last size of the output, and the number of channels.
+        bias: whether the linear layer has one. In training the mean takes it out again.
+        eps: added to the variance.
+        momentum: as in torch.nn.BatchNorm1d; None: the running statistics are plain averages.
+        affine: whether the norm has a weight and a bias.
+        track_running_stats: False: evaluation too normalises with the batch's own statistics.
+        process_group: in training the statistics are those of the rows of all its processes, as
+            torch.nn.SyncBatchNorm has them, on the CPU too; torch.distributed.group.WORLD: of all.
+            None: those of this process, or of the norm's own group if it is a SyncBatchNorm.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save the input alone, and compute the rest again in the backward.
+    """
+
+    linear: torch.nn.Linear
+    norm: torch.nn.BatchNorm1d | torch.nn.SyncBatchNorm
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        process_group: Any = None,
+        activation: str = "gelu",
+        approximate: str = "none",
+        recompute: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.linear = torch.nn.Linear(in_features, out_features, bias, **kwargs)
+        self.norm = torch.nn.BatchNorm1d(
+            out_features, eps, momentum, affine, track_running_stats, **kwargs
+        )
+        self.process_group = process_group
+        self.activation, self.approximate, self.recompute = activation, approximate, recompute
+
+    @classmethod
+    def from_modules(
+        cls,
+        linear: torch.nn.Linear,
+        norm: torch.nn.BatchNorm1d | torch.nn.SyncBatchNorm,
+        **options: Any,
+    ) -> LinearBatchNormAct:
+        """Of these two modules, which it goes on using; the options are the constructor's."""
+        made = cls(1, 1, device="meta", **options)
+        made.linear, made.norm, made.training = linear, norm, norm.training
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear, norm = self.linear, self.norm
+        if type(linear) is not torch.nn.Linear or type(norm) not in _NORMS:
+            z = linear(x)
+            z = norm(z.reshape(-1, z.shape[-1])).view(z.shape)
+            return functional.bias_act(z, None, self.activation, self.approximate)
+        tracked = norm.track_running_stats or not norm.training
+        return functional.linear_batch_norm_act(
+            x,
+            linear.weight,
+            linear.bias,
+            norm.running_mean if tracked else None,
+            norm.running_var if tracked else None,
+            norm.weight,
+            norm.bias,
+            norm.training or norm.running_mean is None,
+            self._momentum(),
+            norm.eps,
+            process_group=self._group(),
+            activation=self.activation,
+            approximate=self.approximate,
+            recompute=self.recompute,
+        )
+
+    def _momentum(self) -> float | torch.Tensor:
+        """What torch's _BatchNorm.forward counts and takes; as a tensor it compiles once."""
+        norm = self.norm
+        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+            if is_first():
+                norm.num_batches_tracked.add_(1)
+            if norm.momentum is None:
+                return norm.num_batches_tracked.double().reciprocal()
+        return 0.0 if norm.momentum is None else norm.momentum
+
+    def _group(self) -> Any:
+        """Of whose rows the statistics are: where the norm is in evaluation, of this process's."""
+        norm = self.norm
+        if not norm.training:
+            return None
+        if self.process_group is not None:
+            return self.process_group
+        if not isinstance(norm, torch.nn.SyncBatchNorm) or not torch.distributed.is_initialized():
+            return None
+        return norm.process_group or torch.distributed.group.WORLD
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, approximate={self.approximate!r}"

@@ -1,0 +1,163 @@
+"""Statistics over the rows of two processes: forward, gradients and buffers equal one process's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch.distributed import group
+
+import torchweld
+from test_distributed import _worker
+from torchweld.nn import LinearBatchNormAct
+
+WIDTH, FEATURES, BATCHES = 24, 17, 3
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [LinearBatchNormAct(WIDTH, FEATURES), LinearBatchNormAct(FEATURES, FEATURES)]
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.norm.parameters():
+                parameter.normal_()
+    return torch.nn.Sequential(*layers).double()
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(20, WIDTH, generator=generator).double() + i for i in range(BATCHES)]
+
+
+def _plain(layers: torch.nn.Sequential) -> torch.nn.Sequential:
+    """The same of torch's modules."""
+    modules = [[layer.linear, layer.norm, torch.nn.GELU()] for layer in layers]
+    return torch.nn.Sequential(*[m for three in modules for m in three])
+
+
+def _assert_equal(mine: torch.nn.Module, y: torch.Tensor, rows: slice, share: float = 1.0) -> None:
+    """After the same batches in one process; gradients are `share` of the sums over processes."""
+    plain = _plain(_layers())
+    for x in _batches():
+        plain.zero_grad()
+        expected = plain(x)
+        expected.square().sum().backward()
+    torch.testing.assert_close(y, expected[rows])
+    for found, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
+        gradient = found.grad.clone()
+        torch.distributed.all_reduce(gradient)
+        torch.testing.assert_close(share * gradient, wanted.grad)
+    for found, wanted in zip(mine.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def _rows(rank: int) -> slice:
+    """13 rows here, 7 there."""
+    return slice(0, 13) if rank == 0 else slice(13, 20)
+
+
+def _train(model: torch.nn.Module, rows: slice) -> torch.Tensor:
+    for x in _batches():
+        model.zero_grad()
+        y = model(x[rows])
+        y.square().sum().backward()
+    return y.detach()
+
+
+def _uneven_batches(rank: int) -> None:
+    model = _layers()
+    for layer in model:
+        layer.process_group = group.WORLD
+    _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
+    # In evaluation nobody waits for anybody.
+    if rank == 0:
+        model.eval()(_batches()[0])
+
+
+def _all_rows_on_one(rank: int) -> None:
+    """The other has none, and its gradients are zero."""
+    model = _layers()
+    for layer in model:
+        layer.process_group = group.WORLD
+    rows = slice(0, 20) if rank == 0 else slice(0, 0)
+    _assert_equal(model, _train(model, rows), rows)
+
+
+def _one_row(rank: int) -> None:
+    """Enough with others' rows beside it; not alone."""
+    x = _batches()[0][rank : rank + 1]
+    model = _layers()
+    for layer in model:
+        layer.process_group = group.WORLD
+    expected = _plain(_layers())(_batches()[0][:2])
+    torch.testing.assert_close(model(x), expected[rank : rank + 1])
+    alone = [torch.distributed.new_group([i]) for i in range(2)][rank]
+    model[0].process_group = alone
+    with pytest.raises(torchweld.ArgumentError, match="more than 1 value"):
+        model(x)
+
+
+def _ddp(rank: int) -> None:
+    """Its gradients are the processes' mean."""
+    model = _layers()
+    for layer in model:
+        layer.process_group = group.WORLD
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    # What is averaged is the same everywhere: two of it are the sum.
+    _assert_equal(model, _train(wrapped, _rows(rank)), _rows(rank))
+
+
+def _converted(rank: int) -> None:
+    """torch's own conversion is honoured."""
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(_layers())
+    assert type(model[0].norm) is torch.nn.SyncBatchNorm
+    _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
+
+
+def _compiled(rank: int) -> None:
+    """In one graph, the exchanges included."""
+    model = _layers()
+    for layer in model:
+        layer.process_group = group.WORLD
+    compiled = torch.compile(copy.copy(model), fullgraph=True, backend="aot_eager")
+    _assert_equal(model, _train(compiled, _rows(rank)), _rows(rank))
+
+
+def _second_derivatives(rank: int) -> None:
+    """Through the exchanges too."""
+    gradients = []
+    for rows, shared in ((_rows(rank), group.WORLD), (slice(0, 20), None)):
+        model = _layers()
+        for layer in model:
+            layer.process_group = shared
+        x = _batches()[0].clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x[rows]).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        gradients.append(second[_rows(rank)])
+    torch.testing.assert_close(*gradients)
+
+
+SCENARIOS = (
+    _uneven_batches,
+    _all_rows_on_one,
+    _one_row,
+    _ddp,
+    _converted,
+    _compiled,
+    _second_derivatives,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_two_processes_equal_one(
+    scenario: Callable[[int], None], backend: str, tmp_path: Path
+) -> None:
+    """On the CPU kernels and in eager torch."""
+    torch.multiprocessing.spawn(
+        _worker, args=(scenario, str(tmp_path / "store"), backend), nprocs=2
+    )
