@@ -19,9 +19,9 @@ Backward, 3 units and the partials: grad_y and x are read, grad_x written.
     multiprocessor at 128 registers are its whole register file). weight, and the sums for
     grad_weight and grad_bias, stay in registers: 16 columns a thread, hence width <= 8192. The
     next rows arrive in shared memory meanwhile (cp.async, STAGES), 32 KiB or more in flight.
-    Each chunk writes its sums once, 8 bytes a column, and _add_chunks adds the chunks in a fixed
-    order: no atomics, the same bits every run. At bf16 32768 x 4096 that is 264 chunks, 17 MB
-    written and read beside 805 MB; at 4096 x 1024 4 MB beside 25 MB, which L2 holds.
+    Each chunk writes its sums once, 8 bytes a column, see chunks.py. At bf16 32768 x 4096 that is
+    264 chunks, 17 MB written and read beside 805 MB; at 4096 x 1024 4 MB beside 25 MB, which L2
+    holds.
 
     Wider rows do not fit: neither the row nor its parameter sums. The same _backward then takes
     column tiles, and writes the tile's two sums of every row instead of grad_x, which _grad_x_wide
@@ -44,7 +44,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .chunks import add_chunks_launches, chunk_range, partials_of, store_partial
 from .launch import Launch, launch, processors, run
+from .tensors import as_rows, contiguous, empty_like, gradient_of, or_empty
 
 
 @triton.jit
@@ -216,9 +218,7 @@ def _backward(
     weight = _load_parameter(weight_ptr, column, width, 1)
     weight_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    row_tiles = tl.cdiv(rows, ROWS)
-    first = row_tiles // chunks * chunk + tl.minimum(row_tiles % chunks, chunk)
-    last = first + row_tiles // chunks + (chunk < row_tiles % chunks).to(tl.int32)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
     for row_tile in tl.range(first, last, num_stages=STAGES, disable_licm=True):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         grad_y, x_hat, rstd, inside = _load_grad_y_and_x_hat(
@@ -251,11 +251,9 @@ def _backward(
             if CENTERED:
                 tl.store(sums_ptr, sum_g, mask=row < rows)
             tl.store(sums_ptr + column_tiles, sum_g_x_hat, mask=row < rows)
-    partial = chunk.to(tl.int64) * width + column
-    if weight_partials_ptr is not None:
-        tl.store(weight_partials_ptr + partial, tl.sum(weight_partial, 0), mask=column < width)
-    if bias_partials_ptr is not None:
-        tl.store(bias_partials_ptr + partial, tl.sum(bias_partial, 0), mask=column < width)
+    there = column < width
+    store_partial(weight_partials_ptr, chunk, column, width, there, weight_partial)
+    store_partial(bias_partials_ptr, chunk, column, width, there, bias_partial)
 
 
 @triton.jit
@@ -305,40 +303,6 @@ def _grad_x_wide(
         grad_x.to(grad_x_ptr.dtype.element_ty),
         mask=inside,
     )
-
-
-@triton.jit
-def _add_up(
-    grad_ptr, partials_ptr, chunks, column, width, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    total = tl.zeros([CHUNKS, BLOCK], tl.float32)
-    for start in tl.range(0, chunks, CHUNKS, loop_unroll_factor=4):
-        chunk = (start + tl.arange(0, CHUNKS)).to(tl.int64)[:, None]
-        total += tl.load(
-            partials_ptr + chunk * width + column[None, :],
-            mask=(chunk < chunks) & (column < width)[None, :],
-            other=0,
-        )
-    grad = tl.sum(total, 0).to(grad_ptr.dtype.element_ty)
-    tl.store(grad_ptr + column, grad, mask=column < width)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _add_chunks(
-    grad_weight_ptr,
-    grad_bias_ptr,
-    weight_partials_ptr,
-    bias_partials_ptr,
-    chunks,
-    width,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if grad_weight_ptr is not None:
-        _add_up(grad_weight_ptr, weight_partials_ptr, chunks, column, width, CHUNKS, BLOCK)
-    if grad_bias_ptr is not None:
-        _add_up(grad_bias_ptr, bias_partials_ptr, chunks, column, width, CHUNKS, BLOCK)
 
 
 # The widest rows that registers hold without a spill; _backward_tile has those of the backward.
@@ -436,19 +400,16 @@ def _backward_launches(
     column_tiles = triton.cdiv(width, tile["BLOCK"])
     chunks = _chunks(rows, width, tile, processors(x.device))
 
-    def scratch(wanted: bool, *shape: int) -> torch.Tensor | None:
-        return x.new_empty(shape, dtype=torch.float32) if wanted else None
-
+    gradients = (grad_weight, grad_bias)
+    partials = partials_of(gradients, chunks, width)
     wide = column_tiles > 1
-    weight_partials = scratch(grad_weight is not None, chunks, width)
-    bias_partials = scratch(grad_bias is not None, chunks, width)
-    row_sums = scratch(wide, rows, 2, column_tiles)
+    row_sums = x.new_empty((rows, 2, column_tiles), dtype=torch.float32) if wide else None
     strides = (grad_y.stride(0), x.stride(0))
     yield launch(
         _backward,
         chunks * column_tiles,
         *(grad_y, x, weight, mean, rstd, None if wide else grad_x, row_sums),
-        *(weight_partials, bias_partials, rows, width, *strides, chunks),
+        *(*partials, rows, width, *strides, chunks),
         CENTERED=centered,
         **tile,
     )
@@ -464,24 +425,7 @@ def _backward_launches(
             num_warps=16,
             maxnreg=64,
         )
-    if grad_weight is not None or grad_bias is not None:
-        # Wide rows leave few chunks, and columns enough to fill the GPU with wider blocks of them.
-        block = 256 if wide else 32
-        yield launch(
-            _add_chunks,
-            triton.cdiv(width, block),
-            *(grad_weight, grad_bias, weight_partials, bias_partials, chunks, width),
-            CHUNKS=8 if wide else 32,
-            BLOCK=block,
-            num_warps=4,
-            maxnreg=128 if wide else 64,
-        )
-
-
-def _as_rows(tensor: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """As [rows, width] with columns one element apart; copied only where strides force it."""
-    matrix = tensor.reshape(rows, width)
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    yield from add_chunks_launches(gradients, partials, chunks, width, wide=wide)
 
 
 def _norm(
@@ -493,11 +437,11 @@ def _norm(
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     leading = x.shape[: x.dim() - len(normalized_shape)]
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = empty_like(x)
     rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centered else None
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    matrix = _as_rows(x, rstd.numel(), math.prod(normalized_shape))
+    weight, bias = contiguous(weight), contiguous(bias)
+    matrix = as_rows(x, rstd.numel(), math.prod(normalized_shape))
     run(x, _forward_launch(matrix, weight, bias, y, mean, rstd, eps))
     return y, mean, rstd
 
@@ -512,26 +456,12 @@ def _norm_backward(
     grad_weight: torch.Tensor | None,
     grad_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    grad_x = empty_like(x)
     rows, width = rstd.numel(), math.prod(normalized_shape)
-    grad_y, x = _as_rows(grad_y, rows, width), _as_rows(x, rows, width)
-    weight, mean, rstd = _contiguous(weight), _contiguous(mean), rstd.contiguous()
+    grad_y, x = as_rows(grad_y, rows, width), as_rows(x, rows, width)
+    weight, mean, rstd = contiguous(weight), contiguous(mean), rstd.contiguous()
     run(x, *_backward_launches(grad_y, x, weight, mean, rstd, grad_x, grad_weight, grad_bias))
     return grad_x
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _gradient_of(parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-    if parameter is None or not needed:
-        return None
-    return torch.empty_like(parameter, memory_format=torch.contiguous_format)
-
-
-def _or_empty(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(0) if gradient is None else gradient
 
 
 # What the registry calls: the signatures are those of the ops' schemas.
@@ -559,9 +489,9 @@ def layer_norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_weight, grad_bias = _gradient_of(weight, need_weight), _gradient_of(bias, need_bias)
+    grad_weight, grad_bias = gradient_of(weight, need_weight), gradient_of(bias, need_bias)
     grad_x = _norm_backward(grad_y, x, normalized_shape, weight, mean, rstd, grad_weight, grad_bias)
-    return grad_x, _or_empty(grad_weight, x), _or_empty(grad_bias, x)
+    return grad_x, or_empty(grad_weight, x), or_empty(grad_bias, x)
 
 
 def rms_norm(
@@ -585,9 +515,9 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    grad_weight = _gradient_of(weight, need_weight)
+    grad_weight = gradient_of(weight, need_weight)
     grad_x = _norm_backward(grad_y, x, normalized_shape, weight, None, rstd, grad_weight, None)
-    return grad_x, _or_empty(grad_weight, x)
+    return grad_x, or_empty(grad_weight, x)
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
