@@ -34,7 +34,7 @@ import triton.language as tl
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
 from .launch import Launch, launch, run
 from .tensors import (
-    check_bias,
+    check_beside,
     check_like,
     contiguous,
     empty_like,
@@ -279,7 +279,7 @@ def _gated_act_backward_launch(
 def bias_act(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str, approximate: str
 ) -> torch.Tensor:
-    check_bias(x, bias)
+    check_beside(x, x.shape[-1:], bias)
     y = empty_like(x)
     run(x, _bias_act_launch(rows_of(x), contiguous(bias), y, _kind(activation, approximate)))
     return y
@@ -293,7 +293,7 @@ def bias_act_backward(
     approximate: str,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_bias(x, bias)
+    check_beside(x, x.shape[-1:], bias)
     check_like(x, grad_y)
     grad_x, grad_bias = empty_like(x), gradient_of(bias, need_bias)
     matrices, kind = (rows_of(grad_y), rows_of(x)), _kind(activation, approximate)

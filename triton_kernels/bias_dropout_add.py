@@ -39,32 +39,18 @@ import triton
 import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
-from .dropout import dropout_arguments, factors
+from .dropout import check_dropout, dropout_arguments, dropped
 from .launch import Launch, launch, run
-from .rows import place
-from .tensors import check_bias, contiguous, empty_like, gradient_of, load, or_empty, rows_of, store
-
-
-@triton.jit
-def _kept(
-    row,
-    start,
-    first_column,
-    seed_ptr,
-    threshold,
-    kept_scale,
-    first_number,
-    size1,
-    size2,
-    stride0,
-    stride1,
-    stride2,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Factors of a tile whose columns begin at `start` of the part."""
-    number = place(row, first_number, size1, size2, stride0, stride1, stride2)
-    return factors(seed_ptr, number, first_column + start, threshold, kept_scale, ROWS, BLOCK)
+from .tensors import (
+    check_beside,
+    contiguous,
+    empty_like,
+    gradient_of,
+    load,
+    or_empty,
+    rows_of,
+    store,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold", "first_number"])
@@ -101,23 +87,9 @@ def _forward(
     if bias_ptr is not None:
         there = (column >= 0) & (column < width)
         added += tl.load(bias_ptr + column, mask=there, other=0).to(tl.float32)[None, :]
-    if seed_ptr is not None:
-        added *= _kept(
-            row,
-            start,
-            first_column,
-            seed_ptr,
-            threshold,
-            kept_scale,
-            first_number,
-            size1,
-            size2,
-            stride0,
-            stride1,
-            stride2,
-            ROWS,
-            BLOCK,
-        )
+    numbers = (first_number, size1, size2, stride0, stride1, stride2)
+    dropout = (seed_ptr, threshold, kept_scale, numbers)
+    added = dropped(added, row, first_column + start, dropout)
     y = load(residual_ptr, *at, residual_stride, inside) + added
     store(y_ptr, *at, width, y, inside)
 
@@ -153,28 +125,14 @@ def _backward(
     there = (column >= 0) & (column < width)
     partial = tl.zeros([ROWS, BLOCK], tl.float32)
     first, last = chunk_range(chunk, rows, chunks, ROWS)
+    numbers = (first_number, size1, size2, stride0, stride1, stride2)
+    dropout = (seed_ptr, threshold, kept_scale, numbers)
     for row_tile in tl.range(first, last, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & there[None, :]
         at = (row[:, None], column[None, :])
         grad = load(grad_y_ptr, *at, grad_y_stride, inside)
-        if seed_ptr is not None:
-            grad *= _kept(
-                row,
-                start,
-                first_column,
-                seed_ptr,
-                threshold,
-                kept_scale,
-                first_number,
-                size1,
-                size2,
-                stride0,
-                stride1,
-                stride2,
-                ROWS,
-                BLOCK,
-            )
+        grad = dropped(grad, row, first_column + start, dropout)
         if grad_x_ptr is not None:
             store(grad_x_ptr, *at, width, grad, inside)
         partial += grad
@@ -254,9 +212,9 @@ def bias_dropout_add(
     whole: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    if residual.shape != x.shape or residual.device != x.device:
-        raise ValueError("residual does not fit x")
-    check_bias(x, bias)
+    check_beside(x, x.shape, residual)
+    check_beside(x, x.shape[-1:], bias)
+    check_dropout(x, p, seed, whole, offset)
     y = empty_like(residual)
     dropout = _dropout(p, seed, x.shape, whole, offset)
     run(x, _forward_launch(rows_of(x), contiguous(bias), rows_of(residual), y, dropout))
@@ -274,7 +232,9 @@ def bias_dropout_add_backward(
     need_x: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_bias(grad_y, bias)
+    check_beside(grad_y, grad_y.shape, grad_y, dtype=x_dtype)
+    check_beside(grad_y, grad_y.shape[-1:], bias, dtype=x_dtype)
+    check_dropout(grad_y, p, seed, whole, offset)
     grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device) if need_x else None
     grad_bias = gradient_of(bias, need_bias)
     dropout = _dropout(p, seed, grad_y.shape, whole, offset)

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dropout import dropout_arguments, factors
+from .dropout import check_dropout, dropout_arguments, factors
 from .launch import Launch, launch, run
 from .rows import place, row_map
 from .tensors import contiguous, empty_like
@@ -292,6 +292,7 @@ def _common(
     offset: Sequence[int],
 ) -> tuple[Any, ...]:
     """What both kernels ask for, from `rows` and `width` to `stride2`."""
+    check_dropout(scores, p, seed, whole, offset)
     shape = scores.shape
     width, queries = shape[-1], shape[-2] if causal and len(shape) > 1 else 1
     first, every = (offset[-2], whole[-2]) if whole and len(shape) > 1 else (0, queries)

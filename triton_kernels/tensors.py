@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -25,10 +27,19 @@ def check_like(x: torch.Tensor, *others: torch.Tensor) -> None:
         raise ValueError("tensors differ in shape, dtype or device")
 
 
-def check_bias(x: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Whether it is one number for each column."""
-    if bias is not None and (bias.shape != x.shape[-1:] or bias.device != x.device):
-        raise ValueError("bias does not fit x")
+def check_beside(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    *others: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Whether those given are of this shape, and of x's dtype or float32 under a 16-bit one."""
+    dtypes = {dtype or x.dtype, torch.float32}
+    for other in others:
+        if other is not None and (
+            other.shape != tuple(shape) or other.device != x.device or other.dtype not in dtypes
+        ):
+            raise ValueError("a parameter or a residual does not fit x")
 
 
 def as_rows(tensor: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ SOURCES = {
         "triton_kernels/norm.py",
         "triton_kernels/chunks.py",
         "triton_kernels/launch.py",
+        "triton_kernels/norm_rows.py",
         "triton_kernels/tensors.py",
     ),
 }
