@@ -6,8 +6,8 @@ DRAM, of the dtype of x or, for the stream, of residual.
 
 Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y written.
     _forward holds whole rows (width <= 16384): 32 bytes of x a thread and as much of the residual,
-    at bf16 16 columns in 40 registers, 48 with dropout, so that five programs of 8 warps, 80 KiB
-    of loads, are in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns.
+    at bf16 16 columns in at most 64 registers, so that four programs of 8 warps, 64 KiB of
+    loads, are in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns.
     The statistics are of z before it is rounded, as y is. The floor at bf16 32768 x 4096 is 1.07
     GB, 0.25 ms at the 4.3 TB/s of a copy.
     _forward_wide goes over a row twice and draws twice, 2 units more, which L2 serves: 256 KiB a
@@ -16,8 +16,8 @@ Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y w
 Backward, 5 units, 10 bytes an element at bf16, and the partials: grad_y, z and grad_z are read,
 grad_residual and grad_x written; 4 where nothing is dropped and those two are the same, 1 less
 where z itself was not used.
-    _backward holds whole rows of up to 8192 columns, of up to 4096 where something is dropped:
-    Philox leaves registers for 8 columns a thread. Wider rows take 2 units more, the sums of
+    _backward holds whole rows of up to 4096 columns: grad_z and Philox leave registers for 8
+    columns a thread. Wider rows take 2 units more, the sums of
     column tiles coming first: at most 71% of the bandwidth counted at 5, and 67% at 4.
 
 Philox takes about 14 instructions an element, the rest of a pass about 20. An H200 can start 50 in
@@ -295,6 +295,8 @@ def _forward_launch(
         triton.cdiv(rows, tile["ROWS"]),
         *(*tensors, rows, width, *strides, eps, *dropout),
         CENTERED=centered,
+        # Left to itself, ptxas spills a few bytes below the number that is free.
+        maxnreg=64 if width <= _WIDEST_FORWARD_ROW // 2 else 128,
         **tile,
     )
 
@@ -315,9 +317,8 @@ def _backward_launches(
     tensors = (grad_y, z, weight, mean, rstd, grad_weight, grad_bias)
     grad_z_stride = 0 if grad_z is None else grad_z.stride(0)
     finish = (grad_z, grad_residual, grad_x, grad_z_stride, *dropout)
-    # Philox takes the registers of the other eight.
-    columns = 16 if dropout[0] is None else 8
-    return backward_launches(_backward, _gradients_wide, *tensors, finish, columns)
+    # Half of what the plain norms have: the rest is for grad_z and Philox.
+    return backward_launches(_backward, _gradients_wide, *tensors, finish, columns_a_thread=8)
 
 
 def _dropout(
