@@ -231,10 +231,14 @@ def test_kernels_refuse_by_themselves() -> None:
     f32, add_grads = torch.float32, ops.bias_dropout_add_backward.cpu
 
     def norm_grads(
-        z: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype = f32
+        z: torch.Tensor,
+        rstd: torch.Tensor,
+        grad: torch.Tensor,
+        dtype: torch.dtype = f32,
+        backend: str = "cpu",
     ) -> Any:
         needs = (True, True, True)
-        return ops.dropout_add_rms_norm_backward.cpu(
+        return getattr(ops.dropout_add_rms_norm_backward, backend)(
             grad, None, z, [8], W, 0.0, 1e-5, None, [], [], rstd, dtype, *needs
         )
 
@@ -301,6 +305,23 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: norm_grads(X, statistics, X[:3]),
         lambda: norm_grads(X, statistics[:3], X),
         lambda: norm_grads(X.half(), statistics, X.half()),
+        lambda: ops.layer_norm.triton(X, [7], None, None, 1e-5),
+        lambda: ops.layer_norm.triton(X, [8], torch.ones(7), None, 1e-5),
+        lambda: ops.layer_norm.triton(X.half(), [8], W, B.half(), 1e-5),
+        lambda: ops.layer_norm.triton(X, [8], None, None, -1.0),
+        lambda: ops.rms_norm_backward.triton(X, X, [8], W, 1e-5, torch.ones(3), True),
+        lambda: ops.rms_norm_backward.triton(X[:3], X, [8], W, 1e-5, statistics, True),
+        lambda: ops.softmax_dropout.triton(X, None, 1.0, False, 0.5, SEED.int(), [], []),
+        lambda: ops.bias_dropout_add.triton(X, W, X.half(), 0.0, None, [], []),
+        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, None, [], []),
+        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, SEED.int(), [], []),
+        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, SEED, [4, 9], [0, 2]),
+        lambda: ops.dropout_add_rms_norm.triton(X, X[0], [8], W, 0.0, 1e-5, None, [], []),
+        lambda: ops.dropout_add_rms_norm.triton(X, X, [8], W, 0.5, 1e-5, SEED, [4, 9], [0, 0]),
+        lambda: ops.dropout_add_rms_norm.triton(X, X, [], None, 0.0, 1e-5, None, [], []),
+        lambda: norm_grads(X, statistics, X[:3], backend="triton"),
+        lambda: norm_grads(X, statistics[:3], X, backend="triton"),
+        lambda: norm_grads(X.half(), statistics, X.half(), backend="triton"),
     ]
     for function in bad:
         with pytest.raises((RuntimeError, ValueError)):

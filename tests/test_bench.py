@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchweld.bench.report import Report
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.table import Table
 from torchweld.bench.timing import Sample, interleaved, wall_time
-from torchweld.registry import OPS, activation, parameter
+from torchweld.registry import OPS, Op, activation, parameter
 
 LAYER_NORM = OPS["layer_norm"]
 SMALL = (activation(8, 16), [16], parameter(16), parameter(16), 1e-5)
@@ -342,6 +343,17 @@ def test_sources_hash_ignores_comments_alone(repository: Path) -> None:
     assert after["cpu"] == before["cpu"]
     kernel.write_text("int x = 2;\n")
     assert sources.sources_hash(LAYER_NORM, "cuda", repository) != before["cuda"]
+
+
+def test_sources_are_all_that_a_triton_kernel_imports(op: Op) -> None:
+    root, files = sources.root(), op.sources.get("triton", ())
+    assert root is not None
+    imported = {
+        f"triton_kernels/{module}.py"
+        for file in files
+        for module in re.findall(r"^from \.(\w+) import", (root / file).read_text(), re.MULTILINE)
+    }
+    assert imported | {*files[:1]} == {*files}
 
 
 def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:

@@ -31,8 +31,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, processors, run
-from .norm import _add_chunks, _as_rows, _contiguous, _gradient_of, _or_empty
+from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
+from .launch import Launch, launch, run
+from .tensors import (
+    check_beside,
+    check_like,
+    contiguous,
+    empty_like,
+    gradient_of,
+    load,
+    or_empty,
+    rows_of,
+    store,
+)
 
 
 @triton.jit
@@ -76,16 +87,6 @@ def _tile(index, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, row, column, stride, inside):
-    return tl.load(ptr + row * stride + column, mask=inside, other=0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, row, column, stride, value, inside):
-    tl.store(ptr + row * stride + column, value.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _load_bias(ptr, column, width):
     if ptr is None:
         return tl.zeros(column.shape, tl.float32)
@@ -106,8 +107,8 @@ def _bias_act(
     BLOCK: tl.constexpr,
 ):
     row, column, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    z = _load(x_ptr, row, column, x_stride, inside) + _load_bias(bias_ptr, column, width)
-    _store(y_ptr, row, column, width, activate(z, ACTIVATION), inside)
+    z = load(x_ptr, row, column, x_stride, inside) + _load_bias(bias_ptr, column, width)
+    store(y_ptr, row, column, width, activate(z, ACTIVATION), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -133,21 +134,17 @@ def _bias_act_backward(
     column = column_tile * BLOCK + tl.arange(0, BLOCK)
     bias = _load_bias(bias_ptr, column, width)[None, :]
     partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    row_tiles = tl.cdiv(rows, ROWS)
-    first = row_tiles // chunks * chunk + tl.minimum(row_tiles % chunks, chunk)
-    last = first + row_tiles // chunks + (chunk < row_tiles % chunks).to(tl.int32)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
     for row_tile in tl.range(first, last, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)[None, :]
-        grad_y = _load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
-        z = _load(x_ptr, row, column[None, :], x_stride, inside) + bias
+        grad_y = load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
+        z = load(x_ptr, row, column[None, :], x_stride, inside) + bias
         # Outside the tensor grad_y is 0 and z the bias, whose gradient may still be NaN.
         grad_x = tl.where(inside, activation_gradient(z, grad_y, ACTIVATION), 0)
-        _store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
+        store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
         partial += grad_x
-    if partials_ptr is not None:
-        at = partials_ptr + chunk.to(tl.int64) * width + column
-        tl.store(at, tl.sum(partial, 0), mask=column < width)
+    store_partial(partials_ptr, chunk, column, width, column < width, partial)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -164,9 +161,9 @@ def _gated_act(
     BLOCK: tl.constexpr,
 ):
     row, column, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    gate = _load(gate_ptr, row, column, gate_stride, inside)
-    up = _load(up_ptr, row, column, up_stride, inside)
-    _store(y_ptr, row, column, width, activate(gate, ACTIVATION) * up, inside)
+    gate = load(gate_ptr, row, column, gate_stride, inside)
+    up = load(up_ptr, row, column, up_stride, inside)
+    store(y_ptr, row, column, width, activate(gate, ACTIVATION) * up, inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -186,12 +183,12 @@ def _gated_act_backward(
     BLOCK: tl.constexpr,
 ):
     row, column, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    grad_y = _load(grad_y_ptr, row, column, grad_y_stride, inside)
-    gate = _load(gate_ptr, row, column, gate_stride, inside)
-    up = _load(up_ptr, row, column, up_stride, inside)
+    grad_y = load(grad_y_ptr, row, column, grad_y_stride, inside)
+    gate = load(gate_ptr, row, column, gate_stride, inside)
+    up = load(up_ptr, row, column, up_stride, inside)
     grad_gate = activation_gradient(gate, grad_y * up, ACTIVATION)
-    _store(grad_gate_ptr, row, column, width, grad_gate, inside)
-    _store(grad_up_ptr, row, column, width, grad_y * activate(gate, ACTIVATION), inside)
+    store(grad_gate_ptr, row, column, width, grad_gate, inside)
+    store(grad_up_ptr, row, column, width, grad_y * activate(gate, ACTIVATION), inside)
 
 
 @functools.cache
@@ -208,12 +205,6 @@ def _tiles(rows: int, width: int) -> int:
 
 def _kind(activation: str, approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else activation
-
-
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As [rows, width]; the sizes are not inferred, since one of them may be 0."""
-    width = tensor.shape[-1]
-    return _as_rows(tensor, tensor.shape[:-1].numel(), width)
 
 
 def _bias_act_launch(
@@ -239,30 +230,19 @@ def _bias_act_backward_launches(
     rows, width = x.shape
     tile = _tile_of(width)
     row_tiles, column_tiles = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"])
-    chunks, partials = row_tiles, None
-    if grad_bias is not None:
-        # Several waves of 4 programs a multiprocessor: a single one would seldom be full.
-        chunks = max(1, min(16 * processors(x.device) // max(column_tiles, 1), row_tiles))
-        partials = x.new_empty((chunks, width), dtype=torch.float32)
+    chunks = row_tiles if grad_bias is None else chunks_of(row_tiles, column_tiles, x.device)
+    gradients = (None, grad_bias)
+    partials = partials_of(gradients, chunks, width)
     yield launch(
         _bias_act_backward,
         chunks * column_tiles,
-        *(grad_y, x, bias, grad_x, partials, rows, width, grad_y.stride(0), x.stride(0), chunks),
+        *(grad_y, x, bias, grad_x, partials[1], rows, width, grad_y.stride(0), x.stride(0), chunks),
         ACTIVATION=kind,
         STAGES=3,
         maxnreg=128,
         **tile,
     )
-    if grad_bias is not None:
-        yield launch(
-            _add_chunks,
-            triton.cdiv(width, 32),
-            *(None, grad_bias, None, partials, chunks, width),
-            CHUNKS=32,
-            BLOCK=32,
-            num_warps=4,
-            maxnreg=64,
-        )
+    yield from add_chunks_launches(gradients, partials, chunks, width)
 
 
 def _gated_act_launch(gate: torch.Tensor, up: torch.Tensor, y: torch.Tensor, kind: str) -> Launch:
@@ -293,30 +273,15 @@ def _gated_act_backward_launch(
     )
 
 
-def _check_like(x: torch.Tensor, *others: torch.Tensor) -> None:
-    """A kernel would read past the end of a smaller tensor."""
-    if any(o.shape != x.shape or o.dtype != x.dtype or o.device != x.device for o in others):
-        raise ValueError("tensors differ in shape, dtype or device")
-
-
-def _check_bias(x: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is not None and (bias.shape != x.shape[-1:] or bias.device != x.device):
-        raise ValueError("bias does not fit x")
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 # What the registry calls: the signatures are those of the ops' schemas.
 
 
 def bias_act(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str, approximate: str
 ) -> torch.Tensor:
-    _check_bias(x, bias)
-    y = _empty_like(x)
-    run(x, _bias_act_launch(_rows_of(x), _contiguous(bias), y, _kind(activation, approximate)))
+    check_beside(x, x.shape[-1:], bias)
+    y = empty_like(x)
+    run(x, _bias_act_launch(rows_of(x), contiguous(bias), y, _kind(activation, approximate)))
     return y
 
 
@@ -328,30 +293,30 @@ def bias_act_backward(
     approximate: str,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_bias(x, bias)
-    _check_like(x, grad_y)
-    grad_x, grad_bias = _empty_like(x), _gradient_of(bias, need_bias)
-    matrices, kind = (_rows_of(grad_y), _rows_of(x)), _kind(activation, approximate)
-    run(x, *_bias_act_backward_launches(*matrices, _contiguous(bias), grad_x, grad_bias, kind))
-    return grad_x, _or_empty(grad_bias, x)
+    check_beside(x, x.shape[-1:], bias)
+    check_like(x, grad_y)
+    grad_x, grad_bias = empty_like(x), gradient_of(bias, need_bias)
+    matrices, kind = (rows_of(grad_y), rows_of(x)), _kind(activation, approximate)
+    run(x, *_bias_act_backward_launches(*matrices, contiguous(bias), grad_x, grad_bias, kind))
+    return grad_x, or_empty(grad_bias, x)
 
 
 def gated_act(
     gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
 ) -> torch.Tensor:
-    _check_like(gate, up)
-    y = _empty_like(gate)
+    check_like(gate, up)
+    y = empty_like(gate)
     kind = _kind(activation, approximate)
-    run(gate, _gated_act_launch(_rows_of(gate), _rows_of(up), y, kind))
+    run(gate, _gated_act_launch(rows_of(gate), rows_of(up), y, kind))
     return y
 
 
 def gated_act_backward(
     grad_y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_like(gate, up, grad_y)
-    grad_gate, grad_up = _empty_like(gate), _empty_like(up)
-    matrices = (_rows_of(grad_y), _rows_of(gate), _rows_of(up))
+    check_like(gate, up, grad_y)
+    grad_gate, grad_up = empty_like(gate), empty_like(up)
+    matrices = (rows_of(grad_y), rows_of(gate), rows_of(up))
     kind = _kind(activation, approximate)
     run(gate, _gated_act_backward_launch(*matrices, grad_gate, grad_up, kind))
     return grad_gate, grad_up

@@ -38,33 +38,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .act import _check_bias, _load, _rows_of, _store
-from .dropout import dropout_arguments, factors
-from .launch import Launch, launch, processors, run
-from .norm import _add_chunks, _contiguous, _gradient_of, _or_empty
-from .rows import place
-
-
-@triton.jit
-def _kept(
-    row,
-    start,
-    first_column,
-    seed_ptr,
-    threshold,
-    kept_scale,
-    first_number,
-    size1,
-    size2,
-    stride0,
-    stride1,
-    stride2,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Factors of a tile whose columns begin at `start` of the part."""
-    number = place(row, first_number, size1, size2, stride0, stride1, stride2)
-    return factors(seed_ptr, number, first_column + start, threshold, kept_scale, ROWS, BLOCK)
+from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
+from .dropout import check_dropout, dropout_arguments, dropped
+from .launch import Launch, launch, run
+from .tensors import (
+    check_beside,
+    contiguous,
+    empty_like,
+    gradient_of,
+    load,
+    or_empty,
+    rows_of,
+    store,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold", "first_number"])
@@ -97,29 +83,15 @@ def _forward(
     column = start + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & ((column >= 0) & (column < width))[None, :]
     at = (row[:, None], column[None, :])
-    added = _load(x_ptr, *at, x_stride, inside)
+    added = load(x_ptr, *at, x_stride, inside)
     if bias_ptr is not None:
         there = (column >= 0) & (column < width)
         added += tl.load(bias_ptr + column, mask=there, other=0).to(tl.float32)[None, :]
-    if seed_ptr is not None:
-        added *= _kept(
-            row,
-            start,
-            first_column,
-            seed_ptr,
-            threshold,
-            kept_scale,
-            first_number,
-            size1,
-            size2,
-            stride0,
-            stride1,
-            stride2,
-            ROWS,
-            BLOCK,
-        )
-    y = _load(residual_ptr, *at, residual_stride, inside) + added
-    _store(y_ptr, *at, width, y, inside)
+    numbers = (first_number, size1, size2, stride0, stride1, stride2)
+    dropout = (seed_ptr, threshold, kept_scale, numbers)
+    added = dropped(added, row, first_column + start, dropout)
+    y = load(residual_ptr, *at, residual_stride, inside) + added
+    store(y_ptr, *at, width, y, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "threshold", "first_number"])
@@ -152,36 +124,19 @@ def _backward(
     column = start + tl.arange(0, BLOCK)
     there = (column >= 0) & (column < width)
     partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    row_tiles = tl.cdiv(rows, ROWS)
-    first = row_tiles // chunks * chunk + tl.minimum(row_tiles % chunks, chunk)
-    last = first + row_tiles // chunks + (chunk < row_tiles % chunks).to(tl.int32)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
+    numbers = (first_number, size1, size2, stride0, stride1, stride2)
+    dropout = (seed_ptr, threshold, kept_scale, numbers)
     for row_tile in tl.range(first, last, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & there[None, :]
         at = (row[:, None], column[None, :])
-        grad = _load(grad_y_ptr, *at, grad_y_stride, inside)
-        if seed_ptr is not None:
-            grad *= _kept(
-                row,
-                start,
-                first_column,
-                seed_ptr,
-                threshold,
-                kept_scale,
-                first_number,
-                size1,
-                size2,
-                stride0,
-                stride1,
-                stride2,
-                ROWS,
-                BLOCK,
-            )
+        grad = load(grad_y_ptr, *at, grad_y_stride, inside)
+        grad = dropped(grad, row, first_column + start, dropout)
         if grad_x_ptr is not None:
-            _store(grad_x_ptr, *at, width, grad, inside)
+            store(grad_x_ptr, *at, width, grad, inside)
         partial += grad
-    if partials_ptr is not None:
-        tl.store(partials_ptr + chunk.to(tl.int64) * width + column, tl.sum(partial, 0), mask=there)
+    store_partial(partials_ptr, chunk, column, width, there, partial)
 
 
 @functools.cache
@@ -230,30 +185,19 @@ def _backward_launches(
     tile = _tile(width)
     row_tiles = triton.cdiv(rows, tile["ROWS"])
     column_tiles = triton.cdiv(width + dropout[0], tile["BLOCK"])
-    chunks, partials = row_tiles, None
-    if grad_bias is not None:
-        # Several waves of 4 programs a multiprocessor: a single one would seldom be full.
-        chunks = max(1, min(16 * processors(grad_y.device) // max(column_tiles, 1), row_tiles))
-        partials = grad_y.new_empty((chunks, width), dtype=torch.float32)
+    chunks = row_tiles if grad_bias is None else chunks_of(row_tiles, column_tiles, grad_y.device)
+    gradients = (None, grad_bias)
+    partials = partials_of(gradients, chunks, width)
     if grad_x is not None or grad_bias is not None:
         yield launch(
             _backward,
             chunks * column_tiles,
-            *(grad_y, grad_x, partials, rows, width, grad_y.stride(0), chunks, *dropout),
+            *(grad_y, grad_x, partials[1], rows, width, grad_y.stride(0), chunks, *dropout),
             STAGES=3,
             maxnreg=128,
             **tile,
         )
-    if grad_bias is not None:
-        yield launch(
-            _add_chunks,
-            triton.cdiv(width, 32),
-            *(None, grad_bias, None, partials, chunks, width),
-            CHUNKS=32,
-            BLOCK=32,
-            num_warps=4,
-            maxnreg=64,
-        )
+    yield from add_chunks_launches(gradients, partials, chunks, width)
 
 
 # What the registry calls: the signatures are those of the op's schemas.
@@ -268,12 +212,12 @@ def bias_dropout_add(
     whole: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    if residual.shape != x.shape or residual.device != x.device:
-        raise ValueError("residual does not fit x")
-    _check_bias(x, bias)
-    y = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    check_beside(x, x.shape, residual)
+    check_beside(x, x.shape[-1:], bias)
+    check_dropout(x, p, seed, whole, offset)
+    y = empty_like(residual)
     dropout = _dropout(p, seed, x.shape, whole, offset)
-    run(x, _forward_launch(_rows_of(x), _contiguous(bias), _rows_of(residual), y, dropout))
+    run(x, _forward_launch(rows_of(x), contiguous(bias), rows_of(residual), y, dropout))
     return y
 
 
@@ -288,12 +232,14 @@ def bias_dropout_add_backward(
     need_x: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_bias(grad_y, bias)
+    check_beside(grad_y, grad_y.shape, grad_y, dtype=x_dtype)
+    check_beside(grad_y, grad_y.shape[-1:], bias, dtype=x_dtype)
+    check_dropout(grad_y, p, seed, whole, offset)
     grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device) if need_x else None
-    grad_bias = _gradient_of(bias, need_bias)
+    grad_bias = gradient_of(bias, need_bias)
     dropout = _dropout(p, seed, grad_y.shape, whole, offset)
-    run(grad_y, *_backward_launches(_rows_of(grad_y), grad_x, grad_bias, dropout))
-    return _or_empty(grad_x, grad_y), _or_empty(grad_bias, grad_y)
+    run(grad_y, *_backward_launches(rows_of(grad_y), grad_x, grad_bias, dropout))
+    return or_empty(grad_x, grad_y), or_empty(grad_bias, grad_y)
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import row_map
+from .rows import place, row_map
 
 
 @triton.jit
@@ -37,6 +37,42 @@ def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK
     odd = tl.join(word1 >= limit, word3 >= limit)
     kept = tl.reshape(tl.join(even, odd), [ROWS, BLOCK])
     return tl.where(kept, scale, 0.0)
+
+
+@triton.jit
+def dropped(x, row, first, dropout):
+    """What dropout leaves of x, [ROWS, BLOCK], whose rows are numbered from the part's first.
+
+    Columns are as in `factors`. `dropout` is what `dropout_arguments` returns, the rows' numbers in
+    a tuple of their own; without a seed nothing is dropped.
+    """
+    seed_ptr, threshold, scale, numbers = dropout
+    if seed_ptr is None:
+        return x
+    else:
+        number = place(row, *numbers)
+        return x * factors(seed_ptr, number, first, threshold, scale, x.shape[0], x.shape[1])
+
+
+def check_dropout(
+    x: torch.Tensor,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int],
+    offset: Sequence[int],
+) -> None:
+    """What the bindings of the other kernels refuse too."""
+    if not 0 <= p <= 1:
+        raise ValueError("p is not between 0 and 1")
+    if p and (
+        seed is None or seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != x.device
+    ):
+        raise ValueError("seed is not one int64 on the device of x")
+    if (whole or offset) and not (
+        len(whole) == len(offset) == x.dim()
+        and all(o >= 0 and o + n <= w for o, n, w in zip(offset, x.shape, whole, strict=True))
+    ):
+        raise ValueError("shard: x does not fit into the whole")
 
 
 def dropout_arguments(

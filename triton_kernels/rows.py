@@ -29,5 +29,5 @@ def row_map(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | N
             dims.append((size, stride))
     if len(dims) > 3:
         return None
-    dims = [(1, 0)] * (3 - len(dims)) + dims
+    dims += [(1, 0)] * (3 - len(dims))  # last, where `place` would have to divide
     return (dims[1][0], dims[2][0], dims[0][1], dims[1][1], dims[2][1])

@@ -28,9 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .dropout import dropout_arguments, factors
+from .dropout import check_dropout, dropout_arguments, factors
 from .launch import Launch, launch, run
 from .rows import place, row_map
+from .tensors import contiguous, empty_like
 
 
 @triton.jit
@@ -291,6 +292,7 @@ def _common(
     offset: Sequence[int],
 ) -> tuple[Any, ...]:
     """What both kernels ask for, from `rows` and `width` to `stride2`."""
+    check_dropout(scores, p, seed, whole, offset)
     shape = scores.shape
     width, queries = shape[-1], shape[-2] if causal and len(shape) > 1 else 1
     first, every = (offset[-2], whole[-2]) if whole and len(shape) > 1 else (0, queries)
@@ -342,7 +344,7 @@ def softmax_dropout(
     offset: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     common = _common(scores, mask, scale, causal, p, seed, whole, offset)
-    y = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    y = empty_like(scores)
     sizes = [0] if seed is None else [*scores.shape[:-1], 2]
     statistics = scores.new_empty(sizes, dtype=torch.float32)
     if scores.numel():
@@ -365,9 +367,9 @@ def softmax_dropout_backward(
     offset: Sequence[int],
 ) -> torch.Tensor:
     common = _common(grad_y, mask, scale, causal, p, seed, whole, offset)
-    grad_scores = torch.empty_like(grad_y, memory_format=torch.contiguous_format)
+    grad_scores = empty_like(grad_y)
     if grad_y.numel():
-        saved = [None if t is None else t.contiguous() for t in (y, scores, statistics)]
+        saved = [contiguous(t) for t in (y, scores, statistics)]
         run(grad_y, _backward_launch(grad_y.contiguous(), *saved, grad_scores, causal, common))
     return grad_scores
 

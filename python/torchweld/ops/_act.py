@@ -18,7 +18,12 @@ SOURCES = {
         "csrc/core/act.h",
         "csrc/core/chunks.h",
     ),
-    "triton": ("triton_kernels/act.py", "triton_kernels/norm.py", "triton_kernels/launch.py"),
+    "triton": (
+        "triton_kernels/act.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/launch.py",
+        "triton_kernels/tensors.py",
+    ),
 }
 
 # Every (activation, approximate) there is.

@@ -29,6 +29,15 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "csrc/core/philox.h",
         "csrc/core/rows.h",
     ),
+    "triton": (
+        "triton_kernels/dropout_add_norm.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/dropout.py",
+        "triton_kernels/launch.py",
+        "triton_kernels/norm_rows.py",
+        "triton_kernels/rows.py",
+        "triton_kernels/tensors.py",
+    ),
 }
 
 

@@ -30,7 +30,13 @@ SOURCES = {
         "csrc/core/norm.h",
         "csrc/core/chunks.h",
     ),
-    "triton": ("triton_kernels/norm.py", "triton_kernels/launch.py"),
+    "triton": (
+        "triton_kernels/norm.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/launch.py",
+        "triton_kernels/norm_rows.py",
+        "triton_kernels/tensors.py",
+    ),
 }
 
 

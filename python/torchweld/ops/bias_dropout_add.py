@@ -173,11 +173,11 @@ OP = Op(
         ),
         "triton": (
             "triton_kernels/bias_dropout_add.py",
-            "triton_kernels/act.py",
+            "triton_kernels/chunks.py",
             "triton_kernels/dropout.py",
             "triton_kernels/launch.py",
-            "triton_kernels/norm.py",
             "triton_kernels/rows.py",
+            "triton_kernels/tensors.py",
         ),
     },
     samples=_SAMPLES,

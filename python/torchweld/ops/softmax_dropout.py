@@ -235,6 +235,7 @@ OP = Op(
             "triton_kernels/dropout.py",
             "triton_kernels/launch.py",
             "triton_kernels/rows.py",
+            "triton_kernels/tensors.py",
         ),
     },
     samples=_SAMPLES,

@@ -1,0 +1,71 @@
+"""Tensors on both sides of a launch: checked and laid out for a kernel, and read within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(ptr, row, column, stride, inside):
+    """Elements of a matrix in float32, 0 outside of it."""
+    return tl.load(ptr + row * stride + column, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def store(ptr, row, column, stride, value, inside):
+    """Stores elements of a matrix in its dtype."""
+    tl.store(ptr + row * stride + column, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+def check_like(x: torch.Tensor, *others: torch.Tensor) -> None:
+    """A kernel would read past the end of a smaller tensor."""
+    if any(o.shape != x.shape or o.dtype != x.dtype or o.device != x.device for o in others):
+        raise ValueError("tensors differ in shape, dtype or device")
+
+
+def check_beside(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    *others: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Whether those given are of this shape, and of x's dtype or float32 under a 16-bit one."""
+    dtypes = {dtype or x.dtype, torch.float32}
+    for other in others:
+        if other is not None and (
+            other.shape != tuple(shape) or other.device != x.device or other.dtype not in dtypes
+        ):
+            raise ValueError("a parameter or a residual does not fit x")
+
+
+def as_rows(tensor: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """As [rows, width] with columns one element apart; copied only where strides force it."""
+    matrix = tensor.reshape(rows, width)
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """As [rows, width]; the sizes are not inferred, since one of them may be 0."""
+    return as_rows(tensor, tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def gradient_of(parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+    """Where a parameter's gradient goes, if it is wanted."""
+    return None if parameter is None or not needed else empty_like(parameter)
+
+
+def or_empty(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """What an op returns for it."""
+    return x.new_empty(0) if gradient is None else gradient
