@@ -32,35 +32,35 @@ import torch
 import triton
 import triton.language as tl
 
-from .act import (
-    _check_like,
-    _empty_like,
-    _kind,
-    _load,
-    _rows_of,
-    _store,
-    _tile,
-    _tile_of,
-    _tiles,
-    activate,
-    activation_gradient,
+from .act import _kind, _tile, _tile_of, _tiles, activate, activation_gradient
+from .chunks import (
+    add_chunks_launches,
+    chunk_range,
+    chunks_of,
+    partials_of,
+    store_partial,
 )
-from .launch import Launch, launch, processors, run
-from .norm import _add_chunks, _contiguous, _gradient_of, _load_parameter, _or_empty
-
-
-@triton.jit
-def _chunk_begin(row_tiles, chunks, chunk):
-    return row_tiles // chunks * chunk + tl.minimum(row_tiles % chunks, chunk)
+from .launch import Launch, launch, run
+from .tensors import (
+    check_like,
+    contiguous,
+    empty_like,
+    gradient_of,
+    load,
+    load_parameter,
+    or_empty,
+    rows_of,
+    store,
+)
 
 
 @triton.jit
 def _normalized(x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width):
     # x_hat, z, and what x_hat's gradient is scaled with.
-    mean = _load_parameter(mean_ptr, column, width, 0)
-    rstd = tl.rsqrt(_load_parameter(var_ptr, column, width, 0) + eps)
-    weight = _load_parameter(weight_ptr, column, width, 1)
-    bias = _load_parameter(bias_ptr, column, width, 0)
+    mean = load_parameter(mean_ptr, column, width, 0)
+    rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + eps)
+    weight = load_parameter(weight_ptr, column, width, 1)
+    bias = load_parameter(bias_ptr, column, width, 0)
     x_hat = (x - mean[None, :]) * rstd[None, :]
     return x_hat, x_hat * weight[None, :] + bias[None, :], (weight * rstd)[None, :]
 
@@ -82,10 +82,10 @@ def _normalize_act(
     BLOCK: tl.constexpr,
 ):
     row, columns, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    x = _load(x_ptr, row, columns, x_stride, inside)
+    x = load(x_ptr, row, columns, x_stride, inside)
     column = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     _, z, _ = _normalized(x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width)
-    _store(y_ptr, row, columns, width, activate(z, ACTIVATION), inside)
+    store(y_ptr, row, columns, width, activate(z, ACTIVATION), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -115,18 +115,16 @@ def _normalize_act_backward(
     column_tiles = tl.cdiv(width, BLOCK)
     chunk = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK)
-    mean_g = _load_parameter(mean_g_ptr, column, width, 0)[None, :]
-    mean_g_x_hat = _load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :]
+    mean_g = load_parameter(mean_g_ptr, column, width, 0)[None, :]
+    mean_g_x_hat = load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :]
     weight_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    row_tiles = tl.cdiv(rows, ROWS)
-    first = _chunk_begin(row_tiles, chunks, chunk)
-    last = _chunk_begin(row_tiles, chunks, chunk + 1)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
     for row_tile in tl.range(first, last, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)[None, :]
-        grad_y = _load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
-        x = _load(x_ptr, row, column[None, :], x_stride, inside)
+        grad_y = load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
+        x = load(x_ptr, row, column[None, :], x_stride, inside)
         x_hat, z, scale = _normalized(
             x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width
         )
@@ -134,14 +132,12 @@ def _normalize_act_backward(
         g = tl.where(inside, activation_gradient(z, grad_y, ACTIVATION), 0)
         if grad_x_ptr is not None:
             grad_x = (g - mean_g - x_hat * mean_g_x_hat) * scale
-            _store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
+            store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
         weight_partial += tl.where(inside, g * x_hat, 0)
         bias_partial += g
-    partial = chunk.to(tl.int64) * width + column
-    if weight_partials_ptr is not None:
-        tl.store(weight_partials_ptr + partial, tl.sum(weight_partial, 0), mask=column < width)
-    if bias_partials_ptr is not None:
-        tl.store(bias_partials_ptr + partial, tl.sum(bias_partial, 0), mask=column < width)
+    there = column < width
+    store_partial(weight_partials_ptr, chunk, column, width, there, weight_partial)
+    store_partial(bias_partials_ptr, chunk, column, width, there, bias_partial)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -162,13 +158,11 @@ def _column_statistics(
     column = tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], tl.float32)
     lane_squares = tl.zeros([ROWS, BLOCK], tl.float32)
-    row_tiles = tl.cdiv(rows, ROWS)
-    first = _chunk_begin(row_tiles, chunks, chunk)
-    last = _chunk_begin(row_tiles, chunks, chunk + 1)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
     for row_tile in tl.range(first, last, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)[None, :]
-        x = _load(x_ptr, row, column[None, :], x_stride, inside)
+        x = load(x_ptr, row, column[None, :], x_stride, inside)
         deviation = tl.where(inside, x - lane_mean, 0)
         lane_mean += deviation / (row_tile - first + 1)
         lane_squares += deviation * tl.where(inside, x - lane_mean, 0)
@@ -187,9 +181,8 @@ def _column_statistics(
 def _load_chunks(ptr, start, column, chunks, rows, width, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     # Some chunks' values and the numbers of their rows.
     chunk = start + tl.arange(0, CHUNKS)
-    row_tiles = tl.cdiv(rows, ROWS)
-    end = tl.minimum(_chunk_begin(row_tiles, chunks, chunk + 1) * ROWS, rows)
-    count = (end - _chunk_begin(row_tiles, chunks, chunk) * ROWS).to(tl.float32)
+    first, last = chunk_range(chunk, rows, chunks, ROWS)
+    count = (tl.minimum(last * ROWS, rows) - first * ROWS).to(tl.float32)
     inside = (chunk < chunks)[:, None] & (column < width)[None, :]
     at = chunk.to(tl.int64)[:, None] * width + column[None, :]
     return tl.load(ptr + at, mask=inside, other=0), count[:, None], inside
@@ -237,10 +230,10 @@ def _walked_tile(width: int) -> dict[str, int]:
 
 
 def _chunks(x: torch.Tensor) -> tuple[int, int]:
-    """Chunks of rows, several waves of 4 programs a multiprocessor, and their tiles of columns."""
+    """Chunks of rows, and their tiles of columns."""
     tile = _walked_tile(x.shape[1])
     row_tiles, column_tiles = triton.cdiv(x.shape[0], tile["ROWS"]), -(-x.shape[1] // tile["BLOCK"])
-    return max(1, min(16 * processors(x.device) // max(column_tiles, 1), row_tiles)), column_tiles
+    return chunks_of(row_tiles, column_tiles, x.device), column_tiles
 
 
 def _normalize_act_launch(
@@ -273,7 +266,7 @@ def _backward_launches(
     chunks, column_tiles = _chunks(x)
     width = x.shape[1]
     sums = (grad_weight, grad_bias)
-    partials = [None if g is None else _floats(x, chunks, width) for g in sums]
+    partials = partials_of(sums, chunks, width)
     yield launch(
         _normalize_act_backward,
         chunks * column_tiles,
@@ -284,16 +277,7 @@ def _backward_launches(
         maxnreg=128,
         **_walked_tile(width),
     )
-    if grad_weight is not None or grad_bias is not None:
-        yield launch(
-            _add_chunks,
-            triton.cdiv(width, 32),
-            *(*sums, *partials, chunks, width),
-            CHUNKS=32,
-            BLOCK=32,
-            num_warps=4,
-            maxnreg=128,
-        )
+    yield from add_chunks_launches(sums, partials, chunks, width)
 
 
 def _statistics_launches(
@@ -330,7 +314,7 @@ def _columns(x: torch.Tensor, *columns: torch.Tensor | None) -> tuple[torch.Tens
     """Packed, where they fit: a kernel would read past the end of a smaller tensor."""
     if any(c is not None and (c.shape != x.shape[-1:] or c.device != x.device) for c in columns):
         raise ValueError("mean, var, weight or bias does not fit x")
-    return tuple([_contiguous(c) for c in columns])
+    return tuple([contiguous(c) for c in columns])
 
 
 # What the registry calls: the signatures are those of the ops' schemas.
@@ -346,8 +330,8 @@ def normalize_act(
     activation: str,
     approximate: str,
 ) -> torch.Tensor:
-    columns, y = _columns(x, mean, var, weight, bias), _empty_like(x)
-    run(x, _normalize_act_launch(_rows_of(x), columns, eps, y, _kind(activation, approximate)))
+    columns, y = _columns(x, mean, var, weight, bias), empty_like(x)
+    run(x, _normalize_act_launch(rows_of(x), columns, eps, y, _kind(activation, approximate)))
     return y
 
 
@@ -365,13 +349,13 @@ def normalize_act_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check_like(x, grad_y)
+    check_like(x, grad_y)
     columns = _columns(x, mean, var, weight, bias)
-    grad_x = _empty_like(x) if need_x else None
-    sums = _gradient_of(weight, need_weight), _gradient_of(bias, need_bias)
-    matrices, kind = (_rows_of(grad_y), _rows_of(x)), _kind(activation, approximate)
+    grad_x = empty_like(x) if need_x else None
+    sums = gradient_of(weight, need_weight), gradient_of(bias, need_bias)
+    matrices, kind = (rows_of(grad_y), rows_of(x)), _kind(activation, approximate)
     run(x, *_backward_launches(*matrices, columns, eps, (None, None), grad_x, *sums, kind))
-    return _or_empty(grad_x, x), _or_empty(sums[0], x), _or_empty(sums[1], x)
+    return or_empty(grad_x, x), or_empty(sums[0], x), or_empty(sums[1], x)
 
 
 def batch_norm_act_grad_x(
@@ -387,17 +371,17 @@ def batch_norm_act_grad_x(
     activation: str,
     approximate: str,
 ) -> torch.Tensor:
-    _check_like(x, grad_y)
-    columns, grad_x = _columns(x, mean, var, weight, bias), _empty_like(x)
+    check_like(x, grad_y)
+    columns, grad_x = _columns(x, mean, var, weight, bias), empty_like(x)
     means = _columns(x, mean_g, mean_g_x_hat)
-    matrices, kind = (_rows_of(grad_y), _rows_of(x)), _kind(activation, approximate)
+    matrices, kind = (rows_of(grad_y), rows_of(x)), _kind(activation, approximate)
     run(x, *_backward_launches(*matrices, columns, eps, means, grad_x, None, None, kind))
     return grad_x
 
 
 def column_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mean, var = _floats(x, x.shape[-1]), _floats(x, x.shape[-1])
-    run(x, *_statistics_launches(_rows_of(x), mean, var))
+    run(x, *_statistics_launches(rows_of(x), mean, var))
     return mean, var
 
 

@@ -19,16 +19,7 @@ import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, partials_of, store_partial
 from .launch import Launch, launch, processors
-from .tensors import check_beside, load, store
-
-
-@triton.jit
-def _load_parameter(ptr, column, width, absent: tl.constexpr):
-    if ptr is None:
-        return tl.full(column.shape, absent, tl.float32)
-    else:
-        value = tl.load(ptr + column, mask=column < width, other=0, eviction_policy="evict_last")
-        return value.to(tl.float32)
+from .tensors import check_beside, load, load_parameter, store
 
 
 @triton.jit
@@ -54,8 +45,8 @@ def normalize(
         x = tl.where(inside, x - mean[:, None], 0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    weight = _load_parameter(weight_ptr, column, width, 1)
-    bias = _load_parameter(bias_ptr, column, width, 0)
+    weight = load_parameter(weight_ptr, column, width, 1)
+    bias = load_parameter(bias_ptr, column, width, 0)
     y = x * rstd[:, None] * weight[None, :] + bias[None, :]
     store(y_ptr, row[:, None], column[None, :], width, y, inside)
 
@@ -104,8 +95,8 @@ def normalize_wide(
     for start in tl.range(0, width, BLOCK, loop_unroll_factor=2):
         column = start + lane
         x = LOAD(source, row, start, width, True, BLOCK)
-        weight = _load_parameter(weight_ptr, column, width, 1)
-        bias = _load_parameter(bias_ptr, column, width, 0)
+        weight = load_parameter(weight_ptr, column, width, 1)
+        bias = load_parameter(bias_ptr, column, width, 0)
         y = (x - mean) * rstd * weight + bias
         store(y_ptr, row, column, width, y, column < width)
 
@@ -175,7 +166,7 @@ def differentiate(
     chunk = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
     column = column_tile * BLOCK + tl.arange(0, BLOCK)
-    weight = _load_parameter(weight_ptr, column, width, 1)
+    weight = load_parameter(weight_ptr, column, width, 1)
     weight_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     first, last = chunk_range(chunk, rows, chunks, ROWS)
@@ -248,7 +239,7 @@ def differentiate_wide(
         x_stride,
         CENTERED,
     )
-    g = grad_y * _load_parameter(weight_ptr, column, width, 1)[None, :]
+    g = grad_y * load_parameter(weight_ptr, column, width, 1)[None, :]
     sums = tl.cdiv(width, SUMMED_BLOCK)
     summed = tl.arange(0, SUMS)[None, :]
     sums_ptr = row_sums_ptr + row[:, None] * 2 * sums + summed

@@ -21,6 +21,16 @@ def store(ptr, row, column, stride, value, inside):
     tl.store(ptr + row * stride + column, value.to(ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_parameter(ptr, column, width, absent: tl.constexpr):
+    """A row of a parameter in float32; `absent` everywhere where there is none."""
+    if ptr is None:
+        return tl.full(column.shape, absent, tl.float32)
+    else:
+        value = tl.load(ptr + column, mask=column < width, other=0, eviction_policy="evict_last")
+        return value.to(tl.float32)
+
+
 def check_like(x: torch.Tensor, *others: torch.Tensor) -> None:
     """A kernel would read past the end of a smaller tensor."""
     if any(o.shape != x.shape or o.dtype != x.dtype or o.device != x.device for o in others):

@@ -24,7 +24,8 @@ SOURCES = {
     "triton": (
         "triton_kernels/batch_norm.py",
         "triton_kernels/act.py",
-        "triton_kernels/norm.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/tensors.py",
         "triton_kernels/launch.py",
     ),
 }
