@@ -46,13 +46,9 @@ def _kernel(op: Op, backends: str) -> str:
 
 
 def _seam(op: Seam, backends: str) -> str:
-    if op.name == "batch_norm_act":
-        return f"""
-- passes of {backends}, between which processes exchange their statistics
-- saved for backward: x, weight, bias, the statistics"""
     return f"""
-- GEMMs of torch's, between them {backends}
-- saved for backward: what goes into the GEMMs and comes out of the first; with `recompute`, x"""
+- {op.made_of.format(backends)}
+- saved for backward: {op.saves}"""
 
 
 def optimizer_bytes() -> str:

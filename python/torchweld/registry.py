@@ -311,6 +311,11 @@ class Seam(Op):
 
     # The backend for the ops, then the forward's arguments, to the result.
     fused: Callable[..., Any] = field(kw_only=True)
+    # For the docs: what it is made of, where {} stands for the kernels, and what it saves.
+    made_of: str = "GEMMs of torch's, between them {}"
+    saves: str = (
+        "what goes into the GEMMs and comes out of the first; with `recompute`, its inputs alone"
+    )
 
     def _kernels(self) -> dict[str, Kernel]:
         return {}
