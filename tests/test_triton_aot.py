@@ -2,7 +2,7 @@
 
 A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
 The compiler runs in processes of its own, since TRITON_INTERPRET=1 leaves none in this one.
-The record is a JSON file at $TORCHWELD_AOT_RECORD; `pytest -s` prints it as a table.
+`pytest -s` prints what each takes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,90 +62,60 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "spilled": stack + local}
 
 
+def launches() -> Iterator[tuple[str, Any]]:
+    """All cases of all modules."""
+    from torchweld import triton_kernels
+
+    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        yield from getattr(importlib.import_module(module.name), "aot_cases", tuple)()
+
+
 def records(capability: int) -> Iterator[dict[str, Any]]:
     """What each launch takes; those that share their machine code are compiled once."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from torchweld import triton_kernels
-
     compiled: dict[str, dict[str, int]] = {}
-    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
-        cases = getattr(importlib.import_module(module.name), "aot_cases", tuple)
-        for case, launch in cases():
-            types, constants, attributes = signature_of(launch)
-            options = {k: v for k, v in launch.options.items() if k not in types}
-            key = f"{launch.kernel.fn} {types} {constants} {attributes} {options}"
-            if key not in compiled:
-                kernel = triton.compile(
-                    ASTSource(launch.kernel, types, constants, attributes),
-                    target=GPUTarget("cuda", capability, 32),
-                    options=options,
-                )
-                compiled[key] = {
-                    **resources(kernel.asm["cubin"]),
-                    "shared": kernel.metadata.shared,
-                    "warps": kernel.metadata.num_warps,
-                }
-            yield {
-                "case": case,
-                "kernel": launch.kernel.fn.__name__,
-                "capability": capability,
-                **compiled[key],
+    for case, launch in launches():
+        types, constants, attributes = signature_of(launch)
+        options = {k: v for k, v in launch.options.items() if k not in types}
+        key = f"{launch.kernel.fn} {types} {constants} {attributes} {options}"
+        if key not in compiled:
+            kernel = triton.compile(
+                ASTSource(launch.kernel, types, constants, attributes),
+                target=GPUTarget("cuda", capability, 32),
+                options=options,
+            )
+            compiled[key] = {
+                **resources(kernel.asm["cubin"]),
+                "shared": kernel.metadata.shared,
+                "warps": kernel.metadata.num_warps,
             }
-
-
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    compilers = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(capability)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for capability in SHARED_MEMORY
-    ]
-    outputs = [compiler.communicate()[0] for compiler in compilers]
-    assert [compiler.returncode for compiler in compilers] == [0] * len(compilers)
-    rows = [row for output in outputs for row in json.loads(output)]
-    path = os.environ.get("TORCHWELD_AOT_RECORD") or tmp_path_factory.mktemp("aot") / "record.json"
-    Path(path).write_text(json.dumps(rows, indent=1))
-    print(table(rows))
-    return rows
+        yield {"case": case, "kernel": launch.kernel.fn.__name__, **compiled[key]}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Registers and bytes of shared memory, by architecture."""
-    cells: dict[str, list[str]] = {}
+    lines = [f"{'kernel':24} {'case':40} warps registers  shared"]
     for row in rows:
-        launch = f"{row['kernel']:15} {row['case']:23} {row['warps']:5}"
-        cells.setdefault(launch, []).append(f"{row['registers']:9} {row['shared']:6}")
-    architectures = "".join(f"{f'sm_{capability}':>19}" for capability in SHARED_MEMORY)
-    lines = [launch + "   ".join(found) for launch, found in cells.items()]
-    return "\n".join(["", f"{'kernel':15} {'case':23} warps{architectures}", *lines])
+        numbers = f"{row['warps']:5} {row['registers']:9} {row['shared']:7}"
+        lines.append(f"{row['kernel']:24} {row['case']:40} {numbers}")
+    return "\n".join(["", *lines])
 
 
-def test_every_architecture_compiles_every_case(record):
-    compiled = Counter(row["capability"] for row in record)
-    assert set(compiled) == set(SHARED_MEMORY)
-    assert len(set(compiled.values())) == 1
-
-
-def test_nothing_spills(record):
-    assert [row for row in record if row["spilled"]] == []
-
-
-def test_shared_memory_fits(record):
-    assert [row for row in record if row["shared"] > SHARED_MEMORY[row["capability"]]] == []
-
-
-def test_registers_leave_sixteen_warps(record):
-    """Fewer warps a multiprocessor would not keep enough loads in flight."""
+# An architecture is one test, so that it is compiled once however tests are shared out.
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_case_compiles_within_bounds(capability: int) -> None:
+    """Without a spill, and with sixteen warps a multiprocessor, which keep loads in flight."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability)]
+    rows = json.loads(subprocess.check_output(command, env=environment, text=True))
+    print(table(rows))
+    assert len(rows) == sum(1 for _ in launches()) > 0
+    assert [row for row in rows if row["spilled"]] == []
+    assert [row for row in rows if row["shared"] > SHARED_MEMORY[capability]] == []
     allowed = REGISTERS_PER_MULTIPROCESSOR // (16 * 32)
-    assert [row for row in record if row["registers"] > allowed] == []
+    assert [row for row in rows if row["registers"] > allowed] == []
 
 
 if __name__ == "__main__":
