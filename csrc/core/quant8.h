@@ -150,7 +150,8 @@ TW_HD Bits quant8_number(Bits fraction, LookUp&& look_up) {
 template <bool Signed, class Bits>
 TW_HD Bits quant8_code(Bits fraction, Bits number) {
   if constexpr (!Signed) return number;
-  const Bits below = number > 127u ? fraction - fraction : 127u - number;  // there is no -1
+  const Bits most = fraction - fraction + 127u;
+  const Bits below = most - (number > 127u ? most : number);  // there is no -1
   return fraction >= kSignBit ? below : 127u + number;
 }
 

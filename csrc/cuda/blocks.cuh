@@ -13,7 +13,8 @@ static_assert(kGroups * 4 * kWarp == kQuantBlock);
 
 __device__ __forceinline__ int lane() { return (int)threadIdx.x % kWarp; }
 // Where the lane's group begins in the block.
-__device__ __forceinline__ int place(int group) { return (group * kWarp + lane()) * 4; }
+constexpr int kGroupStride = kWarp * 4;
+__device__ __forceinline__ int place(int group) { return group * kGroupStride + lane() * 4; }
 
 template <class T>
 using Four = Packed<T, 4>;
@@ -37,8 +38,8 @@ __device__ __forceinline__ Four<T> pack(const float (&values)[4]) {
   return pack_bits<T>(bits);
 }
 
-// How a group is accessed: as one, if it is aligned to its size and as a whole there or not at all;
-// or else one by one. Each element is read once, before it may be written.
+// How a group is accessed: as one, if the block is whole and aligned; or else one by one. Each
+// element is read once, before it may be written.
 template <bool Whole>
 struct Access {
   int count;  // of the block's elements, from the group's first one on
@@ -49,9 +50,6 @@ struct Access {
     Four<T> four;
     if constexpr (Whole) {
       constexpr int kWords = Four<T>::kWords;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) four.word[w] = nothing;
-      if (count <= 0) return four;
       if constexpr (kWords == 1) {
         four.word[0] = __ldcs((const unsigned*)p);
       } else if constexpr (kWords == 2) {
@@ -79,14 +77,12 @@ struct Access {
       for (int i = 0; i < 4; ++i) {
         if (i < count) p[i] = element<T>(four.bits(i));
       }
-    } else if (count > 0) {
-      if constexpr (Four<T>::kWords == 1) {
-        __stcs((unsigned*)p, four.word[0]);
-      } else if constexpr (Four<T>::kWords == 2) {
-        __stcs((uint2*)p, make_uint2(four.word[0], four.word[1]));
-      } else {
-        __stcs((uint4*)p, make_uint4(four.word[0], four.word[1], four.word[2], four.word[3]));
-      }
+    } else if constexpr (Four<T>::kWords == 1) {
+      __stcs((unsigned*)p, four.word[0]);
+    } else if constexpr (Four<T>::kWords == 2) {
+      __stcs((uint2*)p, make_uint2(four.word[0], four.word[1]));
+    } else {
+      __stcs((uint4*)p, make_uint4(four.word[0], four.word[1], four.word[2], four.word[3]));
     }
   }
 };

@@ -104,12 +104,16 @@ class LaneOfBlock {
   using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
 
   __device__ __forceinline__ LaneOfBlock(const StepTensor& t, uint32_t block, bool is_aligned)
-      : t_(t), block_(block), here_(locate(t, block)), whole_(is_aligned && here_.count % 4 == 0) {
+      : t_(t),
+        block_(block),
+        here_(locate(t, block)),
+        first_(here_.begin + place(0)),
+        whole_(is_aligned && here_.count == kQuantBlock) {
     with_access([&](auto access_to) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const auto access = access_to(group);
-        const int64_t at = here_.begin + place(group);
+        const int64_t at = first_ + group * kGroupStride;
         param_[group].read(t, at, access);
         grad_[group] = access.read((const typename Param::Storage*)t.grad + at);
         for_moments<N>([&](auto k) {
@@ -151,9 +155,18 @@ class LaneOfBlock {
   }
 
   __device__ __forceinline__ void save(const Maps& maps) {
-    if constexpr (kInBlocks) {
+    for_moments<N>([&](auto k) {
+      if constexpr (kInBlocks) {
+        absmax_[k] = largest_magnitude(m_[k]);
+        maps.template of<Rule::kSigned[k]>().encode(moment_[k], m_[k], absmax_[k]);
+      } else {
 #pragma unroll
-      for (int k = 0; k < N; ++k) absmax_[k] = largest_magnitude(m_[k]);
+        for (int group = 0; group < kGroups; ++group) {
+          moment_[k][group] = pack<State>(m_[k][group]);
+        }
+      }
+    });
+    if constexpr (kInBlocks) {
       __syncwarp();  // all lanes have read the absmax that one of them replaces
       if (lane() == 0) {
 #pragma unroll
@@ -164,11 +177,10 @@ class LaneOfBlock {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const auto access = access_to(group);
-        const int64_t at = here_.begin + place(group);
+        const int64_t at = first_ + group * kGroupStride;
         Param::write(t_, at, p_[group], access);
-        for_moments<N>([&](auto k) {
-          access.write((State*)t_.moment[k] + at, encoded<k>(maps, m_[k][group]));
-        });
+#pragma unroll
+        for (int k = 0; k < N; ++k) access.write((State*)t_.moment[k] + at, moment_[k][group]);
       }
     });
   }
@@ -178,14 +190,6 @@ class LaneOfBlock {
     if constexpr (kInBlocks) return quant_block(block, t.width);
     const int64_t begin = (int64_t)block * kQuantBlock, left = t.width - begin;
     return {begin, left < kQuantBlock ? left : kQuantBlock};
-  }
-  template <int K>
-  __device__ __forceinline__ Four<State> encoded(const Maps& maps, const float (&values)[4]) const {
-    if constexpr (kInBlocks) {
-      return maps.template of<Rule::kSigned[K]>().encoded(values, absmax_[K]);
-    } else {
-      return pack<State>(values);
-    }
   }
   // call(group -> its Access): one branch for all that is read or written.
   template <class Call>
@@ -201,6 +205,7 @@ class LaneOfBlock {
   const StepTensor& t_;
   const uint32_t block_;
   const QuantBlock here_;
+  const int64_t first_;  // element of the lane
   const bool whole_;
   Param param_[kGroups];
   Four<typename Param::Storage> grad_[kGroups];

@@ -23,7 +23,7 @@ __device__ __forceinline__ void for_blocks(uint32_t blocks, int64_t width, bool 
   for (uint32_t block = first + threadIdx.x / kWarp; block < last; block += kWarps) {
     const QuantBlock here = quant_block(block, width);
     const auto left = [&](int group) { return (int)here.count - place(group); };
-    if (is_aligned) {
+    if (is_aligned && here.count == kQuantBlock) {
       body(block, here.begin, [&](int group) { return Access<true>{left(group)}; });
     } else {
       body(block, here.begin, [&](int group) { return Access<false>{left(group)}; });
@@ -45,11 +45,12 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < 4; ++i) values[group][i] = four[i];
     }
     const float absmax = largest_magnitude(values);
+    Four<uint8_t> codes[kGroups];
+    maps.template of<Signed>().encode(codes, values, absmax);
     if (lane() == 0) a.absmax[block] = absmax;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      access_to(group).write(a.codes + begin + place(group),
-                             maps.template of<Signed>().encoded(values[group], absmax));
+      access_to(group).write(a.codes + begin + place(group), codes[group]);
     }
   });
 }

@@ -31,6 +31,23 @@ __device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups
   return __uint_as_float(__reduce_max_sync(0xffffffffu, most));
 }
 
+// call(fraction), where fraction(x) is x / absmax, rounded once: by the three instructions that are
+// left of a division where its divisor's reciprocal is known, and nothing becomes too large or too
+// small for them: but for fractions below 2^-23, which are nearest to zero anyhow.
+template <class Call>
+__device__ __forceinline__ void with_fractions(float absmax, Call&& call) {
+  const float divisor = quant_divisor(absmax);
+  if (divisor > 0x1p-60f && divisor < 0x1p60f) {
+    const float reciprocal = 1 / divisor;
+    call([=](float x) {
+      const float quotient = x * reciprocal;
+      return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
+    });
+  } else {
+    call([=](float x) { return x / divisor; });
+  }
+}
+
 // What decoding and encoding look up.
 template <bool Signed>
 struct SharedMap {
@@ -42,16 +59,23 @@ struct SharedMap {
     for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
     for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
   }
-  __device__ __forceinline__ Four<uint8_t> encoded(const float (&values)[4], float absmax) const {
-    unsigned codes[4];
+  // Of all values that a lane has of a block; no lane's is larger than absmax.
+  __device__ __forceinline__ void encode(Four<uint8_t> (&to)[kGroups],
+                                         const float (&values)[kGroups][4], float absmax) const {
+    with_fractions(absmax, [&](auto&& fraction_of) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t fraction = __float_as_uint(values[i] / quant_divisor(absmax));
-      const uint32_t number =
-          quant8_number<Signed>(fraction, [this](uint32_t run) { return place[run]; });
-      codes[i] = quant8_code<Signed>(fraction, number);
-    }
-    return pack_bits<uint8_t>(codes);
+      for (int group = 0; group < kGroups; ++group) {
+        unsigned codes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t fraction = __float_as_uint(fraction_of(values[group][i]));
+          const uint32_t number =
+              quant8_number<Signed>(fraction, [this](uint32_t run) { return place[run]; });
+          codes[i] = quant8_code<Signed>(fraction, number);
+        }
+        to[group] = pack_bits<uint8_t>(codes);
+      }
+    });
   }
 };
 struct NoMap {
