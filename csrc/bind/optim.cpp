@@ -1,6 +1,8 @@
 // Optimizer steps for torch; python/torchweld/ops/_optimizer.py has what their schemas share.
 #include "core/optim.h"
 
+#include <algorithm>
+
 #include "bind/launch.h"
 #include "bind/quant8.h"
 #include "core/adam.h"
@@ -56,6 +58,7 @@ struct Scalars {
     for (const Tensor& step : steps_in) {
       STD_TORCH_CHECK(same_device(step, params[0]), "steps are not beside their parameters");
       steps.push_back(number(step, params[0]));
+      steps.back().at = step.mutable_data_ptr();  // it is counted up there
     }
     if (!ratios_in) return;
     STD_TORCH_CHECK(same_device(*ratios_in, params[0]) && ratios_in->is_contiguous() &&

@@ -8,7 +8,7 @@
 TW_NAMESPACE_BEGIN
 
 template <bool Signed>
-__device__ const Quant8Map<Signed> kMapInMemory = quant8_map<Signed>();
+static __device__ const Quant8Map<Signed> kMapInMemory = quant8_map<Signed>();
 
 // Four codes of zero.
 constexpr unsigned kSignedZeros = 0x7f7f7f7fu;
