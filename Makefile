@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
 NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
 	tests/test_quantize_8bit.py tests/test_optim.py tests/test_optim_adaptive.py \
-	tests/test_optim_adafactor.py
+	tests/test_optim_adafactor.py tests/test_optim_cuda.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
 CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
 	tests/test_seams.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
@@ -161,16 +161,17 @@ NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available()
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: its part of the contract, then the benchmark, into bench/evidence; ARGS: op names
+gpu: env ## On a GPU: its part of the contract, the benchmark into bench/evidence, and optimizers; ARGS: op names
 	$(NEEDS_GPU)
 	@$(PY) -m torchweld bench --record $(ARGS)
+	@$(PYTEST) -k gpu-cuda tests/test_optim_cuda.py
 
 .PHONY: gpu-sanitize
 gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over the CUDA kernels
 	$(NEEDS_GPU)
 	@for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
-	    -k "gpu-cuda and (layouts or surroundings or part_drops)" $(NUMBERS) $(ARGS) || exit 1; \
+	    -k "gpu-cuda and (layouts or surroundings or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean

@@ -48,7 +48,12 @@ CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS} -I{CSRC}"
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
 # Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
 # does: no multiplication is fused with an addition.
-KERNEL_FLAGS_OF = dict.fromkeys(("optim.cpp", "adafactor.cpp"), "-ffp-contract=off")
+KERNEL_FLAGS_OF = {
+    "optim.cpp": "-ffp-contract=off",
+    "adafactor.cpp": "-ffp-contract=off",
+    "optim.cu": "-fmad=false",
+}
+EMULATOR_FLAGS_OF = {"optim.cu": "-ffp-contract=off"}
 # TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
 # out that came after gcc 8 and glibc 2.28.
 TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"
@@ -145,7 +150,8 @@ def cpu_libraries() -> list[Library]:
 
 def cuda_library() -> Library:
     """CUDA kernels and bindings; cudart is static, torch's libraries are resolved when loaded."""
-    kernels = tuple((s, "nvcc", "") for s in sorted((CSRC / "cuda").glob("*.cu")))
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    kernels = tuple((s, "nvcc", KERNEL_FLAGS_OF.get(s.name, "")) for s in sources)
     return Library(
         "torchweld_cuda",
         kernels + _bindings("nvcc_host", "-DTW_CUDA"),
@@ -159,7 +165,7 @@ def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str]
     flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g -Wno-unknown-pragmas"
     # The scheduler switches between what TSan takes for threads: it is not to be watched itself.
     runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
-    kernels = tuple((source, "cxx", flags) for source in sources)
+    kernels = tuple((s, "cxx", f"{flags} {EMULATOR_FLAGS_OF.get(s.name, '')}") for s in sources)
     return (*kernels, (EMULATOR / "runtime.cpp", "cxx", runtime))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -120,13 +122,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, with its backend asked for by name."""
     target: Target = request.param
-    if target.place == "emulator":
+    with _running_at(target.place, monkeypatch):
+        yield target
+
+
+@contextmanager
+def _running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within it the place's backend is asked for by name, and runs there."""
+    backend = PLACES[place][0]
+    if place == "emulator":
         torch.ops.load_library(str(EMULATED))
         monkeypatch.setattr(BACKENDS["cuda"], "missing", lambda: None)
-    if target.place in ("emulator", "interpreter"):
-        monkeypatch.setattr(BACKENDS[target.backend], "devices", {"cpu"})
-    with torchweld.use_backend(target.backend):
-        yield target
+    if place in ("emulator", "interpreter"):
+        monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu"})
+    with torchweld.use_backend(backend):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,7 +166,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("\n".join(lines))
 
 
-@pytest.fixture(params=["cpu", "eager"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with torchweld.use_backend(request.param):
-        yield request.param
+# Of ops outside of the registry, whose tests name the places where they run.
+
+
+def _place(name: str) -> Any:
+    missing = PLACES[name][2]
+    return pytest.param(name, marks=pytest.mark.skipif(missing is not None, reason=str(missing)))
+
+
+@pytest.fixture(params=["cpu", "eager", _place("emulator")])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Asked for by name; it serves CPU tensors."""
+    if request.param == "emulator":
+        with _running_at(request.param, monkeypatch):
+            yield request.param
+    else:
+        with torchweld.use_backend(request.param):
+            yield request.param
+
+
+@pytest.fixture(params=[_place("emulator"), _place("gpu-cuda")])
+def cuda_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device whose tensors the CUDA kernels serve here, asked for by name."""
+    with _running_at(request.param, monkeypatch):
+        yield PLACES[request.param][1]

@@ -8,20 +8,25 @@ from typing import Any
 
 import torch
 
+from torchweld import optim
+
 U = 2.0**-24
 SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))
 Optimizer = torch.optim.Optimizer
 
 
-def draw(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[torch.Tensor]:
+def draw(
+    dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, device: str = "cpu"
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    drawn = (torch.randn(s, generator=generator) for s in shapes)
+    return [t.to(device, dtype).requires_grad_() for t in drawn]
 
 
 def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
 
 
 def run(
@@ -29,8 +34,9 @@ def run(
     steps: int = 6,
     dtype: torch.dtype = torch.float32,
     shapes: Any = SHAPES,
+    device: str = "cpu",
 ) -> tuple[list[torch.Tensor], Optimizer]:
-    params = draw(dtype, shapes)
+    params = draw(dtype, shapes, device)
     optimizer = make(params)
     for seed in range(steps):
         draw_grads(params, seed)
@@ -55,3 +61,22 @@ CODECS = list(
         [False, True, "remainder"],
     )
 )
+# With each of a rule's branches.
+RULES: list[tuple[Any, dict[str, Any]]] = [
+    (optim.AdamW, {}),
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (optim.SGD, {"weight_decay": 0.1}),
+    (optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": False}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Lion, {"weight_decay": 0.1}),
+    (optim.LAMB, {"weight_decay": 0.1}),
+    (optim.LARS, {"weight_decay": 0.1}),
+]
+
+
+def maker(
+    kind: Any, settings: dict[str, Any], state_dtype: Any = torch.float32, masters: Any = False
+) -> Callable[[list[torch.Tensor]], Optimizer]:
+    """Of optimizers whose matrices are stored so, however small."""
+    stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
+    return lambda params: kind(params, **{"lr": 1e-2} | stored | settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchweld
-from optimizers import CODECS, Optimizer, U, draw, draw_grads, run, same, snapshot
+from optimizers import CODECS, RULES, Optimizer, U, draw, draw_grads, maker, run, same, snapshot
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param
@@ -173,27 +173,8 @@ def test_the_kernel_is_the_reference_to_the_bit(
 ) -> None:
     """Every codec, at any thread count, with each of the rule's branches."""
     threads = torch.get_num_threads()
-    for kind, settings in (
-        (optim.AdamW, {}),
-        (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-        (optim.SGD, {"weight_decay": 0.1}),
-        (optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": False}),
-        (optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (optim.Lion, {"weight_decay": 0.1}),
-        (optim.LAMB, {"weight_decay": 0.1}),
-        (optim.LARS, {"weight_decay": 0.1}),
-    ):
-
-        def make(params: Any, kind: Any = kind, settings: Any = settings) -> Optimizer:
-            return kind(
-                params,
-                lr=1e-2,
-                state_dtype=state_dtype,
-                master_weights=masters,
-                min_quantized_size=0,
-                **settings,
-            )
-
+    for kind, settings in RULES:
+        make = maker(kind, settings, state_dtype, masters)
         with torchweld.use_backend("eager"):
             expected = snapshot(*run(make, 3, dtype))
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,10 +19,7 @@ SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsign
 SHAPES = ((), (1,), (255,), (1000,), (0,), (3, 0), (0, 7), (33, 700), (5, 256), (3, 4, 100))
 
 
-@pytest.fixture(params=["cpu", "eager"], autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with torchweld.use_backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def _codes_of(fractions: torch.Tensor, signed: bool) -> torch.Tensor:

@@ -63,9 +63,9 @@ class Factoring {
 
   void step(const Tensor& like, const Tensors& steps, const Tensor& lr, double grad_factor,
             const AdafactorSettings& s) {
-    const double rate = number(lr);
+    const double rate = number(lr, like).read();
     std::vector<StepScalars> now;
-    for (const Tensor& step : steps) now.push_back({rate, number(step) + 1, 1});
+    for (const Tensor& step : steps) now.push_back({rate, number(step, like).read() + 1, 1});
     std::vector<double> squares(2 * chunks_), partials(partials_);
     std::vector<float> scales(scales_);
     double* partial = partials.data();
@@ -107,7 +107,11 @@ class Factoring {
       t.length = (float)lengths.length;
     }
     launch(adafactor_step, args, like, chunks_, elements_ / (chunks_ + 1));
-    for (size_t i = 0; i < steps.size(); ++i) set_number(steps[i], now[i].number);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      Number count = number(steps[i], like);
+      count.at = steps[i].mutable_data_ptr();
+      count.write(now[i].number);
+    }
   }
 
  private:
@@ -149,8 +153,8 @@ void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors 
   STD_TORCH_CHECK(absmaxes.empty(), "averages are not kept in blocks");
   Factoring factoring(params, grads, completions, moments, beta1 != 0);
   check_count(steps, params.size());
-  if (number_or(found_inf, 0) != 0) return;
-  factoring.step(params[0], steps, lr, number_or(grad_factor, 1),
+  if (number_or(found_inf, 0, params[0]).read() != 0) return;
+  factoring.step(params[0], steps, lr, number_or(grad_factor, 1, params[0]).read(),
                  {decay_rate, eps_square, eps_floor, eps_scale, clip, beta1, weight_decay, relative,
                   warmup, scaled, scaled_decay});
 }

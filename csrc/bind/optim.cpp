@@ -1,6 +1,8 @@
 // Optimizer steps for torch; python/torchweld/ops/_optimizer.py has what their schemas share.
 #include "bind/optim.h"
 
+#include <algorithm>
+
 #include "bind/quant8.h"
 #include "core/adam.h"
 #include "core/lamb.h"
@@ -21,25 +23,43 @@ namespace torchweld {
 namespace {
 
 // Those of all tensors: what they are is known to fit once this is made.
-class Scalars {
- public:
-  Scalars(const Tensors& steps, double lr, const OptionalTensor& ratios) : lr_(lr) {
-    for (const Tensor& step : steps) numbers_.push_back(number(step) + 1);
-    if (!ratios) return;
-    STD_TORCH_CHECK(ratios->is_cpu() && ratios->is_contiguous() &&
-                        ratios->scalar_type() == ScalarType::Double &&
-                        ratios->numel() == (int64_t)steps.size(),
+struct Scalars {
+  Scalars(const Tensors& params, const Tensors& steps_in, const OptionalTensor& lr_in,
+          const OptionalTensor& ratios_in, const OptionalTensor& grad_factor_in,
+          const OptionalTensor& found_inf_in)
+      : lr(number_or(lr_in, 0, params[0])),
+        grad_factor(number_or(grad_factor_in, 1, params[0])),
+        found_inf(number_or(found_inf_in, 0, params[0])) {
+    STD_TORCH_CHECK(steps_in.size() == params.size(), "lists of tensors differ in length");
+    for (const Tensor& step : steps_in) {
+      STD_TORCH_CHECK(same_device(step, params[0]), "steps are not beside their parameters");
+      steps.push_back(number(step, params[0]));
+      steps.back().at = step.mutable_data_ptr();  // it is counted up there
+    }
+    if (!ratios_in) return;
+    STD_TORCH_CHECK(same_device(*ratios_in, params[0]) && ratios_in->is_contiguous() &&
+                        ratios_in->scalar_type() == ScalarType::Double &&
+                        ratios_in->numel() == (int64_t)params.size(),
                     "ratios are not a float64 number for each parameter");
-    ratios_ = (const double*)data(*ratios);
+    ratios = (const double*)data(*ratios_in);
   }
-  size_t count() const { return numbers_.size(); }
-  StepScalars operator[](size_t i) const { return {lr_, numbers_[i], ratios_ ? ratios_[i] : 1.0}; }
 
- private:
-  double lr_;
-  std::vector<double> numbers_;
-  const double* ratios_ = nullptr;
+  Number lr, grad_factor, found_inf;
+  std::vector<Number> steps;
+  const double* ratios = nullptr;
 };
+
+#if defined(TW_CUDA)
+// Of all tensors, each in its own.
+int64_t square_pieces(const std::vector<StepTensor>& tensors) {
+  int64_t pieces = 0;
+  for (size_t i = 0; i + 1 < tensors.size(); ++i) {
+    const int64_t blocks = tensors[i + 1].first_block - tensors[i].first_block;
+    pieces += (blocks + kSquarePiece - 1) / kSquarePiece;
+  }
+  return pieces;
+}
+#endif
 
 // What all rules have in common: the tensors' addresses, once they are known to fit.
 class Work {
@@ -88,43 +108,81 @@ class Work {
   }
 
   // One step of all: by a rule of these settings, and of each tensor's own scalars.
-  template <class Rule, class Kernel, class Settings>
-  void step(const Kernel& kernel, const Tensors& params, const Tensors& steps,
-            const Settings& settings, const Scalars& scalars, double grad_factor) const {
-    run<Rule>(kernel, params[0], settings, scalars, grad_factor, nullptr);
-    for (size_t i = 0; i < count_; ++i) set_number(steps[i], scalars[i].number);
+  template <class Rule, class Kernel>
+  void step(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
+            const Scalars& scalars) const {
+    Step<Rule> args = arguments<Rule>(settings, scalars);
+    run(kernel, like, args);
   }
 
   // [parameters, 2], float64: the sums of the squares of each one's elements, and of its step's.
-  template <class Rule, class Kernel, class Settings>
-  Tensor measure(const Kernel& kernel, const Tensors& params, const Settings& settings,
-                 const Scalars& scalars, double grad_factor) const {
-    std::vector<double> of_blocks(2 * tensors_[count_].first_block);
-    const auto squares = (double (*)[2])of_blocks.data();
-    run<Rule>(kernel, params[0], settings, scalars, grad_factor, squares);
-    const int64_t sizes[] = {(int64_t)count_, 2};
-    Tensor result = empty(params[0], Sizes(sizes, 2), ScalarType::Double);
-    const auto sums = (double (*)[2])result.mutable_data_ptr();
+  template <class Rule, class Kernel>
+  Tensor measure(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
+                 const Scalars& scalars) const {
+    const int64_t sizes[] = {(int64_t)count_, 2}, of_parts[] = {parts(), 2};
+    Tensor result = empty(like, Sizes(sizes, 2), ScalarType::Double);
+    const Tensor squares = empty(like, Sizes(of_parts, 2), ScalarType::Double);
+    Step<Rule> args = arguments<Rule>(settings, scalars);
+    args.sums = (double (*)[2])result.mutable_data_ptr();
+    args.squares = (double (*)[2])squares.mutable_data_ptr();
+    run(kernel, like, args);
+    return result;
+  }
+
+ private:
+  template <class Rule>
+  Step<Rule> arguments(const typename Rule::Settings& settings, const Scalars& scalars) const {
+    return {tensors_.data(),
+            nullptr,
+            (int64_t)count_,
+            settings,
+            scalars.lr,
+            scalars.steps.data(),
+            scalars.ratios,
+            scalars.grad_factor,
+            scalars.found_inf,
+            nullptr,
+            nullptr,
+            dtype_,
+            state_,
+            param_};
+  }
+
+#if defined(TW_CUDA)
+  // The launcher makes the rules, counts the steps up, and adds up what is measured.
+  int64_t parts() const { return square_pieces(tensors_); }
+  template <class Rule, class Kernel>
+  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) const {
+    const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rule))};
+    const Tensor rules = empty(like, Sizes(bytes, 1), ScalarType::Byte);
+    args.rules = (Rule*)rules.mutable_data_ptr();
+    launch(kernel, args, like, args.count, 0);
+  }
+#else
+  int64_t parts() const { return tensors_[count_].first_block; }
+  template <class Rule, class Kernel>
+  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) const {
+    if (args.found_inf.read() != 0) return;
+    std::vector<Rule> rules;
+    for (size_t i = 0; i < count_; ++i) {
+      const StepScalars now{args.lr.read(), args.steps[i].read() + 1,
+                            args.ratios ? args.ratios[i] : 1};
+      rules.emplace_back(args.settings, now);
+    }
+    args.rules = rules.data();
+    launch(kernel, args, like, parts(), kQuantBlock);
+    if (args.sums) return add_up(args.sums, args.squares);
+    for (size_t i = 0; i < count_; ++i) args.steps[i].write(args.steps[i].read() + 1);
+  }
+  void add_up(double (*sums)[2], const double (*squares)[2]) const {
     for (size_t i = 0; i < count_; ++i) {
       sums[i][0] = sums[i][1] = 0;
       for (int64_t at = tensors_[i].first_block; at < tensors_[i + 1].first_block; ++at) {
         for (int k = 0; k < 2; ++k) sums[i][k] += squares[at][k];
       }
     }
-    return result;
   }
-
- private:
-  template <class Rule, class Kernel, class Settings>
-  void run(const Kernel& kernel, const Tensor& like, const Settings& settings,
-           const Scalars& scalars, double grad_factor, double (*squares)[2]) const {
-    STD_TORCH_CHECK(scalars.count() == count_, "lists of tensors differ in length");
-    std::vector<Rule> rules;
-    for (size_t i = 0; i < count_; ++i) rules.emplace_back(settings, scalars[i]);
-    const Step<Rule> args{tensors_.data(),    rules.data(), (int64_t)count_, squares,
-                          (float)grad_factor, dtype_,       state_,          param_};
-    launch(kernel, args, like, tensors_[count_].first_block, kQuantBlock);
-  }
+#endif
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
@@ -148,14 +206,12 @@ void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors momen
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
   const Work work(params, grads, completions, moments, absmaxes, amsgrad ? 3 : 2);
-  const Scalars scalars(steps, number(lr), {});
-  const double factor = number_or(grad_factor, 1);
-  if (number_or(found_inf, 0) != 0) return;
+  const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
   const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
-    work.step<Adam<true>>(amsgrad_step, params, steps, settings, scalars, factor);
+    work.step<Adam<true>>(amsgrad_step, params[0], settings, scalars);
   } else {
-    work.step<Adam<false>>(adam_step, params, steps, settings, scalars, factor);
+    work.step<Adam<false>>(adam_step, params[0], settings, scalars);
   }
 }
 
@@ -165,14 +221,12 @@ void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moment
               OptionalTensor found_inf) {
   if (params.empty()) return;
   const Work work(params, grads, completions, moments, absmaxes, moments.empty() ? 0 : 1);
-  const Scalars scalars(steps, number(lr), ratios);
-  const double factor = number_or(grad_factor, 1);
-  if (number_or(found_inf, 0) != 0) return;
+  const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   if (moments.empty()) {
-    work.step<Sgd<false>>(sgd_step, params, steps, settings, scalars, factor);
+    work.step<Sgd<false>>(sgd_step, params[0], settings, scalars);
   } else {
-    work.step<Sgd<true>>(momentum_step, params, steps, settings, scalars, factor);
+    work.step<Sgd<true>>(momentum_step, params[0], settings, scalars);
   }
 }
 
@@ -181,11 +235,8 @@ void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors momen
                double weight_decay, OptionalTensor grad_factor, OptionalTensor found_inf) {
   if (params.empty()) return;
   const Work work(params, grads, completions, moments, absmaxes, 1);
-  const Scalars scalars(steps, number(lr), {});
-  const double factor = number_or(grad_factor, 1);
-  if (number_or(found_inf, 0) != 0) return;
-  work.step<Lion>(lion_step, params, steps, LionSettings{beta1, beta2, weight_decay}, scalars,
-                  factor);
+  const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
+  work.step<Lion>(lion_step, params[0], {beta1, beta2, weight_decay}, scalars);
 }
 
 void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
@@ -194,11 +245,9 @@ void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors momen
                OptionalTensor grad_factor, OptionalTensor found_inf) {
   if (params.empty()) return;
   const Work work(params, grads, completions, moments, absmaxes, 2);
-  const Scalars scalars(steps, number(lr), ratios);
-  const double factor = number_or(grad_factor, 1);
-  if (number_or(found_inf, 0) != 0) return;
+  const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
-  work.step<Lamb>(lamb_step, params, steps, settings, scalars, factor);
+  work.step<Lamb>(lamb_step, params[0], settings, scalars);
 }
 
 Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
@@ -207,9 +256,9 @@ Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors 
                     OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
   const Work work(params, grads, completions, moments, absmaxes, 2);
+  const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
-  return work.measure<Lamb>(lamb_measure, params, settings, Scalars(steps, 0, {}),
-                            number_or(grad_factor, 1));
+  return work.measure<Lamb>(lamb_measure, params[0], settings, scalars);
 }
 
 // What LARS calls a step is the gradient alone.
@@ -218,9 +267,9 @@ Tensor measure_sgd(Tensors params, Tensors grads, Tensors completions, Tensors, 
                    bool nesterov, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
   const Work work(params, grads, completions, {}, {}, 0);
+  const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
-  return work.measure<Gradient>(gradient_measure, params, settings, Scalars(steps, 0, {}),
-                                number_or(grad_factor, 1));
+  return work.measure<Gradient>(gradient_measure, params[0], settings, scalars);
 }
 
 // The sum of the squares of all elements, in float64.
@@ -241,15 +290,22 @@ Tensor sum_of_squares(Tensors grads) {
   tensors.back().first_block = blocks;
   const DType dtype = dtype_of(grads[0]);
   STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel");
-  const int64_t pieces[] = {(blocks + kSquarePiece - 1) / kSquarePiece};
-  Tensor sums = empty(grads[0], Sizes(pieces, 1), ScalarType::Double);
+  Tensor result = empty(grads[0], Sizes(&blocks, size_t{0}), ScalarType::Double);
+  double& total = *(double*)result.mutable_data_ptr();
+#if defined(TW_CUDA)
+  const int64_t pieces = square_pieces(tensors);
+  const int64_t items = std::max<int64_t>(pieces, 1);  // of nothing there is a sum too
+#else
+  const int64_t pieces = (blocks + kSquarePiece - 1) / kSquarePiece, items = pieces;
+  total = 0;
+#endif
+  const Tensor sums = empty(grads[0], Sizes(&pieces, 1), ScalarType::Double);
   const GradSquares args{tensors.data(), (int64_t)grads.size(), (double*)sums.mutable_data_ptr(),
-                         dtype};
-  launch(grad_squares, args, grads[0], pieces[0], kSquarePiece * kQuantBlock);
-  Tensor result = empty(grads[0], Sizes(pieces, size_t{0}), ScalarType::Double);
-  double total = 0;
-  for (int64_t i = 0; i < pieces[0]; ++i) total += args.sums[i];
-  *(double*)result.mutable_data_ptr() = total;
+                         &total, dtype};
+  launch(grad_squares, args, grads[0], items, kSquarePiece * kQuantBlock);
+#if !defined(TW_CUDA)
+  for (int64_t i = 0; i < pieces; ++i) total += args.sums[i];
+#endif
   return result;
 }
 

@@ -13,24 +13,20 @@ namespace torchweld {
 
 using Tensors = std::vector<Tensor>;
 
-// A number that is kept as a tensor, since it changes every step.
-inline double number(const Tensor& t) {
-  STD_TORCH_CHECK(t.is_cpu() && t.numel() == 1, "a scalar is not one number on the CPU");
+// A number that is kept as a tensor, since it changes every step. Beside the parameters it is read
+// when they are stepped: nothing waits for a GPU here.
+inline Number number(const Tensor& t, const Tensor& param) {
+  STD_TORCH_CHECK(t.numel() == 1 && (t.is_cpu() || same_device(t, param)),
+                  "a scalar is not one number, on the CPU or beside the parameters");
   const DType dtype = dtype_of(t);
   STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::f64,
                   "a scalar is neither float32 nor float64");
-  return dtype == DType::f64 ? *(const double*)data(t) : (double)*(const float*)data(t);
+  const Number there{0, const_cast<void*>(data(t)), dtype == DType::f64};
+  return same_device(t, param) ? there : Number{there.read(), nullptr, false};
 }
-inline double number_or(const OptionalTensor& t, double otherwise) {
-  return t ? number(*t) : otherwise;
-}
-
-inline void set_number(const Tensor& t, double value) {
-  if (dtype_of(t) == DType::f64) {
-    *(double*)t.mutable_data_ptr() = value;
-  } else {
-    *(float*)t.mutable_data_ptr() = (float)value;
-  }
+inline Number known(double value) { return {value, nullptr, false}; }
+inline Number number_or(const OptionalTensor& t, double otherwise, const Tensor& param) {
+  return t ? number(*t, param) : known(otherwise);
 }
 
 inline void check_count(const Tensors& list, size_t count) {

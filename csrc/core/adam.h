@@ -14,6 +14,7 @@ struct AdamSettings {
 
 template <bool Amsgrad>
 struct Adam {
+  using Settings = AdamSettings;
   static constexpr int kMoments = Amsgrad ? 3 : 2;
   static constexpr bool kSigned[] = {true, false, false};
 

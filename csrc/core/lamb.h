@@ -15,6 +15,7 @@ struct LambSettings {
 };
 
 struct Lamb {
+  using Settings = LambSettings;
   static constexpr int kMoments = 2;
   static constexpr bool kSigned[] = {true, false};
 

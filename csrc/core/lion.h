@@ -10,6 +10,7 @@ struct LionSettings {
 };
 
 struct Lion {
+  using Settings = LionSettings;
   static constexpr int kMoments = 1;
   static constexpr bool kSigned[] = {true};
 

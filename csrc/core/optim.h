@@ -37,7 +37,22 @@ struct StepTensor {
   int64_t first_block;
 };
 
-// What changes from step to step: its number is that of this tensor's steps, from 1.
+// A number that changes from step to step: in memory that the step's device reads when it is there,
+// or known already.
+struct Number {
+  double value;
+  void* at;        // or null, where it is known
+  bool is_double;  // what lies there; otherwise it is a float
+
+  TW_HD double read() const {
+    return !at ? value : is_double ? *(const double*)at : (double)*(const float*)at;
+  }
+  TW_HD void write(double number) const {
+    is_double ? void(*(double*)at = number) : void(*(float*)at = (float)number);
+  }
+};
+
+// What a tensor's rule is made of: its number is that of this tensor's steps, from 1.
 struct StepScalars {
   double lr, number;
   double ratio;  // an adaptive rule's, or 1
@@ -46,10 +61,16 @@ struct StepScalars {
 template <class Rule>
 struct Step {
   const StepTensor* tensors;  // and one more, whose first_block is the number of all blocks
-  const Rule* rules;          // each tensor's
+  Rule* rules;                // each tensor's; on a GPU room for them, since they are made there
   int64_t count;
-  double (*squares)[2];  // a measure's result: each block's, of parameters and of steps
-  float grad_factor;     // what gradients are multiplied by before anything else
+  typename Rule::Settings settings;
+  Number lr;
+  const Number* steps;   // taken by each tensor
+  const double* ratios;  // each tensor's, or null
+  Number grad_factor;    // what gradients are multiplied by before anything else
+  Number found_inf;      // where it is not zero, all stays as it is
+  double (*squares)[2];  // of a measure: a block's or a piece's, of parameters and of steps
+  double (*sums)[2];     // of a measure: each tensor's
   DType dtype;
   StateCodec state;
   ParamCodec param;
@@ -65,12 +86,35 @@ TW_HD int64_t step_tensor(const StepTensor* tensors, int64_t count, int64_t bloc
   return low;
 }
 
-// The squared gradients' sums, over pieces of the work: the same at any number of threads.
+// An element whose last moment is not finite is skipped, and its moments start anew: blocks have no
+// room for it, and it would take its neighbours with it. No other moment of a rule is infinite
+// before the last. For one element or a vector of them.
+template <int N, class V, class Sound>
+TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
+  p = sound ? p : before;
+  for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : V{};
+}
+
+// A float32's bits are those of the bfloat16 and 16 zeros, plus the remainder, a signed number. The
+// bfloat16 is the nearest one, of two as near that of larger magnitude: the remainder of the other
+// would be 2^15, one too many.
+template <class Bits>
+TW_HD Bits completed(Bits half, Bits remainder) {
+  return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);
+}
+template <class Bits>
+TW_HD Bits nearest_half(Bits bits) {
+  return (bits + 0x8000u) >> 16;
+}
+
+// The squared gradients' sums, over pieces of the work: the same at any number of threads. On a GPU
+// a piece lies within a tensor.
 constexpr int64_t kSquarePiece = 64;  // blocks
 struct GradSquares {
   const StepTensor* tensors;
   int64_t count;
-  double* sums;  // [ceil(blocks / kSquarePiece)]
+  double* sums;   // each piece's
+  double* total;  // on a GPU
   DType dtype;
 };
 

@@ -41,11 +41,12 @@ TW_HD int64_t quant_blocks(int64_t width) { return (width + kQuantBlock - 1) / k
 struct QuantBlock {
   int64_t begin, count;
 };
-TW_HD QuantBlock quant_block(int64_t block, int64_t width) {
-  const int64_t per_row = quant_blocks(width);
-  const int64_t column = block % per_row * kQuantBlock;
+template <class Count>  // as narrow as it may be: divisions are dear on a GPU
+TW_HD QuantBlock quant_block(Count block, int64_t width) {
+  const Count per_row = (Count)quant_blocks(width), row = block / per_row;
+  const int64_t column = (int64_t)(block - row * per_row) * kQuantBlock;
   const int64_t left = width - column;
-  return {block / per_row * width + column, left < kQuantBlock ? left : kQuantBlock};
+  return {(int64_t)row * width + column, left < kQuantBlock ? left : kQuantBlock};
 }
 
 // What elements are divided by: a block of zeros has codes of zero.
@@ -68,6 +69,13 @@ struct Quant8Map {
   uint32_t place[kRuns];
   bool is_exact;  // no run has two thresholds, none lies below kFirst
 };
+
+// The bits of a positive normal float: in arithmetic, since nvcc cannot cast them in a constant.
+constexpr uint32_t bits_of_positive(float v) {
+  uint32_t exponent = 127;
+  for (; v < 1; v *= 2) --exponent;
+  return (exponent << 23) + (uint32_t)((v - 1) * 0x1p23f);  // v is at most 1
+}
 
 template <bool Signed>
 constexpr Quant8Map<Signed> quant8_map() {
@@ -96,11 +104,14 @@ constexpr Quant8Map<Signed> quant8_map() {
                       : code < 127 ? -magnitude[127 - code]
                                    : magnitude[code - 127];
   }
+  uint32_t threshold_bits[Map::kTop] = {};
   for (int number = 0; number < Map::kTop; ++number) {
     const double middle = ((double)magnitude[number] + (double)magnitude[number + 1]) / 2;
     const float nearest = (float)middle;
-    const uint32_t bits = __builtin_bit_cast(uint32_t, nearest) + ((double)nearest < middle);
-    map.threshold[number] = __builtin_bit_cast(float, bits);
+    const bool is_below = (double)nearest < middle;
+    // The next float is larger by a factor of 1 + 2^-24 to 1 + 2^-23: this rounds to it.
+    map.threshold[number] = is_below ? (float)((double)nearest * (1 + 0x1.4p-24)) : nearest;
+    threshold_bits[number] = bits_of_positive(nearest) + is_below;
   }
   map.is_exact = true;
   int number = 0;
@@ -109,7 +120,7 @@ constexpr Quant8Map<Signed> quant8_map() {
     const uint32_t end = begin + (1u << Map::kShift);
     map.place[run] = ((uint32_t)number << Map::kShift) - begin;
     for (int found = 0; number < Map::kTop; ++found, ++number) {
-      const uint32_t bits = __builtin_bit_cast(uint32_t, map.threshold[number]);
+      const uint32_t bits = threshold_bits[number];
       if (bits >= end) break;
       if (bits < begin || found > 0) map.is_exact = false;
       map.place[run] += end - bits;
@@ -139,7 +150,8 @@ TW_HD Bits quant8_number(Bits fraction, LookUp&& look_up) {
 template <bool Signed, class Bits>
 TW_HD Bits quant8_code(Bits fraction, Bits number) {
   if constexpr (!Signed) return number;
-  const Bits below = number > 127u ? fraction - fraction : 127u - number;  // there is no -1
+  const Bits most = fraction - fraction + 127u;
+  const Bits below = most - (number > 127u ? most : number);  // there is no -1
   return fraction >= kSignBit ? below : 127u + number;
 }
 

@@ -13,6 +13,7 @@ struct SgdSettings {
 
 template <bool Momentum>
 struct Sgd {
+  using Settings = SgdSettings;
   static constexpr int kMoments = Momentum ? 1 : 0;
   static constexpr bool kSigned[] = {true};
 
@@ -42,6 +43,7 @@ struct Sgd {
 
 // What LARS measures.
 struct Gradient {
+  using Settings = SgdSettings;
   static constexpr int kMoments = 0;
   static constexpr bool kSigned[] = {true};
 

@@ -147,9 +147,6 @@ struct MasteredParam {
   }
 };
 
-// The float32's bits are those of the bfloat16 and 16 zeros, plus the remainder, a signed number.
-// The bfloat16 is the nearest one, of two as near that of larger magnitude: the remainder of the
-// other would be 2^15, one too many.
 struct CompletedParam {
   using Storage = BFloat16;
   uint16_t* param;
@@ -158,14 +155,12 @@ struct CompletedParam {
       : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return (F32)((halves(param + i, place) << 16) +
-                 (U32)((I32)(halves(remainder + i, place) << 16) >> 16));
+    return (F32)completed(halves(param + i, place), halves(remainder + i, place));
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
     const U32 bits = v != v ? U32{} + 0x7fc00000u : (U32)v;
-    const U32 rounded = bits + 0x8000u;
-    set_halves(param + i, rounded >> 16, place);
+    set_halves(param + i, nearest_half(bits), place);
     set_halves(remainder + i, (bits & 0xffffu), place);
   }
 
@@ -186,16 +181,7 @@ struct CompletedParam {
 
 // --- The loop -----------------------------------------------------------------------------------
 
-// Blocks have no room for what is not finite, which would take its neighbours with it: an element
-// whose last moment would not be finite is skipped, and its moments start anew. No other moment of
-// a rule is infinite before the last.
 inline I32 is_sound(F32 last_moment) { return (I32)(magnitude_bits(last_moment) < kInfinityBits); }
-template <int N>
-void skip_unsound(F32& p, F32 before, F32* m) {
-  const I32 sound = is_sound(m[N - 1]);
-  p = sound ? p : before;
-  for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : F32{};
-}
 
 template <class Param, class Moment, class Rule>
 void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
@@ -209,7 +195,7 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
     F32 p = before, m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
     rule(p, load(grad + i, place) * grad_factor, m);
-    if constexpr (Moment::kInBlocks) skip_unsound<N>(p, before, m);
+    if constexpr (Moment::kInBlocks) skip_unless<N>(is_sound(m[N - 1]), p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
     param.set(i, p, place);
   });
@@ -242,24 +228,26 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
 
 template <class Param, class Moment, class Rule>
 void measure_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
+  const float grad_factor = (float)a.grad_factor.read();
   int64_t at = step_tensor(a.tensors, a.count, begin);
   for (int64_t block = begin; block < end; ++block) {
     while (block >= a.tensors[at + 1].first_block) ++at;
     const StepTensor& t = a.tensors[at];
     const Span span = make_span(t, block - t.first_block, block - t.first_block + 1);
-    measure_block<Param, Moment>(t, a.rules[at], a.grad_factor, span, a.squares[block]);
+    measure_block<Param, Moment>(t, a.rules[at], grad_factor, span, a.squares[block]);
   }
 }
 
 template <class Param, class Moment, class Rule>
 void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
+  const float grad_factor = (float)a.grad_factor.read();
   for (int64_t at = step_tensor(a.tensors, a.count, begin); begin < end; ++at) {
     const StepTensor& t = a.tensors[at];
     const int64_t next = a.tensors[at + 1].first_block;
     for (const int64_t stop = next < end ? next : end; begin < stop;) {
       const int64_t last = begin + kSpanBlocks < stop ? begin + kSpanBlocks : stop;
       const Span span = make_span(t, begin - t.first_block, last - t.first_block);
-      step_span<Param, Moment>(t, a.rules[at], a.grad_factor, span);
+      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
       begin = last;
     }
   }

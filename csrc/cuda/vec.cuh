@@ -39,6 +39,19 @@ __device__ __forceinline__ unsigned bits_of(float v) { return __float_as_uint(v)
 __device__ __forceinline__ unsigned bits_of(BFloat16 v) { return v.bits; }
 __device__ __forceinline__ unsigned bits_of(Half v) { return v.bits; }
 __device__ __forceinline__ unsigned bits_of(uint8_t v) { return v; }
+__device__ __forceinline__ unsigned bits_of(uint16_t v) { return v; }
+
+// The element that these are the bits of; what is above them does not matter.
+template <class T>
+__device__ __forceinline__ T element(unsigned bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else if constexpr (sizeof(T) == 2) {
+    return T{(uint16_t)bits};
+  } else {
+    return (T)bits;
+  }
+}
 
 // A parameter, of T or float32.
 template <class T>
@@ -62,13 +75,7 @@ struct Packed {
   __device__ __forceinline__ unsigned bits(int i) const {
     return word[i / kInWord] >> (i % kInWord * 8 * sizeof(T));
   }
-  __device__ __forceinline__ float operator[](int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(word[i]);
-    } else {
-      return to_float(T{(uint16_t)bits(i)});
-    }
-  }
+  __device__ __forceinline__ float operator[](int i) const { return to_float(element<T>(bits(i))); }
 
   // Between two passes over the elements: the compiler would keep the floats of the first, which
   // take the registers that this struct is there to save.

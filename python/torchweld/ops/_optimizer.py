@@ -6,10 +6,11 @@ A step takes lists with an entry for each parameter, and writes to all of them b
 * `completions`: what completes parameters to float32: float32 masters, int16 remainders, or none;
 * `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
-* `steps`: the number of steps taken, which this one counts up.
+* `steps`: the number of steps taken, on the parameter's device, which this one counts up.
 
 `grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
-changes. Numbers that change from step to step are tensors. An adaptive rule takes `ratios`, a
+changes. Numbers that change from step to step are tensors, on the parameters' device or the CPU;
+the host waits for none of them. An adaptive rule takes `ratios`, a
 float64 number for each parameter, which the optimizer makes of the squares that a measure finds.
 """
 
@@ -31,6 +32,7 @@ _LISTS = (
     " Tensor(d!)[] absmaxes, Tensor(e!)[] steps"
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
+_BACKENDS = ("cpu", "cuda")
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
@@ -90,12 +92,15 @@ class Rule:
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction
-        self._op = PlainOp(name, f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf) -> ()")
+        self._op = PlainOp(
+            name, f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf) -> ()", backends=_BACKENDS
+        )
         if direction is not None:
             self._measure = PlainOp(
                 f"{name}_squares",
                 f"({_READ_LISTS}, {tail}) -> Tensor",
                 lambda params, *_: params[0].new_empty((len(params), 2), dtype=torch.float64),
+                _BACKENDS,
             )
 
     def step(
@@ -114,8 +119,10 @@ class Rule:
             torch.autograd.graph.increment_version(batch.wholes)
             return
         packed = batch.packed()
-        scalars = (lr,) if self._direction is None else (lr, ratios)
-        kernel(*packed.lists(), *scalars, *settings, grad_factor, found_inf)
+        device = batch.params[0].device
+        first = (lr,) if self._direction is None else (lr, ratios)
+        scalars = [_readable(t, device) for t in (*first, grad_factor, found_inf)]
+        kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:])
         for originals, copies in zip(batch.lists(), packed.lists(), strict=True):
             if originals is batch.grads:
                 continue
@@ -134,7 +141,8 @@ class Rule:
         assert self._direction is not None
         kernel = self._measure.kernel(batch.params[0].device) if batch.served_by_kernel() else None
         if kernel is not None:
-            return kernel(*batch.packed().lists(), *settings, grad_factor)
+            factor = _readable(grad_factor, batch.params[0].device)
+            return kernel(*batch.packed().lists(), *settings, factor)
         rows = []
         for i in range(len(batch.params)):
             p, g, moments = self._read(batch, i, grad_factor)
@@ -210,6 +218,11 @@ def _sound(moments: Tensors) -> torch.Tensor:
     return torch.stack([m.isfinite() for m in moments]).all(0)
 
 
+def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """A number where a kernel on this device can have it: there, or on the CPU."""
+    return t if t is None or t.device.type == "cpu" else t.to(device)
+
+
 def _packed(tensors: Tensors) -> Tensors:
     return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
@@ -246,6 +259,7 @@ _SQUARES = PlainOp(
     "sum_of_squares",
     "(Tensor[] grads) -> Tensor",
     lambda grads: grads[0].new_empty((), dtype=torch.float64),
+    _BACKENDS,
 )
 
 

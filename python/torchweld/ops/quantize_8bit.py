@@ -163,10 +163,14 @@ def _dequantize_fake(
 
 
 _QUANTIZE = PlainOp(
-    "quantize_8bit", "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)", _quantize_fake
+    "quantize_8bit",
+    "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)",
+    _quantize_fake,
+    ("cpu", "cuda"),
 )
 _DEQUANTIZE = PlainOp(
     "dequantize_8bit",
     "(Tensor codes, Tensor absmax, bool signed, ScalarType dtype) -> Tensor",
     _dequantize_fake,
+    ("cpu", "cuda"),
 )

@@ -154,9 +154,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if state:
                     self._begin_moments(state)
                 state.update(codec.new_state(p, moments) | state)
+            # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
             if "step" not in state:
-                at_parameter = group.get("capturable") or group.get("fused")
-                state["step"] = torch.zeros((), device=p.device if at_parameter else "cpu")
+                state["step"] = torch.zeros((), device=p.device)
+            elif state["step"].device != p.device:
+                state["step"] = state["step"].to(p.device)
             dtype, entry = codec.moment_dtype(p), codec.completion(p)
             key = (p.device, p.dtype, dtype, entry, *moments)
             if key not in found:

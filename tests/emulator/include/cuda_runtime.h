@@ -14,6 +14,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 // One block runs at a time, so that its variables can be everyone's; not so in cooperative
 // launches, which have to use dynamic shared memory.
@@ -122,6 +123,15 @@ inline int __any_sync(unsigned mask, int p, TW_HERE) {
 }
 inline int __all_sync(unsigned mask, int p, TW_HERE) {
   return emulator::vote(mask, p, TW_SITE("__all_sync")) == mask;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, TW_HERE) {
+  unsigned most = 0;
+  for (int i = 0; i < warpSize; ++i) {
+    if (mask >> i & 1) {
+      most = std::max(most, emulator::exchange(mask, value, i, TW_SITE("__reduce_max_sync")));
+    }
+  }
+  return most;
 }
 
 // --- Memory ---

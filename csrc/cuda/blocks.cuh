@@ -1,0 +1,96 @@
+// Blocks of 256 elements, each a warp's: a lane has eight of them, in two groups of four, so that
+// whatever the dtype a warp accesses memory that lies side by side.
+#pragma once
+
+#include "core/quant8.h"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int kGroups = 2;
+static_assert(kGroups * 4 * kWarp == kQuantBlock);
+
+__device__ __forceinline__ int lane() { return (int)threadIdx.x % kWarp; }
+// Where the lane's group begins in the block.
+constexpr int kGroupStride = kWarp * 4;
+__device__ __forceinline__ int place(int group) { return group * kGroupStride + lane() * 4; }
+
+template <class T>
+using Four = Packed<T, 4>;
+
+template <class T>
+__device__ __forceinline__ Four<T> pack_bits(const unsigned (&bits)[4]) {
+  Four<T> four;
+#pragma unroll
+  for (int w = 0; w < four.kWords; ++w) four.word[w] = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    four.word[i / four.kInWord] |= bits[i] << (i % four.kInWord * 8 * sizeof(T));
+  }
+  return four;
+}
+template <class T>
+__device__ __forceinline__ Four<T> pack(const float (&values)[4]) {
+  unsigned bits[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) bits[i] = bits_of(from_float<T>(values[i]));
+  return pack_bits<T>(bits);
+}
+
+// How a group is accessed: as one, if the block is whole and aligned; or else one by one. Each
+// element is read once, before it may be written.
+template <bool Whole>
+struct Access {
+  int count;  // of the block's elements, from the group's first one on
+
+  // Elements that are not there are `nothing`, a word of such.
+  template <class T>
+  __device__ __forceinline__ Four<T> read(const T* p, unsigned nothing = 0) const {
+    Four<T> four;
+    if constexpr (Whole) {
+      constexpr int kWords = Four<T>::kWords;
+      if constexpr (kWords == 1) {
+        four.word[0] = __ldcs((const unsigned*)p);
+      } else if constexpr (kWords == 2) {
+        const uint2 two = __ldcs((const uint2*)p);
+        four.word[0] = two.x, four.word[1] = two.y;
+      } else {
+        const uint4 all = __ldcs((const uint4*)p);
+        four.word[0] = all.x, four.word[1] = all.y, four.word[2] = all.z, four.word[3] = all.w;
+      }
+    } else {
+      unsigned bits[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        bits[i] = i < count ? bits_of(p[i]) : nothing & (~0u >> (32 - 8 * sizeof(T)));
+      }
+      four = pack_bits<T>(bits);
+    }
+    return four;
+  }
+
+  template <class T>
+  __device__ __forceinline__ void write(T* p, const Four<T>& four) const {
+    if constexpr (!Whole) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < count) p[i] = element<T>(four.bits(i));
+      }
+    } else if constexpr (Four<T>::kWords == 1) {
+      __stcs((unsigned*)p, four.word[0]);
+    } else if constexpr (Four<T>::kWords == 2) {
+      __stcs((uint2*)p, make_uint2(four.word[0], four.word[1]));
+    } else {
+      __stcs((uint4*)p, make_uint4(four.word[0], four.word[1], four.word[2], four.word[3]));
+    }
+  }
+};
+
+// Whether groups of T from here on, and by fours of elements further, can be accessed as one.
+template <class T>
+inline bool holds_groups(const void* p) {
+  return (uintptr_t)p % (4 * sizeof(T)) == 0;
+}
+
+TW_NAMESPACE_END

@@ -1,0 +1,453 @@
+// The loop of every optimizer in CUDA, and the codecs it is made for; optim.cu has the argument.
+#pragma once
+
+#include <type_traits>
+
+#include "core/dispatch.h"
+#include "core/optim.h"
+#include "cuda/launch.cuh"
+#include "cuda/quant8.cuh"
+#include "cuda/vec.cuh"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int kStepThreads = 256;
+constexpr int kStepWarps = kStepThreads / kWarp;
+constexpr int kStepCtas = 3;  // on a multiprocessor, at the registers that this leaves
+
+// What rules in core/ take of a number.
+TW_HD float square_root(float v) { return sqrtf(v); }
+
+// --- Parameters ---------------------------------------------------------------------------------
+
+// Four elements of a lane.
+template <class T>
+struct PlainParam {
+  using Storage = T;
+  Four<T> param;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    param = access.read((const T*)t.param + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return param[i]; }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    access.write((T*)t.param + at, pack<T>(values));
+  }
+};
+
+template <class T>
+struct MasteredParam {
+  using Storage = T;
+  Four<float> master;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    master = access.read((const float*)t.completion + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return master[i]; }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    access.write((float*)t.completion + at, pack<float>(values));
+    access.write((T*)t.param + at, pack<T>(values));
+  }
+};
+
+struct CompletedParam {
+  using Storage = BFloat16;
+  Four<uint16_t> half, remainder;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    half = access.read((const uint16_t*)t.param + at);
+    remainder = access.read((const uint16_t*)t.completion + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return __uint_as_float(completed(half.bits(i), remainder.bits(i) & 0xffffu));
+  }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    unsigned halves[4], remainders[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float v = values[i];
+      const unsigned bits = v != v ? 0x7fc00000u : __float_as_uint(v);
+      halves[i] = nearest_half(bits), remainders[i] = bits & 0xffffu;
+    }
+    access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
+    access.write((uint16_t*)t.completion + at, pack_bits<uint16_t>(remainders));
+  }
+};
+
+// --- What a lane holds of a block ---------------------------------------------------------------
+
+// call(Index<k>{}) for each of a rule's moments.
+template <int K>
+struct Index {
+  TW_HD constexpr operator int() const { return K; }
+};
+template <int N, class Call>
+__device__ __forceinline__ void for_moments(Call&& call) {
+  if constexpr (N > 0) {
+    for_moments<N - 1>(call);
+    call(Index<N - 1>{});
+  }
+}
+
+// State is the type that moments are stored in: float, BFloat16, or bytes of codes.
+template <class Param, class State, class Rule>
+class LaneOfBlock {
+ public:
+  static constexpr int N = Rule::kMoments;
+  static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
+  using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
+
+  __device__ __forceinline__ LaneOfBlock(const StepTensor& t, uint32_t block, bool is_aligned)
+      : t_(t),
+        block_(block),
+        here_(locate(t, block)),
+        first_(here_.begin + place(0)),
+        whole_(is_aligned && here_.count == kQuantBlock) {
+    with_access([&](auto access_to) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const auto access = access_to(group);
+        const int64_t at = first_ + group * kGroupStride;
+        param_[group].read(t, at, access);
+        grad_[group] = access.read((const typename Param::Storage*)t.grad + at);
+        for_moments<N>([&](auto k) {
+          constexpr unsigned kZeros = kInBlocks && Rule::kSigned[k] ? kSignedZeros : 0;
+          moment_[k][group] = access.read((const State*)t.moment[k] + at, kZeros);
+        });
+      }
+    });
+    if constexpr (kInBlocks) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) absmax_[k] = t.absmax[k][block];
+    }
+  }
+
+  // call(p, g, m, whether the element is there) for each of the lane's elements, which are zeros
+  // past the end of a block; what is left in p and m is what save() stores.
+  template <class Call>
+  __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float m[N > 0 ? N : 1];
+        for_moments<N>([&](auto k) {
+          if constexpr (kInBlocks) {
+            const unsigned code = moment_[k][group].bits(i) & 0xffu;
+            m[k] = maps.template of<Rule::kSigned[k]>().value[code] * absmax_[k];
+          } else {
+            m[k] = moment_[k][group][i];
+          }
+        });
+        float& p = p_[group][i];
+        p = param_[group][i];
+        call(p, grad_[group][i], m, place(group) + i < here_.count);
+#pragma unroll
+        for (int k = 0; k < N; ++k) m_[k][group][i] = m[k];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void save(const Maps& maps) {
+    for_moments<N>([&](auto k) {
+      if constexpr (kInBlocks) {
+        absmax_[k] = largest_magnitude(m_[k]);
+        maps.template of<Rule::kSigned[k]>().encode(moment_[k], m_[k], absmax_[k]);
+      } else {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          moment_[k][group] = pack<State>(m_[k][group]);
+        }
+      }
+    });
+    if constexpr (kInBlocks) {
+      __syncwarp();  // all lanes have read the absmax that one of them replaces
+      if (lane() == 0) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) t_.absmax[k][block_] = absmax_[k];
+      }
+    }
+    with_access([&](auto access_to) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const auto access = access_to(group);
+        const int64_t at = first_ + group * kGroupStride;
+        Param::write(t_, at, p_[group], access);
+#pragma unroll
+        for (int k = 0; k < N; ++k) access.write((State*)t_.moment[k] + at, moment_[k][group]);
+      }
+    });
+  }
+
+ private:
+  static __device__ __forceinline__ QuantBlock locate(const StepTensor& t, uint32_t block) {
+    if constexpr (kInBlocks) return quant_block(block, t.width);
+    const int64_t begin = (int64_t)block * kQuantBlock, left = t.width - begin;
+    return {begin, left < kQuantBlock ? left : kQuantBlock};
+  }
+  // call(group -> its Access): one branch for all that is read or written.
+  template <class Call>
+  __device__ __forceinline__ void with_access(Call&& call) const {
+    const auto left = [&](int group) { return (int)here_.count - place(group); };
+    if (whole_) {
+      call([&](int group) { return Access<true>{left(group)}; });
+    } else {
+      call([&](int group) { return Access<false>{left(group)}; });
+    }
+  }
+
+  const StepTensor& t_;
+  const uint32_t block_;
+  const QuantBlock here_;
+  const int64_t first_;  // element of the lane
+  const bool whole_;
+  Param param_[kGroups];
+  Four<typename Param::Storage> grad_[kGroups];
+  Four<State> moment_[N > 0 ? N : 1][kGroups];
+  float absmax_[N > 0 ? N : 1];
+  float p_[kGroups][4], m_[N > 0 ? N : 1][kGroups][4];
+};
+
+// --- A launch and its tensors -------------------------------------------------------------------
+
+// Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. All
+// arguments of a launch take 4 KB at most.
+constexpr int kBatchTensors = 40;
+struct StepBatch {
+  // first_block is that of the tensor's first piece: pieces of `piece` blocks, one for each block
+  // of threads, lie within tensors.
+  StepTensor tensor[kBatchTensors + 1];
+  uint32_t blocks[kBatchTensors];
+  int count, piece;
+  uint64_t aligned;  // a bit for each tensor: groups of four elements can be accessed as one
+};
+
+// call(batch, number of its first tensor, of its first piece, pieces) for all tensors;
+// is_aligned(tensor) says whether each of its rows can be accessed in groups of four.
+template <class IsAligned, class Call>
+cudaError_t for_batches(const StepTensor* tensors, int64_t count, int piece, IsAligned&& is_aligned,
+                        Call&& call) {
+  int64_t first_piece = 0;
+  for (int64_t first = 0; first < count; first += kBatchTensors) {
+    StepBatch batch = {};
+    batch.count = (int)(count - first < kBatchTensors ? count - first : kBatchTensors);
+    batch.piece = piece;
+    int64_t pieces = 0;
+    for (int i = 0; i < batch.count; ++i) {
+      const StepTensor& t = tensors[first + i];
+      const int64_t blocks = tensors[first + i + 1].first_block - t.first_block;
+      if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+      batch.tensor[i] = t;
+      batch.tensor[i].first_block = pieces * piece;
+      batch.blocks[i] = (uint32_t)blocks;
+      batch.aligned |= (uint64_t)is_aligned(t) << i;
+      pieces += (blocks + piece - 1) / piece;
+    }
+    batch.tensor[batch.count].first_block = pieces * piece;
+    if (pieces > INT32_MAX) return cudaErrorInvalidValue;
+    const cudaError_t error = call(batch, first, first_piece, (unsigned)pieces);
+    if (error != cudaSuccess) return error;
+    first_piece += pieces;
+  }
+  return cudaSuccess;
+}
+
+// The blocks of the piece that this block of threads has: body(tensor, block) in each warp.
+template <class Body>
+__device__ __forceinline__ void for_blocks_of_piece(const StepBatch& batch, int at, Body&& body) {
+  const StepTensor& t = batch.tensor[at];
+  const uint32_t first = (uint32_t)((int64_t)blockIdx.x * batch.piece - t.first_block);
+  const uint32_t left = batch.blocks[at] - first, piece = (uint32_t)batch.piece;
+  const uint32_t count = left < piece ? left : piece;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / kWarp; i < count; i += kStepWarps) body(t, first + i);
+}
+__device__ __forceinline__ int tensor_of_piece(const StepBatch& batch) {
+  return (int)step_tensor(batch.tensor, batch.count, (int64_t)blockIdx.x * batch.piece);
+}
+
+// --- Rules --------------------------------------------------------------------------------------
+
+// The rules of a step, each made by one thread, since it takes powers in float64.
+constexpr int kRulesAtOnce = 128;
+template <class Rule>
+struct MakeRules {
+  typename Rule::Settings settings;
+  Number lr, found_inf;
+  const double* ratios;
+  Rule* rules;
+  Number steps[kRulesAtOnce];
+  int count;
+  bool is_step;  // not a measure
+};
+template <class Rule>
+__global__ void __launch_bounds__(kRulesAtOnce)
+    make_rules(const __grid_constant__ MakeRules<Rule> a) {
+  const int i = (int)threadIdx.x;
+  if (i >= a.count) return;
+  const double number = a.steps[i].read() + 1;
+  const StepScalars now{a.lr.read(), number, a.ratios ? a.ratios[i] : 1};
+  a.rules[i] = Rule(a.settings, now);
+  if (a.is_step && a.found_inf.read() == 0) a.steps[i].write(number);
+}
+
+template <class Rule>
+cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
+  for (int64_t first = 0; first < a.count; first += kRulesAtOnce) {
+    const int64_t left = a.count - first;
+    MakeRules<Rule> make{a.settings,
+                         a.lr,
+                         a.found_inf,
+                         a.ratios ? a.ratios + first : nullptr,
+                         a.rules + first,
+                         {},
+                         (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
+                         !a.sums};
+    for (int i = 0; i < make.count; ++i) make.steps[i] = a.steps[first + i];
+    static_assert(sizeof make <= 4096);
+    const cudaError_t error = launch(make_rules<Rule>, {dim3(1), dim3(kRulesAtOnce)}, stream, make);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// --- Steps --------------------------------------------------------------------------------------
+
+template <class Rule>
+struct StepLaunch {
+  StepBatch batch;
+  const Rule* rules;
+  Number grad_factor, found_inf;
+  double (*squares)[2];  // each piece's
+};
+static_assert(sizeof(StepLaunch<int>) <= 4096);
+
+template <class Param, class State, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+    step_pieces(const __grid_constant__ StepLaunch<Rule> a) {
+  using Lane = LaneOfBlock<Param, State, Rule>;
+  __shared__ typename Lane::Maps maps;
+  if (a.found_inf.read() != 0) return;
+  const int at = tensor_of_piece(a.batch);
+  const Rule rule = a.rules[at];
+  const float grad_factor = (float)a.grad_factor.read();
+  const bool is_aligned = a.batch.aligned >> at & 1;
+  maps.fill();
+  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
+    Lane lane(t, block, is_aligned);
+    lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
+      const float before = p;
+      rule(p, g * grad_factor, m);
+      if constexpr (Lane::kInBlocks) {
+        skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
+      }
+    });
+    lane.save(maps);
+  });
+}
+
+// --- Measures and sums --------------------------------------------------------------------------
+
+// The sum over the block's threads, in thread 0.
+__device__ __forceinline__ double sum_over_block(double value) {
+  __shared__ double of_warp[kStepWarps];
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  __syncthreads();  // those of the previous call have been read
+  if (lane() == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  double sum = 0;
+  for (int warp = 0; warp < kStepWarps; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+// What a step would be: nothing is written but a piece's squares.
+template <class Param, class State, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+    measure_pieces(const __grid_constant__ StepLaunch<Rule> a) {
+  using Lane = LaneOfBlock<Param, State, Rule>;
+  __shared__ typename Lane::Maps maps;
+  const int at = tensor_of_piece(a.batch);
+  const Rule rule = a.rules[at];
+  const float grad_factor = (float)a.grad_factor.read();
+  const bool is_aligned = a.batch.aligned >> at & 1;
+  maps.fill();
+  double of_param = 0, of_step = 0;
+  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
+    Lane lane(t, block, is_aligned);
+    lane.for_elements(maps, [&](float& p, float g, float* m, bool is_there) {
+      double step = rule.direction(p, g * grad_factor, m);
+      if constexpr (Lane::kInBlocks) is_there &= is_finite(m[Lane::N - 1]);
+      if (!is_there) step = 0;
+      of_param += (double)p * p;
+      of_step += step * step;
+    });
+  });
+  of_param = sum_over_block(of_param);
+  of_step = sum_over_block(of_step);
+  if (threadIdx.x == 0) {
+    a.squares[blockIdx.x][0] = of_param;
+    a.squares[blockIdx.x][1] = of_step;
+  }
+}
+
+// The sums of `Numbers` numbers over pieces [first[i], first[i + 1]), by block i.
+constexpr int kRangesAtOnce = 256;
+struct Ranges {
+  const double* pieces;
+  double* sums;
+  int64_t first[kRangesAtOnce + 1];
+};
+template <int Numbers>
+__global__ void __launch_bounds__(kStepThreads) sum_ranges(const __grid_constant__ Ranges a) {
+#pragma unroll
+  for (int n = 0; n < Numbers; ++n) {
+    double sum = 0;
+    for (int64_t at = a.first[blockIdx.x] + threadIdx.x; at < a.first[blockIdx.x + 1];
+         at += kStepThreads) {
+      sum += a.pieces[at * Numbers + n];
+    }
+    sum = sum_over_block(sum);
+    if (threadIdx.x == 0) a.sums[blockIdx.x * Numbers + n] = sum;
+  }
+}
+
+// A gradient without its parameter, and a rule for it.
+struct NoRule {
+  static constexpr int kMoments = 0;
+  static constexpr bool kSigned[] = {true};
+};
+template <class T>
+struct NoParam {
+  using Storage = T;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor&, int64_t, const Access&) {}
+  __device__ __forceinline__ float operator[](int) const { return 0; }
+};
+struct GradLaunch {
+  StepBatch batch;
+  double* sums;  // each piece's
+};
+template <class T>
+__global__ void __launch_bounds__(kStepThreads) grad_pieces(const __grid_constant__ GradLaunch a) {
+  using Lane = LaneOfBlock<NoParam<T>, float, NoRule>;
+  const int at = tensor_of_piece(a.batch);
+  const bool is_aligned = a.batch.aligned >> at & 1;
+  double sum = 0;
+  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
+    Lane lane(t, block, is_aligned);
+    lane.for_elements({}, [&](float&, float g, float*, bool) { sum += (double)g * g; });
+  });
+  sum = sum_over_block(sum);
+  if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
+}
+
+TW_NAMESPACE_END

@@ -1,0 +1,107 @@
+// The 8-bit maps on the device: in shared memory, since lanes look up different entries.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/blocks.cuh"
+
+TW_NAMESPACE_BEGIN
+
+template <bool Signed>
+static __device__ const Quant8Map<Signed> kMapInMemory = quant8_map<Signed>();
+
+// Four codes of zero.
+constexpr unsigned kSignedZeros = 0x7f7f7f7fu;
+
+__device__ __forceinline__ bool is_finite(float v) {
+  return (__float_as_uint(v) & ~kSignBit) < kInfinityBits;
+}
+
+// Of all elements of the block, by their bits: these have the order of magnitudes, and NaN is the
+// largest of all.
+__device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups][4]) {
+  unsigned most = 0;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      most = max(most, __float_as_uint(values[group][i]) & ~kSignBit);
+    }
+  }
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, most));
+}
+
+// call(fraction), where fraction(x) is x / absmax, rounded once: by the three instructions that are
+// left of a division where its divisor's reciprocal is known, and nothing becomes too large or too
+// small for them: but for fractions below 2^-23, which are nearest to zero anyhow.
+template <class Call>
+__device__ __forceinline__ void with_fractions(float absmax, Call&& call) {
+  const float divisor = quant_divisor(absmax);
+  if (divisor > 0x1p-60f && divisor < 0x1p60f) {
+    const float reciprocal = 1 / divisor;
+    call([=](float x) {
+      const float quotient = x * reciprocal;
+      return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
+    });
+  } else {
+    call([=](float x) { return x / divisor; });
+  }
+}
+
+// What decoding and encoding look up.
+template <bool Signed>
+struct SharedMap {
+  float value[256];
+  uint32_t place[Quant8Map<Signed>::kRuns];
+
+  __device__ __forceinline__ void fill() {
+    const auto& map = kMapInMemory<Signed>;
+    for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
+    for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
+  }
+  // Of all values that a lane has of a block; no lane's is larger than absmax.
+  __device__ __forceinline__ void encode(Four<uint8_t> (&to)[kGroups],
+                                         const float (&values)[kGroups][4], float absmax) const {
+    with_fractions(absmax, [&](auto&& fraction_of) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        unsigned codes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t fraction = __float_as_uint(fraction_of(values[group][i]));
+          const uint32_t number =
+              quant8_number<Signed>(fraction, [this](uint32_t run) { return place[run]; });
+          codes[i] = quant8_code<Signed>(fraction, number);
+        }
+        to[group] = pack_bits<uint8_t>(codes);
+      }
+    });
+  }
+};
+struct NoMap {
+  __device__ __forceinline__ void fill() {}
+};
+
+// Those of the maps that a kernel needs.
+template <bool Signed, bool Unsigned>
+struct MapsOf {
+  std::conditional_t<Signed, SharedMap<true>, NoMap> with_sign;
+  std::conditional_t<Unsigned, SharedMap<false>, NoMap> without;
+
+  // By all threads of the block.
+  __device__ __forceinline__ void fill() {
+    with_sign.fill();
+    without.fill();
+    if constexpr (Signed || Unsigned) __syncthreads();
+  }
+  template <bool OfSigned>
+  __device__ __forceinline__ const auto& of() const {
+    if constexpr (OfSigned) {
+      return with_sign;
+    } else {
+      return without;
+    }
+  }
+};
+
+TW_NAMESPACE_END
