@@ -13,7 +13,9 @@ TW_NAMESPACE_BEGIN
 
 constexpr int kStepThreads = 256;
 constexpr int kStepWarps = kStepThreads / kWarp;
-constexpr int kStepCtas = 3;  // on a multiprocessor, at the registers that this leaves
+// On a multiprocessor, at the registers that this leaves; with three moments 80 are too few.
+template <class Rule>
+constexpr int kStepCtas = Rule::kMoments < 3 ? 3 : 2;
 
 // What rules in core/ take of a number.
 TW_HD float square_root(float v) { return sqrtf(v); }
@@ -329,7 +331,7 @@ struct StepLaunch {
 static_assert(sizeof(StepLaunch<int>) <= 4096);
 
 template <class Param, class State, class Rule>
-__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     step_pieces(const __grid_constant__ StepLaunch<Rule> a) {
   using Lane = LaneOfBlock<Param, State, Rule>;
   __shared__ typename Lane::Maps maps;
@@ -371,7 +373,7 @@ __device__ __forceinline__ double sum_over_block(double value) {
 
 // What a step would be: nothing is written but a piece's squares.
 template <class Param, class State, class Rule>
-__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     measure_pieces(const __grid_constant__ StepLaunch<Rule> a) {
   using Lane = LaneOfBlock<Param, State, Rule>;
   __shared__ typename Lane::Maps maps;
