@@ -13,12 +13,16 @@ from optimizers import SHAPES, Optimizer, U, draw, draw_grads, run, same, snapsh
 from torchweld import optim
 from torchweld.ops._optimizer import read_param
 
+# The CUDA kernels have no Adafactor.
+ON_THE_CPU = pytest.mark.parametrize("backend", ["cpu", "eager"], indirect=True)
+
 # Matrices in matrices, a row, a column, and rows past a piece of a vector.
 MATRICES = (*SHAPES, (9000,), (6, 5, 3, 3), (1, 300), (300, 1), (3, 0, 4))
 # torch divides by the number of elements.
 NOT_EMPTY = tuple(shape for shape in MATRICES if 0 not in shape)
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize(
     "settings",
     [
@@ -43,6 +47,7 @@ def test_torchs_trajectory(settings: dict[str, Any], backend: str) -> None:
         assert ((p - q).abs() <= bound).all()
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize(
     "settings",
     [
@@ -150,6 +155,7 @@ def test_states_go_from_and_to_torch(dtype: torch.dtype) -> None:
         assert ((p - q).abs() <= 8 * u * (q.abs() + 0.1)).all()
 
 
+@ON_THE_CPU
 def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
     """Under GradScaler: averages, parameters and the count stay."""
     params, optimizer = run(lambda p: optim.Adafactor(p), 2)
