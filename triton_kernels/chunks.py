@@ -103,5 +103,6 @@ def add_chunks_launches(
         CHUNKS=8 if wide else 32,
         BLOCK=block,
         num_warps=4,
-        maxnreg=128 if wide else 64,
+        # Rows that Triton does not know to be aligned take more addresses.
+        maxnreg=128 if wide or width % 16 else 64,
     )
