@@ -147,7 +147,8 @@ SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=pr
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)"
 .PHONY: sanitize
 sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
-	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN)
+	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN) \
+	  --isa $$($(PY) -c 'from torchweld import _native; print(_native.supported_isas()[0])')
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \

@@ -136,10 +136,12 @@ def _bindings(rule: str, flags: str) -> tuple[tuple[Path, str, str], ...]:
     return tuple((source, rule, include) for source in sources)
 
 
-def cpu_libraries() -> list[Library]:
-    """The CPU bindings and the kernels of every instruction set."""
+def cpu_libraries(isa: str = "") -> list[Library]:
+    """The CPU bindings, and the kernels of every instruction set or of the baseline and `isa`."""
     libraries = [Library("torchweld_cpu", _bindings("cxx", ""), "-ltorch_cpu")]
     for position, (variant, march) in enumerate(VARIANTS.items()):
+        if isa and position > 0 and variant != isa:
+            continue
         baseline = "-DTW_BASELINE" if position == 0 else ""
         flags = f"{KERNEL_FLAGS} {march} -DTW_VARIANT={variant} {baseline}"
         sources = sorted((CSRC / "cpu").glob("*.cpp"))
@@ -294,9 +296,9 @@ def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = ""
         raise BuildError(f"ninja failed with exit code {result.returncode}; see above")
 
 
-def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True) -> None:
+def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = "") -> None:
     """The package's libraries."""
-    libraries = cpu_libraries()
+    libraries = cpu_libraries(isa)
     if cuda and nvcc():
         libraries.append(cuda_library())
     elif cuda:
@@ -315,6 +317,7 @@ def main() -> None:
     parser.add_argument("--emulator", action="store_true", help="the CUDA kernels on the CPU")
     parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
     parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
+    parser.add_argument("--isa", default="", help="of the CPU, beside the baseline; default: all")
     given = parser.parse_args()
     try:
         if given.emulator:
@@ -324,7 +327,7 @@ def main() -> None:
         elif given.planted:
             run_ninja("planted", given.out, [planted_library(given.sanitize)], given.sanitize)
         else:
-            build(given.out, sanitize=given.sanitize, cuda=not given.no_cuda)
+            build(given.out, sanitize=given.sanitize, cuda=not given.no_cuda, isa=given.isa)
     except BuildError as error:
         sys.exit(f"torchweld: {error}")
 
