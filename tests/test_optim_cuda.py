@@ -143,12 +143,10 @@ def test_measures(
     draw_grads(params, 1)
     (group,) = optimizer.param_groups
     for batch in optimizer._batches(group):
-        found = optimizer._rule().squares(batch, optimizer._settings(group), torch.tensor(0.5))
-        again = optimizer._rule().squares(batch, optimizer._settings(group), torch.tensor(0.5))
+        given = (batch, optimizer._settings(group, batch), torch.tensor(0.5))
+        found, again = (optimizer._rule().squares(*given) for _ in range(2))
         with torchweld.use_backend("eager"):
-            expected = optimizer._rule().squares(
-                batch, optimizer._settings(group), torch.tensor(0.5)
-            )
+            expected = optimizer._rule().squares(*given)
         assert torch.equal(found, again)
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 

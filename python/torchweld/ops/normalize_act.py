@@ -17,7 +17,6 @@ def normalize_act(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
-    *,
     activation: str = "gelu",
     approximate: str = "none",
 ) -> torch.Tensor:
