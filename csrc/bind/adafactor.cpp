@@ -35,15 +35,8 @@ class Factoring {
     for (size_t i = 0; i < count; ++i) {
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored_, "matrices and vectors are steps of their own");
-      check_like(p, p, params[0].scalar_type());
-      check_like(grads[i], p, params[0].scalar_type());
       FactoredTensor& t = tensors_[i];
-      t.param = p.mutable_data_ptr();
-      t.grad = data(grads[i]);
-      if (!completions.empty()) {
-        check_like(completions[i], p, completions[0].scalar_type());
-        t.completion = completions[i].mutable_data_ptr();
-      }
+      set_param(t, params, grads, completions, i);
       lay_out(t, p.sizes(), p.numel());
       if (p.numel() == 0) continue;  // and there is nothing to average
       if (factored_) {
@@ -107,11 +100,7 @@ class Factoring {
       t.length = (float)lengths.length;
     }
     launch(adafactor_step, args, like, chunks_, elements_ / (chunks_ + 1));
-    for (size_t i = 0; i < steps.size(); ++i) {
-      Number count = number(steps[i], like);
-      count.at = steps[i].mutable_data_ptr();
-      count.write(now[i].number);
-    }
+    for (size_t i = 0; i < steps.size(); ++i) counter(steps[i], like).write(now[i].number);
   }
 
  private:

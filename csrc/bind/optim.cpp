@@ -33,8 +33,7 @@ struct Scalars {
     STD_TORCH_CHECK(steps_in.size() == params.size(), "lists of tensors differ in length");
     for (const Tensor& step : steps_in) {
       STD_TORCH_CHECK(same_device(step, params[0]), "steps are not beside their parameters");
-      steps.push_back(number(step, params[0]));
-      steps.back().at = step.mutable_data_ptr();  // it is counted up there
+      steps.push_back(counter(step, params[0]));
     }
     if (!ratios_in) return;
     STD_TORCH_CHECK(same_device(*ratios_in, params[0]) && ratios_in->is_contiguous() &&
@@ -79,16 +78,9 @@ class Work {
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
       const Tensor& p = params[i];
-      check_like(p, p, params[0].scalar_type());
-      check_like(grads[i], p, params[0].scalar_type());
       const BlockRows rows(p.sizes());
       StepTensor& t = tensors_[i];
-      t.param = p.mutable_data_ptr();
-      t.grad = data(grads[i]);
-      if (!completions.empty()) {
-        check_like(completions[i], p, completions[0].scalar_type());
-        t.completion = completions[i].mutable_data_ptr();
-      }
+      set_param(t, params, grads, completions, i);
       t.width = state_ == StateCodec::blocks ? rows.width : p.numel();
       t.first_block = blocks;
       for (size_t k = 0; k < moments_each; ++k) {

@@ -24,6 +24,12 @@ inline Number number(const Tensor& t, const Tensor& param) {
   const Number there{0, const_cast<void*>(data(t)), dtype == DType::f64};
   return same_device(t, param) ? there : Number{there.read(), nullptr, false};
 }
+// A tensor's steps, which are counted up there.
+inline Number counter(const Tensor& step, const Tensor& param) {
+  Number count = number(step, param);
+  count.at = step.mutable_data_ptr();
+  return count;
+}
 inline Number known(double value) { return {value, nullptr, false}; }
 inline Number number_or(const OptionalTensor& t, double otherwise, const Tensor& param) {
   return t ? number(*t, param) : known(otherwise);
@@ -36,6 +42,18 @@ inline void check_like(const Tensor& t, const Tensor& param, ScalarType dtype) {
   STD_TORCH_CHECK(same_sizes(t.sizes(), param.sizes()) && same_device(t, param) &&
                       t.is_contiguous() && t.scalar_type() == dtype,
                   "a tensor does not fit its parameter, or is not contiguous");
+}
+// The addresses of parameter i, its gradient and what completes it, once they are known to fit.
+inline void set_param(StepTensor& t, const Tensors& params, const Tensors& grads,
+                      const Tensors& completions, size_t i) {
+  const Tensor& p = params[i];
+  check_like(p, p, params[0].scalar_type());
+  check_like(grads[i], p, params[0].scalar_type());
+  t.param = p.mutable_data_ptr();
+  t.grad = data(grads[i]);
+  if (completions.empty()) return;
+  check_like(completions[i], p, completions[0].scalar_type());
+  t.completion = completions[i].mutable_data_ptr();
 }
 inline ParamCodec param_codec(const Tensors& completions, DType dtype) {
   if (completions.empty()) return ParamCodec::plain;

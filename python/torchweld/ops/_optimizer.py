@@ -10,8 +10,8 @@ A step takes lists with an entry for each parameter, and writes to all of them b
 
 `grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
 changes. Numbers that change from step to step are tensors, on the parameters' device or the CPU;
-the host waits for none of them. An adaptive rule takes `ratios`, a
-float64 number for each parameter, which the optimizer makes of the squares that a measure finds.
+the host waits for none of them. An adaptive rule takes `ratios`, a float64 number for each
+parameter, which the optimizer makes of the squares that a measure finds.
 """
 
 from __future__ import annotations
