@@ -96,7 +96,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
     Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names;
-    with `seams`: of seams too.
+    with `seams`: of seams too; with `not_at`: in other places than those that it names.
     """
     names = set(metafunc.fixturenames)
     drawing = metafunc.definition.get_closest_marker("drawing") is not None
@@ -107,7 +107,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for op in (OPS.values() if seams else KERNELS)
         if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
     ]
-    targets = [target for target in TARGETS if target.op in ops]
+    left_out = metafunc.definition.get_closest_marker("not_at")
+    places = set(PLACES) - set(left_out.args if left_out else ())
+    targets = [target for target in TARGETS if target.op in ops and target.place in places]
     if {"target", "dtype"} <= names:
         pairs = [(target, dtype) for target in targets for dtype in target.dtypes]
         ids = [f"{target}-{str(dtype).removeprefix('torch.')}" for target, dtype in pairs]
