@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Threads that wait sleep: with a test on every core, spinning takes the time of what they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+
 import torch
 
 GPU = torch.cuda.is_available()
