@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld.errors import ArgumentError
-from torchweld.ops import _act, gated_act
+from torchweld.ops import _act, _gemm_act, gated_act
 from torchweld.ops._call import run_on
 from torchweld.ops.linear_act import activated, check, outer, recomputed
 from torchweld.registry import Numerics, Seam, activation, weight
@@ -145,7 +145,9 @@ MLP = Seam(
     check=_check_mlp,
     fake=lambda x, w1, b1, w2, *_: (x.new_empty((*x.shape[:-1], w2.shape[0])),),
     columns=lambda *_: 1,
-    sources=_act.SOURCES,
+    sources=_gemm_act.SOURCES,
+    detail=lambda x, w1, b1, w2, b2, *kind: _gemm_act.explain(x, w1, b1, *kind),
+    made_of=_gemm_act.MADE_OF,
     samples=_mlp_samples(),
     benchmarks=tuple(
         _mlp_arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)
