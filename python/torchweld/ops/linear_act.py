@@ -89,20 +89,33 @@ def activated(backend, x, weight, bias, activation, approximate):
 
 
 def _in_two(backend, x, weight, bias, activation, approximate):
-    if activation == "relu":
-        # Its derivative jumps where the sum changes its sign: no rounding before the bias is added.
-        z, bias = linear(x, weight, bias), None
-    else:
-        z = linear(x, weight)
-    if bias is not None and bias.dtype is not z.dtype and torch.is_autocast_enabled(z.device.type):
-        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-    if backend == "cpu" and not _is_saved(z, bias) and is_ours(z):
+    z, bias = summed(x, weight, bias, activation)
+    return act(backend, z, bias, activation, approximate)
+
+
+def act(backend, z, bias, activation, approximate):
+    """bias_act on this backend, in place where z is wanted no more."""
+    if backend == "cpu" and not is_saved(z, bias) and is_ours(z):
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
     return run_on(bias_act.OP, backend, (z, bias, activation, approximate))
 
 
-def _is_saved(z: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def summed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What torch's GEMM makes, and the bias that is left to the activation's pass."""
+    if activation == "relu":
+        # Its derivative jumps where the sum changes its sign: no rounding before the bias is added.
+        return linear(x, weight, bias), None
+    z = linear(x, weight)
+    if bias is not None and bias.dtype is not z.dtype and torch.is_autocast_enabled(z.device.type):
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    return z, bias
+
+
+def is_saved(z: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether z is wanted in a backward."""
     trained = z.requires_grad or (bias is not None and bias.requires_grad)
     return trained and torch.is_grad_enabled()
 
