@@ -34,12 +34,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield PLACES[request.param][1]
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same on tensors of the CPU."""
-    if missing := PLACES["interpreter"][2]:
-        pytest.skip(missing)
-    with running_at("interpreter", monkeypatch):
+@pytest.fixture(params=[place for place in WHERE if place == "interpreter"])
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same on tensors of the CPU, where they are interpreted."""
+    with running_at(request.param, monkeypatch):
         yield
 
 
@@ -270,14 +268,23 @@ def test_the_faster_is_chosen_once_and_kept(
     assert clock.calls == 3
 
 
-def test_what_compiles_takes_what_is_kept(clock: _Clock, launched: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_compiles_takes_what_is_kept(
+    clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
+) -> None:
     """Of any number of rows: the choice is part of the graph."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
 
     def compiled() -> bool:
         torch._dynamo.reset()
-        function = torch.compile(functional.linear_act, fullgraph=True, backend="aot_eager")
-        return launched(function, x, weight, bias)
+        function = torch.compile(
+            functional.linear_act, fullgraph=True, backend="aot_eager", dynamic=dynamic
+        )
+        found = launched(function, x, weight, bias)
+        for rows in (20, 19):
+            with torch._dynamo.config.patch(error_on_recompile=bool(dynamic) or rows == 19):
+                assert launched(function, x[:rows], weight, bias) == found
+        return found
 
     clock.times = [2.0, 1.0]
     assert not compiled()
@@ -303,6 +310,41 @@ def test_what_the_kernel_cannot_serve_is_unfused(
     assert "too small" in _gemm_act.explain(x, weight, bias, "gelu", "none")
     with pytest.raises(torchweld.ArgumentError, match="bias"):
         functional.linear_act(x, weight, bias[1:])
+
+
+def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contender's own, in turns; what does not fit the GPU is never the fastest."""
+    now, order = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Stream:
+        def synchronize(self) -> None:
+            order.append("synchronize")
+
+    def contender(ms: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(ms)
+            now[0] += ms
+
+        return run
+
+    def too_large() -> None:
+        raise pytest.importorskip("triton").OutOfResources(2, 1, "shared memory")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    found = _gemm_choice._medians([contender(2.0), too_large, contender(1.0)])
+    assert found == [2.0, float("inf"), 1.0]
+    assert order[-3:] == [2.0, 1.0, "synchronize"]
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")

@@ -11,7 +11,7 @@ import torch
 
 from torchweld._autograd import autograd_function, derivatives_of_reference, where_it_goes
 from torchweld.ops import _act, _gemm_choice, bias_act
-from torchweld.ops._gemm_choice import ShapeClass, Timed
+from torchweld.ops._gemm_choice import Timed
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import Signature
 
@@ -161,12 +161,12 @@ def choose(
     """The tile to run with; None: the unfused form is faster, or nothing is known of its rival."""
     if _why_not(x, weight, bias) is not None:
         return None
-    wanted = _shape_class(x, weight, bias, activation, approximate)
+    shapes = _shapes(x, weight, bias, activation, approximate)
     if torch.compiler.is_compiling():
-        return _kept_while_compiling(x.device, *wanted)
-    timed = _gemm_choice.kept(x.device, wanted)
+        return _kept_while_compiling(x.device, shapes)
+    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
     if timed is None and _may_time(x):
-        timed = _time(wanted, x, weight, bias, activation, approximate, unfused)
+        timed = _time(shapes, x, weight, bias, activation, approximate, unfused)
     return None if timed is None else timed.chosen
 
 
@@ -181,7 +181,8 @@ def explain(
     unfused = "torch's GEMM, then a pass for bias and activation"
     if reason := _why_not(x, weight, bias):
         return f"{unfused}: {reason}"
-    timed = _gemm_choice.kept(x.device, _shape_class(x, weight, bias, activation, approximate))
+    shapes = _shapes(x, weight, bias, activation, approximate)
+    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
     if timed is None:
         return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
     ratio = timed.unfused_ms / timed.ms
@@ -211,26 +212,24 @@ def _why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return None
 
 
-def _shape_class(x, weight, bias, activation, approximate) -> ShapeClass:
+def _shapes(x, weight, bias, activation, approximate) -> str:
+    """What a time depends on beside the number of rows, in words: sizes are constants in them."""
     columns, inner = weight.shape
+    dtype = str(_computed_in(x)).removeprefix("torch.")
     transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
-    compiling = torch.compiler.is_compiling()
-    return ShapeClass(
-        inner=inner,
-        columns=columns,
-        dtype=str(_computed_in(x)).removeprefix("torch."),
-        layout="-".join(["transposed", *transposed]) if transposed else "plain",
-        kind=f"{activation}-{approximate}",
-        has_bias=bias is not None,
-        saves_z=_trained(x, weight, bias),
-        rows=None if compiling else x.shape[:-1].numel().bit_length(),
-    )
+    words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
+    words += [activation, approximate, "bias" if bias is not None else "no bias"]
+    return ", ".join([*words, "z saved" if _trained(x, weight, bias) else "z not saved"])
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.shape[:-1].numel()
 
 
 @torch.compiler.assume_constant_result
-def _kept_while_compiling(device: torch.device, *wanted: Any) -> int | None:
+def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
     """What is kept, which torch.compile takes for a constant."""
-    timed = _gemm_choice.kept(device, ShapeClass(*wanted))
+    timed = _gemm_choice.kept(device, shapes, None)
     return None if timed is None else timed.chosen
 
 
@@ -242,14 +241,14 @@ def _may_time(x: torch.Tensor) -> bool:
     )
 
 
-def _time(wanted, x, weight, bias, activation, approximate, unfused) -> Timed:
-    dtype = _computed_in(x)
+def _time(shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
+    dtype, save_z = _computed_in(x), _trained(x, weight, bias)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
         given = (*factors, activation, approximate)
         kernel = torch.ops.torchweld.linear_act.triton
         fused: Mapping[int, Any] = {
-            tile: partial(kernel, *given, tile, wanted.saves_z)
+            tile: partial(kernel, *given, tile, save_z)
             for tile in _gemm_choice.kernels().contenders(dtype, x.shape[-1])
         }
-        return _gemm_choice.time(x.device, wanted, partial(unfused, *given), fused)
+        return _gemm_choice.time(x.device, shapes, _rows(x), partial(unfused, *given), fused)

@@ -29,23 +29,6 @@ _ROUNDS = 11
 _AHEAD = 1.02
 
 
-class ShapeClass(NamedTuple):
-    """What a time depends on."""
-
-    inner: int
-    columns: int
-    dtype: str
-    layout: str
-    kind: str
-    has_bias: bool
-    saves_z: bool
-    # The bits of their number; None: of any number.
-    rows: int | None
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
-
-
 class Timed(NamedTuple):
     """The tile of the fastest fused GEMM, and the milliseconds that it and the unfused one took."""
 
@@ -59,19 +42,22 @@ class Timed(NamedTuple):
         return self.tile if self.ms * _AHEAD < self.unfused_ms else None
 
 
-def kept(device: torch.device, wanted: ShapeClass) -> Timed | None:
-    """What was found for a class of shapes on this GPU; of any rows: the least favourable."""
+def kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
+    """What was found for a class of shapes and a number of rows on this GPU.
+
+    Of any rows: the least favourable.
+    """
     found = _all_kept(_conditions(device, kernels().precision()))
-    if wanted.rows is not None:
-        return found.get(str(wanted))
-    named = str(wanted).removesuffix("None")
-    alike = [timed for name, timed in found.items() if name.startswith(named)]
+    if rows is not None:
+        return found.get(_name(shapes, rows))
+    alike = [timed for name, timed in found.items() if name.startswith(f"{shapes}, rows")]
     return min(alike, key=lambda timed: timed.unfused_ms / timed.ms, default=None)
 
 
 def time(
     device: torch.device,
-    wanted: ShapeClass,
+    shapes: str,
+    rows: int,
     unfused: Callable[[], Any],
     fused: Mapping[int, Callable[[], Any]],
 ) -> Timed:
@@ -79,10 +65,15 @@ def time(
     unfused_ms, *times = _medians([unfused, *fused.values()])
     ms, tile = min(zip(times, fused, strict=True))
     timed = Timed(tile, ms, unfused_ms)
-    conditions = _conditions(device, kernels().precision())
-    _all_kept(conditions)[str(wanted)] = timed
-    _keep(conditions, str(wanted), timed)
+    conditions, name = _conditions(device, kernels().precision()), _name(shapes, rows)
+    _all_kept(conditions)[name] = timed
+    _keep(conditions, name, timed)
     return timed
+
+
+def _name(shapes: str, rows: int) -> str:
+    """Rows are told apart by their number's bits."""
+    return f"{shapes}, rows below {1 << rows.bit_length()}"
 
 
 def kernels() -> Any:
