@@ -15,7 +15,7 @@ copies of 4.3 TB/s), in milliseconds:
 The floor of this kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
 shape and 1.16x at the second; without z, the GEMM itself. The targets at the first shape are 1.06x
 (tanh) and 1.09x (erf). There the unfused form is at 1.08x, so that this one wins with 96% of the
-library's rate in its GEMM; at the second shape 87% are enough. With loads through pointers, as
+library's rate in its GEMM; at the second shape 86% are enough. With loads through pointers, as
 here, 80 to 90% are to be expected on that GPU: it should win at the second shape and lose at the
 first. On sm_80, where pointers feed the tensor cores as well as anything, both are within reach.
 Which form runs is therefore timed on the GPU at hand, the unfused one among the contenders:
@@ -147,7 +147,8 @@ class Tile(NamedTuple):
 
 # Large, for the most products a byte; half of that, two programs on a processor; for fewer rows.
 # The last is for what would not fit the registers of larger ones: elements that are loaded one by
-# one, since 16 bytes do not divide the rows, and float32 without tensor cores.
+# one, since 16 bytes do not divide the rows, and float32 without tensor cores. All three stages fit
+# the shared memory of sm_80.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), _LAST),

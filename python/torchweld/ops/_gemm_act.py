@@ -26,6 +26,7 @@ MADE_OF = (
 _SMALLEST = 2**28
 # Beyond it a kernel would have to copy, see its _factor.
 _LONGEST_ROW = 2**22
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _fake(x, weight, bias, activation, approximate, tile, save_z):
@@ -200,8 +201,8 @@ def _why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return "x and weight do not fit"
     if bias is not None and bias.shape != weight.shape[:1]:
         return "weight and bias do not fit"
-    if any(t.device != x.device or t.dtype.itemsize > 4 for t in given):
-        return "there are several devices, or float64"
+    if any(t.device != x.device or t.dtype not in _DTYPES for t in given):
+        return "there are several devices, or a dtype that the kernel has not"
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return "x and weight are of different dtypes"
     if weight.shape[1] >= _LONGEST_ROW:
