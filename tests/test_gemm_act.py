@@ -247,6 +247,8 @@ def test_the_faster_is_chosen_once_and_kept(
     assert clock.calls == 1
     explained = str(torchweld.explain("linear_act", x, weight, bias))
     assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
+    block = torchweld.explain("mlp", x, weight, bias, weight.t(), None)
+    assert "measured at 2.00x" in block.detail
     ((conditions, found),) = json.loads((tmp_path / "gemm.json").read_text()).items()
     assert "triton" in conditions
     assert list(found.values()) == [[0, 1.0, 2.0]]
