@@ -29,7 +29,7 @@ NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py t
 	tests/test_optim_adafactor.py tests/test_optim_cuda.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
 CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
-	tests/test_seams.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
+	tests/test_seams.py tests/test_gemm_act.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
 	tests/test_optim_distributed.py tests/test_batch_norm.py tests/test_batch_norm_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
@@ -94,7 +94,7 @@ test-isa: env ## The kernels' numbers on every CPU instruction set but the best,
 test-peers: env ## Tests against other packages; installs them
 	$(call say,testing against peers)
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0" "bitsandbytes==0.50.2" \
-	  "peft==0.18.0" "accelerate==1.15.0"
+	  "peft==0.18.0" "accelerate==1.15.0" "torchao==0.18.0"
 	@$(PYTEST) tests/peers/peer_*.py $(ARGS)
 
 # python3.12 itself, or pyenv's where that is not the version in use.

@@ -127,12 +127,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, with its backend asked for by name."""
     target: Target = request.param
-    with _running_at(target.place, monkeypatch):
+    with running_at(target.place, monkeypatch):
         yield target
 
 
 @contextmanager
-def _running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the place's backend is asked for by name, and runs there."""
     backend = PLACES[place][0]
     if place == "emulator":
@@ -183,7 +183,7 @@ def _place(name: str) -> Any:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Asked for by name; it serves CPU tensors."""
     if request.param == "emulator":
-        with _running_at(request.param, monkeypatch):
+        with running_at(request.param, monkeypatch):
             yield request.param
     else:
         with torchweld.use_backend(request.param):
@@ -193,5 +193,5 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(params=[_place("emulator"), _place("gpu-cuda")])
 def cuda_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device whose tensors the CUDA kernels serve here, asked for by name."""
-    with _running_at(request.param, monkeypatch):
+    with running_at(request.param, monkeypatch):
         yield PLACES[request.param][1]
