@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import _evidence, cli
+from torchweld import _cache, _evidence, cli
 from torchweld.bench import (
     command,
     conditions,
@@ -501,7 +501,7 @@ def test_what_tuning_finds_is_gone_by(
     gpu = MACHINE["name"]
     planted["cpu"] = _proof(2.5)
     versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
-    monkeypatch.setenv("TORCHWELD_CACHE", str(tmp_path))
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu)
     if faulty:
         wrong = {"cpu": "wrong"}

@@ -14,7 +14,7 @@ import test_seams
 import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, incoming
-from torchweld import functional
+from torchweld import _cache, functional
 from torchweld.ops import _act, _gemm_act, _gemm_choice
 from torchweld.ops.linear_act import arguments
 from torchweld.registry import OPS, Seam, materialize
@@ -202,7 +202,7 @@ class _Clock:
 def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Clock]:
     """A GPU's clock, a cache of its own, and no shape too small."""
     clock = _Clock()
-    monkeypatch.setenv(_gemm_choice.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(_gemm_choice, "_medians", clock)
     monkeypatch.setattr(_gemm_act, "_may_time", lambda x: True)
     monkeypatch.setattr(_gemm_act, "_SMALLEST", 0)
@@ -352,7 +352,7 @@ def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_timing_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was timed is right, whichever runs; nothing is timed while a graph is captured."""
-    monkeypatch.setenv(_gemm_choice.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
     _gemm_choice._all_kept.cache_clear()
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
     graph = torch.cuda.CUDAGraph()

@@ -6,10 +6,10 @@ what is chosen is never slower than that. What was found is kept in the user's c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
-import json
 import os
 import statistics
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The folder of what is kept; none: torchweld in the user's own cache.
-CACHE_VARIABLE = "TORCHWELD_CACHE"
+from torchweld import _cache
+
 # 0: nothing is timed while a model runs. What was kept earlier serves.
 TIMING_VARIABLE = "TORCHWELD_TIMING"
 timing = os.environ.get(TIMING_VARIABLE, "1") != "0"
@@ -114,10 +114,7 @@ def _medians(contenders: list[Callable[[], Any]]) -> list[float]:
 
 
 def _file() -> Path:
-    if folder := os.environ.get(CACHE_VARIABLE):
-        return Path(folder) / "gemm.json"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torchweld" / "gemm.json"
+    return _cache.folder() / "gemm.json"
 
 
 @functools.cache
@@ -135,27 +132,13 @@ def _conditions(device: torch.device, precision: str) -> str:
 
 @functools.cache
 def _all_kept(conditions: str) -> dict[str, Timed]:
-    found = _read(_file()).get(conditions, {})
+    found = _cache.read(_file()).get(conditions, {})
     return {name: Timed(*values) for name, values in found.items()}
 
 
-def _read(file: Path) -> dict[str, dict[str, list[Any]]]:
-    # A cache that cannot be read is an empty one.
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def _keep(conditions: str, name: str, timed: Timed) -> None:
-    file = _file()
-    content = _read(file)
+    content = _cache.read(_file())
     content.setdefault(conditions, {})[name] = list(timed)
-    unfinished = file.with_suffix(f".{os.getpid()}")
     # Where nothing can be written, it is kept for this process alone.
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(unfinished, file)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        _cache.write(_file(), content)
