@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweld
-from oracle import TORCH, exact, run
+from oracle import TORCH, Pool, exact, run
 from torchweld import functional
+from torchweld.ops import _act, _onednn
 from torchweld.ops._call import call
 from torchweld.registry import OPS, Op, Seam, activation, materialize, weight
 
@@ -354,6 +355,32 @@ def test_bfloat16_is_closer_to_the_truth_than_eager(approximate: str) -> None:
         errors = [(found[name].double() - oracle[name]).abs().mean() for found in (ours, eager)]
         print(f"{name} {approximate}: {errors[0] / errors[1]:.3f} of eager's mean error")
         assert errors[0] < errors[1], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inference_rounds_the_result_alone(dtype: torch.dtype) -> None:
+    """oneDNN activates before it rounds, in any layout; and a NaN stays one."""
+    if not _onednn._has(dtype):
+        pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
+    ours, rounding = Pool(), Pool()
+    layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])
+    for arguments in LINEAR.samples:
+        x, weight, *rest = materialize(arguments, dtype)
+        if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] == "relu":
+            continue
+        for layout in layouts:
+            given = [layout(x) if x.ndim == 2 else x, weight, *rest]
+            with torch.no_grad(), _Counting() as counted:
+                y = call(LINEAR, *given)
+            assert not counted.calls["bias_act_"]
+            oracle = exact(LINEAR, given)["y"]
+            ours.add(y - oracle, oracle)
+            rounding.add(oracle.to(dtype) - oracle, oracle)
+    print(f"{ours.rms / rounding.rms:.3f} of what rounding costs")
+    assert ours.rms <= 1.1 * rounding.rms
+    x = torch.full((2, 8), torch.nan, dtype=dtype)
+    for kind in _act.KINDS:
+        assert call(LINEAR, x, torch.ones(3, 8, dtype=dtype), None, *kind).isnan().all()
 
 
 # --- Modules --------------------------------------------------------------------------------------

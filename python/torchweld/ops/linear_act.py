@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from torchweld.errors import ArgumentError
-from torchweld.ops import _act, _check, _gemm_act, bias_act
+from torchweld.ops import _act, _check, _gemm_act, _onednn, bias_act
 from torchweld.ops._call import call, run_on
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import Numerics, Seam, activation
@@ -79,12 +79,14 @@ PlainOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approxima
 
 
 def activated(backend, x, weight, bias, activation, approximate):
-    """linear, then bias_act on this backend; in Triton by one kernel, where that is faster."""
+    """linear, then bias_act on this backend; by one kernel where there is one, and it is faster."""
     given = (x, weight, bias, activation, approximate)
     if backend == "triton":
         tile = _gemm_act.choose(*given, partial(_in_two, backend))
         if tile is not None:
             return _gemm_act.linear_act(*given, tile)
+    elif backend == "cpu" and (y := _onednn.linear_act(*given)) is not None:
+        return y
     return _in_two(backend, *given)
 
 
