@@ -26,6 +26,7 @@ void bias_act_row(const BiasActForward& a, int64_t row, Act act, bool streamed) 
   const P* bias = (const P*)a.bias;
   T* y = (T*)a.y + row * a.width;
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    __builtin_prefetch(x + i + 1024);
     Vec<A> z = load(x + i, at);
     if (bias) z += load(bias + i, at);
     write(y + i, act.value(z), at, streamed);
@@ -41,6 +42,8 @@ void bias_act_backward_row(const BiasActBackward& a, int64_t row, Accumulate<T>*
   const P* bias = (const P*)a.bias;
   T* grad_x = (T*)a.grad_x + row * a.width;
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
+    __builtin_prefetch(x + i + 1024);
+    __builtin_prefetch(grad_y + i + 1024);
     Vec<A> z = load(x + i, at);
     if (bias) z += load(bias + i, at);
     const Vec<A> grad = act.gradient(z, load(grad_y + i, at));
