@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch.multiprocessing
 import torchweld
 from torchweld import optim
 
-# A row of 300 is two blocks; 65 rows do not divide by two; one row is left to a single process.
-SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30))
+# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row
+# or column is left to one process, three of anything to three.
+SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100))
 CODECS: tuple[dict[str, Any], ...] = (
     {},
     {"state_dtype": "8bit"},
@@ -81,21 +84,47 @@ def _assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
             assert torch.equal(whole, value), name
 
 
+def _placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Sharded in these dimensions, or the last one where there are fewer; None is replicated."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        placements = [Replicate() if d is None else Shard(min(d, t.ndim - 1)) for d in dims]
+        return distribute_tensor(t, mesh, placements)
+
+    return place
+
+
+@contextlib.contextmanager
+def _reductions() -> Iterator[list[Any]]:
+    """The operations of those that are made inside."""
+    made: list[Any] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def record(t: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, **given: Any) -> Any:
+        made.append(op)
+        return all_reduce(t, op, **given)
+
+    torch.distributed.all_reduce = record
+    try:
+        yield made
+    finally:
+        torch.distributed.all_reduce = all_reduce
+
+
 def _shards(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     for settings in CODECS:
         expected = _run(settings, lambda t: t, range(1, 5))
-        quantized = settings.get("state_dtype") == "8bit"
-        for placement in (Shard(0), Replicate(), *([] if quantized else [Shard(1)])):
-
-            def place(t: torch.Tensor, placement: Any = placement) -> torch.Tensor:
-                along = Shard(0) if placement == Shard(1) and t.ndim == 1 else placement
-                return distribute_tensor(t, mesh, [along])
-
-            found = _run(settings, place, range(1, 5))
+        cuts = settings.get("state_dtype") == "8bit"
+        for dim in (0, None, 1, 2):
+            place = _placer(mesh, dim)
+            with _reductions() as made:
+                found = _run(settings, place, range(1, 5))
+            assert made == [torch.distributed.ReduceOp.MAX] * (4 if cuts and dim else 0)
             _assert_same(found, expected)
             assert all(
                 isinstance(value, DTensor)
@@ -109,12 +138,57 @@ def _shards(rank: int) -> None:
             _assert_same(_run(settings, place, range(3, 5), saved), expected)
 
     wide = torch.nn.Parameter(distribute_tensor(torch.zeros(64, 128), mesh, [Shard(1)]))
-    wide.grad = torch.ones_like(wide)
-    with pytest.raises(torchweld.ArgumentError, match="first dimension"):
-        optim.AdamW([wide], state_dtype="8bit").step()
+    other = torch.nn.Parameter(torch.zeros(64, 128))
+
+    def refuses(match: str, error: Any = torchweld.ArgumentError, **settings: Any) -> None:
+        other.grad = torch.ones_like(other)
+        optimizer = optim.AdamW([other, wide], **settings)
+        with pytest.raises(error, match=match):
+            optimizer.step()
+        assert not other.any()
+        assert not wide.to_local().any()
+
     wide.grad = torch.ones(64, 128)
-    with pytest.raises(torchweld.ArgumentError, match="a gradient"):
-        optim.AdamW([wide]).step()
+    refuses("a gradient")
+    wide.grad = torch.ones_like(wide)
+    with torchweld.use_backend("cuda"):
+        refuses("cuda", torchweld.BackendError, state_dtype="8bit")
+    whole = {"shape": wide.shape, "stride": wide.stride()}
+    for part, along, match in (
+        (torch.zeros(64, 63), Shard(1), "rows of 64 elements"),
+        (torch.zeros(64, 128), Partial(), "sharded or replicated"),
+    ):
+        wide = torch.nn.Parameter(DTensor.from_local(part, mesh, [along], **whole))
+        wide.grad = wide.detach().clone()
+        refuses(match, state_dtype="8bit")
+
+
+def _codecs(rank: int) -> None:
+    """A float32 state becomes codes and goes back, under a scaler too, as on one device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    place = _placer(init_device_mesh("cpu", (2,)), 1)
+    results = []
+    for at in (lambda t: t, place):
+        params, optimizer = _run({}, at, range(1, 3))
+        for state_dtype in ("8bit", torch.float32):
+            saved = ([p.detach() for p in params], optimizer.state_dict())
+            params, optimizer = _run({"state_dtype": state_dtype}, lambda t: t, range(0), saved)
+            for seed in (3, 4):
+                for p, g in zip(params, _values(seed, torch.float32), strict=True):
+                    p.grad = at(g * 0.8)
+                optimizer.grad_scale = torch.tensor(8.0)
+                optimizer.found_inf = torch.tensor(float(seed == 4))
+                optimizer.step()
+        results.append((params, optimizer))
+    whole, sharded = results
+    _assert_same(sharded, whole)
+    for backend in ("cpu", "eager"):
+        with torchweld.use_backend(backend):
+            settings = {"state_dtype": "8bit", "momentum": 0.9}
+            _assert_same(
+                *(_run(settings, at, range(1, 4), kind=optim.LARS) for at in (place, lambda t: t))
+            )
 
 
 def _adaptive(rank: int) -> None:
@@ -124,10 +198,8 @@ def _adaptive(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
-        quantized = kind is optim.LAMB8bit
         expected, _ = _run({}, lambda t: t, range(1, 5), kind=kind)
-        last = Replicate() if quantized else Shard(-1)
-        placements = itertools.cycle((Shard(0), Replicate(), last))
+        placements = itertools.cycle((Shard(-1), Replicate(), Shard(0)))
         wholes = _values(0, torch.float32)
         params = [
             torch.nn.Parameter(distribute_tensor(value, mesh, [at]))
@@ -227,25 +299,43 @@ def _zero(rank: int) -> None:
     assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
 
 
-# Stages of a run: each on so many processes, sharded in some way, from the last one's checkpoint.
-STAGES = (1, 2, 4, 1)
+def _grid(rank: int) -> None:
+    """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for settings in CODECS[1], CODECS[3]:
+        expected = _run(settings, lambda t: t, range(1, 4))
+        for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
+            _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
+        for dim in 0, 1:
+
+            def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
+                along = min(dim, t.ndim - 1)
+                even = t.shape[along] % 4 == 0  # the others torch does not place so
+                first = _StridedShard(along, split_factor=2) if even else Shard(along)
+                return distribute_tensor(t, mesh, [first, Shard(along)])
+
+            _assert_same(_run(settings, place, range(1, 4)), expected)
+
+
+# Stages of a run: each on so many processes, from the last one's checkpoint; and the dimensions
+# that tensors are sharded in.
+STAGES = ((1,), (2,), (2, 2), (1,))
+RESHARDED = [(settings, ((1,), (2,), (0, 1), (0,))) for settings in CODECS]
+RESHARDED.append((CODECS[1], ((0,), (0,), (1, 2), (1,))))
 
 
 def _stage(rank: int, stage: int, directory: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (STAGES[stage],))
-    for name, settings in enumerate(CODECS):
-        quantized = settings.get("state_dtype") == "8bit"
-        dtype = _dtype(settings)
-
-        def place(t: torch.Tensor, quantized: bool = quantized) -> torch.Tensor:
-            other = Replicate() if quantized or t.ndim == 1 else Shard(1)
-            return distribute_tensor(t, mesh, [Shard(0) if stage % 2 else other])
-
+    mesh = init_device_mesh("cpu", STAGES[stage])
+    for name, (settings, dims) in enumerate(RESHARDED):
+        dtype, place = _dtype(settings), _placer(mesh, *dims[stage])
         values = [place(v) for v in _values(0, dtype)]
         model = torch.nn.ParameterList([torch.nn.Parameter(v) for v in values])
         optimizer = optim.AdamW(model.parameters(), 1e-2, **settings)
@@ -283,15 +373,25 @@ def _worker(
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_shards, _adaptive, _clipping, _fsdp2, _zero])
-def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store")), nprocs=2)
+# By the number of processes: those that are started share their scenarios.
+SCENARIOS = {2: (_shards, _codecs, _adaptive, _clipping, _fsdp2, _zero), 4: (_grid,)}
+
+
+def _all(rank: int, world: int) -> None:
+    for scenario in SCENARIOS[world]:
+        scenario(rank)
+
+
+@pytest.mark.parametrize("world", SCENARIOS)
+def test_processes_equal_one(world: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    torch.multiprocessing.spawn(_worker, args=(_all, store, world, world), nprocs=world)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
     """On disk, from 1 process to 2, 4 and back: the run is that of one device without a break."""
-    for stage, world in enumerate(STAGES):
-        store = str(tmp_path / f"store{stage}")
+    for stage, sizes in enumerate(STAGES):
+        world, store = math.prod(sizes), str(tmp_path / f"store{stage}")
         torch.multiprocessing.spawn(
             _worker, args=(_stage, store, world, stage, tmp_path), nprocs=world
         )

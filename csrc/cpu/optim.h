@@ -16,11 +16,22 @@ struct Span {
   int blocks;
   int64_t begin;                  // element of the tensor
   int64_t edge[kSpanBlocks + 1];  // where each block begins in the span, and the last one ends
+  int64_t next;                   // from a block's absmax to what it becomes
   int64_t count() const { return edge[blocks]; }
 };
 
+inline Span make_span(const StepTensor& t, const CutRows& cut, int64_t first, int64_t last) {
+  const int64_t row = first / cut.pieces;
+  int64_t piece = first - row * cut.pieces;
+  Span span{first, (int)(last - first), row * t.width + cut.edges[piece], {}, 0};
+  for (int i = 0; i < span.blocks; ++i) {
+    span.edge[i + 1] = span.edge[i] + cut.edges[piece + 1] - cut.edges[piece];
+    if (++piece == cut.pieces) piece = 0;
+  }
+  return span;
+}
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
-  Span span{first, (int)(last - first), quant_block(first, t.width).begin, {}};
+  Span span{first, (int)(last - first), quant_block(first, t.width).begin, {}, 0};
   // The rest of a row in which the first block lies, then of the next rows.
   int64_t left = t.width - span.begin % t.width;
   for (int i = 0; i < span.blocks; ++i) {
@@ -28,6 +39,16 @@ inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
     span.edge[i + 1] = span.edge[i] + count;
     left = left > count ? left - count : t.width;
   }
+  return span;
+}
+// Of blocks that are counted from the first tensor's first.
+template <class Rule>
+Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
+  const StepTensor& t = a.tensors[at];
+  first -= t.first_block, last -= t.first_block;
+  if (!a.cuts) return make_span(t, first, last);
+  Span span = make_span(t, a.cuts[at], first, last);
+  span.next = a.tensors[at + 1].first_block - t.first_block;
   return span;
 }
 
@@ -73,6 +94,7 @@ class BlockMoment {
         store(values_ + at + i, values[load_codes(codes_ + at + i, place)] * absmax, place);
       });
     });
+    absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
@@ -183,7 +205,7 @@ struct CompletedParam {
 
 inline I32 is_sound(F32 last_moment) { return (I32)(magnitude_bits(last_moment) < kInfinityBits); }
 
-template <class Param, class Moment, class Rule>
+template <class Param, class Moment, bool OnlyAbsmaxes = false, class Rule>
 void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
@@ -197,9 +219,13 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
     rule(p, load(grad + i, place) * grad_factor, m);
     if constexpr (Moment::kInBlocks) skip_unless<N>(is_sound(m[N - 1]), p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
-    param.set(i, p, place);
+    if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
   });
-  for (int k = 0; k < N; ++k) moments[k].measure();
+  // Of a cut block it is known already, from all devices.
+  if (OnlyAbsmaxes || span.next == 0) {
+    for (int k = 0; k < N; ++k) moments[k].measure();
+  }
+  if constexpr (OnlyAbsmaxes) return;
   for (int k = 0; k < N; ++k) moments[k].leave();
 }
 
@@ -232,9 +258,8 @@ void measure_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
   int64_t at = step_tensor(a.tensors, a.count, begin);
   for (int64_t block = begin; block < end; ++block) {
     while (block >= a.tensors[at + 1].first_block) ++at;
-    const StepTensor& t = a.tensors[at];
-    const Span span = make_span(t, block - t.first_block, block - t.first_block + 1);
-    measure_block<Param, Moment>(t, a.rules[at], grad_factor, span, a.squares[block]);
+    const Span span = make_span(a, at, block, block + 1);
+    measure_block<Param, Moment>(a.tensors[at], a.rules[at], grad_factor, span, a.squares[block]);
   }
 }
 
@@ -246,9 +271,15 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
     const int64_t next = a.tensors[at + 1].first_block;
     for (const int64_t stop = next < end ? next : end; begin < stop;) {
       const int64_t last = begin + kSpanBlocks < stop ? begin + kSpanBlocks : stop;
-      const Span span = make_span(t, begin - t.first_block, last - t.first_block);
-      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
+      const Span span = make_span(a, at, begin, last);
       begin = last;
+      if constexpr (Moment::kInBlocks) {
+        if (a.only_absmaxes) {
+          step_span<Param, Moment, true>(t, a.rules[at], grad_factor, span);
+          continue;
+        }
+      }
+      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
     }
   }
 }

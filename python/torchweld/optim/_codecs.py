@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param, split_param
 from torchweld.ops.quantize_8bit import scales_shape
+from torchweld.optim import _cut
 from torchweld.optim._shards import is_one, like, local
 
 EIGHT_BIT = "8bit"
@@ -87,10 +87,11 @@ class Codec:
         """Zero moments, and the parameter's completion."""
         state: State = {}
         for name, moment in moments.items():
+            if self.in_blocks(p, moment):
+                state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
+                continue
             zeros = torch.zeros_like(p, dtype=self._wide(p))
-            if moment.shape is not None:
-                zeros = zeros.new_zeros(moment.shape)
-            self._store(state, name, p, zeros, moment)
+            state[name] = zeros if moment.shape is None else zeros.new_zeros(moment.shape)
         self._complete(state, p, p.detach())
         return state
 
@@ -128,9 +129,9 @@ class Codec:
         self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment
     ) -> None:
         if self.in_blocks(p, moment):
-            codes, absmax = quantize_8bit(local(value).float().contiguous(), signed=moment.signed)
+            codes, absmax = _cut.quantize(p, local(value), moment.signed)
             state[name + CODES] = like(p, codes)
-            state[name + ABSMAX] = like(p, absmax, scales_shape(p.shape))
+            state[name + ABSMAX] = _cut.absmax_like(p, absmax)
         else:
             state[name] = value.to(self.moment_dtype(p))
 
@@ -160,7 +161,7 @@ def _saved_moment(
     absmax: Any = saved.get(name + ABSMAX)
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
     _check(function, name + ABSMAX, absmax, p, scales_shape(p.shape), torch.float32)
-    return like(p, dequantize_8bit(local(codes), local(absmax), signed=moment.signed))
+    return like(p, _cut.dequantize(p, local(codes), local(absmax), moment.signed))
 
 
 def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from torchweld.distributed.dtensor import is_one
@@ -13,39 +16,28 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
 
 
-def like(p: torch.Tensor, part: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """The whole, of p's shape or another of as many dimensions, of which this is the part."""
-    if not is_one(p):
-        return part
+def like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The whole, sharded as p, of which this is the part."""
+    return from_part(p, part, p.placements, p.shape) if is_one(p) else part  # type: ignore[attr-defined]
+
+
+def from_part(
+    p: torch.Tensor, part: torch.Tensor, placements: Sequence[Any], shape: torch.Size
+) -> torch.Tensor:
+    """The whole of this shape, on the devices of p, a DTensor, of which this is the part."""
     from torch.distributed.tensor import DTensor
 
-    shape = p.shape if shape is None else shape
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    mesh = p.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def check_rows(function: str, p: torch.Tensor) -> None:
-    """Blocks lie within rows, which the devices have to have whole."""
-    if not is_one(p):
-        return
-    from torch.distributed.tensor import Replicate, Shard
-
-    for placement in p.placements:  # type: ignore[attr-defined]
-        if type(placement) is Replicate or placement == Shard(0):
-            continue
-        raise ArgumentError(
-            function,
-            "state_dtype",
-            f'"8bit" for a parameter that is {placement}',
-            "sharded in its first dimension, or another state_dtype",
-        )
-
-
 def check_gradient(function: str, p: torch.Tensor) -> None:
-    """Sharded as its parameter."""
+    """Sharded as its parameter, which is no sum over devices."""
     assert p.grad is not None
     came, accepted = layout(p.grad), layout(p)
+    if any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
+        raise ArgumentError(function, "a parameter", f"on {accepted}", "sharded or replicated")
     if came != accepted:
         raise ArgumentError(
             function, "a gradient", f"on {came}", f"{accepted}, as its parameter is"
