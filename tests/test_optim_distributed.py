@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing
 
 import torchweld
+from optimizers import U
 from torchweld import optim
 
 # A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row
@@ -214,6 +215,60 @@ def _adaptive(rank: int) -> None:
             torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
 
 
+FACTORED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (optim.Adafactor, {"weight_decay": 0.1}),
+    (optim.Adafactor, {"master_weights": True}),
+    (optim.TransformersAdafactor, {"relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+)
+
+
+def _assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Of Adafactor: sums in float64 are made in another order, whose results round to float32.
+
+    A step is lr times the root mean square of the parameter, at most, times what an element's
+    direction is of the mean one: less than 10 here. It takes some ten roundings.
+    """
+    for p, e in zip(found[0], expected[0], strict=True):
+        state, given = found[1].state[p], expected[1].state[e]
+        assert list(state) == list(given)
+        steps, size = given["step"], 10 * 1e-2 * e.float().square().mean().sqrt()
+        values = [(state[name], given[name]) for name in given if name != "master"]
+        for value, whole in values:
+            bound = 4 * steps * U * whole.abs() + (whole.dim() > 0) * steps * U * size
+            assert ((_whole(value) - whole).abs() <= bound).all()
+        p, e = (s.get("master", t) for s, t in ((state, p), (given, e)))
+        assert ((_whole(p.detach()) - e).abs() <= 10 * steps * U * (e.abs() + size)).all()
+
+
+def _factored(rank: int) -> None:
+    """Averages and norms are those of whole tensors, and kept as parts of whole averages."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    world = torch.distributed.get_world_size()
+    grid = init_device_mesh("cpu", (2, world // 2) if world > 2 else (world,))
+    placed: Any = [(0,), (None,), (1,), (2,)] if world == 2 else [(0, 1), (1, 0), (1, 1), (2, 1)]
+    for kind, settings in FACTORED:
+        with torchweld.use_backend("eager"):
+            expected = _run(settings, lambda t: t, range(1, 5), kind=kind)
+        for dims in placed:
+            place = _placer(grid, *dims)
+            with _reductions() as made:
+                found = _run(settings, place, range(1, 5), kind=kind)
+            assert len(made) <= 4 * 3 * 4  # a step's sums, the kinds of them, matrices and vectors
+            _assert_near(found, expected)
+            for p in found[0]:
+                for name, value in found[1].state[p].items():
+                    assert isinstance(value, DTensor) == (name != "step")
+            half = _run(settings, place, range(1, 3), kind=kind)
+            saved = ([_whole(p.detach()) for p in half[0]], half[1].state_dict())
+            again = _run(settings, place, range(3, 5), saved, kind=kind)
+            for p, q in zip(found[0], again[0], strict=True):
+                assert torch.equal(p.to_local(), q.to_local())
+    with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match="sharded"):
+        _run({}, _placer(grid, *placed[0]), range(1, 2), kind=optim.Adafactor)
+
+
 def _clipping(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -374,7 +429,10 @@ def _worker(
 
 
 # By the number of processes: those that are started share their scenarios.
-SCENARIOS = {2: (_shards, _codecs, _adaptive, _clipping, _fsdp2, _zero), 4: (_grid,)}
+SCENARIOS = {
+    2: (_shards, _codecs, _adaptive, _factored, _clipping, _fsdp2, _zero),
+    4: (_grid, _factored),
+}
 
 
 def _all(rank: int, world: int) -> None:

@@ -21,17 +21,20 @@ parameter, which the optimizer makes of the squares that a measure finds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from torchweld.errors import BackendError
+from torchweld.ops import _call
 from torchweld.ops._plain import PlainOp
 from torchweld.ops.quantize_8bit import absmax_reference, dequantize_reference, quantize_reference
+from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
+Sums = list[tuple[torch.Tensor, tuple[int, ...]]]
 _LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
     " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor[] edges"
@@ -57,6 +60,13 @@ class Batch:
     whole_absmaxes: Tensors = field(default_factory=list)
     # The parameters themselves: DTensors where `params` are this device's parts of them.
     wholes: Tensors = field(default_factory=list)
+    # Of a rule that needs sums over whole tensors: makes them of what each parameter has here, sums
+    # over some of its dimensions, where any is sharded.
+    add_up: Callable[[list[Sums]], list[Tensors]] | None = None
+
+    def number(self, i: int) -> torch.Tensor:
+        """Of the step that a parameter is about to take, from 1."""
+        return self.steps[i].to(self.params[i].device, torch.float64) + 1
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
@@ -66,7 +76,8 @@ class Batch:
     def packed(self) -> Batch:
         """The same, with copies of what is not contiguous."""
         names = ("params", "grads", "completions", "moments")
-        return replace(self, **{name: _packed(getattr(self, name)) for name in names})
+        packed: Any = {name: _packed(getattr(self, name)) for name in names}
+        return replace(self, **packed)
 
     def lists(self) -> tuple[Tensors, ...]:
         """As an op takes them."""
@@ -93,7 +104,7 @@ class Rule:
         name: str,
         settings: str,
         signed: Sequence[bool],
-        update: Callable[..., tuple[torch.Tensor, Tensors]],
+        update: Callable[..., Any],
         direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
     ) -> None:
         scalars = "Tensor lr" if direction is None else "Tensor lr, Tensor? ratios"
@@ -162,7 +173,7 @@ class Rule:
         rows = []
         for i in range(len(batch.params)):
             p, g, moments = self._read(batch, i, grad_factor)
-            t = batch.steps[i].to(p.device, torch.float64) + 1
+            t = batch.number(i)
             u, moments = self._direction(p, g, moments, t, *settings)
             if batch.absmaxes and moments:
                 u = torch.where(_sound(moments), u, 0.0)
@@ -173,6 +184,11 @@ class Rule:
         if not batch.served_by_kernel():
             return None
         kernel = op.kernel(batch.params[0].device)
+        if batch.add_up is not None:
+            if _call.forced not in (None, EAGER):
+                reason = "sums over sharded parameters are eager's"
+                raise BackendError(op.name, _call.forced, reason)
+            return None
         if batch.edges and kernel is not None and kernel._overloadname == "cuda":
             reason = "8-bit moments are sharded within rows, which the cpu kernel and eager take"
             raise BackendError(op.name, "cuda", reason)
@@ -200,6 +216,23 @@ class Rule:
             g = g * factor.to(p.device, wide)
         return read_param(p, completion).to(wide), g, moments
 
+    def _updates(
+        self,
+        batch: Batch,
+        factor: torch.Tensor | None,
+        lr: torch.Tensor,
+        settings: Sequence[Any],
+        ratios: torch.Tensor | None,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+        """Of each parameter: it before the step and after it, and its new moments."""
+        for i in range(len(batch.params)):
+            before, g, moments = self._read(batch, i, factor)
+            t = batch.number(i)
+            scalars = [lr.to(t)]
+            if self._direction is not None:
+                scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
+            yield before, *self._update(before, g, moments, t, *scalars, *settings)
+
     def _reference(
         self,
         batch: Batch,
@@ -218,13 +251,8 @@ class Rule:
             value = value.to(target.dtype)
             target.copy_(value if skip is None else torch.where(skip, target, value))
 
-        for i, p in enumerate(batch.params):
-            before, g, moments = self._read(batch, i, factor)
-            t = batch.steps[i].to(p.device, torch.float64) + 1
-            scalars = [lr.to(t)]
-            if self._direction is not None:
-                scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
-            after, moments = self._update(before, g, moments, t, *scalars, *settings)
+        updates = self._updates(batch, factor, lr, settings, ratios)
+        for i, (p, (before, after, moments)) in enumerate(zip(batch.params, updates, strict=True)):
             completion = batch.completions[i] if batch.completions else None
             stored, scales = batch.moments[i::count], batch.absmaxes[i::count]
             if scales:

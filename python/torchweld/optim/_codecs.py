@@ -12,7 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import read_param, split_param
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.optim import _cut
-from torchweld.optim._shards import is_one, like, local
+from torchweld.optim._shards import is_one, like, local, zeros_of
 
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
@@ -27,6 +27,8 @@ class Moment(NamedTuple):
 
     signed: bool
     shape: torch.Size | None = None
+    # Of averages: which dimension of the parameter each one is, or None where it is averaged over.
+    dims: tuple[int | None, ...] = ()
 
 
 SIGNED, UNSIGNED = Moment(True), Moment(False)
@@ -90,8 +92,11 @@ class Codec:
             if self.in_blocks(p, moment):
                 state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
                 continue
-            zeros = torch.zeros_like(p, dtype=self._wide(p))
-            state[name] = zeros if moment.shape is None else zeros.new_zeros(moment.shape)
+            dtype = self._wide(p)
+            if moment.shape is None:
+                state[name] = torch.zeros_like(p, dtype=dtype)
+            else:
+                state[name] = zeros_of(p, moment.shape, moment.dims, dtype)
         self._complete(state, p, p.detach())
         return state
 

@@ -9,11 +9,17 @@ import torch
 
 from torchweld.distributed.dtensor import is_one
 from torchweld.errors import ArgumentError
+from torchweld.ops._optimizer import Sums
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
     """This device's part."""
     return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    """Whether devices have parts of it."""
+    return is_one(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -30,6 +36,30 @@ def from_part(
     stride = torch.empty(shape, device="meta").stride()
     mesh = p.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def zeros_of(
+    p: torch.Tensor, shape: torch.Size, dims: Sequence[int | None], dtype: torch.dtype
+) -> torch.Tensor:
+    """Zeros of which each dimension is one of p, sharded as that, or of one element."""
+    part = local(p.detach())
+    if not is_one(p):
+        return part.new_zeros(shape, dtype=dtype)
+    zeros = part.new_zeros([1 if dim is None else part.shape[dim] for dim in dims], dtype=dtype)
+    placements = [_moved(placement, dims) for placement in p.placements]  # type: ignore[attr-defined]
+    return from_part(p, zeros, placements, shape)
+
+
+def _moved(placement: Any, dims: Sequence[int | None]) -> Any:
+    """Where p's placement shards a dimension that is one of these, to that; else replicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if placement.is_replicate() or placement.dim not in dims:
+        return Replicate()
+    at = dims.index(placement.dim)
+    if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+        return Shard(at)
+    return type(placement)(at, split_factor=placement.split_factor)
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:
@@ -63,6 +93,30 @@ def sum_of_each(sums: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     for rows in alike.values():
         sums[rows] = sum_over_shards(sums[rows], params[rows[0]])
     return sums
+
+
+def add_up(params: list[torch.Tensor], sums: list[Sums]) -> list[list[torch.Tensor]]:
+    """Of each parameter, float64 sums over some of its dimensions, over all devices' parts.
+
+    One reduction for all that are summed over the same devices.
+    """
+    alike: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
+    for p, of_param in zip(params, sums, strict=True):
+        if not is_one(p):
+            continue
+        placements = p.placements  # type: ignore[attr-defined]
+        for part, dims in of_param:
+            shard_dims = [getattr(placement, "dim", None) for placement in placements]
+            along = tuple(at for at, dim in enumerate(shard_dims) if dim in dims)
+            mesh = p.device_mesh  # type: ignore[attr-defined]
+            alike.setdefault((mesh, along), []).append(part)
+    for (mesh, along), parts in alike.items():
+        flat = torch.cat([part.flatten() for part in parts])
+        for at in along:
+            torch.distributed.all_reduce(flat, group=mesh.get_group(at))
+        for part, of_all in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(of_all.view_as(part))
+    return [[part for part, _ in of_param] for of_param in sums]
 
 
 def layout(t: torch.Tensor) -> object:
