@@ -376,6 +376,68 @@ def _grid(rank: int) -> None:
             _assert_same(_run(settings, place, range(1, 4)), expected)
 
 
+def _fsdp2_and_tp(rank: int) -> None:
+    """Trained under fully_shard over parallelize_module, with clipping: what one device makes of it.
+
+    It is given the gradients, and the factor that they are clipped by, whose norm is compared with
+    its own. Then rules of elements have the same bits, and those of norms their roundings.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    limit, steps = 0.05, 3
+    cases: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, settings) for settings in CODECS]
+    cases += [(optim.LAMB, {"weight_decay": 0.1}), *FACTORED]
+    for kind, settings in cases:
+        dtype = _dtype(settings)
+        torch.manual_seed(0)
+        # The second matrix is sharded within rows of 600, of which devices have 300.
+        model = torch.nn.Sequential(torch.nn.Linear(96, 600), torch.nn.Linear(600, 64)).to(dtype)
+        parallelize_module(model, grid["tp"], plan)
+        for layer in model:
+            fully_shard(layer, mesh=grid["dp"])
+        fully_shard(model, mesh=grid["dp"])
+        wholes = [_whole(p.detach()).clone().requires_grad_() for p in model.parameters()]
+        starts = [p.detach().clone() for p in wholes]
+        sharded = kind(model.parameters(), 1e-2, **settings, max_grad_norm=limit)
+        plain = kind(wholes, 1e-2, **settings)
+        for step in range(steps):
+            # The same on the devices along tp.
+            seed = 2 * step + grid.get_local_rank("dp")
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            sharded.zero_grad()
+            model(x).square().mean().backward()
+            for p, e in zip(model.parameters(), wholes, strict=True):
+                e.grad = _whole(p.grad)
+            norm = torch.cat([e.grad.double().flatten() for e in wholes]).norm()
+            sharded.step()
+            assert sharded.grad_norm > limit
+            assert (sharded.grad_norm - norm).abs() <= 2 * U * norm
+            factor = (limit / (sharded.grad_norm + 1e-6)).clamp(max=1.0)
+            plain._gradient_factor = lambda factor=factor: factor
+            # Sharded, Adafactor's step is eager's.
+            with torchweld.use_backend("eager" if (kind, settings) in FACTORED else None):
+                plain.step()
+        found = (list(model.parameters()), sharded)
+        if kind is optim.AdamW:
+            _assert_same(found, (wholes, plain))
+        elif kind is not optim.LAMB:
+            _assert_near(found, (wholes, plain))
+        else:
+            for p, e, start in zip(found[0], wholes, starts, strict=True):
+                moved = (e - start).abs().max()
+                assert moved > 0
+                bound = steps * U * (2 * e.abs() + 4 * moved)
+                assert ((_whole(p.detach()) - e).abs() <= bound).all()
+
+
 # Stages of a run: each on so many processes, from the last one's checkpoint; and the dimensions
 # that tensors are sharded in.
 STAGES = ((1,), (2,), (2, 2), (1,))
@@ -431,7 +493,7 @@ def _worker(
 # By the number of processes: those that are started share their scenarios.
 SCENARIOS = {
     2: (_shards, _codecs, _adaptive, _factored, _clipping, _fsdp2, _zero),
-    4: (_grid, _factored),
+    4: (_grid, _factored, _fsdp2_and_tp),
 }
 
 
