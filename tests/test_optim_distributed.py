@@ -377,7 +377,7 @@ def _grid(rank: int) -> None:
 
 
 def _fsdp2_and_tp(rank: int) -> None:
-    """Trained under fully_shard over parallelize_module, with clipping: what one device makes of it.
+    """Trained under fully_shard over parallelize_module, with clipping: what one device makes.
 
     It is given the gradients, and the factor that they are clipped by, whose norm is compared with
     its own. Then rules of elements have the same bits, and those of norms their roundings.
