@@ -138,6 +138,16 @@ def _shards(rank: int) -> None:
             saved = ([_whole(p.detach()) for p in half[0]], half[1].state_dict())
             _assert_same(_run(settings, place, range(3, 5), saved), expected)
 
+    # A state that is sharded in another way is refused as a whole.
+    rows, columns = (_run({"state_dtype": "8bit"}, _placer(mesh, d), range(1, 2)) for d in (0, 1))
+    before = columns[1].state_dict()
+    for name in ("exp_avg_codes", "exp_avg_absmax"):
+        wrong = copy.deepcopy(before)
+        wrong["state"][4][name] = rows[1].state_dict()["state"][4][name]
+        with pytest.raises(torchweld.ArgumentError, match=f"{name}.*Shard"):
+            columns[1].load_state_dict(wrong)
+        assert all(columns[1].state[p] == before["state"][i] for i, p in enumerate(columns[0]))
+
     wide = torch.nn.Parameter(distribute_tensor(torch.zeros(64, 128), mesh, [Shard(1)]))
     other = torch.nn.Parameter(torch.zeros(64, 128))
 

@@ -12,7 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import read_param, split_param
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.optim import _cut
-from torchweld.optim._shards import is_one, like, local, zeros_of
+from torchweld.optim._shards import is_one, like, local, placements, zeros_of
 
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
@@ -156,7 +156,10 @@ def _saved_moment(
 ) -> torch.Tensor:
     if name in saved:
         value = saved[name]
-        _check(function, name, value, p, p.shape if moment.shape is None else moment.shape)
+        if moment.shape is None:
+            _check(function, name, value, p, p.shape)
+        else:
+            _check(function, name, value, p, moment.shape, dims=moment.dims)
         return value
     if name + CODES not in saved:
         raise ArgumentError(
@@ -165,7 +168,8 @@ def _saved_moment(
     codes: Any = saved[name + CODES]
     absmax: Any = saved.get(name + ABSMAX)
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
-    _check(function, name + ABSMAX, absmax, p, scales_shape(p.shape), torch.float32)
+    shape = scales_shape(p.shape)
+    _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _cut.ABSMAX_DIMS)
     return like(p, _cut.dequantize(p, local(codes), local(absmax), moment.signed))
 
 
@@ -186,6 +190,7 @@ def _check(
     p: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
+    dims: Sequence[int | None] | None = None,
 ) -> None:
     accepted = f"a {dtype or 'floating-point'} tensor of shape {list(shape)}".replace("torch.", "")
     argument = f"{key} in state_dict"
@@ -198,3 +203,8 @@ def _check(
     if value.shape != torch.Size(shape) or not fits:
         came = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
         raise ArgumentError(function, argument, came, accepted)
+    if is_one(p):
+        expected = placements(p, range(p.ndim) if dims is None else dims)
+        if value.placements != expected:  # type: ignore[attr-defined]
+            came = f"on {value.placements}"  # type: ignore[attr-defined]
+            raise ArgumentError(function, argument, came, f"{expected}, as its parameter is")

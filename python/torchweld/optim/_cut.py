@@ -23,7 +23,10 @@ from torchweld.ops.quantize_8bit import (
     quantize_reference,
     scales_shape,
 )
-from torchweld.optim._shards import from_part, is_one, local
+from torchweld.optim._shards import from_part, is_one, local, placements
+
+# Which dimensions of a parameter those of its absmax are: a row's blocks are of none.
+ABSMAX_DIMS = (0, None)
 
 
 class CutRows(NamedTuple):
@@ -63,13 +66,7 @@ def absmax_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The absmax of p's blocks, of which this device has this part."""
     if not is_one(p):
         return part
-    from torch.distributed.tensor import Replicate
-
-    placements = [
-        Replicate() if _cuts(placement) else placement
-        for placement in p.placements  # type: ignore[attr-defined]
-    ]
-    return from_part(p, part, placements, scales_shape(p.shape))
+    return from_part(p, part, placements(p, ABSMAX_DIMS), scales_shape(p.shape))
 
 
 def check_blocks(function: str, p: torch.Tensor) -> None:
@@ -77,8 +74,8 @@ def check_blocks(function: str, p: torch.Tensor) -> None:
     cut, part = cut_rows(p), local(p)
     if cut is not None and part.numel() != len(part) * cut.edges[-1]:
         came = f'"8bit" for a part of shape {list(part.shape)} of a parameter of {list(p.shape)}'
-        placements = p.placements  # type: ignore[attr-defined]
-        accepted = f"rows of {int(cut.edges[-1])} elements by {placements}, or another state_dtype"
+        shards = p.placements  # type: ignore[attr-defined]
+        accepted = f"rows of {int(cut.edges[-1])} elements by {shards}, or another state_dtype"
         raise ArgumentError(function, "state_dtype", came, accepted)
 
 
@@ -135,21 +132,17 @@ def joined(pieces: Sequence[tuple[CutRows, torch.Tensor]]) -> list[torch.Tensor]
     return [results[i] for i in range(len(pieces))]
 
 
-def _cuts(placement: Any) -> bool:
-    return getattr(placement, "dim", 0) != 0
-
-
 @lru_cache(maxsize=1024)
-def _cut_rows(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> CutRows | None:
-    dims = tuple(at for at, placement in enumerate(placements) if _cuts(placement))
+def _cut_rows(shape: torch.Size, mesh: Any, shards: tuple[Any, ...]) -> CutRows | None:
+    dims = tuple(at for at, shard in enumerate(shards) if getattr(shard, "dim", 0) != 0)
     if not dims:
         return None
     columns = torch.zeros(1, dtype=torch.int64)  # of the row's elements that are here
     for dim, size in enumerate(shape[1:], start=1):
         here = torch.arange(size).view(*[1] * dim, size)
         for at in dims:
-            if placements[at].dim == dim:
-                parts = placements[at]._split_tensor(here, mesh.size(at), with_padding=False)[0]
+            if shards[at].dim == dim:
+                parts = shards[at]._split_tensor(here, mesh.size(at), with_padding=False)[0]
                 here = parts[mesh.get_coordinate()[at]]
         columns = (columns.unsqueeze(1) * size + here.flatten()).flatten()
     blocks, sizes = torch.unique_consecutive(columns // BLOCK, return_counts=True)

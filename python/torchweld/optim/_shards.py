@@ -46,20 +46,22 @@ def zeros_of(
     if not is_one(p):
         return part.new_zeros(shape, dtype=dtype)
     zeros = part.new_zeros([1 if dim is None else part.shape[dim] for dim in dims], dtype=dtype)
-    placements = [_moved(placement, dims) for placement in p.placements]  # type: ignore[attr-defined]
-    return from_part(p, zeros, placements, shape)
+    return from_part(p, zeros, placements(p, dims), shape)
 
 
-def _moved(placement: Any, dims: Sequence[int | None]) -> Any:
-    """Where p's placement shards a dimension that is one of these, to that; else replicated."""
+def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
+    """Of a tensor whose dimensions are these of p, a DTensor; None is one that p has not."""
     from torch.distributed.tensor import Replicate, Shard
 
-    if placement.is_replicate() or placement.dim not in dims:
-        return Replicate()
-    at = dims.index(placement.dim)
-    if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+    def moved(placement: Any) -> Any:
+        if placement.is_replicate() or placement.dim not in dims:
+            return Replicate()
+        at = dims.index(placement.dim)
+        if hasattr(placement, "split_factor"):
+            return type(placement)(at, split_factor=placement.split_factor)
         return Shard(at)
-    return type(placement)(at, split_factor=placement.split_factor)
+
+    return tuple(moved(placement) for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:
