@@ -35,6 +35,8 @@ from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]
+Number = torch.Tensor | None
+Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 _LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
     " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor[] edges"
@@ -217,13 +219,8 @@ class Rule:
         return read_param(p, completion).to(wide), g, moments
 
     def _updates(
-        self,
-        batch: Batch,
-        factor: torch.Tensor | None,
-        lr: torch.Tensor,
-        settings: Sequence[Any],
-        ratios: torch.Tensor | None,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+        self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
+    ) -> Updates:
         """Of each parameter: it before the step and after it, and its new moments."""
         for i in range(len(batch.params)):
             before, g, moments = self._read(batch, i, factor)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Batch, Rule, Sums, Tensors
+from torchweld.ops._optimizer import Batch, Number, Rule, Sums, Tensors, Updates
 
 Read = Callable[[], tuple[torch.Tensor, torch.Tensor, Tensors]]
 Update = Generator[Any, Tensors, None]
@@ -23,13 +23,8 @@ class _Factored(Rule):
     """Its updates are generators, which need sums over whole tensors in between."""
 
     def _updates(
-        self,
-        batch: Batch,
-        factor: torch.Tensor | None,
-        lr: torch.Tensor,
-        settings: Sequence[Any],
-        ratios: torch.Tensor | None,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+        self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
+    ) -> Updates:
         def begin(i: int) -> tuple[Read, Update]:
             read, t = functools.partial(self._read, batch, i, factor), batch.number(i)
             update: Any = self._update(read, batch.wholes[i].shape, t, lr.to(t), *settings)

@@ -144,11 +144,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 pieces += zip(_cuts(batch), batch.absmaxes, strict=True)
                 kept += batch.whole_absmaxes
         joined = _cut.joined([(cut, absmax[1]) for cut, absmax in pieces])
-        found_inf = getattr(self, "found_inf", None)
-        for i, (cut, absmax) in enumerate(pieces):
-            absmax[1] = cut.of_pieces(joined[i])
-            if found_inf is not None:
-                joined[i] = torch.where(found_inf.to(absmax.device) != 0, kept[i], joined[i])
+        for (cut, absmax), new in zip(pieces, joined, strict=True):
+            absmax[1] = cut.of_pieces(new)
         return list(zip(kept, joined, strict=True))
 
     def _norms(

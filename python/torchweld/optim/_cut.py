@@ -43,7 +43,7 @@ class CutRows(NamedTuple):
         return absmax[:, self.blocks.to(absmax.device)]
 
     def of_step(self, absmax: torch.Tensor) -> torch.Tensor:
-        """[2, rows, pieces], as a step takes them: as they are, and room for what they become."""
+        """[2, rows, pieces], as a step takes them: as they are, twice if nothing is measured."""
         pieces = self.of_pieces(absmax)
         return torch.stack((pieces, pieces))
 
