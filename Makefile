@@ -29,7 +29,7 @@ NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py t
 	tests/test_optim_adafactor.py tests/test_optim_cuda.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py
 CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
-	tests/test_seams.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
+	tests/test_seams.py tests/test_gemm_act.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
 	tests/test_optim_distributed.py tests/test_batch_norm.py tests/test_batch_norm_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
@@ -173,7 +173,7 @@ gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over t
 	$(NEEDS_GPU)
 	@for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
-	    -k "gpu-cuda and (layouts or surroundings or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
+	    -k "gpu-cuda and (layouts or nothing_else or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean

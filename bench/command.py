@@ -39,7 +39,7 @@ class Refusal(Exception):  # noqa: N818
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
-    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {', '.join(OPS)}")
+    add_ops(parser)
     parser.add_argument("--quick", action="store_true", help="few shapes, under a minute")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
@@ -74,6 +74,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave the C allocator as it is: large CPU blocks may fault in at every call",
     )
+
+
+def add_ops(parser: argparse.ArgumentParser) -> None:
+    """Names of ops."""
+    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {', '.join(OPS)}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,7 +146,8 @@ def _prove(
     root: Path, report: Report, ops: Sequence[Op], backends: Sequence[str]
 ) -> evidence.Record:
     """The contract's part of the evidence."""
-    record = evidence.Record(root, report.machine)
+    path = root / "bench" / "evidence" / _evidence.file_name(report.machine["name"])
+    record = evidence.Record(path, report.machine, root)
     targets = {(op.name, b) for op in ops for b in evidence.gpu_backends(op) if b in backends}
     for op, backend in targets:
         record.begin(OPS[op], backend)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchweld import _cache
 from torchweld.bench.runner import Result
 from torchweld.bench.sources import sources_hash
 from torchweld.registry import BACKENDS, OPS, Op
@@ -23,14 +22,14 @@ _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 
 class Record:
-    """The evidence file of a GPU, written after every step: what is cut off keeps what it had."""
+    """The evidence file of a GPU, written after every step: what is cut off keeps what it had.
 
-    def __init__(self, root: Path, machine: dict[str, Any]) -> None:
-        self.path = root / "bench" / "evidence" / f"{slug(machine['name'])}.json"
-        self._root = root
-        self._content: dict[str, Any] = {"ops": {}}
-        if self.path.exists():
-            self._content = json.loads(self.path.read_text())
+    `root` is where the sources are that evidence is of; an installed package has none.
+    """
+
+    def __init__(self, path: Path, machine: dict[str, Any], root: Path | None) -> None:
+        self.path, self._root = path, root
+        self._content = {"ops": {}} | _cache.read(path)
         self._content |= {
             "gpu": machine["name"],
             "capability": machine["capability"],
@@ -42,16 +41,16 @@ class Record:
     def begin(self, op: Op, backend: str) -> None:
         """Forget what was known of older sources."""
         self._content["ops"].setdefault(op.name, {})[backend] = {
-            "sources": sources_hash(op, backend, self._root),
+            "sources": sources_hash(op, backend, self._root) if self._root else None,
             "passed": 0,
             "failed": 0,
             "results": [],
         }
-        self._write()
+        _cache.write(self.path, self._content)
 
     def add_outcome(self, op: str, backend: str, passed: bool) -> None:
         self._content["ops"][op][backend]["passed" if passed else "failed"] += 1
-        self._write()
+        _cache.write(self.path, self._content)
 
     def add_results(self, results: Iterable[Result]) -> None:
         """Times of one case and direction: each backend's, with its rivals' beside them."""
@@ -63,19 +62,7 @@ class Record:
             entry = {name: getattr(result, name) for name in _KEPT + _TIMES}
             proof = self._content["ops"][result.op][backend]
             proof["results"].append(entry | {"rivals_ms": rivals})
-        self._write()
-
-    def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A reader, or the next run, never meets half a file.
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self._content, indent=1) + "\n")
-        os.replace(unfinished, self.path)
-
-
-def slug(gpu: str) -> str:
-    """NVIDIA H200 -> nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        _cache.write(self.path, self._content)
 
 
 def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Threads that wait sleep: with a test on every core, spinning takes the time of what they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+
 import torch
 
 GPU = torch.cuda.is_available()
@@ -96,7 +99,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
     Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names;
-    with `seams`: of seams too.
+    with `seams`: of seams too; with `not_at`: in other places than those that it names.
     """
     names = set(metafunc.fixturenames)
     drawing = metafunc.definition.get_closest_marker("drawing") is not None
@@ -107,7 +110,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for op in (OPS.values() if seams else KERNELS)
         if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
     ]
-    targets = [target for target in TARGETS if target.op in ops]
+    left_out = metafunc.definition.get_closest_marker("not_at")
+    places = set(PLACES) - set(left_out.args if left_out else ())
+    targets = [target for target in TARGETS if target.op in ops and target.place in places]
     if {"target", "dtype"} <= names:
         pairs = [(target, dtype) for target in targets for dtype in target.dtypes]
         ids = [f"{target}-{str(dtype).removeprefix('torch.')}" for target, dtype in pairs]
@@ -122,12 +127,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, with its backend asked for by name."""
     target: Target = request.param
-    with _running_at(target.place, monkeypatch):
+    with running_at(target.place, monkeypatch):
         yield target
 
 
 @contextmanager
-def _running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the place's backend is asked for by name, and runs there."""
     backend = PLACES[place][0]
     if place == "emulator":
@@ -178,7 +183,7 @@ def _place(name: str) -> Any:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Asked for by name; it serves CPU tensors."""
     if request.param == "emulator":
-        with _running_at(request.param, monkeypatch):
+        with running_at(request.param, monkeypatch):
             yield request.param
     else:
         with torchweld.use_backend(request.param):
@@ -188,5 +193,5 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(params=[_place("emulator"), _place("gpu-cuda")])
 def cuda_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device whose tensors the CUDA kernels serve here, asked for by name."""
-    with _running_at(request.param, monkeypatch):
+    with running_at(request.param, monkeypatch):
         yield PLACES[request.param][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,38 @@ def assert_right(op: Op, inputs: list[Any]) -> None:
     unit = torch.finfo(inputs[0].dtype).eps / 2
     for name, value in run(op, inputs).items():
         assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
+
+
+def assert_bounded(op: Op, samples: list[list[Any]]) -> None:
+    """Errors pooled over these inputs, result by result; docs/numerics.md derives the bounds."""
+    pools: dict[Any, dict[str, Pool]] = defaultdict(lambda: defaultdict(Pool))
+    for inputs in samples:
+        oracle = exact(op, inputs)
+        grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
+        terms = op.numerics.terms(*inputs, **grads)
+        mine, theirs = run(op, inputs), run(op, inputs, op.reference)
+        for name, value in oracle.items():
+            assert mine[name].dtype == theirs[name].dtype
+            assert mine[name].shape == theirs[name].shape
+            pool = pools[name, mine[name].dtype]
+            pool["ours"].add(mine[name] - value, terms[name])
+            pool["eager"].add(theirs[name] - value, terms[name])
+            pool["rounding"].add(value.to(mine[name].dtype) - value, terms[name])
+            pool["terms"].add(terms[name], terms[name])
+    for (name, result_dtype), pool in pools.items():
+        assert pool["ours"].count >= 10_000
+        for measure in ("rms", "max"):
+            error, eager, rounding, sums = (
+                getattr(pool[kind], measure) for kind in ("ours", "eager", "rounding", "terms")
+            )
+            if result_dtype == torch.float32:
+                bound = max(1.1 * eager, op.numerics.fp32[name] * 2**-24 * sums)
+            else:
+                bound = min(1.1 * eager, op.numerics.rounding.get(name, 1.1) * rounding)
+            slack = 1 if measure == "rms" else 4
+            report = f"{name} {result_dtype} {measure}: {error:.3g}, bound {slack * bound:.3g}"
+            print(f"{report}, eager {eager:.3g}, rounding {rounding:.3g}")
+            assert error <= slack * bound, report
 
 
 class Pool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch.distributed import group
 
 import torchweld
-from test_distributed import _worker
+from processes import processes
 from torchweld.nn import LinearBatchNormAct
 
 WIDTH, FEATURES, BATCHES = 24, 17, 3
@@ -154,10 +152,7 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_two_processes_equal_one(
-    scenario: Callable[[int], None], backend: str, tmp_path: Path
-) -> None:
+def test_two_processes_equal_one(scenario: Callable[[int], None], backend: str) -> None:
     """On the CPU kernels and in eager torch."""
-    torch.multiprocessing.spawn(
-        _worker, args=(scenario, str(tmp_path / "store"), backend), nprocs=2
-    )
+    with processes(2) as two:
+        two.run(backend, scenario)

@@ -13,8 +13,17 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import _evidence, cli
-from torchweld.bench import command, conditions, evidence, limits, report, runner, sources
+from torchweld import _cache, _evidence, cli
+from torchweld.bench import (
+    command,
+    conditions,
+    evidence,
+    limits,
+    report,
+    runner,
+    sources,
+    tune,
+)
 from torchweld.bench.cases import DIRECTIONS, Case, Traffic, cases
 from torchweld.bench.contenders import Contender
 from torchweld.bench.overhead import overhead
@@ -364,8 +373,12 @@ def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:
     assert sources.stripped(python) == "a = '# stays'"
 
 
+def _shipped(repository: Path) -> Path:
+    return repository / "bench" / "evidence" / _evidence.file_name(MACHINE["name"])
+
+
 def test_the_record_is_whole_after_every_step(repository: Path) -> None:
-    record = evidence.Record(repository, MACHINE)
+    record = evidence.Record(_shipped(repository), MACHINE, repository)
     record.begin(LAYER_NORM, "triton")
     record.add_outcome("layer_norm", "triton", True)
     record.add_outcome("layer_norm", "triton", False)
@@ -380,9 +393,9 @@ def test_the_record_is_whole_after_every_step(repository: Path) -> None:
     assert (kept["ms"], kept["eager_ms"], kept["elements"]) == (1.0, 2.0, 2**23)
 
     # Another op's run keeps this one's; this op's next run forgets what older sources did.
-    evidence.Record(repository, MACHINE).begin(LAYER_NORM, "cuda")
+    evidence.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "cuda")
     assert json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"] == proof
-    evidence.Record(repository, MACHINE).begin(LAYER_NORM, "triton")
+    evidence.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "triton")
     again = json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"]
     assert (again["passed"], again["results"]) == (0, [])
 
@@ -392,7 +405,7 @@ def test_standing_of_evidence(repository: Path) -> None:
         content = {"NVIDIA H200": json.loads(record.path.read_text())}
         return {line[:2]: line[3] for line in evidence.standing(repository, content)}
 
-    record = evidence.Record(repository, MACHINE)
+    record = evidence.Record(_shipped(repository), MACHINE, repository)
     record.begin(LAYER_NORM, "triton")
     record.add_outcome("layer_norm", "triton", True)
     assert standing()["layer_norm", "triton"] == "current (1 passed, 0 failed, 0 times)"
@@ -402,7 +415,7 @@ def test_standing_of_evidence(repository: Path) -> None:
 
 
 def test_evidence_reads_as_results(repository: Path) -> None:
-    record = evidence.Record(repository, MACHINE)
+    record = evidence.Record(_shipped(repository), MACHINE, repository)
     for backend, ms in (("cuda", 1.0), ("triton", 0.8)):
         record.begin(LAYER_NORM, backend)
         record.add_results([_result("eager", 2.0), _result(backend, ms)])
@@ -478,3 +491,48 @@ def test_verdict_on_a_backend(
 def test_verdict_is_of_the_dtype_measured(planted: dict[str, Any]) -> None:
     planted["cuda"] = _proof(1.0)
     assert _evidence.against(LAYER_NORM, "cuda", torch.empty(8192, 1024)) is not None
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_what_tuning_finds_is_gone_by(
+    faulty: bool, planted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this GPU, with this torch; a kernel that was wrong is not taken, whatever is shipped."""
+    gpu = MACHINE["name"]
+    planted["cpu"] = _proof(2.5)
+    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu)
+    if faulty:
+        wrong = {"cpu": "wrong"}
+        monkeypatch.setattr(runner, "_fault", lambda judge, contender: wrong.get(contender.name))
+    record = evidence.Record(_evidence.own_path(gpu), MACHINE | {"versions": versions}, None)
+    record.begin(LAYER_NORM, "cpu")
+    results = tune.check_and_time(CASE, ["cpu"], record, wall_time)
+    assert {result.direction for result in results} == {"full"}
+
+    def verdict() -> str | None:
+        _evidence._verdict.cache_clear()
+        _evidence.own.cache_clear()
+        return _evidence._verdict("layer_norm", "cpu", 0, torch.float32, 7)
+
+    if faulty:
+        assert str(verdict()).startswith("it has run on no GPU")
+    else:
+        (ours,) = [result for result in results if result.contender == "cpu"]
+        assert ours.ms is not None
+        assert ours.eager_ms is not None
+        ratio = ours.eager_ms / ours.ms
+        slower = f"measured at {ratio:.2f}x eager's speed"
+        assert verdict() == (None if ratio >= 1 else slower)
+    # Another torch, another time.
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert str(verdict()).startswith("it has run on no GPU")  # of float32; bfloat16 is planted
+    _evidence.own.cache_clear()
+
+
+def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    assert cli.main(["tune"]) == 2
+    assert "torchweld tune: torch sees no GPU here" in capsys.readouterr().err

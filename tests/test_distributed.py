@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 
 import torchweld
+from processes import processes
 
 WIDTH, ROWS = 256, 64
 
@@ -168,19 +166,6 @@ def _residual_streams_on_shards(rank: int) -> None:
             torch.testing.assert_close(shard.grad.full_tensor(), leaf.grad)
 
 
-def _worker(rank: int, scenario: Callable[[int], None], store: str, backend: str | None) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
-    )
-    try:
-        with torchweld.use_backend(backend):
-            scenario(rank)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 SCENARIOS = (
     _ddp,
     _fsdp2,
@@ -193,10 +178,7 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("backend", ["cpu", None])
-def test_two_processes_equal_one(
-    scenario: Callable[[int], None], backend: str | None, tmp_path: Path
-) -> None:
+def test_two_processes_equal_one(scenario: Callable[[int], None], backend: str | None) -> None:
     """On the CPU kernels and on the automatic choice."""
-    torch.multiprocessing.spawn(
-        _worker, args=(scenario, str(tmp_path / "store"), backend), nprocs=2
-    )
+    with processes(2) as two:
+        two.run(backend, scenario)

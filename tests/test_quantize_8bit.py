@@ -22,13 +22,13 @@ SHAPES = ((), (1,), (255,), (1000,), (0,), (3, 0), (0, 7), (33, 700), (5, 256), 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-def _codes_of(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Codes of numbers in [-1, 1]: a 1 in every block leaves the others as they are."""
-    padded = torch.nn.functional.pad(fractions, (0, -len(fractions) % (BLOCK - 1)))
-    rows = padded.view(-1, BLOCK - 1)
-    codes, absmax = quantize_8bit(torch.nn.functional.pad(rows, (1, 0), value=1.0), signed=signed)
-    assert (absmax == 1).all()
-    return codes[:, 1:].flatten()[: len(fractions)]
+def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tensor:
+    """Codes of numbers up to absmax, which every block is given."""
+    rows = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
+    blocks = torch.nn.functional.pad(rows, (1, 0), value=absmax)
+    codes, scales = quantize_8bit(blocks, signed=signed)
+    assert (scales == blocks[0, 0]).all()
+    return codes[:, 1:].flatten()[: len(x)]
 
 
 def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -74,6 +74,11 @@ def test_the_nearest_code_of_float32s(signed: bool) -> None:
     fractions = _floats(bits)
     fractions = torch.cat([fractions, -fractions])
     assert torch.equal(_codes_of(fractions, signed).long(), _nearest(fractions, signed))
+    # A product with the inverse of these is not always the quotient.
+    for absmax in torch.tensor([1.1e-38, 3e-3, 0.7, 1.9, 3e38]):
+        x = fractions * absmax
+        expected = _nearest(x / absmax, signed)
+        assert torch.equal(_codes_of(x, signed, absmax.item()).long(), expected)
 
 
 @SIGNED

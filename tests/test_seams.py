@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torchweld
 from oracle import TORCH, exact, run
 from torchweld import functional
 from torchweld.ops._call import call
-from torchweld.registry import OPS, Seam, materialize
+from torchweld.registry import OPS, Op, Seam, activation, materialize, weight
 
 SEAMS = [op for op in OPS.values() if isinstance(op, Seam)]
 LINEAR = OPS["linear_act"]
@@ -157,6 +159,10 @@ def test_the_op_in_place() -> None:
     torch.library.opcheck(torch.ops.torchweld.bias_act_.cpu, (z.clone(), bias, "silu", "none"))
     with pytest.raises(RuntimeError, match="not contiguous"):
         torch.ops.torchweld.bias_act_.cpu(z.t(), None, "silu", "none")
+    backward, kind = torch.ops.torchweld.bias_act_backward_.cpu, ("silu", "none", True)
+    torch.library.opcheck(backward, (torch.randn(6, 31), z, bias, *kind))
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        backward(z.t(), z.t(), None, *kind)
 
 
 # --- What is saved, and what is run ---------------------------------------------------------------
@@ -213,14 +219,14 @@ def test_recomputing_changes_no_bit(seam: Seam) -> None:
     leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
     named = dict(zip(seam.forward_signature.arguments, inputs, strict=True))
     function = getattr(functional, seam.name)
-    plain, again = (function(**named, recompute=r) for r in (False, True))
+    plain, again = (function(**named | {"recompute": r}) for r in (False, True))
     assert torch.equal(plain, again)
     expected, found = (torch.autograd.grad(y.square().sum(), leaves) for y in (plain, again))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 _OURS = (
-    *("bias_act", "bias_act_backward", "gated_act_backward"),
+    *("bias_act", "bias_act_backward", "bias_act_backward_", "gated_act_backward"),
     *("normalize_act", "normalize_act_backward", "batch_norm_act_grad_x"),
 )
 
@@ -229,7 +235,18 @@ _OURS = (
 @every_seam
 def test_a_split_backward_runs_nothing_twice(seam: Seam) -> None:
     """Gradients of what flows first, those of the parameters later, as zero-bubble schedules do."""
-    inputs = _inputs(seam, requires_grad=True)
+    _assert_split(seam, _inputs(seam, requires_grad=True))
+
+
+@splits_backwards
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_split_backward_of_what_recomputes(bias: bool) -> None:
+    """Of the node that has an activation and the linear layer behind it."""
+    x, w1, b1, w2, b2, *kind, _ = _inputs(OPS["mlp"], requires_grad=True)
+    _assert_split(OPS["mlp"], [x, w1, b1 if bias else None, w2, b2 if bias else None, *kind, True])
+
+
+def _assert_split(seam: Op, inputs: list[Any]) -> None:
     leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
     with _Counting() as whole:
         expected = torch.autograd.grad(call(seam, *inputs).square().sum(), leaves)
@@ -249,15 +266,78 @@ def test_a_split_backward_runs_nothing_twice(seam: Seam) -> None:
 def test_a_kept_graph_gives_every_gradient_again() -> None:
     """Also from a gradient of which an earlier run kept what it did not use."""
     x, weight, bias = _inputs(LINEAR, requires_grad=True)[:3]
-    y = functional.linear_gelu(x, weight, bias)
+    _assert_kept(functional.linear_gelu(x, weight, bias), [x, weight, bias])
+    leaves = _inputs(OPS["mlp"], requires_grad=True)[:5]
+    _assert_kept(call(OPS["mlp"], *leaves, "gelu", "none", True), leaves[::2])
+
+
+def _assert_kept(y: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     grad = torch.randn_like(y)
-    expected = torch.autograd.grad(y, (x, weight, bias), grad, retain_graph=True)
+    expected = torch.autograd.grad(y, leaves, grad, retain_graph=True)
     for wanted in ((0,), (2,), (0, 2), (1,), (0, 1, 2), (2,)):
-        leaves = [(x, weight, bias)[i] for i in wanted]
-        found = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        some = [leaves[i] for i in wanted]
+        found = torch.autograd.grad(y, some, grad, retain_graph=True)
         assert all(torch.equal(f, expected[i]) for f, i in zip(found, wanted, strict=True))
-    (other,) = torch.autograd.grad(y, bias, 2 * grad)
+    (other,) = torch.autograd.grad(y, leaves[2], 2 * grad)
     assert torch.equal(other, 2 * expected[2])
+
+
+# --- Peak memory ----------------------------------------------------------------------------------
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of what torch's ops make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {s._cdata for s in _storages((args, kwargs))}
+        results = func(*args, **(kwargs or {}))
+        for storage in _storages(results):
+            if storage._cdata not in before | self._known:
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self._now)
+        return results
+
+    def _forget(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self._now -= size
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "recompute", "ours", "eagers"),
+    [("mlp", False, 3, 3), ("mlp", True, 2, 3), ("gated_mlp", False, 5, 6)],
+)
+def test_peak_memory(
+    name: str, recompute: bool, ours: int, eagers: int, dtype: torch.dtype
+) -> None:
+    """Forward and backward hold fewer tensors of the hidden layer's size than eager torch's."""
+    rows, width, hidden = 512, 16, 256
+    first, last = weight(hidden, width), weight(width, hidden)
+    specs = {
+        "mlp": (first, activation(hidden), last, activation(width)),
+        "gated_mlp": (first, first, last),
+    }[name]
+    leaves = materialize((activation(rows, width), *specs), dtype, requires_grad=True)
+    seen = {}
+    for backend in ("eager", "cpu"):
+        with torchweld.use_backend(backend), _Live() as live:
+            y = getattr(functional, name)(*leaves, recompute=recompute)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+        seen[backend] = live.peak / (rows * hidden * dtype.itemsize)
+    print(f"{name}: {seen}")
+    assert ours <= seen["cpu"] < ours + 0.5
+    assert eagers <= seen["eager"] < eagers + 0.5
 
 
 # --- Exactness in 16 bits -------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch.distributed import pipelining
 
 import torchweld
-from test_distributed import _worker
+from processes import processes
 from test_seams import splits_backwards
 from torchweld import functional
 
@@ -93,5 +91,6 @@ def _tensor_parallel(rank: int) -> None:
         _tensor_parallel,
     ],
 )
-def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store"), "cpu"), nprocs=2)
+def test_two_processes_equal_one(scenario: Callable[[int], None]) -> None:
+    with processes(2) as two:
+        two.run("cpu", scenario)

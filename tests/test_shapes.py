@@ -45,8 +45,16 @@ def test_layouts(target: Target, layout: str) -> None:
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
-def test_surroundings_stay_intact(target: Target, dtype: torch.dtype) -> None:
-    """Inputs are views into larger buffers; neither they nor what is around them change."""
+def test_all_is_written_and_nothing_else(
+    target: Target, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are views into larger buffers; neither they nor what is around them change.
+
+    What Triton's wrappers allocate is poisoned, as the bindings poison it: see
+    test_unwritten_memory_would_show.
+    """
+    if target.backend == "triton":
+        _poison_new_tensors(monkeypatch)
     for arguments in target.op.samples:
         values = materialize(arguments, dtype, target.device)
         buffers: list[torch.Tensor] = []
@@ -61,8 +69,21 @@ def test_surroundings_stay_intact(target: Target, dtype: torch.dtype) -> None:
 
         inputs = [view(value) for value in values]
         before = [buffer.clone() for buffer in buffers]
-        run(target.op, inputs)
+        results = run(target.op, inputs)
         assert all(torch.equal(b, a) for b, a in zip(before, buffers, strict=True))
+        if inputs[0].numel():
+            assert not any(value.isnan().any() for value in results.values())
+
+
+def _poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like", "empty_strided"):
+        original = getattr(torch, name)
+
+        def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
+            result = original(*args, **kwargs)
+            return result.fill_(torch.nan) if result.is_floating_point() else result
+
+        monkeypatch.setattr(torch, name, poisoned)
 
 
 @given(
@@ -103,27 +124,9 @@ def test_special_values_come_out_as_eagers(
 def test_unwritten_memory_would_show(target: Target) -> None:
     """The suite runs with new tensors full of NaN: an op of no width writes nothing but them."""
     if target.backend == "triton":
-        pytest.skip("Triton's outputs are allocated by torch.empty: see test_triton_writes_all")
+        pytest.skip("torch.empty allocates: see test_all_is_written_and_nothing_else")
     if len(target.op.forward_signature.results) == 1:
         pytest.skip("without statistics, no width leaves nothing to look at")
     inputs = materialize(reshaped(target.op, (3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
-
-
-def test_triton_writes_all(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for outputs that Python allocates."""
-    if target.backend != "triton":
-        pytest.skip("the bindings poison their outputs: see test_unwritten_memory_would_show")
-    for name in ("empty", "empty_like", "empty_strided"):
-        original = getattr(torch, name)
-
-        def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
-            result = original(*args, **kwargs)
-            return result.fill_(torch.nan) if result.is_floating_point() else result
-
-        monkeypatch.setattr(torch, name, poisoned)
-    for arguments in target.op.samples:
-        inputs = materialize(arguments, torch.float32, target.device)
-        if inputs[0].numel():
-            assert not any(value.isnan().any() for value in run(target.op, inputs).values())

@@ -25,6 +25,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 # Compute capability -> bytes of shared memory that one block can have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 REGISTERS_PER_MULTIPROCESSOR = 65536
+# Warps that are to fit a multiprocessor at once: sixteen keep loads in flight. Eight do where loads
+# go to shared memory, and registers are filled with sums of products.
+WARPS = {"_linear_act": 8}
 
 
 def signature_of(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
@@ -106,7 +109,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 # An architecture is one test, so that it is compiled once however tests are shared out.
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles_within_bounds(capability: int) -> None:
-    """Without a spill, and with sixteen warps a multiprocessor, which keep loads in flight."""
+    """Without a spill, and with warps enough on a multiprocessor."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, str(capability)]
     rows = json.loads(subprocess.check_output(command, env=environment, text=True))
@@ -114,8 +117,9 @@ def test_every_case_compiles_within_bounds(capability: int) -> None:
     assert len(rows) == sum(1 for _ in launches()) > 0
     assert [row for row in rows if row["spilled"]] == []
     assert [row for row in rows if row["shared"] > SHARED_MEMORY[capability]] == []
-    allowed = REGISTERS_PER_MULTIPROCESSOR // (16 * 32)
-    assert [row for row in rows if row["registers"] > allowed] == []
+    for row in rows:
+        row["allowed"] = REGISTERS_PER_MULTIPROCESSOR // (32 * WARPS.get(row["kernel"], 16))
+    assert [row for row in rows if row["registers"] > row["allowed"]] == []
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
   bias_act_into(x, x, bias, activation, approximate);
 }
 
-// grad_x, and grad_bias, which is empty where it is not wanted.
-std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y_in, Tensor x_in, OptionalTensor bias_in,
-                                          std::string activation, std::string approximate,
-                                          bool need_bias) {
+// Into grad_x, which is contiguous and may be grad_y; grad_bias, empty where it is not wanted.
+Tensor bias_act_grads_into(const Tensor& grad_x, const Tensor& grad_y_in, const Tensor& x_in,
+                           const OptionalTensor& bias_in, const std::string& activation,
+                           const std::string& approximate, bool need_bias) {
   const Matrix shape(x_in);
   const DType param_dtype = check_bias(x_in, bias_in);
   check_like(grad_y_in, x_in, "grad_y does not fit x");
@@ -61,7 +61,6 @@ std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y_in, Tensor x_in, Optiona
   const int64_t chunks = bias_act_chunks(shape.rows);
   const int64_t bias_sizes[] = {sums ? shape.width : 0};
   const int64_t partial_sizes[] = {sums ? chunks : 0, shape.width};
-  Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   Tensor grad_bias = empty(x, Sizes(bias_sizes, 1), sums ? bias->scalar_type() : x.scalar_type());
   const Tensor partials = empty(x, Sizes(partial_sizes, 2), accumulate_type(dtype_of(x)));
   const BiasActBackward args{data(grad_y),
@@ -78,7 +77,22 @@ std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y_in, Tensor x_in, Optiona
                              param_dtype};
   launch(bias_act_backward, args, x, shape.items(chunks), shape.rows * shape.width / chunks);
   if (sums) launch(bias_act_bias_gradient, args, x, shape.width, chunks);
+  return grad_bias;
+}
+
+std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y, Tensor x, OptionalTensor bias,
+                                          std::string activation, std::string approximate,
+                                          bool need_bias) {
+  Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
+  Tensor grad_bias =
+      bias_act_grads_into(grad_x, grad_y, x, bias, activation, approximate, need_bias);
   return {grad_x, grad_bias};
+}
+
+Tensor bias_act_grads_in_place(Tensor grad_y, Tensor x, OptionalTensor bias, std::string activation,
+                               std::string approximate, bool need_bias) {
+  STD_TORCH_CHECK(grad_y.is_contiguous(), "grad_y is not contiguous");
+  return bias_act_grads_into(grad_y, grad_y, x, bias, activation, approximate, need_bias);
 }
 
 // The elements between rows, where rows are as far apart as half of a wider matrix's; else the
@@ -157,6 +171,7 @@ TW_IMPLEMENT(m) {
   m.impl(TW_OVERLOAD("bias_act"), TORCH_BOX(&bias_act));
   m.impl(TW_OVERLOAD("bias_act_"), TORCH_BOX(&bias_act_in_place));
   m.impl(TW_OVERLOAD("bias_act_backward"), TORCH_BOX(&bias_act_grads));
+  m.impl(TW_OVERLOAD("bias_act_backward_"), TORCH_BOX(&bias_act_grads_in_place));
   m.impl(TW_OVERLOAD("gated_act"), TORCH_BOX(&gated_act));
   m.impl(TW_OVERLOAD("gated_act_backward"), TORCH_BOX(&gated_act_grads));
 }

@@ -34,7 +34,7 @@ struct BiasActBackward {
   const void* grad_y;  // [rows, width], dtype
   const void* x;       // [rows, width], dtype
   const void* bias;    // [width], param_dtype, or null: zeros
-  void* grad_x;        // [rows, width], dtype
+  void* grad_x;        // [rows, width], dtype; may be grad_y
   void* grad_bias;     // [width], param_dtype, or null: not wanted
   void*
       bias_partials;  // [chunks, width], Accumulate<dtype>, see core/chunks.h; null with grad_bias

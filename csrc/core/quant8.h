@@ -64,7 +64,7 @@ struct Quant8Map {
   static constexpr uint32_t kFirst = 0x34000000u;  // 2^-23: less is nearest to 0
   static constexpr int kRuns = ((kOneBits - kFirst) >> kShift) + 1;
 
-  float value[256];       // by code
+  alignas(64) float value[256];  // by code
   float threshold[kTop];  // the least float that is not nearer to its number than to the next
   uint32_t place[kRuns];
   bool is_exact;  // no run has two thresholds, none lies below kFirst

@@ -70,7 +70,9 @@ TW_EXPORT void bias_act_backward(const BiasActBackward& a, int64_t begin, int64_
     using T = typename decltype(t)::type;
     using A = Accumulate<T>;
     const auto first_row = [&](int64_t chunk) { return chunk_begin(a.rows, a.chunks, chunk); };
-    const bool streamed = worth_streaming<T>(a.grad_x, a.rows, a.width, first_row(end) - 1);
+    const bool in_place = a.grad_x == a.grad_y;
+    const bool streamed =
+        !in_place && worth_streaming<T>(a.grad_x, a.rows, a.width, first_row(end) - 1);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       A* partial = fresh_partial<A>(a.bias_partials, chunk, a.width);
       for (int64_t row = first_row(chunk); row < first_row(chunk + 1); ++row) {

@@ -7,54 +7,36 @@
 
 TW_NAMESPACE_BEGIN
 
-// Blocks that are stepped together: what a loop costs to begin is shared by them, and their
-// elements lie side by side.
-constexpr int64_t kSpanBlocks = 4;
-
+// Elements [begin, begin + count) of a tensor, which lie in its blocks from `first` on: in one, where
+// moments are in blocks, or in many.
 struct Span {
-  int64_t first;  // block of the tensor
-  int blocks;
-  int64_t begin;                  // element of the tensor
-  int64_t edge[kSpanBlocks + 1];  // where each block begins in the span, and the last one ends
-  int64_t next;                   // from a block's absmax to what it becomes
-  int64_t count() const { return edge[blocks]; }
+  int64_t first, begin, count;
+  int64_t next;  // from a block's absmax to what it becomes
 };
-
-inline Span make_span(const StepTensor& t, const CutRows& cut, int64_t first, int64_t last) {
-  const int64_t row = first / cut.pieces;
-  int64_t piece = first - row * cut.pieces;
-  Span span{first, (int)(last - first), row * t.width + cut.edges[piece], {}, 0};
-  for (int i = 0; i < span.blocks; ++i) {
-    span.edge[i + 1] = span.edge[i] + cut.edges[piece + 1] - cut.edges[piece];
-    if (++piece == cut.pieces) piece = 0;
-  }
-  return span;
-}
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
-  Span span{first, (int)(last - first), quant_block(first, t.width).begin, {}, 0};
-  // The rest of a row in which the first block lies, then of the next rows.
-  int64_t left = t.width - span.begin % t.width;
-  for (int i = 0; i < span.blocks; ++i) {
-    const int64_t count = left < kQuantBlock ? left : kQuantBlock;
-    span.edge[i + 1] = span.edge[i] + count;
-    left = left > count ? left - count : t.width;
-  }
-  return span;
+  const int64_t begin = quant_block(first, t.width).begin;
+  const QuantBlock end = quant_block(last - 1, t.width);
+  return {first, begin, end.begin + end.count - begin, 0};
 }
-// Of blocks that are counted from the first tensor's first.
+// Of blocks that are counted from the first tensor's first; where rows are cut, of one.
 template <class Rule>
 Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
   const StepTensor& t = a.tensors[at];
   first -= t.first_block, last -= t.first_block;
   if (!a.cuts) return make_span(t, first, last);
-  Span span = make_span(t, a.cuts[at], first, last);
-  span.next = a.tensors[at + 1].first_block - t.first_block;
-  return span;
+  const CutRows& cut = a.cuts[at];
+  const int64_t row = first / cut.pieces, piece = first - row * cut.pieces;
+  return {first, row * t.width + cut.edges[piece], cut.edges[piece + 1] - cut.edges[piece],
+          a.tensors[at + 1].first_block - t.first_block};
 }
+
+// Elements ahead: a block is computed on for longer than a processor looks ahead by itself.
+constexpr int64_t kAhead = 2 * kQuantBlock;
+constexpr int64_t kLine = 64;
 
 // --- Moments ------------------------------------------------------------------------------------
 
-// A moment's elements in a span: enter() it, get and set by vector, measure() all, leave() all.
+// A moment's elements in a span: enter() it, get and set by vector, measure() and leave() it.
 template <class T>
 class PlainMoment {
  public:
@@ -77,60 +59,49 @@ class PlainMoment {
   T* values_;
 };
 
-// Blocks are encoded when all of them is known, since that is when their absmax is, and decoded
-// beforehand: loops of their own keep their tables in registers.
+// A block is encoded when all of it is known, since that is when its absmax is.
 class BlockMoment {
  public:
   static constexpr bool kInBlocks = true;
   void enter(const StepTensor& t, int moment, bool is_signed, const Span& span) {
     codes_ = (uint8_t*)t.moment[moment] + span.begin;
     absmax_ = t.absmax[moment] + span.first;
-    span_ = &span;
+    count_ = span.count;
     is_signed_ = is_signed;
-    const Values values(is_signed);
-    for_blocks([&](int64_t at, int64_t count, float& absmax_of_block) {
-      const F32 absmax = splat(absmax_of_block);
-      for_vectors<float>(count, [&](int64_t i, auto place) {
-        store(values_ + at + i, values[load_codes(codes_ + at + i, place)] * absmax, place);
-      });
-    });
+    scale_ = splat(*absmax_);
+    old_ = Values(is_signed);
+    for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(codes_ + i + kAhead);
     absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return load(values_ + i, place);
+    return only(old_[load_codes(codes_ + i, place)] * scale_, place);
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
-    store(values_ + i, v, place);
+    store(new_ + i, v, place);
   }
-  void measure() {
-    for_blocks([&](int64_t at, int64_t count, float& absmax) {
-      absmax = largest_magnitude(values_ + at, count);
-    });
+  void measure() { *absmax_ = largest_magnitude(new_, count_); }
+  void leave() {
+    const auto encode = is_signed_ ? encode_block<true> : encode_block<false>;
+    encode(codes_, new_, count_, *absmax_);
   }
-  void leave() { is_signed_ ? encode<true>() : encode<false>(); }
 
  private:
-  template <bool Signed>
-  void encode() {
-    const Encoder<Signed> encoder;
-    for_blocks([&](int64_t at, int64_t count, float& absmax) {
-      encode_block(encoder, codes_ + at, values_ + at, count, absmax);
-    });
-  }
-  // body(first element in the span, elements, absmax)
-  template <class Body>
-  void for_blocks(Body&& body) {
-    for (int i = 0; i < span_->blocks; ++i) {
-      body(span_->edge[i], span_->edge[i + 1] - span_->edge[i], absmax_[i]);
-    }
+  static F32 only(F32 v, Whole) { return v; }
+  // Past a row's end a measure counts zeros, and code 0 is none.
+  static F32 only(F32 v, Part part) {
+    alignas(kVectorBytes) float lanes[kLanes<float>] = {};
+    store(lanes, v, part);
+    return load(lanes);
   }
 
-  alignas(kVectorBytes) float values_[kSpanBlocks * kQuantBlock];
-  const Span* span_;
+  Values old_;
+  F32 scale_;
+  alignas(kVectorBytes) float new_[kQuantBlock];
   uint8_t* codes_;
   float* absmax_;
+  int64_t count_;
   bool is_signed_;
 };
 
@@ -141,6 +112,7 @@ struct PlainParam {
   using Storage = T;
   T* param;
   PlainParam(const StepTensor& t, int64_t begin) : param((T*)t.param + begin) {}
+  void prefetch(int64_t i) const { __builtin_prefetch(param + i); }
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return load(param + i, place);
@@ -158,6 +130,10 @@ struct MasteredParam {
   float* master;
   MasteredParam(const StepTensor& t, int64_t begin)
       : param((T*)t.param + begin), master((float*)t.completion + begin) {}
+  void prefetch(int64_t i) const {
+    __builtin_prefetch(param + i);
+    __builtin_prefetch(master + i);
+  }
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return load(master + i, place);
@@ -175,6 +151,10 @@ struct CompletedParam {
   uint16_t* remainder;
   CompletedParam(const StepTensor& t, int64_t begin)
       : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
+  void prefetch(int64_t i) const {
+    __builtin_prefetch(param + i);
+    __builtin_prefetch(remainder + i);
+  }
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return (F32)completed(halves(param + i, place), halves(remainder + i, place));
@@ -212,7 +192,11 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
   Param param(t, span.begin);
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
-  for_vectors<float>(span.count(), [&](int64_t i, auto place) {
+  for_vectors<float>(span.count, [&](int64_t i, auto place) {
+    if constexpr (Moment::kInBlocks) {
+      param.prefetch(i + kAhead);
+      __builtin_prefetch(grad + i + kAhead);
+    }
     const F32 before = param.get(i, place);
     F32 p = before, m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
@@ -239,7 +223,7 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   Vec<double> of_params[2] = {}, of_steps[2] = {};
-  for_vectors<float>(span.count(), [&](int64_t i, auto place) {
+  for_vectors<float>(span.count, [&](int64_t i, auto place) {
     const F32 p = param.get(i, place);
     F32 m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
@@ -270,7 +254,7 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
     const StepTensor& t = a.tensors[at];
     const int64_t next = a.tensors[at + 1].first_block;
     for (const int64_t stop = next < end ? next : end; begin < stop;) {
-      const int64_t last = begin + kSpanBlocks < stop ? begin + kSpanBlocks : stop;
+      const int64_t last = Moment::kInBlocks ? begin + 1 : stop;
       const Span span = make_span(a, at, begin, last);
       begin = last;
       if constexpr (Moment::kInBlocks) {

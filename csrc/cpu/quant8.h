@@ -23,18 +23,21 @@ inline U32 look_up(const uint32_t* table, U32 index) {
 #endif
 }
 
-// The values of all codes, in registers where there are enough of them: to be made before a loop.
+// The values of codes.
 class Values {
  public:
-#if defined(__AVX512F__)
-  explicit Values(bool is_signed) {
-    for (int i = 0; i < 16; ++i) part_[i] = _mm512_loadu_ps(table(is_signed) + 16 * i);
-  }
+  Values() = default;
+  explicit Values(bool is_signed)
+      : table_(is_signed ? kQuant8Map<true>.value : kQuant8Map<false>.value) {}
+
   F32 operator[](U32 code) const {
+#if defined(__AVX512F__)
+    // Faster than look-ups in memory: the table lies in half of the registers.
     const __m512i at = (__m512i)code;
     __m512 found[8];
     for (int i = 0; i < 8; ++i) {
-      found[i] = _mm512_permutex2var_ps(part_[2 * i], at, part_[2 * i + 1]);
+      found[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table_ + 32 * i), at,
+                                        _mm512_loadu_ps(table_ + 32 * i + 16));
     }
     for (int bit = 32, left = 4; left > 0; bit *= 2, left /= 2) {
       const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(bit));
@@ -43,20 +46,13 @@ class Values {
       }
     }
     return (F32)found[0];
-  }
-
- private:
-  __m512 part_[16];
 #else
-  explicit Values(bool is_signed) : table_(table(is_signed)) {}
-  F32 operator[](U32 code) const { return (F32)look_up((const uint32_t*)table_, code); }
+    return (F32)look_up((const uint32_t*)table_, code);
+#endif
+  }
 
  private:
   const float* table_;
-#endif
-  static const float* table(bool is_signed) {
-    return is_signed ? kQuant8Map<true>.value : kQuant8Map<false>.value;
-  }
 };
 
 // Between bytes and lanes gcc's own conversions go one by one.
@@ -94,25 +90,30 @@ inline void store_codes(uint8_t* codes, U32 wide, Part part) {
   std::memcpy(codes, buffer, part.count);
 }
 
+// Codes of the fractions value / divisor.
 template <bool Signed>
-inline U32 encode_by_place(F32 fraction) {
+inline U32 encode_by_place(F32 value, F32 divisor) {
+  const F32 fraction = value / divisor;
   const U32 number = quant8_number<Signed>(
       (U32)fraction, [](U32 run) { return look_up(kQuant8Map<Signed>.place, run); });
   return quant8_code<Signed>((U32)fraction, number);
 }
 
-// Codes of fractions: to be made before a loop.
+// A block's codes: to be made before a loop, for a divisor whose inverse is finite.
 #if defined(__AVX512F__)
-// Without a look-up in memory: what lies between two decades' first thresholds is nearest to one of
-// the values of a decade, which are evenly spaced, so that the number is a linear function there.
-// Within kMargin of an integer its rounding matters, and the exact way is taken.
+// Without a look-up in memory and without a division: what lies between two decades' first
+// thresholds is nearest to one of the values of a decade, which are evenly spaced, so that the
+// number is a linear function there. A product with the inverse is off by an ulp or two, and so the
+// exact way is taken within kUlps of a region's begin, and where the number is within kMargin of an
+// integer.
 template <bool Signed>
 struct Regions {
   static constexpr float kMargin = 0x1p-12f;
+  static constexpr int kUlps = 8;
   // By a float's binade, the last five bits of its exponent: its region where it begins, and where
   // in it the next region begins. Smaller floats than 2^-31 are taken for that.
   uint32_t region[32];
-  float next[32];
+  uint32_t next[32];  // as bits, which have the order of positive floats
   // By region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop.
   float slope[16], offset[16], upper[16];
 };
@@ -140,7 +141,7 @@ constexpr Regions<Signed> make_regions() {
     const float low = __builtin_bit_cast(float, (uint32_t)(96 + binade) << 23);
     while (begin[region + 1] <= low) ++region;
     r.region[binade] = (uint32_t)region;
-    r.next[binade] = begin[region + 1];
+    r.next[binade] = __builtin_bit_cast(uint32_t, begin[region + 1]);
   }
   return r;
 }
@@ -150,13 +151,20 @@ inline constexpr Regions<Signed> kRegions = make_regions<Signed>();
 template <bool Signed>
 class Encoder {
  public:
-  U32 operator()(F32 fraction) const {
+  explicit Encoder(float divisor) : divisor_(splat(divisor)), inverse_(splat(1 / divisor)) {}
+
+  U32 operator()(F32 value) const {
+    const __m512 fraction = (__m512)(value * inverse_);
     // The lesser magnitude of the two, which for a NaN is 1.
-    const __m512 least = _mm512_range_ps((__m512)fraction, _mm512_set1_ps(1), 0b1010);
+    const __m512 least = _mm512_range_ps(fraction, _mm512_set1_ps(1), 0b1010);
     const __m512 x = _mm512_max_ps(least, _mm512_set1_ps(0x1p-31f));
     const __m512i binade = _mm512_srli_epi32((__m512i)x, 23);
-    const __mmask16 beyond =
-        _mm512_cmp_ps_mask(x, _mm512_permutex2var_ps(next_[0], binade, next_[1]), _CMP_GE_OQ);
+    const __m512i past =
+        _mm512_sub_epi32((__m512i)x, _mm512_permutex2var_epi32(next_[0], binade, next_[1]));
+    const __mmask16 beyond = _mm512_cmpge_epi32_mask(past, _mm512_setzero_si512());
+    const __m512i ulps = _mm512_set1_epi32(Regions<Signed>::kUlps);
+    const __mmask16 at_begin =
+        _mm512_cmplt_epu32_mask(_mm512_add_epi32(past, ulps), _mm512_add_epi32(ulps, ulps));
     __m512i region = _mm512_permutex2var_epi32(region_[0], binade, region_[1]);
     region = _mm512_mask_add_epi32(region, beyond, region, _mm512_set1_epi32(1));
     const __m512 line = _mm512_fmadd_ps(x, _mm512_permutexvar_ps(region, slope_),
@@ -165,7 +173,9 @@ class Encoder {
     const __m512 off = _mm512_reduce_ps(place, _MM_FROUND_TO_NEAREST_INT);
     const __mmask16 close = _mm512_cmp_ps_mask(
         _mm512_abs_ps(off), _mm512_set1_ps(Regions<Signed>::kMargin), _CMP_LT_OQ);
-    if (__builtin_expect(close != 0, false)) return encode_by_place<Signed>(fraction);
+    if (__builtin_expect(!_kortestz_mask16_u8(close, at_begin), false)) {
+      return encode_by_place<Signed>(value, divisor_);
+    }
     const __m512i number = _mm512_cvttps_epi32(place);
     if constexpr (!Signed) return (U32)number;
     const __mmask16 negative = _mm512_movepi32_mask((__m512i)fraction);
@@ -179,14 +189,19 @@ class Encoder {
   static __m512i words(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static constexpr const Regions<Signed>& r = kRegions<Signed>;
   __m512i region_[2] = {words(r.region), words(r.region + 16)};
-  __m512 next_[2] = {floats(r.next), floats(r.next + 16)};
+  __m512i next_[2] = {words(r.next), words(r.next + 16)};
   __m512 slope_ = floats(r.slope), offset_ = floats(r.offset), upper_ = floats(r.upper);
+  F32 divisor_, inverse_;
 };
 #else
 template <bool Signed>
 class Encoder {
  public:
-  U32 operator()(F32 fraction) const { return encode_by_place<Signed>(fraction); }
+  explicit Encoder(float divisor) : divisor_(splat(divisor)) {}
+  U32 operator()(F32 value) const { return encode_by_place<Signed>(value, divisor_); }
+
+ private:
+  F32 divisor_;
 };
 #endif
 
@@ -211,13 +226,18 @@ inline float largest_magnitude(const float* values, int64_t count) {
   return value;
 }
 
-// The codes of a block from its values.
-template <class Encoder>
-inline void encode_block(const Encoder& encode, uint8_t* codes, const float* values, int64_t count,
-                         float absmax) {
-  const F32 divisor = splat(quant_divisor(absmax));
+// The codes of a block from its values and its absmax. The values may be changed.
+template <bool Signed>
+inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
+  float divisor = quant_divisor(absmax);
+  if (__builtin_expect(divisor < 0x1p-126f, false)) {  // subnormal; its inverse would be infinite
+    constexpr float kExact = 0x1p64f;                  // a power of two: the same fractions
+    for (int64_t i = 0; i < count; ++i) values[i] *= kExact;
+    divisor *= kExact;
+  }
+  const Encoder<Signed> encode(divisor);
   for_vectors<float>(count, [&](int64_t i, auto place) {
-    store_codes(codes + i, encode(load(values + i, place) / divisor), place);
+    store_codes(codes + i, encode(load(values + i, place)), place);
   });
 }
 

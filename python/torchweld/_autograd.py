@@ -48,7 +48,7 @@ def autograd_function(op: Op, kernel: Any) -> type[torch.autograd.Function]:
     kept_at = [outputs.index(name) for name in kept]
     plain_at = [inputs.index(name) for name in plain]
     typed_at = [inputs.index(name) for name in typed]
-    eager_backward = op.backward_reference or _derivatives_of_reference(op)
+    eager_backward = op.backward_reference or derivatives_of_reference(op)
 
     class Fused(torch.autograd.Function):
         @staticmethod
@@ -124,7 +124,7 @@ def autograd_function(op: Op, kernel: Any) -> type[torch.autograd.Function]:
 def _leave_for_later(ctx: Any, grads: tuple[Any, ...], found: list[Any]) -> None:
     unused = {
         i: found[i]
-        for i, goes_on in enumerate(_where_it_goes(ctx))
+        for i, goes_on in enumerate(where_it_goes(ctx))
         if not goes_on and found[i] is not None
     }
     ctx.late = (grads, unused) if unused else None
@@ -132,7 +132,7 @@ def _leave_for_later(ctx: Any, grads: tuple[Any, ...], found: list[Any]) -> None
 
 def _left_for_later(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What is wanted now, if an earlier run with the same gradients found all of it."""
-    (earlier, unused), goes_on = ctx.late, _where_it_goes(ctx)
+    (earlier, unused), goes_on = ctx.late, where_it_goes(ctx)
     if any(a is not b for a, b in zip(earlier, grads, strict=True)) or torch.is_grad_enabled():
         return None
     if any(goes and i not in unused for i, goes in enumerate(goes_on)):
@@ -141,7 +141,7 @@ def _left_for_later(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple([unused[i] if goes else None for i, goes in enumerate(goes_on)])
 
 
-def _where_it_goes(ctx: Any) -> list[bool]:
+def where_it_goes(ctx: Any) -> list[bool]:
     """Of every input, whether the backward that is running goes on to it."""
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return [need and _runs(next(nodes)) for need in ctx.needs_input_grad]
@@ -161,7 +161,7 @@ def _asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> list[bo
     return [name not in same and (need or f"grad_{name}" in lent) for name, need in wanted.items()]
 
 
-def _derivatives_of_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+def derivatives_of_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """The backward's arguments to its results, with a graph of their own (create_graph=True)."""
 
     def backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:

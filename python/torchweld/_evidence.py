@@ -1,16 +1,23 @@
-"""What has been proven on a GPU: bench/evidence, and what the automatic choice makes of it."""
+"""What has been proven on a GPU, and what the automatic choice makes of it.
+
+bench/evidence has what the package brings along, the user's cache what `torchweld tune` found here.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import torchweld
+from torchweld import _cache
 from torchweld.registry import OPS, Op
 
 
@@ -21,6 +28,30 @@ def records() -> dict[str, dict[str, Any]]:
     files = [f for f in folder.iterdir() if f.name.endswith(".json")] if folder.is_dir() else []
     loaded = [json.loads(f.read_text()) for f in files]
     return {record["gpu"]: record for record in loaded}
+
+
+def file_name(gpu: str) -> str:
+    """NVIDIA H200 -> nvidia-h200.json."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def own_path(gpu: str) -> Path:
+    """The file that `torchweld tune` keeps of a GPU."""
+    return _cache.folder() / file_name(gpu)
+
+
+@functools.cache
+def own(gpu: str) -> dict[str, Any] | None:
+    """What `torchweld tune` found on this GPU with this torch and torchweld."""
+    found = _cache.read(own_path(gpu))
+    now = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    return found if found and now.items() <= found["versions"].items() else None
+
+
+def _of(gpu: str) -> dict[str, Any] | None:
+    """What is known of a GPU: what was found here counts for more than what came along."""
+    known = [record for record in (records().get(gpu), own(gpu)) if record]
+    return {"ops": {op: p for r in known for op, p in r["ops"].items()}} if known else None
 
 
 def against(op: Op, backend: str, x: torch.Tensor) -> str | None:
@@ -47,7 +78,8 @@ def _verdict(
     """The verdict for a shape class: a dtype and a power of two of elements; None: any."""
     op = OPS[op_name]
     gpu = "" if gpu_index is None else torch.cuda.get_device_name(gpu_index)
-    sources = [records()[gpu]] if gpu in records() else list(records().values())
+    known = _of(gpu) if gpu else None
+    sources = list(records().values()) if known is None else [known]
     speed_ups = {
         name: ratio
         for name in op.sources

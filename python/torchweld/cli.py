@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torchweld
 from torchweld import doctor
 from torchweld.bench import command as bench
+from torchweld.bench import tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
     bench.add_options(command)
     command.set_defaults(run=bench.run)
+
+    about = "check and time the kernels on this GPU, which the automatic choice then goes by"
+    command = commands.add_parser("tune", help=about, description=f"{about.capitalize()}.")
+    tune.add_options(command)
+    command.set_defaults(run=tune.run)
 
     options = parser.parse_args(arguments)
     return options.run(options)

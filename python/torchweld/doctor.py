@@ -104,15 +104,17 @@ def _libraries() -> Facts:
 
 
 def _evidence_here() -> Facts:
-    records = _evidence.records()
-    if not records:
-        nothing = "no GPU has been recorded: on GPUs eager serves, and kernels by name alone"
-        return [("none", nothing)]
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return [
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    facts = [
         (gpu + (" (this one)" if gpu == here else ""), f"recorded {record.get('date', '')}")
-        for gpu, record in records.items()
+        for gpu, record in _evidence.records().items()
     ]
+    if tuned := _evidence.own(here):
+        facts.append((f"{here} (this one)", f"`torchweld tune`, {tuned['date']}"))
+    elif here:
+        facts.append((here, "not tuned here: `torchweld tune` takes a minute"))
+    nothing = "no GPU has been recorded: on GPUs eager serves, and kernels by name alone"
+    return facts or [("none", nothing)]
 
 
 def _in_force() -> str:
@@ -156,7 +158,7 @@ def _cell(op: Op, backend: str, reasons: list[str]) -> str:
 def _serves(op: Op, backend: str) -> tuple[str, str | None]:
     """yes, or "by name" or no with the reason."""
     if backend not in op.sources:
-        return "no", f"{op.name} has no {backend} kernel"
+        return "no", f"it has no {backend} kernel"
     if reason := BACKENDS[backend].missing():
         return "no", reason
     on_cpu = "cpu" in BACKENDS[backend].devices

@@ -311,6 +311,8 @@ class Seam(Op):
 
     # The backend for the ops, then the forward's arguments, to the result.
     fused: Callable[..., Any] = field(kw_only=True)
+    # The forward's arguments to a word on how Triton runs them, where that is measured.
+    detail: Callable[..., str] | None = None
     # For the docs: what it is made of, where {} stands for the kernels, and what it saves.
     made_of: str = "GEMMs of torch's, between them {}"
     saves: str = (

@@ -136,14 +136,15 @@ def why_not_automatic(op: Op, backend: str, inputs: Sequence[Any]) -> str | None
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, and why the others do not."""
+    """Which backend runs a call, and why the others do not; how it runs it, where it may vary."""
 
     op: str
     chosen: str
     reasons: dict[str, str]
+    detail: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.op} runs on {self.chosen}"]
+        lines = [f"{self.op} runs on {self.chosen}" + (f": {self.detail}" if self.detail else "")]
         lines += [f"  not {backend}: {reason}" for backend, reason in self.reasons.items()]
         return "\n".join(lines)
 
@@ -174,7 +175,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
             reasons[backend] = f"fewer than {op.small} elements: too small to gain"
         else:
             reasons[backend] = f"{chosen} comes first"
-    return Explanation(name, chosen, reasons)
+    detail = op.detail(*inputs) if isinstance(op, Seam) and op.detail and chosen == "triton" else ""
+    return Explanation(name, chosen, reasons, detail)
 
 
 def _inputs(op: Op, given: dict[str, Any]) -> Sequence[Any]:

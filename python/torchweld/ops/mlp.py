@@ -6,9 +6,19 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld.errors import ArgumentError
-from torchweld.ops import _act, gated_act
+from torchweld.ops import _act, _gemm_act, gated_act
+from torchweld.ops._act_linear import act_linear
 from torchweld.ops._call import run_on
-from torchweld.ops.linear_act import activated, check, outer, recomputed
+from torchweld.ops.linear_act import (
+    act,
+    activated,
+    check,
+    is_ours,
+    is_saved,
+    outer,
+    recomputed,
+    summed,
+)
 from torchweld.registry import Numerics, Seam, activation, weight
 
 
@@ -33,12 +43,13 @@ def mlp(
         b2: [out_features].
         activation: "gelu", "relu" or "silu".
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save x alone, and compute the rest again in the backward.
+        recompute: save x alone, and compute the rest again in the backward, which on the CPU holds
+            two tensors of the hidden layer's size at a time, and not three.
 
     Returns:
         A tensor [*, out_features].
     """
-    return recomputed(recompute, MLP, x, w1, b1, w2, b2, activation, approximate)
+    return recomputed(recompute, MLP, x, w1, b1, w2, b2, activation, approximate, recompute)
 
 
 def gated_mlp(
@@ -75,25 +86,32 @@ def gated_mlp(
 # --- mlp ----------------------------------------------------------------------------------------
 
 
-def _mlp(backend, x, w1, b1, w2, b2, activation, approximate):
+def _mlp(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
     if w1.ndim != 2 or (b1 is not None and b1.dtype is not w1.dtype):
-        _check_mlp(x, w1, b1, w2, b2, activation, approximate)
-    return linear(activated(backend, x, w1, b1, activation, approximate), w2, b2)
+        _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute)
+    if recompute and backend == "cpu":
+        z, bias = summed(x, w1, b1, activation)
+        if is_saved(z, bias) and is_ours(z) and type(w2) in (torch.Tensor, torch.nn.Parameter):
+            return act_linear(z, bias, w2, b2, activation, approximate)
+        hidden = act(backend, z, bias, activation, approximate)
+    else:
+        hidden = activated(backend, x, w1, b1, activation, approximate)
+    return linear(hidden, w2, b2)
 
 
-def _mlp_reference(x, w1, b1, w2, b2, activation, approximate):
+def _mlp_reference(x, w1, b1, w2, b2, activation, approximate, recompute):
     if w1.ndim != 2 or (b1 is not None and b1.shape != w1.shape[:1]):
-        _check_mlp(x, w1, b1, w2, b2, activation, approximate)
+        _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute)
     return linear(_act.activate(MLP, linear(x, w1, b1), activation, approximate), w2, b2)
 
 
-def _check_mlp(x, w1, b1, w2, b2, activation, approximate):
+def _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute):
     check(MLP.name, x, w1=w1, b1=b1)
     check(MLP.name, x.new_empty((0, w1.shape[0])), w2=w2, b2=b2)
     _act.check(MLP, activation, approximate)
 
 
-def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, grad_y):
+def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
     """Every product of the four GEMMs a term, act' at most 1 + abs(z)."""
     x, w1, w2, grad = (t.double().abs() for t in (x, w1, w2, grad_y))
     z = linear(x, w1, None if b1 is None else b1.double().abs())
@@ -108,9 +126,9 @@ def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, grad_y):
     }
 
 
-def _mlp_arguments(leading, width, features, out, *kind):
+def _mlp_arguments(leading, width, features, out, *kind, recompute=False):
     first = (activation(*leading, width), weight(features, width), activation(features))
-    return (*first, weight(out, features), activation(out), *kind)
+    return (*first, weight(out, features), activation(out), *kind, recompute)
 
 
 # Leading sizes, in_features, hidden_features, out_features.
@@ -127,8 +145,9 @@ _MLP_SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 def _mlp_samples():
     found = [_mlp_arguments(*s, "gelu", "none") for s in _MLP_SHAPES]
     found += [_mlp_arguments(*_MLP_SHAPES[2], *kind) for kind in _act.KINDS[1:]]
-    x, w1, _, w2, _ = _mlp_arguments(*_MLP_SHAPES[1])
-    return (*found, (x, w1, None, w2, None, "gelu", "tanh"))
+    found += [_mlp_arguments(*s, "gelu", "none", recompute=True) for s in _MLP_SHAPES[1:3]]
+    x, w1, _, w2, *_ = _mlp_arguments(*_MLP_SHAPES[1])
+    return (*found, *((x, w1, None, w2, None, "gelu", "tanh", lean) for lean in (False, True)))
 
 
 _MLP_RESULTS = ("y", "grad_x", "grad_w1", "grad_b1", "grad_w2", "grad_b2")
@@ -136,16 +155,18 @@ _MLP_RESULTS = ("y", "grad_x", "grad_w1", "grad_b1", "grad_w2", "grad_b2")
 MLP = Seam(
     name="mlp",
     forward="(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
-    " str approximate) -> (Tensor y)",
+    " str approximate, bool recompute) -> (Tensor y)",
     backward="(Tensor grad_y, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
-    " str activation, str approximate) -> (Tensor grad_x, Tensor grad_w1, Tensor grad_b1,"
-    " Tensor grad_w2, Tensor grad_b2)",
+    " str activation, str approximate, bool recompute) -> (Tensor grad_x, Tensor grad_w1,"
+    " Tensor grad_b1, Tensor grad_w2, Tensor grad_b2)",
     reference=_mlp_reference,
     fused=_mlp,
     check=_check_mlp,
     fake=lambda x, w1, b1, w2, *_: (x.new_empty((*x.shape[:-1], w2.shape[0])),),
     columns=lambda *_: 1,
-    sources=_act.SOURCES,
+    sources=_gemm_act.SOURCES,
+    detail=lambda x, w1, b1, w2, b2, *kind: _gemm_act.explain(x, w1, b1, *kind[:2]),
+    made_of=_gemm_act.MADE_OF,
     samples=_mlp_samples(),
     benchmarks=tuple(
         _mlp_arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)

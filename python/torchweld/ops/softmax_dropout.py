@@ -173,7 +173,7 @@ _SAMPLES = (
     (activation(3, 4096), constant(4096), 1.0, False, 0.1, SEED, *_WHOLE),
     (activation(2, 8193), boolean(1), 1.0, False, 0.1, SEED, *_WHOLE),
     (activation(1, 65536), None, 1.0, False, 0.0, None, *_WHOLE),
-    (activation(3, 131073), None, 1.0, True, 0.1, SEED, *_WHOLE),
+    (activation(2, 65539), None, 1.0, True, 0.1, SEED, *_WHOLE),
     (activation(2, 2, 4, 16), None, 1.0, True, 0.3, SEED, [2, 6, 9, 16], [0, 3, 5, 0]),
     (activation(0, 64), None, 1.0, True, 0.1, SEED, *_WHOLE),
     (activation(2, 0, 7), boolean(7), 1.0, False, 0.0, None, *_WHOLE),

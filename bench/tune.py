@@ -1,0 +1,90 @@
+"""`torchweld tune`: a minute on the user's own GPU, which the automatic choice then goes by.
+
+Every kernel's results are checked against the reference in float64, at a few shapes, and both
+directions together are timed beside eager. What is found is kept in the user's cache, as evidence
+of this GPU, torch and torchweld, and counts for more than what the package brings along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from torchweld import _evidence
+from torchweld.bench import evidence, limits, sources
+from torchweld.bench.cases import Case, cases
+from torchweld.bench.command import Refusal, add_ops
+from torchweld.bench.machine import machine
+from torchweld.bench.report import show_machine
+from torchweld.bench.runner import Plan, Result, measure
+from torchweld.bench.table import Table, progress
+from torchweld.bench.timing import Clock, clock_for
+from torchweld.registry import OPS
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `torchweld tune`."""
+    add_ops(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; its exit status is 1 where a kernel's result was wrong."""
+    try:
+        results = _tune(options.ops or list(OPS))
+    except Refusal as refusal:
+        print(f"torchweld tune: {refusal}", file=sys.stderr)
+        return 2
+    show(results)
+    return 1 if any(result.status == "refused" for result in results) else 0
+
+
+def _tune(ops: list[str]) -> list[Result]:
+    if not torch.cuda.is_available():
+        raise Refusal("torch sees no GPU here, and on the CPU nothing is left to choose")
+    clock = clock_for("cuda")
+    facts = machine("cuda") | {"copy_gbps": limits.copy_gbps(clock, "cuda")}
+    show_machine(facts)
+    path = _evidence.own_path(facts["name"])
+    record = evidence.Record(path, facts, sources.root())
+    backends = {name: evidence.gpu_backends(OPS[name]) for name in ops}
+    for name, served in backends.items():
+        for backend in served:
+            record.begin(OPS[name], backend)
+    wanted = cases([OPS[name] for name in ops], "cuda", DTYPES, quick=True)
+    found = []
+    for at in progress(wanted):
+        found += check_and_time(wanted[at], backends[wanted[at].op.name], record, clock)
+    print(f"kept in {path}")
+    return found
+
+
+def check_and_time(
+    case: Case, backends: list[str], record: evidence.Record, clock: Clock
+) -> list[Result]:
+    """A case's results, which the record keeps."""
+    plan = Plan(["full"], backends, [], seconds=0.1)
+    found = [result for results in measure(case, plan, clock) for result in results]
+    record.add_results(found)
+    for result in found:
+        if result.contender in backends and result.status != "absent":
+            record.add_outcome(case.op.name, result.contender, result.status == "timed")
+    return found
+
+
+def show(results: list[Result]) -> None:
+    """What was found, a line for each kernel, shape and dtype."""
+    table = Table(["op", "shape", "dtype", "backend", "ms", "eager ms", "vs eager"], 4)
+    for result in results:
+        if result.contender == "eager":
+            continue
+        cells = [result.op, result.label, result.dtype, result.contender]
+        if result.ms is None or result.eager_ms is None:
+            table.add(*cells, result.status, "", result.reason or "")
+        else:
+            speed_up = f"{result.eager_ms / result.ms:.2f}x"
+            table.add(*cells, f"{result.ms:.3f}", f"{result.eager_ms:.3f}", speed_up)
+    table.show()

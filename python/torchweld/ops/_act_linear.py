@@ -1,0 +1,100 @@
+"""An activation and the linear layer behind it, of which the sum before the activation is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from torchweld._autograd import where_it_goes
+from torchweld.ops import bias_act
+from torchweld.ops._plain import PlainOp
+
+
+def _fake(grad_y, x, bias, activation, approximate, need_bias):
+    return x.new_empty(0) if bias is None or not need_bias else torch.empty_like(bias)
+
+
+# grad_x in grad_y's place; returns grad_bias.
+PlainOp(
+    "bias_act_backward_",
+    "(Tensor(a!) grad_y, Tensor x, Tensor? bias, str activation, str approximate, bool need_bias)"
+    " -> Tensor",
+    _fake,
+)
+
+
+def act_linear(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
+    """linear(activation(z + bias), weight, weight_bias) on the CPU."""
+    if torch.is_autocast_enabled("cpu"):
+        weight = weight.to(z.dtype)
+        weight_bias = None if weight_bias is None else weight_bias.to(z.dtype)
+    return _ActLinear.apply(z, bias, weight, weight_bias, activation, approximate)
+
+
+class _ActLinear(torch.autograd.Function):
+    """Saves z, whose activation is a pass, and not that, which is as large.
+
+    In its backward there is one tensor more of that size: the activation, then, in its place, its
+    gradient, then that of z.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Any, bias: Any, weight: Any, weight_bias: Any, *kind: str) -> Any:
+        ctx.save_for_backward(z, bias, weight, weight_bias)
+        ctx.kind, ctx.late = kind, None
+        return linear(_activate(z, bias, *kind), weight, weight_bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _derivatives(ctx, grad)
+        with torch.autocast("cpu", enabled=False):
+            return _gradients(ctx, grad)
+
+
+_activate = torch.ops.torchweld.bias_act.cpu
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Those of them that this run of the graph goes on to."""
+    z, bias, weight, _ = ctx.saved_tensors
+    to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = where_it_goes(ctx)
+    found: list[torch.Tensor | None] = [None] * len(goes_on)
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    size = (rows.shape[0], z.shape[-1])
+    buffer = None
+    if to_weight:
+        buffer = _activate(z, bias, *ctx.kind)
+        found[2] = rows.t() @ buffer.view(size)
+    if to_weight_bias:
+        found[3] = rows.sum(0)
+    if to_bias and not to_z and ctx.late is not None and ctx.late[0] is grad:
+        found[1] = ctx.late[1]  # from the run that went on to z
+    elif to_z or to_bias:
+        buffer = z.new_empty(z.shape) if buffer is None else buffer
+        torch.mm(rows, weight, out=buffer.view(size))
+        kernel, need_bias = torch.ops.torchweld.bias_act_backward_.cpu, ctx.needs_input_grad[1]
+        grad_bias = kernel(buffer, z, bias, *ctx.kind, need_bias)
+        found[0], found[1] = buffer, grad_bias if to_bias else None
+        if need_bias and not to_bias and torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.late = (grad, grad_bias)
+    return tuple(found)
+
+
+def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The same with a graph of their own."""
+    z, bias, *factors = saved = ctx.saved_tensors
+    y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
+    needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
+    wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
+    found = dict(zip(needs, wanted, strict=True))
+    return tuple([found.get(at) for at in range(len(ctx.needs_input_grad))])

@@ -1,0 +1,255 @@
+"""linear_act in one kernel: a GEMM in Triton whose epilogue adds the bias and activates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchweld._autograd import autograd_function, derivatives_of_reference, where_it_goes
+from torchweld.ops import _act, _gemm_choice, bias_act
+from torchweld.ops._gemm_choice import Timed
+from torchweld.ops._plain import PlainOp
+from torchweld.registry import Signature
+
+_SOURCE = "triton_kernels/linear_act.py"
+SOURCES: dict[str, tuple[str, ...]] = {**_act.SOURCES, "triton": (_SOURCE, *_act.SOURCES["triton"])}
+MADE_OF = (
+    "GEMMs of torch's, after the first {}; in Triton one kernel is the first and that pass, where"
+    " it was measured to be faster"
+)
+
+# With fewer products than these a GEMM takes microseconds, and its launch as long.
+_SMALLEST = 2**28
+# Beyond it a kernel would have to copy, see its _factor.
+_LONGEST_ROW = 2**22
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fake(x, weight, bias, activation, approximate, tile, save_z):
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return y, torch.empty_like(y) if save_z else y.new_empty(0)
+
+
+# y, and z, the sum before the activation, as bias_act's backward takes it; `tile` is a place in the
+# source's table.
+PlainOp(
+    "linear_act",
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
+    " bool save_z) -> (Tensor y, Tensor z)",
+    _fake,
+    backends=(),
+    triton=_SOURCE,
+)
+
+
+# --- Autograd -------------------------------------------------------------------------------------
+# Two nodes, as the unfused form has them: the GEMM's, whose two gradients a schedule can run apart,
+# and the activation's behind it. The kernel has run when the second one is made.
+
+
+class _Linear(torch.autograd.Function):
+    """The GEMM's node: z, and beside it what the activation's is to return."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, given: Any, *how: Any) -> Any:
+        y, z = torch.ops.torchweld.linear_act.triton(x, weight, given, *how, True)
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(y)
+        return z, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, (x, weight) = grads[0], ctx.saved_tensors
+        compiling = torch.compiler.is_compiling()
+        goes_on = ctx.needs_input_grad if compiling else where_it_goes(ctx)
+        found: list[Any] = [None] * len(goes_on)
+        if grad is None:
+            return tuple(found)
+        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        if goes_on[0]:
+            found[0] = grad @ weight
+        if goes_on[1]:
+            found[1] = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
+        if goes_on[2]:
+            found[2] = rows.sum(0)
+        return tuple(found)
+
+
+class _Activation:
+    """The activation's node: bias_act's, but that y is there already."""
+
+    backend = "triton"
+    backward = bias_act.OP.kernels["triton"].backward
+
+    def __init__(self) -> None:
+        declared: Any = SimpleNamespace(
+            name="activated_with_its_gemm",
+            forward_signature=Signature(
+                "(Tensor x, Tensor? bias, str activation, str approximate, Tensor y)"
+                " -> (Tensor activated)"
+            ),
+            backward_signature=Signature(
+                "(Tensor grad_activated, Tensor x, Tensor? bias, str activation, str approximate,"
+                " bool need_bias) -> (Tensor grad_x, Tensor grad_bias)"
+            ),
+            public=["activated"],
+            backward_reference=derivatives_of_reference(bias_act.OP),
+            unsaved=None,
+            same_gradient={},
+        )
+        self.function = autograd_function(declared, self)
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return given[-1]
+
+    @staticmethod
+    def public(results: tuple[torch.Tensor, ...]) -> Any:
+        return results[0]
+
+
+_ACTIVATION = _Activation()
+
+
+def linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    tile: int,
+) -> torch.Tensor:
+    """The result of the kernel with this tile, with a graph where one is wanted."""
+    dtype = _computed_in(x)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.float()
+    how = (activation, approximate)
+    if not _trained(x, weight, bias):
+        return torch.ops.torchweld.linear_act.triton(x, weight, bias, *how, tile, False)[0]
+    # relu's z has the bias in it, and so the GEMM's node its gradient.
+    with_gemm = activation == "relu"
+    given = None if bias is None else bias.detach()
+    z, y = _Linear.apply(x, weight, bias if with_gemm else None, given, *how, tile)
+    return _ACTIVATION.function.apply(z, None if with_gemm else bias, *how, y)
+
+
+def _computed_in(x: torch.Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _trained(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# --- Choice ---------------------------------------------------------------------------------------
+
+
+def choose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    unfused: Callable[..., Any],
+) -> int | None:
+    """The tile to run with; None: the unfused form is faster, or nothing is known of its rival."""
+    if _why_not(x, weight, bias) is not None:
+        return None
+    shapes = _shapes(x, weight, bias, activation, approximate)
+    if torch.compiler.is_compiling():
+        return _kept_while_compiling(x.device, shapes)
+    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
+    if timed is None and _may_time(x):
+        timed = _time(shapes, x, weight, bias, activation, approximate, unfused)
+    return None if timed is None else timed.chosen
+
+
+def explain(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> str:
+    """Which of the two runs in Triton, and why."""
+    unfused = "torch's GEMM, then a pass for bias and activation"
+    if reason := _why_not(x, weight, bias):
+        return f"{unfused}: {reason}"
+    shapes = _shapes(x, weight, bias, activation, approximate)
+    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
+    if timed is None:
+        return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
+    ratio = timed.unfused_ms / timed.ms
+    if timed.chosen is None:
+        return f"{unfused}: one kernel for all was measured at {ratio:.2f}x its speed"
+    return f"one kernel for all, measured at {ratio:.2f}x the speed of {unfused}"
+
+
+def _why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why one kernel cannot serve, or what does not fit: torch's GEMM finds out what is wrong."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
+        return "a tensor is of a class of its own"
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        return "x and weight do not fit"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return "weight and bias do not fit"
+    if any(t.device != x.device or t.dtype not in _DTYPES for t in given):
+        return "there are several devices, or a dtype that the kernel has not"
+    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        return "x and weight are of different dtypes"
+    if weight.shape[1] >= _LONGEST_ROW:
+        return f"more than {_LONGEST_ROW} input features"
+    # While compiling nothing is timed, and the number of rows is not to become a guard.
+    if not torch.compiler.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
+        return f"fewer than {_SMALLEST} products: too small to gain"
+    return None
+
+
+def _shapes(x, weight, bias, activation, approximate) -> str:
+    """What a time depends on beside the number of rows, in words: sizes are constants in them."""
+    columns, inner = weight.shape
+    dtype = str(_computed_in(x)).removeprefix("torch.")
+    transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
+    words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
+    words += [activation, approximate, "bias" if bias is not None else "no bias"]
+    return ", ".join([*words, "z saved" if _trained(x, weight, bias) else "z not saved"])
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.shape[:-1].numel()
+
+
+@torch.compiler.assume_constant_result
+def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
+    """What is kept, which torch.compile takes for a constant."""
+    timed = _gemm_choice.kept(device, shapes, None)
+    return None if timed is None else timed.chosen
+
+
+def _may_time(x: torch.Tensor) -> bool:
+    return (
+        _gemm_choice.timing
+        and x.device.type == "cuda"
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _time(shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
+    dtype, save_z = _computed_in(x), _trained(x, weight, bias)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
+        given = (*factors, activation, approximate)
+        kernel = torch.ops.torchweld.linear_act.triton
+        fused: Mapping[int, Any] = {
+            tile: partial(kernel, *given, tile, save_z)
+            for tile in _gemm_choice.kernels().contenders(dtype, x.shape[-1])
+        }
+        return _gemm_choice.time(x.device, shapes, _rows(x), partial(unfused, *given), fused)

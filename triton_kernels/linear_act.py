@@ -1,0 +1,260 @@
+"""linear_act's GEMM in Triton, with the bias and the activation in its epilogue.
+
+With M rows, K inputs and N outputs it does 2 M N K operations; at 16 bits it reads 2 (M K + N K)
+bytes and writes 2 M N of y and, where there is a gradient, as many of z, the sum before the
+activation. torch's GEMM followed by bias_act writes z, reads it and writes y: 2 M N bytes more, one
+of its three trips, and where nothing is saved two of three.
+
+On an H200 (132 processors; 989 TFLOP/s dense at bf16, of which a library's GEMM reaches about 720;
+copies of 4.3 TB/s), in milliseconds:
+
+    (M, K) x N            GEMM alone   y and z   a pass over z   unfused
+    (8192, 4096) x 16384     1.53        0.12        0.12         1.08x the GEMM
+    (8192, 1024) x 4096      0.095       0.03        0.03         1.33x
+
+The floor of this kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
+shape and 1.16x at the second; without z, the GEMM itself. The targets at the first shape are 1.06x
+(tanh) and 1.09x (erf). There the unfused form is at 1.08x, so that this one wins with 96% of the
+library's rate in its GEMM; at the second shape 86% are enough. With loads through pointers, as
+here, 80 to 90% are to be expected on that GPU: it should win at the second shape and lose at the
+first. On sm_80, where pointers feed the tensor cores as well as anything, both are within reach.
+Which form runs is therefore timed on the GPU at hand, the unfused one among the contenders:
+`torchweld/ops/_gemm_choice.py`.
+
+A program has one tile of y. Its epilogue takes 20 operations an element by erf: for a tile of
+128 x 256 about 5 us, as its two stores do, where K = 4096 takes 36 us of products. Tiles of
+128 x 128 by eight warps in at most 128 registers (sm_90) let two programs share a processor, one in
+its epilogue while the other multiplies. Programs walk a band of BAND tiles' rows column by column:
+132 of them then share about 8 + 17 tiles' worth of x and weight in L2, and not 1 + 132.
+
+To be tried on a GPU: tensor descriptors (TMA), and a persistent loop over tiles, whose epilogue
+overlaps the next tile's first loads.
+"""
+
+# ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .act import _kind, activate
+from .launch import Launch, launch, run
+from .tensors import check_beside, contiguous, load_parameter, store
+
+
+@triton.jit
+def _tile_in_band(
+    program, rows, columns, BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    # Row and column of a program's tile: down the rows of a band, then on to its next column.
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    first = program // (BAND * column_tiles) * BAND
+    height = tl.minimum(BAND, row_tiles - first)
+    within = program - first * column_tiles
+    return first + within % height, within // height
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_act(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    z_ptr,
+    rows,
+    columns,
+    inner,
+    x_row_stride,
+    x_stride,
+    weight_row_stride,
+    weight_stride,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER_FITS: tl.constexpr,
+    BAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    row_tile, column_tile = _tile_in_band(tl.program_id(0), rows, columns, BAND, ROWS, COLUMNS)
+    first_row, first_column = row_tile.to(tl.int64) * ROWS, column_tile.to(tl.int64) * COLUMNS
+    row, column, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    rows_inside = (first_row + row < rows)[:, None]
+    columns_inside = (first_column + column < columns)[None, :]
+    # Within a tile 32 bits are enough, which take half of the registers.
+    x_place = row[:, None] * x_row_stride + k[None, :] * x_stride
+    weight_place = column[None, :] * weight_row_stride + k[:, None] * weight_stride
+    x_ptr += first_row * x_row_stride
+    weight_ptr += first_column * weight_row_stride
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, inner, INNER):
+        x_inside, weight_inside = rows_inside, columns_inside
+        if not INNER_FITS:
+            x_inside &= (start + k < inner)[None, :]
+            weight_inside &= (start + k < inner)[:, None]
+        x = tl.load(x_ptr + x_place, mask=x_inside, other=0)
+        weight = tl.load(weight_ptr + weight_place, mask=weight_inside, other=0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+        x_ptr += INNER * x_stride
+        weight_ptr += INNER * weight_stride
+    # In quarters: what is on its way from registers to memory takes registers too.
+    left, right = _halves(total)
+    for half in tl.static_range(2):
+        for quarter in tl.static_range(2):
+            part = _halves(right if half else left)[quarter]
+            column = (
+                first_column + (2 * half + quarter) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
+            )
+            _finish(
+                part, first_row + row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATION
+            )
+
+
+@triton.jit
+def _halves(tile):
+    return tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATION: tl.constexpr):
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    z = total + load_parameter(bias_ptr, column, columns, 0)[None, :]
+    if z_ptr is not None:
+        # As torch's GEMM leaves it to bias_act; relu's derivative jumps where the sum changes its
+        # sign, which is to be known before anything is rounded.
+        before = z if ACTIVATION == "relu" else total
+        store(z_ptr, row[:, None], column[None, :], columns, before, inside)
+    store(y_ptr, row[:, None], column[None, :], columns, activate(z, ACTIVATION), inside)
+
+
+class Tile(NamedTuple):
+    """What a program computes: rows x columns of y, `inner` products at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps"
+
+
+# Large, for the most products a byte; half of that, two programs on a processor; for fewer rows.
+# The last is for what would not fit the registers of larger ones: elements that are loaded one by
+# one, since 16 bytes do not divide the rows, and float32 without tensor cores. All three stages fit
+# the shared memory of sm_80.
+_LAST = Tile(64, 64, 32, 4, 3)
+_TILES = {
+    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), _LAST),
+    4: (Tile(128, 128, 32, 8, 3), _LAST),
+}
+
+
+def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """What `linear_act` counts its tiles in."""
+    return _TILES[dtype.itemsize]
+
+
+def contenders(dtype: torch.dtype, inner: int) -> range:
+    """Those of the tiles that may be fastest where rows have so many elements."""
+    last = len(tiles(dtype)) - 1
+    tensor_cores = dtype.itemsize == 2 or precision() == "tf32"
+    fits = tensor_cores and inner * dtype.itemsize % 16 == 0
+    return range(last) if fits else range(last, last + 1)
+
+
+def precision() -> str:
+    """Of float32 products: what torch's GEMMs are allowed, by its older switch or its newer one."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _factor(matrix: torch.Tensor) -> torch.Tensor:
+    """A GEMM's factor; copied where places within a tile would not fit 32 bits."""
+    if max(matrix.stride()) < _LONGEST_STRIDE:
+        return matrix
+    if matrix.shape[1] >= _LONGEST_STRIDE:
+        raise ValueError("rows of x and weight are too long")
+    return matrix.contiguous()
+
+
+_LONGEST_STRIDE = 2**22
+
+
+def _linear_act_launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    kind: str,
+    tile: Tile,
+    precision: str,
+) -> Launch:
+    (rows, inner), columns = x.shape, weight.shape[0]
+    return launch(
+        _linear_act,
+        triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),
+        *(x, weight, bias, y, z, rows, columns, inner, *x.stride(), *weight.stride()),
+        ACTIVATION=kind,
+        PRECISION=precision,
+        INNER_FITS=inner % tile.inner == 0,
+        BAND=8,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        INNER=tile.inner,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    tile: int,
+    save_z: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and z or nothing; `tile` is a place in `tiles(x.dtype)`."""
+    columns, inner = weight.shape
+    if x.shape[-1] != inner or (weight.dtype, weight.device) != (x.dtype, x.device):
+        raise ValueError("a weight does not fit x")
+    check_beside(x, (columns,), bias)
+    y = x.new_empty((*x.shape[:-1], columns))
+    z = torch.empty_like(y) if save_z else None
+    chosen = tiles(x.dtype)[tile]
+    factors = (x.reshape(x.shape[:-1].numel(), inner), weight)
+    run(
+        x,
+        _linear_act_launch(
+            *[_factor(matrix) for matrix in factors],
+            *(contiguous(bias), y, z),
+            _kind(activation, approximate),
+            chosen,
+            precision(),
+        ),
+    )
+    return y, x.new_empty(0) if z is None else z
+
+
+def aot_cases() -> Iterator[tuple[str, Launch]]:
+    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+
+    def case(dtype, width, kind, tile, precision):
+        x, y = (torch.empty(4096, width, dtype=dtype, device="meta") for _ in range(2))
+        name = f"{kind} {precision} {width} {tile}"
+        weight = x[:width]
+        return name, _linear_act_launch(x, weight, weight[0], y, y, kind, tile, precision)
+
+    for tile in contenders(torch.bfloat16, 4096):
+        yield case(torch.bfloat16, 4096, "gelu", tiles(torch.bfloat16)[tile], "ieee")
+    yield case(torch.bfloat16, 4095, "gelu_tanh", _LAST, "ieee")
+    yield case(torch.float32, 4096, "gelu", tiles(torch.float32)[0], "tf32")
+    yield case(torch.float32, 4096, "gelu", _LAST, "ieee")
