@@ -44,6 +44,38 @@ def run(
     return params, optimizer
 
 
+def lamb_in_float64(
+    exact: list[torch.Tensor], of_steps: list[list[torch.Tensor]], lr: float, settings: Any
+) -> tuple[list[torch.Tensor], float]:
+    """The paper's algorithm, with Apex's and DeepSpeed's variants; and the largest move of all."""
+    exact = list(exact)
+    beta1, beta2 = settings.get("betas", (0.9, 0.999))
+    eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
+    ms, vs = ([torch.zeros_like(p) for p in exact] for _ in range(2))
+    largest = 1.0
+    for t, grads in enumerate(of_steps, start=1):
+        if limit := settings.get("max_grad_norm"):
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            grads = [g * min(1.0, limit / (norm + 1e-6)) for g in grads]
+        for i, (p, g) in enumerate(zip(exact, grads, strict=True)):
+            g = -g if settings.get("maximize") else g
+            ms[i] = beta1 * ms[i] + (1 - beta1 if settings.get("grad_averaging", True) else 1) * g
+            vs[i] = beta2 * vs[i] + (1 - beta2) * g * g
+            m, v = ms[i], vs[i]
+            if settings.get("bias_correction", True):
+                m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+            u = m / (v.sqrt() + eps) + decay * p
+            ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
+            if clip := settings.get("trust_clip"):
+                ratio = ratio.clamp(*clip)
+            if decay == 0 and not settings.get("always_adapt", True):
+                ratio = torch.tensor(1.0)
+            exact[i] = p - lr * ratio * u
+            if u.numel():
+                largest = max(largest, (lr * ratio * u).abs().max().item())
+    return exact, largest
+
+
 def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Tensor]:
     """Parameters and all that is kept of them."""
     state = [v for p in params for v in optimizer.state[p].values()]

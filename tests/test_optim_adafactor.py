@@ -200,13 +200,13 @@ def test_arguments_are_named() -> None:
 def test_kernels_refuse_by_themselves() -> None:
     """Averages that do not fit, called past Python's checks."""
     x = torch.zeros(4, 6)
-    rest = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False, None, None)
+    rest = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False, None, None, False)
 
     def call(moments: list[torch.Tensor], params: Any = None) -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
         lr = torch.tensor(1.0)
-        torch.ops.torchweld.adafactor.cpu(given, grads, [], moments, [], steps, lr, *rest)
+        torch.ops.torchweld.adafactor.cpu(given, grads, [], moments, [], steps, [], lr, *rest)
 
     call([torch.zeros(4), torch.zeros(6)])
     for wrong in (

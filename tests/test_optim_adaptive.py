@@ -10,7 +10,16 @@ import pytest
 import torch
 
 import torchweld
-from optimizers import Optimizer, U, draw, draw_grads, run, same, snapshot
+from optimizers import (
+    Optimizer,
+    U,
+    draw,
+    draw_grads,
+    lamb_in_float64,
+    run,
+    same,
+    snapshot,
+)
 from torchweld import optim
 from torchweld.optim import lr_scheduler
 
@@ -47,31 +56,7 @@ def test_lamb_as_published(settings: dict[str, Any], backend: str) -> None:
     """In float64 from the paper's algorithm, with Apex's and DeepSpeed's variants of it."""
     lr, steps = 1e-2, 8
     found, _ = run(lambda p: optim.LAMB(p, lr, **settings), steps)
-    exact, of_steps = _exact(steps)
-    beta1, beta2 = settings.get("betas", (0.9, 0.999))
-    eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
-    ms, vs = ([torch.zeros_like(p) for p in exact] for _ in range(2))
-    largest = 1.0
-    for t, grads in enumerate(of_steps, start=1):
-        if limit := settings.get("max_grad_norm"):
-            norm = torch.cat([g.flatten() for g in grads]).norm()
-            grads = [g * min(1.0, limit / (norm + 1e-6)) for g in grads]
-        for i, (p, g) in enumerate(zip(exact, grads, strict=True)):
-            g = -g if settings.get("maximize") else g
-            ms[i] = beta1 * ms[i] + (1 - beta1 if settings.get("grad_averaging", True) else 1) * g
-            vs[i] = beta2 * vs[i] + (1 - beta2) * g * g
-            m, v = ms[i], vs[i]
-            if settings.get("bias_correction", True):
-                m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-            u = m / (v.sqrt() + eps) + decay * p
-            ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
-            if clip := settings.get("trust_clip"):
-                ratio = ratio.clamp(*clip)
-            if decay == 0 and not settings.get("always_adapt", True):
-                ratio = torch.tensor(1.0)
-            exact[i] = p - lr * ratio * u
-            if u.numel():
-                largest = max(largest, (lr * ratio * u).abs().max().item())
+    exact, largest = lamb_in_float64(*_exact(steps), lr, settings)
     _assert_close(found, exact, steps * largest)
 
 

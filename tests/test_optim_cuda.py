@@ -129,6 +129,19 @@ def test_what_is_not_finite_is_skipped_alone(kind: Any, bad: float, cuda_device:
     assert same(*results)
 
 
+def test_rows_that_shards_cut_are_refused(cuda_device: str) -> None:
+    """By name, before anything is written."""
+    (p,), optimizer = run(maker(optim.AdamW, {}, "8bit"), 1, shapes=[(3, 40)], device=cuda_device)
+    before = snapshot([p], optimizer)
+    (batch,) = optimizer._batches(optimizer.param_groups[0])  # type: ignore[attr-defined]
+    batch.edges = [torch.tensor([0, 10, 40])]
+    batch.absmaxes = [torch.zeros(2, 3, 2, device=cuda_device) for _ in range(2)]
+    settings = optimizer._settings(optimizer.param_groups[0], batch)  # type: ignore[attr-defined]
+    with pytest.raises(torchweld.BackendError, match="sharded within rows"):
+        optimizer._rule().step(batch, torch.tensor(0.1), settings)  # type: ignore[attr-defined]
+    assert same(snapshot([p], optimizer), before)
+
+
 @pytest.mark.parametrize("settings", [{}, {"eps": 0.0}], ids=str)
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

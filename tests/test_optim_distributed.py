@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 import torch.multiprocessing
 
 import torchweld
+from optimizers import U
+from processes import processes
 from torchweld import optim
 
-# A row of 300 is two blocks; 65 rows do not divide by two; one row is left to a single process.
-SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30))
+# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row
+# or column is left to one process, three of anything to three.
+SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100))
 CODECS: tuple[dict[str, Any], ...] = (
     {},
     {"state_dtype": "8bit"},
@@ -81,21 +86,47 @@ def _assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
             assert torch.equal(whole, value), name
 
 
+def _placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Sharded in these dimensions, or the last one where there are fewer; None is replicated."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        placements = [Replicate() if d is None else Shard(min(d, t.ndim - 1)) for d in dims]
+        return distribute_tensor(t, mesh, placements)
+
+    return place
+
+
+@contextlib.contextmanager
+def _reductions() -> Iterator[list[Any]]:
+    """The operations of those that are made inside."""
+    made: list[Any] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def record(t: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, **given: Any) -> Any:
+        made.append(op)
+        return all_reduce(t, op, **given)
+
+    torch.distributed.all_reduce = record
+    try:
+        yield made
+    finally:
+        torch.distributed.all_reduce = all_reduce
+
+
 def _shards(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     for settings in CODECS:
         expected = _run(settings, lambda t: t, range(1, 5))
-        quantized = settings.get("state_dtype") == "8bit"
-        for placement in (Shard(0), Replicate(), *([] if quantized else [Shard(1)])):
-
-            def place(t: torch.Tensor, placement: Any = placement) -> torch.Tensor:
-                along = Shard(0) if placement == Shard(1) and t.ndim == 1 else placement
-                return distribute_tensor(t, mesh, [along])
-
-            found = _run(settings, place, range(1, 5))
+        cuts = settings.get("state_dtype") == "8bit"
+        for dim in (0, None, 1, 2):
+            place = _placer(mesh, dim)
+            with _reductions() as made:
+                found = _run(settings, place, range(1, 5))
+            assert made == [torch.distributed.ReduceOp.MAX] * (4 if cuts and dim else 0)
             _assert_same(found, expected)
             assert all(
                 isinstance(value, DTensor)
@@ -108,13 +139,68 @@ def _shards(rank: int) -> None:
             saved = ([_whole(p.detach()) for p in half[0]], half[1].state_dict())
             _assert_same(_run(settings, place, range(3, 5), saved), expected)
 
+    # A state that is sharded in another way is refused as a whole.
+    rows, columns = (_run({"state_dtype": "8bit"}, _placer(mesh, d), range(1, 2)) for d in (0, 1))
+    before = columns[1].state_dict()
+    for name in ("exp_avg_codes", "exp_avg_absmax"):
+        wrong = copy.deepcopy(before)
+        wrong["state"][4][name] = rows[1].state_dict()["state"][4][name]
+        with pytest.raises(torchweld.ArgumentError, match=f"{name}.*Shard"):
+            columns[1].load_state_dict(wrong)
+        assert all(columns[1].state[p] == before["state"][i] for i, p in enumerate(columns[0]))
+
     wide = torch.nn.Parameter(distribute_tensor(torch.zeros(64, 128), mesh, [Shard(1)]))
-    wide.grad = torch.ones_like(wide)
-    with pytest.raises(torchweld.ArgumentError, match="first dimension"):
-        optim.AdamW([wide], state_dtype="8bit").step()
+    other = torch.nn.Parameter(torch.zeros(64, 128))
+
+    def refuses(match: str, error: Any = torchweld.ArgumentError, **settings: Any) -> None:
+        other.grad = torch.ones_like(other)
+        optimizer = optim.AdamW([other, wide], **settings)
+        with pytest.raises(error, match=match):
+            optimizer.step()
+        assert not other.any()
+        assert not wide.to_local().any()
+
     wide.grad = torch.ones(64, 128)
-    with pytest.raises(torchweld.ArgumentError, match="a gradient"):
-        optim.AdamW([wide]).step()
+    refuses("a gradient")
+    wide.grad = torch.ones_like(wide)
+    with torchweld.use_backend("cuda"):
+        refuses("cuda", torchweld.BackendError, state_dtype="8bit")
+    whole = {"shape": wide.shape, "stride": wide.stride()}
+    for part, along, match in (
+        (torch.zeros(64, 63), Shard(1), "rows of 64 elements"),
+        (torch.zeros(64, 128), Partial(), "sharded or replicated"),
+    ):
+        wide = torch.nn.Parameter(DTensor.from_local(part, mesh, [along], **whole))
+        wide.grad = wide.detach().clone()
+        refuses(match, state_dtype="8bit")
+
+
+def _codecs(rank: int) -> None:
+    """A float32 state becomes codes and goes back, under a scaler too, as on one device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    place = _placer(init_device_mesh("cpu", (2,)), 1)
+    results = []
+    for at in (lambda t: t, place):
+        params, optimizer = _run({}, at, range(1, 3))
+        for state_dtype in ("8bit", torch.float32):
+            saved = ([p.detach() for p in params], optimizer.state_dict())
+            params, optimizer = _run({"state_dtype": state_dtype}, lambda t: t, range(0), saved)
+            for seed in (3, 4):
+                for p, g in zip(params, _values(seed, torch.float32), strict=True):
+                    p.grad = at(g * 0.8)
+                optimizer.grad_scale = torch.tensor(8.0)
+                optimizer.found_inf = torch.tensor(float(seed == 4))
+                optimizer.step()
+        results.append((params, optimizer))
+    whole, sharded = results
+    _assert_same(sharded, whole)
+    for backend in ("cpu", "eager"):
+        with torchweld.use_backend(backend):
+            settings = {"state_dtype": "8bit", "momentum": 0.9}
+            _assert_same(
+                *(_run(settings, at, range(1, 4), kind=optim.LARS) for at in (place, lambda t: t))
+            )
 
 
 def _adaptive(rank: int) -> None:
@@ -124,10 +210,8 @@ def _adaptive(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
-        quantized = kind is optim.LAMB8bit
         expected, _ = _run({}, lambda t: t, range(1, 5), kind=kind)
-        last = Replicate() if quantized else Shard(-1)
-        placements = itertools.cycle((Shard(0), Replicate(), last))
+        placements = itertools.cycle((Shard(-1), Replicate(), Shard(0)))
         wholes = _values(0, torch.float32)
         params = [
             torch.nn.Parameter(distribute_tensor(value, mesh, [at]))
@@ -140,6 +224,60 @@ def _adaptive(rank: int) -> None:
             optimizer.step()
         for p, e in zip(params, expected, strict=True):
             torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
+
+
+FACTORED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (optim.Adafactor, {"weight_decay": 0.1}),
+    (optim.Adafactor, {"master_weights": True}),
+    (optim.TransformersAdafactor, {"relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+)
+
+
+def _assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Of Adafactor: sums in float64 are made in another order, whose results round to float32.
+
+    A step is lr times the root mean square of the parameter, at most, times what an element's
+    direction is of the mean one: less than 10 here. It takes some ten roundings.
+    """
+    for p, e in zip(found[0], expected[0], strict=True):
+        state, given = found[1].state[p], expected[1].state[e]
+        assert list(state) == list(given)
+        steps, size = given["step"], 10 * 1e-2 * e.float().square().mean().sqrt()
+        values = [(state[name], given[name]) for name in given if name != "master"]
+        for value, whole in values:
+            bound = 4 * steps * U * whole.abs() + (whole.dim() > 0) * steps * U * size
+            assert ((_whole(value) - whole).abs() <= bound).all()
+        p, e = (s.get("master", t) for s, t in ((state, p), (given, e)))
+        assert ((_whole(p.detach()) - e).abs() <= 10 * steps * U * (e.abs() + size)).all()
+
+
+def _factored(rank: int) -> None:
+    """Averages and norms are those of whole tensors, and kept as parts of whole averages."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    world = torch.distributed.get_world_size()
+    grid = init_device_mesh("cpu", (2, world // 2) if world > 2 else (world,))
+    placed: Any = [(0,), (None,), (1,), (2,)] if world == 2 else [(0, 1), (1, 1)]
+    for kind, settings in FACTORED:
+        with torchweld.use_backend("eager"):
+            expected = _run(settings, lambda t: t, range(1, 5), kind=kind)
+        for dims in placed:
+            place = _placer(grid, *dims)
+            with _reductions() as made:
+                found = _run(settings, place, range(1, 5), kind=kind)
+            assert len(made) <= 4 * 3 * 4  # a step's sums, the kinds of them, matrices and vectors
+            _assert_near(found, expected)
+            for p in found[0]:
+                for name, value in found[1].state[p].items():
+                    assert isinstance(value, DTensor) == (name != "step")
+            half = _run(settings, place, range(1, 3), kind=kind)
+            saved = ([_whole(p.detach()) for p in half[0]], half[1].state_dict())
+            again = _run(settings, place, range(3, 5), saved, kind=kind)
+            for p, q in zip(found[0], again[0], strict=True):
+                assert torch.equal(p.to_local(), q.to_local())
+    with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match="sharded"):
+        _run({}, _placer(grid, *placed[0]), range(1, 2), kind=optim.Adafactor)
 
 
 def _clipping(rank: int) -> None:
@@ -227,25 +365,105 @@ def _zero(rank: int) -> None:
     assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
 
 
-# Stages of a run: each on so many processes, sharded in some way, from the last one's checkpoint.
-STAGES = (1, 2, 4, 1)
+def _grid(rank: int) -> None:
+    """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    settings = CODECS[1]
+    expected = _run(settings, lambda t: t, range(1, 4))
+    for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
+        _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
+    for dim in 0, 1:
+
+        def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
+            along = min(dim, t.ndim - 1)
+            even = t.shape[along] % 4 == 0  # the others torch does not place so
+            first = _StridedShard(along, split_factor=2) if even else Shard(along)
+            return distribute_tensor(t, mesh, [first, Shard(along)])
+
+        _assert_same(_run(settings, place, range(1, 4)), expected)
+
+
+def _fsdp2_and_tp(rank: int) -> None:
+    """Trained under fully_shard over parallelize_module, with clipping: what one device makes.
+
+    It is given the gradients, and the factor that they are clipped by, whose norm is compared with
+    its own. Then rules of elements have the same bits, and those of norms their roundings.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    limit, steps = 0.05, 3
+    cases: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, settings) for settings in CODECS]
+    cases += [(optim.LAMB, {"weight_decay": 0.1}), *FACTORED]
+    for kind, settings in cases:
+        dtype = _dtype(settings)
+        torch.manual_seed(0)
+        # The second matrix is sharded within rows of 600, of which devices have 300.
+        model = torch.nn.Sequential(torch.nn.Linear(96, 600), torch.nn.Linear(600, 64)).to(dtype)
+        parallelize_module(model, grid["tp"], plan)
+        for layer in model:
+            fully_shard(layer, mesh=grid["dp"])
+        fully_shard(model, mesh=grid["dp"])
+        wholes = [_whole(p.detach()).clone().requires_grad_() for p in model.parameters()]
+        starts = [p.detach().clone() for p in wholes]
+        sharded = kind(model.parameters(), 1e-2, **settings, max_grad_norm=limit)
+        plain = kind(wholes, 1e-2, **settings)
+        for step in range(steps):
+            # The same on the devices along tp.
+            seed = 2 * step + grid.get_local_rank("dp")
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            sharded.zero_grad()
+            model(x).square().mean().backward()
+            for p, e in zip(model.parameters(), wholes, strict=True):
+                e.grad = _whole(p.grad)
+            norm = torch.cat([e.grad.double().flatten() for e in wholes]).norm()
+            sharded.step()
+            assert sharded.grad_norm > limit
+            assert (sharded.grad_norm - norm).abs() <= 2 * U * norm
+            factor = (limit / (sharded.grad_norm + 1e-6)).clamp(max=1.0)
+            plain._gradient_factor = lambda factor=factor: factor
+            # Sharded, Adafactor's step is eager's.
+            with torchweld.use_backend("eager" if (kind, settings) in FACTORED else None):
+                plain.step()
+        found = (list(model.parameters()), sharded)
+        if kind is optim.AdamW:
+            _assert_same(found, (wholes, plain))
+        elif kind is not optim.LAMB:
+            _assert_near(found, (wholes, plain))
+        else:
+            for p, e, start in zip(found[0], wholes, starts, strict=True):
+                moved = (e - start).abs().max()
+                assert moved > 0
+                bound = steps * U * (2 * e.abs() + 4 * moved)
+                assert ((_whole(p.detach()) - e).abs() <= bound).all()
+
+
+# Stages of a run: each on so many processes, from the last one's checkpoint; and the dimensions
+# that tensors are sharded in.
+STAGES = ((1,), (2,), (2, 2), (1,))
+RESHARDED = [(settings, ((1,), (2,), (0, 1), (0,))) for settings in CODECS]
+RESHARDED.append((CODECS[1], ((0,), (0,), (1, 2), (1,))))
 
 
 def _stage(rank: int, stage: int, directory: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (STAGES[stage],))
-    for name, settings in enumerate(CODECS):
-        quantized = settings.get("state_dtype") == "8bit"
-        dtype = _dtype(settings)
-
-        def place(t: torch.Tensor, quantized: bool = quantized) -> torch.Tensor:
-            other = Replicate() if quantized or t.ndim == 1 else Shard(1)
-            return distribute_tensor(t, mesh, [Shard(0) if stage % 2 else other])
-
+    mesh = init_device_mesh("cpu", STAGES[stage])
+    for name, (settings, dims) in enumerate(RESHARDED):
+        dtype, place = _dtype(settings), _placer(mesh, *dims[stage])
         values = [place(v) for v in _values(0, dtype)]
         model = torch.nn.ParameterList([torch.nn.Parameter(v) for v in values])
         optimizer = optim.AdamW(model.parameters(), 1e-2, **settings)
@@ -283,15 +501,23 @@ def _worker(
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_shards, _adaptive, _clipping, _fsdp2, _zero])
-def test_two_processes_equal_one(scenario: Callable[[int], None], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_worker, args=(scenario, str(tmp_path / "store")), nprocs=2)
+# With the number of processes.
+SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
+    *((2, s) for s in (_shards, _codecs, _adaptive, _factored, _clipping, _fsdp2, _zero)),
+    *((4, s) for s in (_grid, _factored, _fsdp2_and_tp)),
+]
+
+
+@pytest.mark.parametrize(("world", "scenario"), SCENARIOS)
+def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> None:
+    with processes(world) as started:
+        started.run(None, scenario)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
     """On disk, from 1 process to 2, 4 and back: the run is that of one device without a break."""
-    for stage, world in enumerate(STAGES):
-        store = str(tmp_path / f"store{stage}")
+    for stage, sizes in enumerate(STAGES):
+        world, store = math.prod(sizes), str(tmp_path / f"store{stage}")
         torch.multiprocessing.spawn(
             _worker, args=(_stage, store, world, stage, tmp_path), nprocs=world
         )

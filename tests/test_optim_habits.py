@@ -314,15 +314,23 @@ def test_kernels_refuse_by_themselves() -> None:
             "moments": [torch.zeros(4, 300, dtype=torch.uint8) for _ in range(2)],
             "absmaxes": [torch.zeros(4, 2) for _ in range(2)],
             "steps": [torch.tensor(0.0)],
+            "edges": [],
             "lr": torch.tensor(1.0),
         }
+        only_absmaxes = changed.pop("only_absmaxes", False)
         given |= changed
         try:
-            adam(*given.values(), 0.9, 0.999, 1e-8, 0.0, True, None, None)
+            adam(*given.values(), 0.9, 0.999, 1e-8, 0.0, True, None, None, only_absmaxes)
         finally:
             assert changed.get("params") or not given["params"][0].any()
 
+    def cut(*edges: int, pieces: int = 2, dtype: torch.dtype = torch.int64) -> dict[str, Any]:
+        absmaxes = [torch.zeros(2, 4, pieces) for _ in range(2)]
+        return {"edges": [torch.tensor(edges, dtype=dtype)], "absmaxes": absmaxes}
+
     call(lr=torch.tensor(0.0))
+    call(lr=torch.tensor(0.0), **cut(0, 100, 300))
+    call(**cut(0, 100, 300), only_absmaxes=True)
     x = torch.zeros(4, 300)
     wrong: list[dict[str, Any]] = [
         {"grads": []},
@@ -340,6 +348,16 @@ def test_kernels_refuse_by_themselves() -> None:
         {"steps": []},
         {"steps": [torch.tensor(0)]},
         {"lr": torch.ones(2)},
+        {"only_absmaxes": True},
+        cut(0, 100, 299),
+        cut(1, 100, 300),
+        cut(0, 300, 300),
+        cut(0, 300, pieces=1),
+        cut(0, 100, 300, pieces=3),
+        cut(0, 100, 300, dtype=torch.int32),
+        cut(0, 100, 300) | {"absmaxes": [torch.zeros(4, 2)] * 2},
+        cut(0, 100, 300) | {"edges": [torch.tensor([0, 100, 300])] * 2},
+        {"moments": [x, x], "absmaxes": [], "edges": [torch.tensor([0, 256, 300])]},
     ]
     for changed in wrong:
         with pytest.raises(RuntimeError):

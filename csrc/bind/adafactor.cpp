@@ -134,12 +134,14 @@ class Factoring {
 };
 
 void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensor lr, double decay_rate,
+                    Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double decay_rate,
                     double eps_square, double eps_floor, double eps_scale, double clip,
                     double beta1, double weight_decay, bool relative, bool warmup, bool scaled,
-                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf) {
+                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf,
+                    bool only_absmaxes) {
   if (params.empty()) return;
-  STD_TORCH_CHECK(absmaxes.empty(), "averages are not kept in blocks");
+  STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
+                  "averages are not kept in blocks");
   Factoring factoring(params, grads, completions, moments, beta1 != 0);
   check_count(steps, params.size());
   if (number_or(found_inf, 0, params[0]).read() != 0) return;

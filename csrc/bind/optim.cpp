@@ -64,7 +64,7 @@ int64_t square_pieces(const std::vector<StepTensor>& tensors) {
 class Work {
  public:
   Work(const Tensors& params, const Tensors& grads, const Tensors& completions,
-       const Tensors& moments, const Tensors& absmaxes, size_t moments_each)
+       const Tensors& moments, const Tensors& absmaxes, const Tensors& edges, size_t moments_each)
       : count_(params.size()) {
     check_count(grads, count_);
     check_count(completions, completions.empty() ? 0 : count_);
@@ -75,6 +75,7 @@ class Work {
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(moments, absmaxes);
     param_ = param_codec(completions, dtype_);
+    set_cuts(edges);
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
       const Tensor& p = params[i];
@@ -83,18 +84,23 @@ class Work {
       set_param(t, params, grads, completions, i);
       t.width = state_ == StateCodec::blocks ? rows.width : p.numel();
       t.first_block = blocks;
+      if (!cuts_.empty()) check_cut(edges[i], rows);
       for (size_t k = 0; k < moments_each; ++k) {
         const Tensor& moment = moments[k * count_ + i];
         check_like(moment, p, moments[0].scalar_type());
         t.moment[k] = moment.mutable_data_ptr();
         if (absmaxes.empty()) continue;
         const Tensor& absmax = absmaxes[k * count_ + i];
-        STD_TORCH_CHECK(rows.fits(absmax.sizes()) && absmax.is_contiguous() &&
-                            same_device(absmax, p) && absmax.scalar_type() == ScalarType::Float,
+        const bool fits = cuts_.empty() ? rows.fits(absmax.sizes())
+                                        : rows.fits_cut(absmax.sizes(), cuts_[i].pieces);
+        STD_TORCH_CHECK(fits && absmax.is_contiguous() && same_device(absmax, p) &&
+                            absmax.scalar_type() == ScalarType::Float,
                         "absmax does not fit its codes");
         t.absmax[k] = (float*)absmax.mutable_data_ptr();
       }
-      blocks += state_ == StateCodec::blocks ? rows.blocks() : quant_blocks(t.width);
+      blocks += !cuts_.empty()                 ? rows.rows * cuts_[i].pieces
+                : state_ == StateCodec::blocks ? rows.blocks()
+                                               : quant_blocks(t.width);
     }
     tensors_[count_].first_block = blocks;
   }
@@ -102,8 +108,10 @@ class Work {
   // One step of all: by a rule of these settings, and of each tensor's own scalars.
   template <class Rule, class Kernel>
   void step(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
-            const Scalars& scalars) const {
+            const Scalars& scalars, bool only_absmaxes) const {
+    STD_TORCH_CHECK(!only_absmaxes || !cuts_.empty(), "absmaxes are found of cut rows alone");
     Step<Rule> args = arguments<Rule>(settings, scalars);
+    args.only_absmaxes = only_absmaxes;
     run(kernel, like, args);
   }
 
@@ -137,7 +145,9 @@ class Work {
             nullptr,
             dtype_,
             state_,
-            param_};
+            param_,
+            cuts_.empty() ? nullptr : cuts_.data(),
+            false};
   }
 
 #if defined(TW_CUDA)
@@ -164,6 +174,7 @@ class Work {
     args.rules = rules.data();
     launch(kernel, args, like, parts(), kQuantBlock);
     if (args.sums) return add_up(args.sums, args.squares);
+    if (args.only_absmaxes) return;
     for (size_t i = 0; i < count_; ++i) args.steps[i].write(args.steps[i].read() + 1);
   }
   void add_up(double (*sums)[2], const double (*squares)[2]) const {
@@ -175,6 +186,29 @@ class Work {
     }
   }
 #endif
+  // Of each tensor, where there are any.
+  void set_cuts(const Tensors& edges) {
+    if (edges.empty()) return;
+#if defined(TW_CUDA)
+    STD_TORCH_CHECK(false, "rows that are cut have no CUDA kernel");
+#endif
+    check_count(edges, count_);
+    STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
+    for (const Tensor& of_row : edges) {
+      STD_TORCH_CHECK(of_row.is_cpu() && of_row.scalar_type() == ScalarType::Long &&
+                          of_row.is_contiguous() && of_row.dim() == 1 && of_row.numel() > 0,
+                      "edges are not int64 numbers on the CPU");
+      cuts_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1});
+    }
+  }
+  static void check_cut(const Tensor& edges, const BlockRows& rows) {
+    const auto* edge = (const int64_t*)data(edges);
+    bool fits = edge[0] == 0 && edge[edges.numel() - 1] == rows.width;
+    for (int64_t i = 1; i < edges.numel(); ++i) {
+      fits &= edge[i - 1] < edge[i] && edge[i] <= edge[i - 1] + kQuantBlock;
+    }
+    STD_TORCH_CHECK(fits, "edges do not divide a row into pieces of blocks");
+  }
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
@@ -186,68 +220,71 @@ class Work {
   }
   size_t count_;
   std::vector<StepTensor> tensors_;
+  std::vector<CutRows> cuts_;
   DType dtype_;
   StateCodec state_;
   ParamCodec param_;
 };
 
 void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensor lr, double beta1, double beta2, double eps,
-               double weight_decay, bool decoupled, OptionalTensor grad_factor,
-               OptionalTensor found_inf) {
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double beta1,
+               double beta2, double eps, double weight_decay, bool decoupled,
+               OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
-  const Work work(params, grads, completions, moments, absmaxes, amsgrad ? 3 : 2);
+  const Work work(params, grads, completions, moments, absmaxes, edges, amsgrad ? 3 : 2);
   const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
   const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
-    work.step<Adam<true>>(amsgrad_step, params[0], settings, scalars);
+    work.step<Adam<true>>(amsgrad_step, params[0], settings, scalars, only_absmaxes);
   } else {
-    work.step<Adam<false>>(adam_step, params[0], settings, scalars);
+    work.step<Adam<false>>(adam_step, params[0], settings, scalars, only_absmaxes);
   }
 }
 
 void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moments, Tensors absmaxes,
-              Tensors steps, Tensor lr, OptionalTensor ratios, double momentum, double dampening,
-              double weight_decay, bool nesterov, OptionalTensor grad_factor,
-              OptionalTensor found_inf) {
+              Tensors steps, Tensors edges, Tensor lr, OptionalTensor ratios, double momentum,
+              double dampening, double weight_decay, bool nesterov, OptionalTensor grad_factor,
+              OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, moments.empty() ? 0 : 1);
+  const Work work(params, grads, completions, moments, absmaxes, edges, moments.empty() ? 0 : 1);
   const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   if (moments.empty()) {
-    work.step<Sgd<false>>(sgd_step, params[0], settings, scalars);
+    work.step<Sgd<false>>(sgd_step, params[0], settings, scalars, only_absmaxes);
   } else {
-    work.step<Sgd<true>>(momentum_step, params[0], settings, scalars);
+    work.step<Sgd<true>>(momentum_step, params[0], settings, scalars, only_absmaxes);
   }
 }
 
 void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensor lr, double beta1, double beta2,
-               double weight_decay, OptionalTensor grad_factor, OptionalTensor found_inf) {
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double beta1,
+               double beta2, double weight_decay, OptionalTensor grad_factor,
+               OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, 1);
+  const Work work(params, grads, completions, moments, absmaxes, edges, 1);
   const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
-  work.step<Lion>(lion_step, params[0], {beta1, beta2, weight_decay}, scalars);
+  work.step<Lion>(lion_step, params[0], {beta1, beta2, weight_decay}, scalars, only_absmaxes);
 }
 
 void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensor lr, OptionalTensor ratios, double beta1,
-               double beta2, double eps, double weight_decay, bool bias_correction, bool averaged,
-               OptionalTensor grad_factor, OptionalTensor found_inf) {
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, OptionalTensor ratios,
+               double beta1, double beta2, double eps, double weight_decay, bool bias_correction,
+               bool averaged, OptionalTensor grad_factor, OptionalTensor found_inf,
+               bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, 2);
+  const Work work(params, grads, completions, moments, absmaxes, edges, 2);
   const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
-  work.step<Lamb>(lamb_step, params[0], settings, scalars);
+  work.step<Lamb>(lamb_step, params[0], settings, scalars, only_absmaxes);
 }
 
 Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, double beta1, double beta2, double eps,
-                    double weight_decay, bool bias_correction, bool averaged,
+                    Tensors absmaxes, Tensors steps, Tensors edges, double beta1, double beta2,
+                    double eps, double weight_decay, bool bias_correction, bool averaged,
                     OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  const Work work(params, grads, completions, moments, absmaxes, 2);
+  const Work work(params, grads, completions, moments, absmaxes, edges, 2);
   const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
   return work.measure<Lamb>(lamb_measure, params[0], settings, scalars);
@@ -255,10 +292,10 @@ Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors 
 
 // What LARS calls a step is the gradient alone.
 Tensor measure_sgd(Tensors params, Tensors grads, Tensors completions, Tensors, Tensors,
-                   Tensors steps, double momentum, double dampening, double weight_decay,
+                   Tensors steps, Tensors, double momentum, double dampening, double weight_decay,
                    bool nesterov, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  const Work work(params, grads, completions, {}, {}, 0);
+  const Work work(params, grads, completions, {}, {}, {}, 0);
   const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   return work.measure<Gradient>(gradient_measure, params[0], settings, scalars);

@@ -22,6 +22,11 @@ struct BlockRows {
     const int64_t expected[] = {rows, quant_blocks(width)};
     return same_sizes(absmax, Sizes(expected, 2));
   }
+  // Of pieces, before and after a step.
+  bool fits_cut(Sizes absmax, int64_t pieces) const {
+    const int64_t expected[] = {2, rows, pieces};
+    return same_sizes(absmax, Sizes(expected, 3));
+  }
 };
 
 }  // namespace torchweld

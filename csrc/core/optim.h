@@ -37,6 +37,13 @@ struct StepTensor {
   int64_t first_block;
 };
 
+// Rows of which other devices have a part, and of some blocks too: what is here of one is a piece.
+// absmax is [2, rows, pieces] then: of the whole blocks as they were, and as they become.
+struct CutRows {
+  const int64_t* edges;  // [pieces + 1], elements of a row
+  int64_t pieces;
+};
+
 // A number that changes from step to step: in memory that the step's device reads when it is there,
 // or known already.
 struct Number {
@@ -74,6 +81,8 @@ struct Step {
   DType dtype;
   StateCodec state;
   ParamCodec param;
+  const CutRows* cuts;  // each tensor's, or null where rows are whole
+  bool only_absmaxes;   // of cut rows: find what the absmax of pieces become, and leave all else
 };
 
 // The tensor that a block belongs to. Tensors without elements have no blocks.

@@ -11,11 +11,23 @@ TW_NAMESPACE_BEGIN
 // moments are in blocks, or in many.
 struct Span {
   int64_t first, begin, count;
+  int64_t next;  // from a block's absmax to what it becomes
 };
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
   const int64_t begin = quant_block(first, t.width).begin;
   const QuantBlock end = quant_block(last - 1, t.width);
-  return {first, begin, end.begin + end.count - begin};
+  return {first, begin, end.begin + end.count - begin, 0};
+}
+// Of blocks that are counted from the first tensor's first; where rows are cut, of one.
+template <class Rule>
+Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
+  const StepTensor& t = a.tensors[at];
+  first -= t.first_block, last -= t.first_block;
+  if (!a.cuts) return make_span(t, first, last);
+  const CutRows& cut = a.cuts[at];
+  const int64_t row = first / cut.pieces, piece = first - row * cut.pieces;
+  return {first, row * t.width + cut.edges[piece], cut.edges[piece + 1] - cut.edges[piece],
+          a.tensors[at + 1].first_block - t.first_block};
 }
 
 // Elements ahead: a block is computed on for longer than a processor looks ahead by itself.
@@ -24,7 +36,7 @@ constexpr int64_t kLine = 64;
 
 // --- Moments ------------------------------------------------------------------------------------
 
-// A moment's elements in a span: enter() it, get and set by vector, leave() it.
+// A moment's elements in a span: enter() it, get and set by vector, measure() and leave() it.
 template <class T>
 class PlainMoment {
  public:
@@ -40,6 +52,7 @@ class PlainMoment {
   void set(int64_t i, F32 v, Place place) {
     store(values_ + i, v, place);
   }
+  void measure() {}
   void leave() {}
 
  private:
@@ -58,6 +71,7 @@ class BlockMoment {
     scale_ = splat(*absmax_);
     old_ = Values(is_signed);
     for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(codes_ + i + kAhead);
+    absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
@@ -67,9 +81,10 @@ class BlockMoment {
   void set(int64_t i, F32 v, Place place) {
     store(new_ + i, v, place);
   }
+  void measure() { *absmax_ = largest_magnitude(new_, count_); }
   void leave() {
     const auto encode = is_signed_ ? encode_block<true> : encode_block<false>;
-    *absmax_ = encode(codes_, new_, count_);
+    encode(codes_, new_, count_, *absmax_);
   }
 
  private:
@@ -170,7 +185,7 @@ struct CompletedParam {
 
 inline I32 is_sound(F32 last_moment) { return (I32)(magnitude_bits(last_moment) < kInfinityBits); }
 
-template <class Param, class Moment, class Rule>
+template <class Param, class Moment, bool OnlyAbsmaxes = false, class Rule>
 void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
@@ -188,8 +203,13 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
     rule(p, load(grad + i, place) * grad_factor, m);
     if constexpr (Moment::kInBlocks) skip_unless<N>(is_sound(m[N - 1]), p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
-    param.set(i, p, place);
+    if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
   });
+  // Of a cut block it is known already, from all devices.
+  if (OnlyAbsmaxes || span.next == 0) {
+    for (int k = 0; k < N; ++k) moments[k].measure();
+  }
+  if constexpr (OnlyAbsmaxes) return;
   for (int k = 0; k < N; ++k) moments[k].leave();
 }
 
@@ -222,9 +242,8 @@ void measure_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
   int64_t at = step_tensor(a.tensors, a.count, begin);
   for (int64_t block = begin; block < end; ++block) {
     while (block >= a.tensors[at + 1].first_block) ++at;
-    const StepTensor& t = a.tensors[at];
-    const Span span = make_span(t, block - t.first_block, block - t.first_block + 1);
-    measure_block<Param, Moment>(t, a.rules[at], grad_factor, span, a.squares[block]);
+    const Span span = make_span(a, at, block, block + 1);
+    measure_block<Param, Moment>(a.tensors[at], a.rules[at], grad_factor, span, a.squares[block]);
   }
 }
 
@@ -236,9 +255,15 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
     const int64_t next = a.tensors[at + 1].first_block;
     for (const int64_t stop = next < end ? next : end; begin < stop;) {
       const int64_t last = Moment::kInBlocks ? begin + 1 : stop;
-      const Span span = make_span(t, begin - t.first_block, last - t.first_block);
-      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
+      const Span span = make_span(a, at, begin, last);
       begin = last;
+      if constexpr (Moment::kInBlocks) {
+        if (a.only_absmaxes) {
+          step_span<Param, Moment, true>(t, a.rules[at], grad_factor, span);
+          continue;
+        }
+      }
+      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
     }
   }
 }

@@ -19,7 +19,8 @@ void quantize_block(const Quantize8& a, int64_t block) {
   alignas(kVectorBytes) float values[kQuantBlock];
   for_vectors<float>(at.count,
                      [&](int64_t i, auto place) { store(values + i, load(x + i, place)); });
-  a.absmax[block] = encode_block<Signed>(a.codes + at.begin, values, at.count);
+  a.absmax[block] = largest_magnitude(values, at.count);
+  encode_block<Signed>(a.codes + at.begin, values, at.count, a.absmax[block]);
 }
 
 template <class T>

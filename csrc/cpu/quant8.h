@@ -226,10 +226,9 @@ inline float largest_magnitude(const float* values, int64_t count) {
   return value;
 }
 
-// The codes of a block from its values, and its absmax. The values may be changed.
+// The codes of a block from its values and its absmax. The values may be changed.
 template <bool Signed>
-inline float encode_block(uint8_t* codes, float* values, int64_t count) {
-  const float absmax = largest_magnitude(values, count);
+inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
   float divisor = quant_divisor(absmax);
   if (__builtin_expect(divisor < 0x1p-126f, false)) {  // subnormal; its inverse would be infinite
     constexpr float kExact = 0x1p64f;                  // a power of two: the same fractions
@@ -240,7 +239,6 @@ inline float encode_block(uint8_t* codes, float* values, int64_t count) {
   for_vectors<float>(count, [&](int64_t i, auto place) {
     store_codes(codes + i, encode(load(values + i, place)), place);
   });
-  return absmax;
 }
 
 TW_NAMESPACE_END

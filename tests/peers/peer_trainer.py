@@ -8,31 +8,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import Adafactor, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from language_model import STEPS, batches, llama
+from transformers import Adafactor, Trainer, TrainingArguments
 
 from torchweld import optim
-
-U = 2.0**-24
-STEPS = 12
-
-
-def _llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _batches() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(64, (STEPS * 4, 16), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def _train(output: Path, kind: Any, settings: dict[str, Any], resume: bool = False) -> list[float]:
@@ -49,7 +28,7 @@ def _train(output: Path, kind: Any, settings: dict[str, Any], resume: bool = Fal
         disable_tqdm=True,
     )
     trainer = Trainer(
-        _llama(), arguments, train_dataset=_batches(), optimizer_cls_and_kwargs=(kind, settings)
+        llama(), arguments, train_dataset=batches(), optimizer_cls_and_kwargs=(kind, settings)
     )
     trainer.train(
         resume_from_checkpoint=str(output / f"checkpoint-{STEPS // 2}") if resume else None
@@ -75,7 +54,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
     def make() -> tuple[Accelerator, torch.nn.Module, Any]:
         accelerator = Accelerator(cpu=True)
-        model = _llama()
+        model = llama()
         optimizer = optim.AdamW(model.parameters(), 1e-3, state_dtype="8bit")
         return accelerator, *accelerator.prepare(model, optimizer)
 
@@ -83,7 +62,7 @@ def test_accelerate(tmp_path: Path) -> None:
         accelerator, model, optimizer = parts
         for step in steps:
             optimizer.zero_grad()
-            batch = {key: value[None] for key, value in _batches()[step].items()}
+            batch = {key: value[None] for key, value in batches()[step].items()}
             accelerator.backward(model(**batch).loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -98,45 +77,19 @@ def test_accelerate(tmp_path: Path) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"warmup_init": True},
-        {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "beta1": 0.9},
-        {"lr": 1e-3, "relative_step": False, "weight_decay": 0.1},
-    ],
-    ids=str,
-)
-def test_transformers_adafactor(settings: dict[str, Any]) -> None:
-    """50 steps of a model, and its state: ours loads it and goes on."""
-    ours, theirs = _llama(), _llama()
-    optimizers = [
-        optim.TransformersAdafactor(ours.parameters(), **settings),
-        Adafactor(theirs.parameters(), **settings),
-    ]
-
-    def step(model: torch.nn.Module, at: int) -> None:
-        batch = {key: value[None] for key, value in _batches()[at % STEPS].items()}
-        model(**batch).loss.backward()
-
-    for at in range(50):
-        step(theirs, at)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            p.grad = q.grad
-        for optimizer in optimizers:
-            optimizer.step()
-        theirs.zero_grad()
-    start = _llama()
-    for p, q, before in zip(
-        ours.parameters(), theirs.parameters(), start.parameters(), strict=True
-    ):
-        # A step rounds the parameter twice, and what it moves it by some ten times.
-        assert (p - q).norm() <= 50 * 2 * U * q.norm() + 1e-5 * (q - before).norm()
+def test_the_state_of_transformers_adafactor() -> None:
+    """Ours loads it."""
+    settings = {"lr": 1e-3, "relative_step": False, "beta1": 0.9}
+    ours, theirs = llama(), llama()
+    optimizer = Adafactor(theirs.parameters(), **settings)
+    for batch in batches()[:3]:
+        theirs(**{key: value[None] for key, value in batch.items()}).loss.backward()
+        optimizer.step()
     fresh = optim.TransformersAdafactor(ours.parameters(), **settings)
-    fresh.load_state_dict(optimizers[1].state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        state, given = fresh.state[p], optimizers[1].state[q]
-        for name in state.keys() & given.keys() - {"step", "RMS"}:
-            assert torch.equal(state[name], given[name])
+        state, given = fresh.state[p], optimizer.state[q]
+        names = state.keys() & given.keys() - {"step", "RMS"}
+        assert "exp_avg" in names
+        assert all(torch.equal(state[name], given[name]) for name in names)
         assert state["step"] == given["step"]

@@ -6,7 +6,11 @@ A step takes lists with an entry for each parameter, and writes to all of them b
 * `completions`: what completes parameters to float32: float32 masters, int16 remainders, or none;
 * `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
-* `steps`: the number of steps taken, on the parameter's device, which this one counts up.
+* `steps`: the number of steps taken, on the parameter's device, which this one counts up;
+* `edges`: of codes whose rows other devices have a part of, or none: where the pieces of blocks
+  that are here begin and end in a row, as int64 numbers on the CPU. Their `absmaxes` are [2, rows,
+  pieces]: of the whole blocks as they were, and as they become, which a call with `only_absmaxes`
+  finds of what is here, leaving all else, and all devices' largest have to be put there.
 
 `grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
 changes. Numbers that change from step to step are tensors, on the parameters' device or the CPU;
@@ -17,19 +21,25 @@ parameter, which the optimizer makes of the squares that a measure finds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from torchweld.errors import BackendError
+from torchweld.ops import _call
 from torchweld.ops._plain import PlainOp
-from torchweld.ops.quantize_8bit import dequantize_reference, quantize_reference
+from torchweld.ops.quantize_8bit import absmax_reference, dequantize_reference, quantize_reference
+from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
+Sums = list[tuple[torch.Tensor, tuple[int, ...]]]
+Number = torch.Tensor | None
+Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 _LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
-    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps"
+    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor[] edges"
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _BACKENDS = ("cpu", "cuda")
@@ -47,8 +57,18 @@ class Batch:
     moments: Tensors = field(default_factory=list)
     absmaxes: Tensors = field(default_factory=list)
     steps: Tensors = field(default_factory=list)
+    edges: Tensors = field(default_factory=list)
+    # Where there are edges: of whole blocks, in the order of `absmaxes`.
+    whole_absmaxes: Tensors = field(default_factory=list)
     # The parameters themselves: DTensors where `params` are this device's parts of them.
     wholes: Tensors = field(default_factory=list)
+    # Of a rule that needs sums over whole tensors: makes them of what each parameter has here, sums
+    # over some of its dimensions, where any is sharded.
+    add_up: Callable[[list[Sums]], list[Tensors]] | None = None
+
+    def number(self, i: int) -> torch.Tensor:
+        """Of the step that a parameter is about to take, from 1."""
+        return self.steps[i].to(self.params[i].device, torch.float64) + 1
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
@@ -58,16 +78,18 @@ class Batch:
     def packed(self) -> Batch:
         """The same, with copies of what is not contiguous."""
         names = ("params", "grads", "completions", "moments")
-        return replace(self, **{name: _packed(getattr(self, name)) for name in names})
+        packed: Any = {name: _packed(getattr(self, name)) for name in names}
+        return replace(self, **packed)
 
     def lists(self) -> tuple[Tensors, ...]:
         """As an op takes them."""
-        states = (self.completions, self.moments, self.absmaxes, self.steps)
-        return (self.params, self.grads, *states)
+        return (self.params, self.grads, *self._states(), self.edges)
 
     def written(self) -> Tensors:
-        params, _, *states = self.lists()
-        return [t for tensors in (params, *states, self.wholes) for t in tensors]
+        return [t for tensors in (self.params, *self._states(), self.wholes) for t in tensors]
+
+    def _states(self) -> tuple[Tensors, ...]:
+        return (self.completions, self.moments, self.absmaxes, self.steps)
 
 
 class Rule:
@@ -84,7 +106,7 @@ class Rule:
         name: str,
         settings: str,
         signed: Sequence[bool],
-        update: Callable[..., tuple[torch.Tensor, Tensors]],
+        update: Callable[..., Any],
         direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
     ) -> None:
         scalars = "Tensor lr" if direction is None else "Tensor lr, Tensor? ratios"
@@ -93,7 +115,9 @@ class Rule:
         self._update = update
         self._direction = direction
         self._op = PlainOp(
-            name, f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf) -> ()", backends=_BACKENDS
+            name,
+            f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes) -> ()",
+            backends=_BACKENDS,
         )
         if direction is not None:
             self._measure = PlainOp(
@@ -111,18 +135,23 @@ class Rule:
         grad_factor: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
         ratios: torch.Tensor | None = None,
+        only_absmaxes: bool = False,
     ) -> None:
         """One step of the batch's parameters."""
-        kernel = self._op.kernel(batch.params[0].device) if batch.served_by_kernel() else None
+        kernel = self._kernel(self._op, batch)
         if kernel is None:
-            self._reference(batch, lr, settings, grad_factor, found_inf, ratios)
-            torch.autograd.graph.increment_version(batch.wholes)
+            given = (lr, settings, grad_factor, found_inf, ratios, only_absmaxes)
+            self._reference(batch, *given)
+            if not only_absmaxes:
+                torch.autograd.graph.increment_version(batch.wholes)
             return
         packed = batch.packed()
         device = batch.params[0].device
         first = (lr,) if self._direction is None else (lr, ratios)
         scalars = [_readable(t, device) for t in (*first, grad_factor, found_inf)]
-        kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:])
+        kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
+        if only_absmaxes:
+            return
         for originals, copies in zip(batch.lists(), packed.lists(), strict=True):
             if originals is batch.grads:
                 continue
@@ -139,19 +168,33 @@ class Rule:
         [parameters, 2], float64. Of the parts that are here. Nothing is written.
         """
         assert self._direction is not None
-        kernel = self._measure.kernel(batch.params[0].device) if batch.served_by_kernel() else None
+        kernel = self._kernel(self._measure, batch)
         if kernel is not None:
             factor = _readable(grad_factor, batch.params[0].device)
             return kernel(*batch.packed().lists(), *settings, factor)
         rows = []
         for i in range(len(batch.params)):
             p, g, moments = self._read(batch, i, grad_factor)
-            t = batch.steps[i].to(p.device, torch.float64) + 1
+            t = batch.number(i)
             u, moments = self._direction(p, g, moments, t, *settings)
             if batch.absmaxes and moments:
                 u = torch.where(_sound(moments), u, 0.0)
             rows.append(torch.stack([p.double().square().sum(), u.double().square().sum()]))
         return torch.stack(rows)
+
+    def _kernel(self, op: PlainOp, batch: Batch) -> Any:
+        if not batch.served_by_kernel():
+            return None
+        kernel = op.kernel(batch.params[0].device)
+        if batch.add_up is not None:
+            if _call.forced not in (None, EAGER):
+                reason = "sums over sharded parameters are eager's"
+                raise BackendError(op.name, _call.forced, reason)
+            return None
+        if batch.edges and kernel is not None and kernel._overloadname == "cuda":
+            reason = "8-bit moments are sharded within rows, which the cpu kernel and eager take"
+            raise BackendError(op.name, "cuda", reason)
+        return kernel
 
     def _read(
         self, batch: Batch, i: int, factor: torch.Tensor | None
@@ -161,14 +204,31 @@ class Rule:
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         completion = batch.completions[i] if batch.completions else None
         scales = batch.absmaxes[i::count]
+        edges = batch.edges[i].to(p.device) if batch.edges else None
+        if edges is not None:
+            scales = [of_pieces[0] for of_pieces in scales]
         moments = [
-            m.to(wide) if not scales else dequantize_reference(m, scales[k], self.signed[k], wide)
+            m.to(wide)
+            if not scales
+            else dequantize_reference(m, scales[k], self.signed[k], wide, edges)
             for k, m in enumerate(batch.moments[i::count])
         ]
         g = batch.grads[i].to(wide)
         if factor is not None:
             g = g * factor.to(p.device, wide)
         return read_param(p, completion).to(wide), g, moments
+
+    def _updates(
+        self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
+    ) -> Updates:
+        """Of each parameter: it before the step and after it, and its new moments."""
+        for i in range(len(batch.params)):
+            before, g, moments = self._read(batch, i, factor)
+            t = batch.number(i)
+            scalars = [lr.to(t)]
+            if self._direction is not None:
+                scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
+            yield before, *self._update(before, g, moments, t, *scalars, *settings)
 
     def _reference(
         self,
@@ -178,6 +238,7 @@ class Rule:
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
         ratios: torch.Tensor | None,
+        only_absmaxes: bool,
     ) -> None:
         """A step in eager torch, one parameter after another, on any device."""
         skip = None if found_inf is None else found_inf != 0
@@ -187,22 +248,26 @@ class Rule:
             value = value.to(target.dtype)
             target.copy_(value if skip is None else torch.where(skip, target, value))
 
-        for i, p in enumerate(batch.params):
-            before, g, moments = self._read(batch, i, factor)
-            write(batch.steps[i], batch.steps[i] + 1)
-            t = batch.steps[i].to(p.device, torch.float64)
-            scalars = [lr.to(t)]
-            if self._direction is not None:
-                scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
-            after, moments = self._update(before, g, moments, t, *scalars, *settings)
+        updates = self._updates(batch, factor, lr, settings, ratios)
+        for i, (p, (before, after, moments)) in enumerate(zip(batch.params, updates, strict=True)):
             completion = batch.completions[i] if batch.completions else None
             stored, scales = batch.moments[i::count], batch.absmaxes[i::count]
             if scales:
                 sound = _sound(moments)
                 after = torch.where(sound, after, before)
                 moments = [torch.where(sound, m, 0.0) for m in moments]
+            edges = batch.edges[i].to(p.device) if batch.edges else None
+            if only_absmaxes:
+                for scale, value in zip(scales, moments, strict=True):
+                    write(scale[1], absmax_reference(value, edges))
+                continue
+            write(batch.steps[i], batch.steps[i] + 1)
             for k, value in enumerate(moments):
-                if scales:
+                if edges is not None:
+                    write(
+                        stored[k], quantize_reference(value, self.signed[k], edges, scales[k][1])[0]
+                    )
+                elif scales:
                     codes, absmax = quantize_reference(value, self.signed[k])
                     write(stored[k], codes)
                     write(scales[k], absmax)

@@ -6,21 +6,58 @@ first moment where beta1 is not 0. csrc/core/adafactor.h has the formulas.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Rule, Tensors
+from torchweld.ops._optimizer import Batch, Number, Rule, Sums, Tensors, Updates
+
+Read = Callable[[], tuple[torch.Tensor, torch.Tensor, Tensors]]
+Update = Generator[Any, Tensors, None]
 
 
-def _mean_square(t: torch.Tensor) -> torch.Tensor:
-    return t.double().square().sum() / max(t.numel(), 1)
+class _Factored(Rule):
+    """Its updates are generators, which need sums over whole tensors in between."""
+
+    def _updates(
+        self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
+    ) -> Updates:
+        def begin(i: int) -> tuple[Read, Update]:
+            read, t = functools.partial(self._read, batch, i, factor), batch.number(i)
+            update: Any = self._update(read, batch.wholes[i].shape, t, lr.to(t), *settings)
+            return read, update
+
+        # Those of sharded parameters go from sum to sum together, for few reductions; others one
+        # by one, for little memory.
+        every = range(len(batch.params))
+        for numbers in [every] if batch.add_up else [[i] for i in every]:
+            reads, updates = zip(*(begin(i) for i in numbers), strict=True)
+            sums = [next(update) for update in updates]
+            for _ in range(2):
+                of_wholes = _add_up(batch, sums)
+                sums = [u.send(s) for u, s in zip(updates, of_wholes, strict=True)]
+            of_wholes = _add_up(batch, sums)
+            for read, update, of_whole in zip(reads, updates, of_wholes, strict=True):
+                yield read()[0], *update.send(of_whole)
+
+
+def _add_up(batch: Batch, sums: list[Sums]) -> list[Tensors]:
+    if batch.add_up:
+        return batch.add_up(sums)
+    return [[part for part, _ in of_one] for of_one in sums]
+
+
+def _square_sum(t: torch.Tensor, *dims: int) -> torch.Tensor:
+    square = t.double().square()
+    return square.sum(dims, keepdim=True) if dims else square.sum()
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
+    read: Read,
+    shape: torch.Size,
     t: torch.Tensor,
     lr: torch.Tensor,
     decay_rate: float,
@@ -34,39 +71,66 @@ def _update(
     warmup: bool,
     scaled: bool,
     scaled_decay: bool,
-) -> tuple[torch.Tensor, Tensors]:
-    if p.numel() == 0:
-        return p, moments
+) -> Update:
+    """Yields sums of this device's part three times, is sent those of the whole, yields the step.
+
+    `read` gives the parameter, its gradient and its moments; they are not kept between sums.
+    """
+    if shape.numel() == 0:
+        for _ in range(3):
+            yield []
+        p, _, moments = read()
+        yield p, moments
+        return
+    every = tuple(range(len(shape)))
+    factored = len(shape) > 1
+    p, g, moments = read()
+    sums = [(_square_sum(p), every)]
+    if factored:
+        sums += [(_square_sum(g, -1), every[-1:]), (_square_sum(g, -2), every[-2:-1])]
+    del p, g, moments
+    of_param, *of_squares = yield sums
+
+    p, g, moments = read()
     taken = (t**decay_rate).to(p.dtype)
-    square = g.double().square() + eps_square
-    if g.ndim > 1:
-        shapes = [average.shape for average in moments[:2]]
-        rows = moments[0].view_as(p[..., :1])
-        columns = moments[1].view_as(p[..., :1, :])
-        rows = rows + taken * (square.mean(-1, keepdim=True).to(p.dtype) - rows)
-        columns = columns + taken * (square.mean(-2, keepdim=True).to(p.dtype) - columns)
-        mean = rows.double().mean(-2, keepdim=True).clamp(min=eps_floor)
+    if factored:
+        rows, columns = moments[0].view(*g.shape[:-1], 1), moments[1].view(of_squares[1].shape)
+        means = [
+            (s / n + eps_square).to(p.dtype)
+            for s, n in zip(of_squares, (shape[-1], shape[-2]), strict=True)
+        ]
+        rows, columns = rows + taken * (means[0] - rows), columns + taken * (means[1] - columns)
+        new = [rows.view_as(moments[0]), columns.view_as(moments[1])]
+        del p, g, moments
+        (of_rows,) = yield [(rows.double().sum(-2, keepdim=True), every[-2:-1])]
+        mean = (of_rows / shape[-2]).clamp(min=eps_floor)
         scales = (mean.sqrt() / rows.double().sqrt()) * (1 / columns.double().sqrt())
-        u = g * scales.clamp(max=1 / eps_floor if eps_floor else math.inf).to(p.dtype)
-        new = [rows.view(shapes[0]), columns.view(shapes[1])]
+        u = scales.clamp(max=1 / eps_floor if eps_floor else math.inf).to(rows.dtype) * read()[1]
     else:
+        square = g.double().square() + eps_square
         variance = moments[0] + (square.to(p.dtype) - moments[0]) * taken
-        u = g / variance.clamp(min=eps_floor**2).double().sqrt().to(p.dtype)
         new = [variance]
+        u = g / variance.clamp(min=eps_floor**2).double().sqrt().to(p.dtype)
+        del p, g, moments
+        yield []
+    (of_direction,) = yield [(_square_sum(u), every)]
+
     rate = 1e-6 * t if warmup else lr
     if relative:
         rate = torch.minimum(rate, 1 / t.sqrt())
-    scale = _mean_square(p).sqrt().clamp(min=eps_scale) if scaled else torch.ones_like(t)
-    excess = (_mean_square(u).sqrt() / clip).clamp(min=1.0)
+    count = shape.numel()
+    scale = (of_param / count).sqrt().clamp(min=eps_scale) if scaled else torch.ones_like(t)
+    excess = ((of_direction / count).sqrt() / clip).clamp(min=1.0)
     decay = 1 - weight_decay * (rate * scale if scaled_decay else lr)
+    p, _, moments = read()
     step = u * (rate * scale / excess).to(p.dtype)
     if beta1 != 0:
         step = moments[-1] * beta1 + step * (1 - beta1)
         new.append(step)
-    return p * decay.to(p.dtype) - step, new
+    yield p * decay.to(p.dtype) - step, new
 
 
-ADAFACTOR = Rule(
+ADAFACTOR = _Factored(
     "adafactor",
     "float decay_rate, float eps_square, float eps_floor, float eps_scale, float clip,"
     " float beta1, float weight_decay, bool relative, bool warmup, bool scaled, bool scaled_decay",

@@ -119,36 +119,66 @@ THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
 # --- Reference and fakes ----------------------------------------------------------------------
 
 
-def _blocks(x: torch.Tensor) -> torch.Tensor:
+def _places(edges: torch.Tensor) -> torch.Tensor:
+    """Where a row's elements are among pieces that are filled up to blocks."""
+    sizes = edges.diff()
+    piece = torch.arange(len(sizes), device=edges.device).repeat_interleave(sizes)
+    return torch.arange(len(piece), device=edges.device) - edges[piece] + piece * BLOCK
+
+
+def _blocks(x: torch.Tensor, edges: torch.Tensor | None) -> torch.Tensor:
     """[rows, blocks, 256], filled up with zeros."""
     rows, width = rows_and_width(x.shape)
-    blocks = -(-width // BLOCK)
-    padded = torch.nn.functional.pad(x.reshape(rows, width), (0, blocks * BLOCK - width))
-    return padded.view(rows, blocks, BLOCK)
+    if edges is not None:
+        padded = x.new_zeros(rows, (len(edges) - 1) * BLOCK)
+        padded[:, _places(edges)] = x.reshape(rows, width)
+    else:
+        fill = -width % BLOCK
+        padded = torch.nn.functional.pad(x.reshape(rows, width), (0, fill))
+    return padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
 
 
-def _unblocked(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return blocks.flatten(1)[:, : rows_and_width(shape)[1]].reshape(shape)
+def _unblocked(blocks: torch.Tensor, shape: torch.Size, edges: torch.Tensor | None) -> torch.Tensor:
+    width = rows_and_width(shape)[1]
+    places = slice(width) if edges is None else _places(edges)
+    return blocks.flatten(1)[:, places].reshape(shape)
 
 
-def quantize_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_8bit in eager torch, without its checks."""
-    blocks = _blocks(x.float())
-    absmax = blocks.abs().amax(2)
+def absmax_reference(x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
+    """Of blocks, or of pieces of them, which `edges` divide rows into."""
+    return _blocks(x.float(), edges).abs().amax(2)
+
+
+def quantize_reference(
+    x: torch.Tensor,
+    signed: bool,
+    edges: torch.Tensor | None = None,
+    absmax: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_8bit in eager torch, without its checks.
+
+    Also of pieces of blocks, which `edges` divide rows into, with the absmax of whole blocks.
+    """
+    blocks = _blocks(x.float(), edges)
+    absmax = blocks.abs().amax(2) if absmax is None else absmax
     fraction = blocks / torch.where(absmax == 0, 1.0, absmax).unsqueeze(2)
     magnitude = fraction.abs().nan_to_num(1.0)
     number = torch.bucketize(magnitude, THRESHOLDS[signed].to(x.device), right=True)
     if signed:
         number = torch.where(fraction.signbit(), 127 - number.clamp(max=127), 127 + number)
-    return _unblocked(number.to(torch.uint8), x.shape), absmax
+    return _unblocked(number.to(torch.uint8), x.shape, edges), absmax
 
 
 def dequantize_reference(
-    codes: torch.Tensor, absmax: torch.Tensor, signed: bool, dtype: torch.dtype
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    signed: bool,
+    dtype: torch.dtype,
+    edges: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dequantize_8bit in eager torch, without its checks."""
-    values = MAPS[signed].to(codes.device)[_blocks(codes).int()]
-    return _unblocked(values * absmax.unsqueeze(2), codes.shape).to(dtype)
+    """dequantize_8bit in eager torch, without its checks; of pieces of blocks with `edges`."""
+    values = MAPS[signed].to(codes.device)[_blocks(codes, edges).int()]
+    return _unblocked(values * absmax.unsqueeze(2), codes.shape, edges).to(dtype)
 
 
 def _quantize_fake(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:

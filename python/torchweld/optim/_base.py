@@ -9,7 +9,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
-from torchweld.optim import _shards
+from torchweld.optim import _cut, _shards
 from torchweld.optim._codecs import ABSMAX, CODES, Codec, Moments, State
 from torchweld.optim._shards import local
 
@@ -107,18 +107,46 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_gradients(group)
         work = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
         factor = self._gradient_factor()
-        found_inf = getattr(self, "found_inf", None)
-        for group, batch in work:
-            lr = self._learning_rate(group)
-            if not isinstance(lr, torch.Tensor):
-                lr = torch.tensor(lr, dtype=torch.float64)
-            own = factor
-            if group.get("maximize"):
-                own = torch.tensor(-1.0) if factor is None else -factor
-            ratios = self._ratios(group, batch, own)
-            settings = self._settings(group, batch)
-            self._rule().step(batch, lr, settings, own, found_inf, ratios)
+        steps = [(batch, self._numbers(group, batch, factor)) for group, batch in work]
+        joined = self._join_blocks(steps)
+        for batch, numbers in steps:
+            self._rule().step(batch, **numbers)
+        for absmax, new in joined:
+            absmax.copy_(new)
         return loss
+
+    def _numbers(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> dict[str, Any]:
+        """What a batch's step takes besides."""
+        lr = self._learning_rate(group)
+        if not isinstance(lr, torch.Tensor):
+            lr = torch.tensor(lr, dtype=torch.float64)
+        if group.get("maximize"):
+            factor = torch.tensor(-1.0) if factor is None else -factor
+        ratios = self._ratios(group, batch, factor)
+        found_inf = getattr(self, "found_inf", None)
+        return {
+            "lr": lr,
+            "settings": self._settings(group, batch),
+            "grad_factor": factor,
+            "found_inf": found_inf,
+            "ratios": ratios,
+        }
+
+    def _join_blocks(
+        self, steps: list[tuple[Batch, dict[str, Any]]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Has pieces of blocks go by the absmax of all pieces: those kept, and what they become."""
+        kept: list[torch.Tensor] = []
+        pieces: list[tuple[_cut.CutRows, torch.Tensor]] = []
+        for batch, numbers in steps:
+            if batch.edges:
+                self._rule().step(batch, **numbers, only_absmaxes=True)
+                pieces += zip(_cuts(batch), batch.absmaxes, strict=True)
+                kept += batch.whole_absmaxes
+        joined = _cut.joined([(cut, absmax[1]) for cut, absmax in pieces])
+        for (cut, absmax), new in zip(pieces, joined, strict=True):
+            absmax[1] = cut.of_pieces(new)
+        return list(zip(kept, joined, strict=True))
 
     def _norms(
         self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
@@ -140,7 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _shards.check_gradient(name, p)
                 codec = Codec(*[group[key] for key in _CODEC_KEYS])
                 if codec.moment_dtype(p) == torch.uint8:
-                    _shards.check_rows(name, p)
+                    _cut.check_blocks(name, p)
 
     def _batches(self, group: Group) -> list[Batch]:
         """Parameters with a gradient, by device, dtype and codec."""
@@ -160,11 +188,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif state["step"].device != p.device:
                 state["step"] = state["step"].to(p.device)
             dtype, entry = codec.moment_dtype(p), codec.completion(p)
-            key = (p.device, p.dtype, dtype, entry, *moments)
+            cut = _cut.cut_rows(p) if dtype == torch.uint8 else None
+            key = (p.device, p.dtype, dtype, entry, cut is None, *moments)
             if key not in found:
                 found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
             batch, values, absmaxes = found[key]
             batch.wholes.append(p)
+            if cut is not None:
+                batch.edges.append(cut.edges)
             as_real = _real if p.is_complex() else local
             batch.params.append(as_real(p))
             batch.grads.append(as_real(p.grad))
@@ -187,6 +218,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         for batch, values, absmaxes in found.values():
             batch.moments = [value for of_one in values for value in of_one]
             batch.absmaxes = [absmax for of_one in absmaxes for absmax in of_one]
+            if batch.edges:
+                batch.whole_absmaxes = batch.absmaxes
+                kept = zip(_cuts(batch), batch.absmaxes, strict=True)
+                batch.absmaxes = [cut.of_step(absmax) for cut, absmax in kept]
             batches.append(batch)
         return batches
 
@@ -291,6 +326,12 @@ class OwnOptimizer(FusedOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults | habits, **storage)
+
+
+def _cuts(batch: Batch) -> list[_cut.CutRows]:
+    """Those that `absmaxes` are of."""
+    cuts = [cut for p in batch.wholes if (cut := _cut.cut_rows(p))]
+    return cuts * (len(batch.absmaxes) // len(cuts))
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param, split_param
 from torchweld.ops.quantize_8bit import scales_shape
-from torchweld.optim._shards import is_one, like, local
+from torchweld.optim import _cut
+from torchweld.optim._shards import is_one, like, local, placements, zeros_of
 
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
@@ -27,6 +27,8 @@ class Moment(NamedTuple):
 
     signed: bool
     shape: torch.Size | None = None
+    # Of averages: which dimension of the parameter each one is, or None where it is averaged over.
+    dims: tuple[int | None, ...] = ()
 
 
 SIGNED, UNSIGNED = Moment(True), Moment(False)
@@ -87,10 +89,14 @@ class Codec:
         """Zero moments, and the parameter's completion."""
         state: State = {}
         for name, moment in moments.items():
-            zeros = torch.zeros_like(p, dtype=self._wide(p))
-            if moment.shape is not None:
-                zeros = zeros.new_zeros(moment.shape)
-            self._store(state, name, p, zeros, moment)
+            if self.in_blocks(p, moment):
+                state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
+                continue
+            dtype = self._wide(p)
+            if moment.shape is None:
+                state[name] = torch.zeros_like(p, dtype=dtype)
+            else:
+                state[name] = zeros_of(p, moment.shape, moment.dims, dtype)
         self._complete(state, p, p.detach())
         return state
 
@@ -128,9 +134,9 @@ class Codec:
         self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment
     ) -> None:
         if self.in_blocks(p, moment):
-            codes, absmax = quantize_8bit(local(value).float().contiguous(), signed=moment.signed)
+            codes, absmax = _cut.quantize(p, local(value), moment.signed)
             state[name + CODES] = like(p, codes)
-            state[name + ABSMAX] = like(p, absmax, scales_shape(p.shape))
+            state[name + ABSMAX] = _cut.absmax_like(p, absmax)
         else:
             state[name] = value.to(self.moment_dtype(p))
 
@@ -150,7 +156,10 @@ def _saved_moment(
 ) -> torch.Tensor:
     if name in saved:
         value = saved[name]
-        _check(function, name, value, p, p.shape if moment.shape is None else moment.shape)
+        if moment.shape is None:
+            _check(function, name, value, p, p.shape)
+        else:
+            _check(function, name, value, p, moment.shape, dims=moment.dims)
         return value
     if name + CODES not in saved:
         raise ArgumentError(
@@ -159,8 +168,9 @@ def _saved_moment(
     codes: Any = saved[name + CODES]
     absmax: Any = saved.get(name + ABSMAX)
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
-    _check(function, name + ABSMAX, absmax, p, scales_shape(p.shape), torch.float32)
-    return like(p, dequantize_8bit(local(codes), local(absmax), signed=moment.signed))
+    shape = scales_shape(p.shape)
+    _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _cut.ABSMAX_DIMS)
+    return like(p, _cut.dequantize(p, local(codes), local(absmax), moment.signed))
 
 
 def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
@@ -180,6 +190,7 @@ def _check(
     p: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
+    dims: Sequence[int | None] | None = None,
 ) -> None:
     accepted = f"a {dtype or 'floating-point'} tensor of shape {list(shape)}".replace("torch.", "")
     argument = f"{key} in state_dict"
@@ -192,3 +203,8 @@ def _check(
     if value.shape != torch.Size(shape) or not fits:
         came = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
         raise ArgumentError(function, argument, came, accepted)
+    if is_one(p):
+        expected = placements(p, range(p.ndim) if dims is None else dims)
+        if value.placements != expected:  # type: ignore[attr-defined]
+            came = f"on {value.placements}"  # type: ignore[attr-defined]
+            raise ArgumentError(function, argument, came, f"{expected}, as its parameter is")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ from torchweld.ops.adafactor import ADAFACTOR
 from torchweld.optim import _shards
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moment, Moments
+
+
+def _average(p: torch.Tensor, *dims: int | None) -> Moment:
+    """Of these dimensions of p; None is one that is averaged over and kept."""
+    shape = [1 if dim is None else p.shape[dim] for dim in dims]
+    return Moment(False, torch.Size(shape), dims)
 
 
 class _AdafactorStep(FusedOptimizer):
@@ -28,10 +35,15 @@ class _AdafactorStep(FusedOptimizer):
     def _check_gradients(self, group: Group) -> None:
         super()._check_gradients(group)
         for p in group["params"]:
-            if p.grad is not None and (p.is_complex() or _shards.is_one(p)):
-                came = "complex" if p.is_complex() else "a DTensor"
-                accepted = "a real tensor that is whole"
-                raise ArgumentError(type(self).__name__, "a parameter", came, accepted)
+            if p.grad is not None and p.is_complex():
+                raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
+
+    def _batches(self, group: Group) -> list[Batch]:
+        batches = super()._batches(group)
+        for batch in batches:
+            if any(map(_shards.is_sharded, batch.wholes)):
+                batch.add_up = functools.partial(_shards.add_up, batch.wholes)
+        return batches
 
 
 class Adafactor(_AdafactorStep, torch.optim.Adafactor):
@@ -45,10 +57,10 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         if p.ndim < 2:
-            return {"variance": Moment(False, p.shape)}
-        rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
-        shapes = {"row_var": rows, "col_var": columns}
-        return {name: Moment(False, torch.Size(shape)) for name, shape in shapes.items()}
+            return {"variance": _average(p, *range(p.ndim))}
+        *others, row, column = range(p.ndim)
+        columns = _average(p, *others, None, column)
+        return {"row_var": _average(p, *others, row, None), "col_var": columns}
 
     def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
         floor, scale = group["eps"]
@@ -107,11 +119,11 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         return 1e-2 if group["relative_step"] else group["lr"]
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        shapes = {"exp_avg_sq": p.shape}
+        moments = {"exp_avg_sq": _average(p, *range(p.ndim))}
         if p.ndim > 1:
-            rows, columns = p.shape[:-1], p.shape[:-2] + p.shape[-1:]
-            shapes = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
-        moments = {name: Moment(False, shape) for name, shape in shapes.items()}
+            *others, row, column = range(p.ndim)
+            columns = _average(p, *others, column)
+            moments = {"exp_avg_sq_row": _average(p, *others, row), "exp_avg_sq_col": columns}
         return moments | {"exp_avg": SIGNED} if group["beta1"] else moments
 
     def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:

@@ -1,0 +1,70 @@
+"""Our optimizers inside DeepSpeed's ZeRO, on two processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from torchweld import optim
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 6
+
+
+def _train(rank: int, stage: int, make: Any, **settings: Any) -> list[float]:
+    """The losses of a run, with parameters and moments divided as the stage has it."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 600), torch.nn.Linear(600, 64))
+    optimizer = make(model.parameters(), 1e-3, weight_decay=0.1, **settings)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.1,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, 96, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    # Parts of flat parameters: what there is for each is a moment of their own.
+    states = [s for s in optimizer.state.values() if "exp_avg" in s]
+    assert states
+    assert all(s["exp_avg"].dim() == 1 and s["exp_avg"].dtype == torch.float32 for s in states)
+    return losses
+
+
+def _zero(rank: int, store: str) -> None:
+    import logging
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    logging.disable(logging.WARNING)
+    for stage in (1, 2, 3):
+        expected = _train(rank, stage, torch.optim.AdamW)
+        assert expected[-1] < expected[0]
+        for settings in ({}, {"state_dtype": "8bit"}):
+            found = _train(rank, stage, optim.AdamW, **settings)
+            assert found == pytest.approx(expected, rel=1e-5)
+    torch.distributed.destroy_process_group()
+
+
+def test_zero(tmp_path: Path) -> None:
+    """Each stage trains as with torch's AdamW; of flat parameters moments are float32."""
+    torch.multiprocessing.spawn(_zero, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,171 @@
+"""Steps of other packages' optimizers and of ours, by the gradients of a small transformer.
+
+`exact` is the rule in float64. In float32 ours is the peer's to the roundings of 50 steps. In 16
+bits both round parameters every step, and torch more than that: ours is to be as near to `exact` as
+the peer is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+from language_model import training
+
+from optimizers import U, lamb_in_float64
+from torchweld import optim
+from torchweld.ops.quantize_8bit import BLOCK, MAPS
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
+# Packages that warn of torch's ways and of their own when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Make = Callable[..., torch.optim.Optimizer]
+STEPS = 50
+ADAM = {"lr": 1e-3, "weight_decay": 0.1}
+SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+GIVEN = {"lr": 1e-3, "relative_step": False, "scale_parameter": False}
+
+
+def _deepspeed(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, **settings, fp32_optimizer_states=True)
+
+
+def _torchao(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, **settings)
+
+
+class Case(NamedTuple):
+    """Two optimizers by the same rule, and torch's or a peer's by it in float64."""
+
+    peer: Make
+    ours: Make
+    exact: Make
+    settings: dict[str, Any]
+    only_peers: Mapping[str, Any] = MappingProxyType({})
+    # How far from each other they may be in float32, of what parameters move by, besides rounding.
+    apart: float = 1e-5
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _torchs(name: str, settings: dict[str, Any], **peers: Any) -> Case:
+    theirs = getattr(torch.optim, name)
+    return Case(theirs, getattr(optim, name), theirs, settings, peers)
+
+
+ADAMW, HF = torch.optim.AdamW, transformers.Adafactor
+CASES = {
+    "torch AdamW": _torchs("AdamW", ADAM, foreach=False),
+    "torch AdamW foreach": _torchs("AdamW", ADAM, foreach=True),
+    "torch AdamW fused": _torchs("AdamW", ADAM, fused=True),
+    "torch AdamW amsgrad": _torchs("AdamW", ADAM | {"amsgrad": True}),
+    "torch Adam maximize": _torchs("Adam", ADAM | {"maximize": True}),
+    "torch SGD": _torchs("SGD", SGD, foreach=False),
+    "torch SGD fused": _torchs("SGD", SGD, fused=True),
+    "torch Adafactor": _torchs("Adafactor", {"lr": 1e-2, "eps": (1e-7, 1e-3)}),
+    "transformers Adafactor": Case(HF, optim.TransformersAdafactor, HF, {}),
+    "transformers Adafactor warm-up": Case(
+        HF, optim.TransformersAdafactor, HF, {"warmup_init": True}
+    ),
+    "transformers Adafactor with a momentum": Case(
+        HF, optim.TransformersAdafactor, HF, GIVEN | {"beta1": 0.9, "weight_decay": 0.1}
+    ),
+    "DeepSpeed CPUAdam": Case(_deepspeed, optim.AdamW, ADAMW, ADAM),
+    # Which rounds what is near to two codes to another one than the nearest.
+    "bitsandbytes AdamW8bit": Case(
+        bitsandbytes.optim.AdamW8bit, optim.AdamW8bit, ADAMW, ADAM, apart=0.02
+    ),
+    # Its blocks have other ties; in float16 it does not converge.
+    "torchao AdamW8bit": Case(
+        _torchao, optim.AdamW8bit, ADAMW, ADAM, apart=1e-3, dtypes=(torch.float32, torch.bfloat16)
+    ),
+}
+
+
+def _run(make: Make, settings: dict[str, Any], given: Any, dtype: torch.dtype) -> Any:
+    """Parameters and optimizer after 50 steps, from what is of the dtype `given`."""
+    start, of_steps = training()
+    params = [p.to(given).to(dtype, copy=True).requires_grad_() for p in start]
+    optimizer = make(params, **settings)
+    for grads in of_steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.to(given).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    differences = [(p.detach().double() - q.detach().double()) for p, q in zip(a, b, strict=True)]
+    return torch.stack([d.square().sum() for d in differences]).sum().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name, case in CASES.items() for dtype in case.dtypes],
+    ids=str,
+)
+def test_fifty_steps(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    theirs, _ = _run(case.peer, {**case.settings, **case.only_peers}, dtype, dtype)
+    ours, _ = _run(case.ours, case.settings, dtype, dtype)
+    exact, _ = _run(case.exact, case.settings, dtype, torch.float64)
+    start = [p.to(dtype) for p in training()[0]]
+    moved = _distance(exact, start)
+    assert moved > 1e-3
+    if dtype == torch.float32:
+        size = _distance(exact, [torch.zeros_like(p) for p in exact])
+        assert _distance(ours, theirs) <= STEPS * 2 * U * size + case.apart * moved
+    off = _distance(ours, exact)
+    assert off < moved
+    # torch's float16 moments become zeros and infinities.
+    other = _distance(theirs, exact)
+    assert not other < moved or off <= 1.1 * other + 1e-5 * moved
+
+
+def test_apexs_lamb() -> None:
+    """Its rule in float64: clipped to a norm of 1, and tensors without weight decay unadapted."""
+    start, of_steps = training()
+    settings = {"weight_decay": 0.01, "max_grad_norm": 1.0, "always_adapt": False}
+    ours, _ = _run(optim.LAMB, settings | {"lr": 1e-2}, torch.float32, torch.float32)
+    exact, _ = lamb_in_float64(
+        [p.double() for p in start],
+        [[g.double() for g in grads] for grads in of_steps],
+        1e-2,
+        settings,
+    )
+    size, moved = _distance(exact, [torch.zeros_like(p) for p in exact]), _distance(exact, start)
+    assert moved > 1e-3
+    assert _distance(ours, exact) <= STEPS * 2 * U * size + 1e-5 * moved
+
+
+def test_the_codes_of_a_step() -> None:
+    """In 99.9% of elements those that bitsandbytes has in float64, which it rounds exactly."""
+    start, of_steps = training()
+    params = [p.clone().requires_grad_() for p in start]
+    optimizer = optim.AdamW8bit(params, **ADAM)
+    for p, g in zip(params, of_steps[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    same, count = 0, 0
+    for p in params:
+        assert p.grad is not None
+        if "exp_avg_codes" not in optimizer.state[p]:
+            continue
+        g = p.grad.double()
+        moments = (("exp_avg", 0.1 * g, True), ("exp_avg_sq", 1e-3 * g * g, False))
+        for name, moment, signed in moments:
+            theirs, _ = torch.ops.bitsandbytes.quantize_blockwise(moment, MAPS[signed], BLOCK)
+            same += (theirs == optimizer.state[p][name + "_codes"]).sum().item()
+            count += p.numel()
+    assert count > 1e6
+    assert same >= 0.999 * count
