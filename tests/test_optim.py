@@ -209,6 +209,31 @@ def test_an_8_bit_step_is_a_float32_step_between_codes() -> None:
         assert (codes == state[f"{name}_codes"]).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_8_bit_second_moment_stays_where_the_first_does(loaded: bool, backend: str) -> None:
+    """Small gradients beside large ones, and then none: a moment over the root of nothing, if not.
+
+    `loaded`: after a first step with float32 states.
+    """
+    moved = {}
+    for state_dtype in (torch.float32, "8bit"):
+        p = torch.zeros(16, 256, requires_grad=True)
+        p.grad = torch.ones(16, 256)
+        p.grad[:, 0] = 3e-4
+        first = torch.float32 if loaded else state_dtype
+        optimizer = optim.AdamW([p], lr=1e-3, weight_decay=0, state_dtype=first)
+        optimizer.step()
+        if loaded:
+            given = optimizer.state_dict()
+            optimizer = optim.AdamW([p], lr=1e-3, weight_decay=0, state_dtype=state_dtype)
+            optimizer.load_state_dict(given)
+        p.grad[:, 0] = 0
+        for _ in range(20):
+            optimizer.step()
+        moved[state_dtype] = p[:, 0].abs().max().item()
+    assert moved["8bit"] <= moved[torch.float32] < 0.01
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_a_remainder_is_half_of_a_master(state_dtype: Any, backend: str) -> None:
     """The same float32s at every step; the bfloat16 beside them rounds ties away from zero."""

@@ -83,7 +83,7 @@ class BlockMoment {
   }
   void measure() { *absmax_ = largest_magnitude(new_, count_); }
   void leave() {
-    const auto encode = is_signed_ ? encode_block<true> : encode_block<false>;
+    const auto encode = is_signed_ ? encode_block<true> : encode_block<false, true>;
     encode(codes_, new_, count_, *absmax_);
   }
 

@@ -226,8 +226,9 @@ inline float largest_magnitude(const float* values, int64_t count) {
   return value;
 }
 
-// The codes of a block from its values and its absmax. The values may be changed.
-template <bool Signed>
+// The codes of a block from its values and its absmax. The values may be changed. `KeepsPositive`,
+// for a second moment, whose root is a divisor: what is not zero does not become it.
+template <bool Signed, bool KeepsPositive = false>
 inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
   float divisor = quant_divisor(absmax);
   if (__builtin_expect(divisor < 0x1p-126f, false)) {  // subnormal; its inverse would be infinite
@@ -237,7 +238,10 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
   }
   const Encoder<Signed> encode(divisor);
   for_vectors<float>(count, [&](int64_t i, auto place) {
-    store_codes(codes + i, encode(load(values + i, place)), place);
+    const F32 value = load(values + i, place);
+    U32 code = encode(value);
+    if constexpr (KeepsPositive) code = (code == 0) & (value > 0) ? U32{} + 1u : code;
+    store_codes(codes + i, code, place);
   });
 }
 

@@ -160,7 +160,8 @@ class LaneOfBlock {
     for_moments<N>([&](auto k) {
       if constexpr (kInBlocks) {
         absmax_[k] = largest_magnitude(m_[k]);
-        maps.template of<Rule::kSigned[k]>().encode(moment_[k], m_[k], absmax_[k]);
+        constexpr bool kSigned = Rule::kSigned[k];
+        maps.template of<kSigned>().template encode<!kSigned>(moment_[k], m_[k], absmax_[k]);
       } else {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {

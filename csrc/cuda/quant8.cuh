@@ -59,7 +59,9 @@ struct SharedMap {
     for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
     for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
   }
-  // Of all values that a lane has of a block; no lane's is larger than absmax.
+  // Of all values that a lane has of a block; no lane's is larger than absmax. `KeepsPositive`, for
+  // a second moment, whose root is a divisor: what is not zero does not become it.
+  template <bool KeepsPositive = false>
   __device__ __forceinline__ void encode(Four<uint8_t> (&to)[kGroups],
                                          const float (&values)[kGroups][4], float absmax) const {
     with_fractions(absmax, [&](auto&& fraction_of) {
@@ -72,6 +74,7 @@ struct SharedMap {
           const uint32_t number =
               quant8_number<Signed>(fraction, [this](uint32_t run) { return place[run]; });
           codes[i] = quant8_code<Signed>(fraction, number);
+          if (KeepsPositive && codes[i] == 0 && values[group][i] > 0) codes[i] = 1;
         }
         to[group] = pack_bits<uint8_t>(codes);
       }

@@ -30,7 +30,12 @@ import torch
 from torchweld.errors import BackendError
 from torchweld.ops import _call
 from torchweld.ops._plain import PlainOp
-from torchweld.ops.quantize_8bit import absmax_reference, dequantize_reference, quantize_reference
+from torchweld.ops.quantize_8bit import (
+    absmax_reference,
+    dequantize_reference,
+    keep_positive,
+    quantize_reference,
+)
 from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
@@ -263,14 +268,12 @@ class Rule:
                 continue
             write(batch.steps[i], batch.steps[i] + 1)
             for k, value in enumerate(moments):
-                if edges is not None:
-                    write(
-                        stored[k], quantize_reference(value, self.signed[k], edges, scales[k][1])[0]
-                    )
-                elif scales:
-                    codes, absmax = quantize_reference(value, self.signed[k])
-                    write(stored[k], codes)
-                    write(scales[k], absmax)
+                if scales:
+                    whole = None if edges is None else scales[k][1]
+                    codes, absmax = quantize_reference(value, self.signed[k], edges, whole)
+                    write(stored[k], codes if self.signed[k] else keep_positive(codes, value))
+                    if whole is None:
+                        write(scales[k], absmax)
                 else:
                     write(stored[k], value)
             rounded, rest = split_param(after, p.dtype, completion)

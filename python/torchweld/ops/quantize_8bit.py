@@ -169,6 +169,16 @@ def quantize_reference(
     return _unblocked(number.to(torch.uint8), x.shape, edges), absmax
 
 
+def keep_positive(codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The codes of a second moment, of which no element becomes zero that is not.
+
+    The first moment is divided by its root. Of gradients in a block that differ by more than a
+    factor of 2500 the lesser's square is nearest to zero, and its first moment is not: if no
+    gradient followed, a step of lr * moment / eps would.
+    """
+    return torch.where((codes == 0) & (x > 0), 1, codes)
+
+
 def dequantize_reference(
     codes: torch.Tensor,
     absmax: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import read_param, split_param
-from torchweld.ops.quantize_8bit import scales_shape
+from torchweld.ops.quantize_8bit import keep_positive, scales_shape
 from torchweld.optim import _cut
 from torchweld.optim._shards import is_one, like, local, placements, zeros_of
 
@@ -135,6 +135,8 @@ class Codec:
     ) -> None:
         if self.in_blocks(p, moment):
             codes, absmax = _cut.quantize(p, local(value), moment.signed)
+            if not moment.signed:
+                codes = keep_positive(codes, local(value))
             state[name + CODES] = like(p, codes)
             state[name + ABSMAX] = _cut.absmax_like(p, absmax)
         else:

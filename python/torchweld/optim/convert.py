@@ -17,7 +17,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.functional import dequantize_8bit, quantize_8bit
-from torchweld.ops.quantize_8bit import BLOCK, MAPS, scales_shape
+from torchweld.ops.quantize_8bit import BLOCK, MAPS, keep_positive, scales_shape
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import ABSMAX, CODES, Moment, State
 from torchweld.optim._shards import is_one
@@ -115,6 +115,8 @@ def _write(
     if not same:
         values = dequantize_8bit(codes, absmax, signed=moment.signed)
         flat, absmax = quantize_8bit(values.reshape(1, -1), signed=moment.signed)
+        if not moment.signed:
+            flat = keep_positive(flat, values.reshape(1, -1))
         codes = flat.view(p.shape)
     state[f"state{number}"], state[f"absmax{number}"] = codes, absmax.flatten()
     state[f"qmap{number}"] = MAPS[moment.signed].to(codes.device)
