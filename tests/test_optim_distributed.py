@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -487,20 +486,6 @@ def _stage(rank: int, stage: int, directory: Path) -> None:
             _assert_same((list(model), optimizer), expected)
 
 
-def _worker(
-    rank: int, scenario: Callable[..., None], store: str, world: int = 2, *given: Any
-) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-    )
-    try:
-        scenario(rank, *given)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # With the number of processes.
 SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
     *((2, s) for s in (_shards, _codecs, _adaptive, _factored, _clipping, _fsdp2, _zero)),
@@ -517,7 +502,5 @@ def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> Non
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
     """On disk, from 1 process to 2, 4 and back: the run is that of one device without a break."""
     for stage, sizes in enumerate(STAGES):
-        world, store = math.prod(sizes), str(tmp_path / f"store{stage}")
-        torch.multiprocessing.spawn(
-            _worker, args=(_stage, store, world, stage, tmp_path), nprocs=world
-        )
+        with processes(math.prod(sizes)) as started:
+            started.run(None, _stage, stage, tmp_path)
