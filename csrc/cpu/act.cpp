@@ -26,8 +26,7 @@ void bias_act_row(const BiasActForward& a, int64_t row, Act act, bool streamed) 
   const P* bias = (const P*)a.bias;
   T* y = (T*)a.y + row * a.width;
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
-    __builtin_prefetch(x + i + 1024);
-    Vec<A> z = load(x + i, at);
+    Vec<A> z = read(x + i, at);
     if (bias) z += load(bias + i, at);
     write(y + i, act.value(z), at, streamed);
   });
@@ -42,11 +41,9 @@ void bias_act_backward_row(const BiasActBackward& a, int64_t row, Accumulate<T>*
   const P* bias = (const P*)a.bias;
   T* grad_x = (T*)a.grad_x + row * a.width;
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
-    __builtin_prefetch(x + i + 1024);
-    __builtin_prefetch(grad_y + i + 1024);
-    Vec<A> z = load(x + i, at);
+    Vec<A> z = read(x + i, at);
     if (bias) z += load(bias + i, at);
-    const Vec<A> grad = act.gradient(z, load(grad_y + i, at));
+    const Vec<A> grad = act.gradient(z, read(grad_y + i, at));
     write(grad_x + i, grad, at, streamed);
     accumulate(partial, i, grad, at);
   });
@@ -108,7 +105,7 @@ TW_EXPORT void gated_act_forward(const GatedActForward& a, int64_t begin, int64_
       const T* up = (const T*)a.up + row * a.up_pitch;
       T* y = (T*)a.y + row * a.width;
       for_vectors<A>(a.width, [&](int64_t i, auto at) {
-        write(y + i, act.value(load(gate + i, at)) * load(up + i, at), at, streamed);
+        write(y + i, act.value(read(gate + i, at)) * read(up + i, at), at, streamed);
       });
     }
     if (streamed) finish_streams();
@@ -129,8 +126,8 @@ TW_EXPORT void gated_act_backward(const GatedActBackward& a, int64_t begin, int6
       T* grad_gate = (T*)a.grad_gate + row * a.width;
       T* grad_up = (T*)a.grad_up + row * a.width;
       for_vectors<A>(a.width, [&](int64_t i, auto at) {
-        const Vec<A> grad = load(grad_y + i, at), z = load(gate + i, at);
-        write(grad_gate + i, act.gradient(z, grad * load(up + i, at)), at, streamed);
+        const Vec<A> grad = read(grad_y + i, at), z = read(gate + i, at);
+        write(grad_gate + i, act.gradient(z, grad * read(up + i, at)), at, streamed);
         write(grad_up + i, grad * act.value(z), at, streamed);
       });
     }

@@ -27,7 +27,7 @@ struct Normalized {
 
   template <class T, class Place>
   Normalized(const Columns<A>& columns, const T* x, int64_t i, Place at) {
-    x_hat = norm_normalize(load(x + i, at), load(columns.mean + i, at), load(columns.rstd + i, at));
+    x_hat = norm_normalize(read(x + i, at), load(columns.mean + i, at), load(columns.rstd + i, at));
     z = x_hat * load(columns.weight + i, at) + load(columns.bias + i, at);
   }
 };
@@ -44,7 +44,7 @@ void backward_row(const NormalizeActBackward& a, int64_t row, Accumulate<T>* wei
   T* grad_x = row_of<T>(a.grad_x, row, a.width);
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
     const Normalized<A> here(columns, x, i, at);
-    const Vec<A> g = act.gradient(here.z, load(grad_y + i, at));
+    const Vec<A> g = act.gradient(here.z, read(grad_y + i, at));
     if (grad_x) {
       const Vec<A> scale = load(columns.weight + i, at) * load(columns.rstd + i, at);
       const Vec<A> mean = mean_g ? load(mean_g + i, at) : Vec<A>{};
@@ -79,7 +79,7 @@ TW_EXPORT void column_statistics(const ColumnStatistics& a, int64_t begin, int64
         const T* x = (const T*)a.x + row * a.width;
         const A share = 1 / (A)(row - first + 1);
         for_vectors<A>(a.width, [&](int64_t i, auto at) {
-          const Vec<A> value = load(x + i, at), before = load(means + i, at);
+          const Vec<A> value = read(x + i, at), before = load(means + i, at);
           const Vec<A> mean = before + (value - before) * share;
           accumulate(squares, i, (value - before) * (value - mean), at);
           store(means + i, mean, at);

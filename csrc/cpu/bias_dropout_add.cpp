@@ -27,9 +27,9 @@ TW_EXPORT void bias_dropout_add_forward(const BiasDropoutAddForward& a, int64_t 
       S* y = (S*)a.y + row * a.width;
       with_factors<A>(a.dropout, row, [&](auto&& factor) {
         for_vectors<A>(a.width, [&](int64_t i, auto at) {
-          Vec<A> v = load(x + i, at);
+          Vec<A> v = read(x + i, at);
           if (bias) v += load(bias + i, at);
-          write(y + i, load(residual + i, at) + v * factor(i), at, streamed);
+          write(y + i, read(residual + i, at) + v * factor(i), at, streamed);
         });
       });
     }
@@ -54,7 +54,7 @@ TW_EXPORT void bias_dropout_add_backward(const BiasDropoutAddBackward& a, int64_
         T* grad_x = row_of<T>(a.grad_x, row, a.width);
         with_factors<A>(a.dropout, row, [&](auto&& factor) {
           for_vectors<A>(a.width, [&](int64_t i, auto at) {
-            const Vec<A> gradient = load(grad_y + i, at) * factor(i);
+            const Vec<A> gradient = read(grad_y + i, at) * factor(i);
             if (grad_x) write(grad_x + i, gradient, at, streamed);
             accumulate(partial, i, gradient, at);
           });

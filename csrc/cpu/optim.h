@@ -30,10 +30,6 @@ Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
           a.tensors[at + 1].first_block - t.first_block};
 }
 
-// Elements ahead: a block is computed on for longer than a processor looks ahead by itself.
-constexpr int64_t kAhead = 2 * kQuantBlock;
-constexpr int64_t kLine = 64;
-
 // --- Moments ------------------------------------------------------------------------------------
 
 // A moment's elements in a span: enter() it, get and set by vector, measure() and leave() it.
@@ -46,7 +42,7 @@ class PlainMoment {
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return load(values_ + i, place);
+    return read(values_ + i, place);
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
@@ -70,7 +66,8 @@ class BlockMoment {
     is_signed_ = is_signed;
     scale_ = splat(*absmax_);
     old_ = Values(is_signed);
-    for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(codes_ + i + kAhead);
+    // Two blocks ahead, as read() does.
+    for (int64_t i = 0; i < count_; i += 64) __builtin_prefetch(codes_ + 2 * kQuantBlock + i);
     absmax_ += span.next;
   }
   template <class Place>
@@ -112,10 +109,9 @@ struct PlainParam {
   using Storage = T;
   T* param;
   PlainParam(const StepTensor& t, int64_t begin) : param((T*)t.param + begin) {}
-  void prefetch(int64_t i) const { __builtin_prefetch(param + i); }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return load(param + i, place);
+    return read(param + i, place);
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
@@ -130,13 +126,9 @@ struct MasteredParam {
   float* master;
   MasteredParam(const StepTensor& t, int64_t begin)
       : param((T*)t.param + begin), master((float*)t.completion + begin) {}
-  void prefetch(int64_t i) const {
-    __builtin_prefetch(param + i);
-    __builtin_prefetch(master + i);
-  }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return load(master + i, place);
+    return read(master + i, place);
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
@@ -151,10 +143,6 @@ struct CompletedParam {
   uint16_t* remainder;
   CompletedParam(const StepTensor& t, int64_t begin)
       : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
-  void prefetch(int64_t i) const {
-    __builtin_prefetch(param + i);
-    __builtin_prefetch(remainder + i);
-  }
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return (F32)completed(halves(param + i, place), halves(remainder + i, place));
@@ -193,14 +181,10 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   for_vectors<float>(span.count, [&](int64_t i, auto place) {
-    if constexpr (Moment::kInBlocks) {
-      param.prefetch(i + kAhead);
-      __builtin_prefetch(grad + i + kAhead);
-    }
     const F32 before = param.get(i, place);
     F32 p = before, m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
-    rule(p, load(grad + i, place) * grad_factor, m);
+    rule(p, read(grad + i, place) * grad_factor, m);
     if constexpr (Moment::kInBlocks) skip_unless<N>(is_sound(m[N - 1]), p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
     if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
@@ -227,7 +211,7 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
     const F32 p = param.get(i, place);
     F32 m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
-    F32 step = rule.direction(p, load(grad + i, place) * grad_factor, m);
+    F32 step = rule.direction(p, read(grad + i, place) * grad_factor, m);
     if constexpr (Moment::kInBlocks && N > 0) step = is_sound(m[N - 1]) ? step : F32{};
     add_squares(of_params, p);
     add_squares(of_steps, step);

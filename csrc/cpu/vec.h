@@ -232,6 +232,15 @@ inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
   return v;
 }
 
+// The same of what is read once, from memory, by a loop that computes on it for longer than a
+// processor looks ahead by itself.
+constexpr int64_t kAheadBytes = 2048;
+template <class T, class Place>
+inline Vec<Accumulate<T>> read(const T* p, Place place) {
+  __builtin_prefetch((const char*)p + kAheadBytes);
+  return load(p, place);
+}
+
 template <class T>
 inline void store(T* p, Vec<Accumulate<T>> v, Whole) {
   store(p, v);
