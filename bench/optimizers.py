@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import torchweld
 from torchweld import optim
 from torchweld.bench import conditions
 from torchweld.bench.machine import machine
@@ -49,8 +50,20 @@ class _Clipped:
         self._optimizer.step()
 
 
-# Name -> bytes a parameter that have to move, and what makes it.
-CONTENDERS: dict[str, tuple[float, Make]] = {
+class _Eager:
+    """A step in eager torch, of a rule that torch has no optimizer for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        with torchweld.use_backend("eager"):
+            self._optimizer.step()
+
+
+# Name -> bytes a parameter that have to move, and what makes it. The first of a rule is what the
+# others are compared with.
+ADAMW: dict[str, tuple[float, Make]] = {
     "torch, fused": (28, lambda p: torch.optim.AdamW(p, fused=True)),
     "torch, foreach": (28, lambda p: torch.optim.AdamW(p, foreach=True)),
     "torch, clip and fused": (32, _Clipped),
@@ -59,18 +72,28 @@ CONTENDERS: dict[str, tuple[float, Make]] = {
     "torchweld, bfloat16 states": (20, lambda p: optim.AdamW(p, state_dtype=torch.bfloat16)),
     "torchweld, 8-bit states": (16.0625, lambda p: optim.AdamW(p, state_dtype="8bit")),
 }
+LAMB: dict[str, tuple[float, Make]] = {
+    "eager": (44, lambda p: _Eager(optim.LAMB(p))),
+    "torchweld": (44, optim.LAMB),
+    "torchweld, 8-bit states": (26.125, lambda p: optim.LAMB(p, state_dtype="8bit")),
+}
+ADAFACTOR: dict[str, tuple[float, Make]] = {
+    "torch": (24, lambda p: torch.optim.Adafactor(p, foreach=False)),
+    "torch, foreach": (24, lambda p: torch.optim.Adafactor(p, foreach=True)),
+    "torchweld": (24, optim.Adafactor),
+}
 PEERS: dict[str, tuple[float, Callable[[Any], Make]]] = {
     "bitsandbytes": (16.0625, lambda module: module.optim.AdamW8bit),
 }
 
 
-def contenders() -> dict[str, tuple[float, Make]]:
-    """All of them, with the packages that are installed."""
-    found = dict(CONTENDERS)
+def rules() -> dict[str, dict[str, tuple[float, Make]]]:
+    """Rule -> contenders, with the packages that are installed."""
+    adamw = dict(ADAMW)
     for package, (moved, made) in PEERS.items():
         if importlib.util.find_spec(package) is not None:
-            found[f"{package}, 8-bit states"] = (moved, made(importlib.import_module(package)))
-    return found
+            adamw[f"{package}, 8-bit states"] = (moved, made(importlib.import_module(package)))
+    return {"AdamW": adamw, "LAMB": LAMB, "Adafactor": ADAFACTOR}
 
 
 def _draw(shapes: Shapes) -> list[torch.Tensor]:
@@ -92,11 +115,13 @@ def _run(step: Callable[[], Any], clock: Clock) -> Sample:
     return clock(step)
 
 
-def measure(shapes: Shapes, seconds: float) -> dict[str, tuple[float, float, float]]:
+def measure(
+    contenders: dict[str, tuple[float, Make]], shapes: Shapes, seconds: float
+) -> dict[str, tuple[float, float, float]]:
     """Milliseconds of a step: median, p20 and p80."""
     optimizers: dict[str, Any] = {}
     expected: list[torch.Tensor] = []
-    for name, (_, make) in contenders().items():
+    for name, (_, make) in contenders.items():
         params = _draw(shapes)
         optimizers[name] = make(params)
         optimizers[name].step()
@@ -123,18 +148,19 @@ def main() -> None:
     conditions.settle(default_allocator=False)
     facts = machine("cpu")
     print(f"{facts['name']}, {torch.get_num_threads()} threads, {conditions.describe()}")
-    headers = ["case", "AdamW", "ms", "p20", "p80", "GB/s", "vs torch fused"]
-    table = Table(headers, numbers_from=2)
-    names = list(CASES)
-    for at in progress(names):
-        shapes = CASES[names[at]]
+    headers = ["case", "rule", "by", "ms", "p20", "p80", "GB/s", "vs the first"]
+    table = Table(headers, numbers_from=3)
+    wanted = [(case, rule) for rule in rules() for case in CASES]
+    for at in progress(wanted):
+        case, rule = wanted[at]
+        contenders, shapes = rules()[rule], CASES[case]
         elements = sum(torch.Size(shape).numel() for shape in shapes)
-        found = measure(shapes, options.seconds)
-        fused = found["torch, fused"][0]
+        found = measure(contenders, shapes, options.seconds)
+        first = next(iter(found.values()))[0]
         for i, (name, (median, p20, p80)) in enumerate(found.items()):
-            gbps = contenders()[name][0] * elements / median / 1e6
+            gbps = contenders[name][0] * elements / median / 1e6
             cells = [f"{median:.2f}", f"{p20:.2f}", f"{p80:.2f}", f"{gbps:.1f}"]
-            table.add(names[at], name, *cells, f"{fused / median:.2f}x", group=i == 0)
+            table.add(case, rule, name, *cells, f"{first / median:.2f}x", group=i == 0)
     table.show()
 
 
