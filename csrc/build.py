@@ -173,9 +173,10 @@ def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str]
 
 def emulated_cuda_library(sanitize: str) -> Library:
     """The unmodified CUDA kernels and their bindings; its ops are those of the CUDA library."""
+    sources = [*sorted((CSRC / "cuda").glob("*.cu")), EMULATOR / "cublaslt.cpp"]
     return Library(
         "torchweld_emulated_cuda",
-        _emulated(sorted((CSRC / "cuda").glob("*.cu")), sanitize)
+        _emulated(sources, sanitize)
         + _bindings("cxx", f"-DTW_CUDA -DTW_EMULATED -I{EMULATOR / 'include'}"),
         "-ltorch_cpu",
     )

@@ -85,13 +85,15 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 PLACES = _places()
 # A seam has no kernel of its own: what is not marked with `seams` is in tests/test_seams.py. What
-# the interpreter could find is found in the ops' own tests.
+# the interpreter and the emulator could find is found in the ops' own tests; so is what a backend
+# has that serves a part of the samples.
 KERNELS = [op for op in OPS.values() if not isinstance(op, Seam)]
 TARGETS = [
     Target(op, backend, place, device)
     for place, (backend, device, missing) in PLACES.items()
-    for op in (KERNELS if place == "interpreter" else OPS.values())
+    for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
     if backend in op.sources and missing is None
+    if all(op.refused(backend, arguments) is None for arguments in op.samples)
 ]
 
 

@@ -484,13 +484,20 @@ def test_verdict_on_a_backend(
     proofs: dict[str, Any], reason: str | None, planted: dict[str, Any]
 ) -> None:
     planted.update(proofs)
-    verdict = _evidence.against(LAYER_NORM, "cuda", torch.empty(8192, 1024, dtype=torch.bfloat16))
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    verdict = _evidence.against(LAYER_NORM, "cuda", ("cuda", "triton"), x)
     assert verdict is None if reason is None else str(verdict).startswith(reason)
 
 
 def test_verdict_is_of_the_dtype_measured(planted: dict[str, Any]) -> None:
     planted["cuda"] = _proof(1.0)
-    assert _evidence.against(LAYER_NORM, "cuda", torch.empty(8192, 1024)) is not None
+    assert _evidence.against(LAYER_NORM, "cuda", ("cuda",), torch.empty(8192, 1024)) is not None
+
+
+def test_verdict_is_among_what_can_serve(planted: dict[str, Any]) -> None:
+    planted.update({"cuda": _proof(1.0), "triton": _proof(0.8)})
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    assert _evidence.against(LAYER_NORM, "cuda", ("cuda",), x) is None
 
 
 @pytest.mark.parametrize("faulty", [False, True])
@@ -514,7 +521,7 @@ def test_what_tuning_finds_is_gone_by(
     def verdict() -> str | None:
         _evidence._verdict.cache_clear()
         _evidence.own.cache_clear()
-        return _evidence._verdict("layer_norm", "cpu", 0, torch.float32, 7)
+        return _evidence._verdict("layer_norm", "cpu", ("cpu",), 0, torch.float32, 7)
 
     if faulty:
         assert str(verdict()).startswith("it has run on no GPU")

@@ -309,7 +309,7 @@ def test_what_the_kernel_cannot_serve_is_unfused(
         functional.linear_act(*given)
     assert clock.calls == 0
     monkeypatch.undo()
-    assert "too small" in _gemm_act.explain(x, weight, bias, "gelu", "none")
+    assert "too small" in _gemm_act.explain("triton", x, weight, bias, "gelu", "none")
     with pytest.raises(torchweld.ArgumentError, match="bias"):
         functional.linear_act(x, weight, bias[1:])
 
@@ -350,22 +350,24 @@ def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
-def test_timing_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", _gemm_act.ONE_KERNEL)
+def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was timed is right, whichever runs; nothing is timed while a graph is captured."""
     monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
     _gemm_choice._all_kept.cache_clear()
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
     graph = torch.cuda.CUDAGraph()
-    with torchweld.use_backend("triton"):
+    tanh = {"approximate": "tanh"}
+    with torchweld.use_backend(backend):
         monkeypatch.setattr(_gemm_choice, "timing", False)
-        expected = functional.linear_act(*given)  # compiles what is to be captured
+        expected = functional.linear_act(*given, **tanh)  # compiles what is to be captured
         monkeypatch.setattr(_gemm_choice, "timing", True)
         with torch.cuda.graph(graph):
-            captured = functional.linear_act(*given)
-        assert "not timed yet" in torchweld.explain("linear_act", *given).detail
+            captured = functional.linear_act(*given, **tanh)
+        assert "not timed yet" in torchweld.explain("linear_act", *given, **tanh).detail
         graph.replay()
-        found = functional.linear_act(*given)
-        explained = torchweld.explain("linear_act", *given).detail
+        found = functional.linear_act(*given, **tanh)
+        explained = torchweld.explain("linear_act", *given, **tanh).detail
     print(explained)
     assert "measured at" in explained
     torch.testing.assert_close(captured, expected)

@@ -54,15 +54,16 @@ def _of(gpu: str) -> dict[str, Any] | None:
     return {"ops": {op: p for r in known for op, p in r["ops"].items()}} if known else None
 
 
-def against(op: Op, backend: str, x: torch.Tensor) -> str | None:
+def against(op: Op, backend: str, rivals: tuple[str, ...], x: torch.Tensor) -> str | None:
     """Why evidence does not let the automatic choice take a GPU backend; None if it does.
 
-    Evidence from this GPU decides; without it, what won on another NVIDIA GPU is taken.
+    Evidence from this GPU decides; without it, what won on another NVIDIA GPU is taken. `rivals`
+    are the backends that could serve, this one among them.
     """
     # A size in a compiled graph may be symbolic, and must not become a guard.
     size = None if torch.compiler.is_compiling() else max(x.numel(), 1).bit_length()
     gpu = x.device.index if x.device.type == "cuda" else None
-    return _verdict_while_compiling(op.name, backend, gpu, x.dtype, size)
+    return _verdict_while_compiling(op.name, backend, rivals, gpu, x.dtype, size)
 
 
 @torch.compiler.assume_constant_result
@@ -73,7 +74,12 @@ def _verdict_while_compiling(*constants: Any) -> str | None:
 
 @functools.cache
 def _verdict(
-    op_name: str, backend: str, gpu_index: int | None, dtype: torch.dtype, size: int | None
+    op_name: str,
+    backend: str,
+    rivals: tuple[str, ...],
+    gpu_index: int | None,
+    dtype: torch.dtype,
+    size: int | None,
 ) -> str | None:
     """The verdict for a shape class: a dtype and a power of two of elements; None: any."""
     op = OPS[op_name]
@@ -81,9 +87,7 @@ def _verdict(
     known = _of(gpu) if gpu else None
     sources = list(records().values()) if known is None else [known]
     speed_ups = {
-        name: ratio
-        for name in op.sources
-        for ratio in _nearest(sources, op.name, name, dtype, size)
+        name: ratio for name in rivals for ratio in _nearest(sources, op.name, name, dtype, size)
     }
     if backend not in speed_ups:
         return "it has run on no GPU; ask for it by name, eager serves until it is proven"

@@ -241,6 +241,9 @@ class Op:
         torch.float16,
         torch.float64,
     )
+    # A backend, and the forward's arguments by name as far as they are known, to why it has no
+    # kernel for them, where that depends on more than their dtype and device.
+    refuses: Callable[[str, dict[str, Any]], str | None] | None = None
     # Device type -> dtype that eager computes and returns under autocast, where it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)
@@ -297,7 +300,14 @@ class Op:
             return "inside a torch.func transform, whose rules eager has"
         if torch.autograd.forward_ad._current_level >= 0:
             return "inside forward-mode AD, whose rules eager has"
-        return None
+        return self.refused(backend, inputs)
+
+    def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:
+        """Why this backend has no kernel for arguments like these; None if it has."""
+        if self.refuses is None:
+            return None
+        names = self.forward_signature.arguments  # more than there are inputs, to the doctor
+        return self.refuses(backend, dict(zip(names, inputs, strict=False)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -311,7 +321,7 @@ class Seam(Op):
 
     # The backend for the ops, then the forward's arguments, to the result.
     fused: Callable[..., Any] = field(kw_only=True)
-    # The forward's arguments to a word on how Triton runs them, where that is measured.
+    # A backend and the forward's arguments to a word on how it runs them, where that is measured.
     detail: Callable[..., str] | None = None
     # For the docs: what it is made of, where {} stands for the kernels, and what it saves.
     made_of: str = "GEMMs of torch's, between them {}"

@@ -51,4 +51,7 @@ int lane();
 // Lets other threads run: for loops that wait on memory.
 void yield();
 
+// cuBLASLt's function of this name, by cublaslt.cpp.
+void* cublaslt(const char* name);
+
 }  // namespace emulator

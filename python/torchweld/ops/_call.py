@@ -130,7 +130,8 @@ def why_not_automatic(op: Op, backend: str, inputs: Sequence[Any]) -> str | None
     """Why the automatic choice does not take this backend."""
     reason = op.why_not(backend, inputs)
     if reason is None and BACKENDS[backend].devices != {"cpu"}:
-        reason = _evidence.against(op, backend, inputs[0])
+        rivals = tuple(name for name in op.sources if op.refused(name, inputs) is None)
+        reason = _evidence.against(op, backend, rivals, inputs[0])
     return reason
 
 
@@ -175,7 +176,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
             reasons[backend] = f"fewer than {op.small} elements: too small to gain"
         else:
             reasons[backend] = f"{chosen} comes first"
-    detail = op.detail(*inputs) if isinstance(op, Seam) and op.detail and chosen == "triton" else ""
+    detail = op.detail(chosen, *inputs) if isinstance(op, Seam) and op.detail else ""
     return Explanation(name, chosen, reasons, detail)
 
 

@@ -1,8 +1,11 @@
-"""linear_act in one kernel: a GEMM in Triton whose epilogue adds the bias and activates."""
+"""linear_act in one kernel: a GEMM whose epilogue adds the bias and activates.
+
+In Triton one of ours, for every activation; on CUDA cuBLASLt's, which has gelu by tanh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +16,36 @@ from torchweld._autograd import autograd_function, derivatives_of_reference, whe
 from torchweld.ops import _act, _gemm_choice, bias_act
 from torchweld.ops._gemm_choice import Timed
 from torchweld.ops._plain import PlainOp
-from torchweld.registry import Signature
+from torchweld.registry import BACKENDS, Signature
 
 _SOURCE = "triton_kernels/linear_act.py"
-SOURCES: dict[str, tuple[str, ...]] = {**_act.SOURCES, "triton": (_SOURCE, *_act.SOURCES["triton"])}
+SOURCES: dict[str, tuple[str, ...]] = {
+    "cpu": _act.SOURCES["cpu"],
+    "cuda": (
+        "csrc/cuda/linear_act.cu",
+        "csrc/cuda/linear_act.h",
+        "csrc/cuda/cublaslt.h",
+        *_act.SOURCES["triton"],
+    ),
+    "triton": (_SOURCE, *_act.SOURCES["triton"]),
+}
 MADE_OF = (
-    "GEMMs of torch's, after the first {}; in Triton one kernel is the first and that pass, where"
-    " it was measured to be faster"
+    "GEMMs of torch's, after the first {}; on the GPU one kernel is the first and that pass, where"
+    " it was measured to be faster (cuda: cuBLASLt's for gelu by tanh alone, Triton's passes)"
 )
+ONE_KERNEL = ("cuda", "triton")
+# Backends whose passes between GEMMs are another one's.
+PASSES = {"cuda": "triton"}
 
 # With fewer products than these a GEMM takes microseconds, and its launch as long.
 _SMALLEST = 2**28
 # Beyond it a kernel would have to copy, see its _factor.
 _LONGEST_ROW = 2**22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What cuBLASLt asks of sizes, in elements, and of addresses, in bytes.
+_MULTIPLE, _ALIGNMENT = 8, 16
+# Its two algorithms, and how the second multiplies float32.
+_PLAIN, _TF32 = 0, 1
 
 
 def _fake(x, weight, bias, activation, approximate, tile, save_z):
@@ -34,14 +53,15 @@ def _fake(x, weight, bias, activation, approximate, tile, save_z):
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
-# y, and z, the sum before the activation, as bias_act's backward takes it; `tile` is a place in the
-# source's table.
+# y, and z, the sum before the activation, as bias_act's backward takes it: in Triton without the
+# bias, but for relu; on CUDA with it. `tile` is a place in the Triton source's table, or one of
+# cuBLASLt's algorithms.
 PlainOp(
     "linear_act",
     "(Tensor x, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
     " bool save_z) -> (Tensor y, Tensor z)",
     _fake,
-    backends=(),
+    backends=("cuda",),
     triton=_SOURCE,
 )
 
@@ -55,8 +75,10 @@ class _Linear(torch.autograd.Function):
     """The GEMM's node: z, and beside it what the activation's is to return."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, given: Any, *how: Any) -> Any:
-        y, z = torch.ops.torchweld.linear_act.triton(x, weight, given, *how, True)
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, given: Any, backend: str, *how: Any
+    ) -> Any:
+        y, z = kernel(backend)(x, weight, given, *how, True)
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(y)
@@ -116,7 +138,13 @@ class _Activation:
 _ACTIVATION = _Activation()
 
 
+def kernel(backend: str) -> Any:
+    """The backend's overload of the op."""
+    return getattr(torch.ops.torchweld.linear_act, backend)
+
+
 def linear_act(
+    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -128,15 +156,18 @@ def linear_act(
     dtype = _computed_in(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
-        bias = bias.float()
+        bias = bias.to(dtype) if backend == "cuda" else bias.float()
     how = (activation, approximate)
     if not _trained(x, weight, bias):
-        return torch.ops.torchweld.linear_act.triton(x, weight, bias, *how, tile, False)[0]
+        return kernel(backend)(x, weight, bias, *how, tile, False)[0]
     # relu's z has the bias in it, and so the GEMM's node its gradient.
     with_gemm = activation == "relu"
     given = None if bias is None else bias.detach()
-    z, y = _Linear.apply(x, weight, bias if with_gemm else None, given, *how, tile)
-    return _ACTIVATION.function.apply(z, None if with_gemm else bias, *how, y)
+    z, y = _Linear.apply(x, weight, bias if with_gemm else None, given, backend, *how, tile)
+    behind = None if with_gemm else bias
+    if backend == "cuda" and behind is not None:
+        behind = behind - behind.detach()  # zeros, z having the bias; their gradient is the bias's
+    return _ACTIVATION.function.apply(z, behind, *how, y)
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
@@ -151,7 +182,22 @@ def _trained(*tensors: torch.Tensor | None) -> bool:
 # --- Choice ---------------------------------------------------------------------------------------
 
 
+def refuses(backend: str, given: Mapping[str, Any]) -> str | None:
+    """Why cuBLASLt's epilogues cannot serve the op's arguments at all."""
+    if backend != "cuda":
+        return None
+    kind = given.get("activation", "gelu"), given.get("approximate", "tanh")
+    if kind[0] == "relu":
+        return "cuBLASLt's relu makes 0 of NaN; torch's keeps it"
+    if kind != ("gelu", "tanh"):
+        return "cuBLASLt has no such epilogue; it has gelu by tanh"
+    if missing := BACKENDS[PASSES[backend]].missing():
+        return f"its passes between GEMMs are Triton's: {missing}"
+    return None
+
+
 def choose(
+    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -160,29 +206,32 @@ def choose(
     unfused: Callable[..., Any],
 ) -> int | None:
     """The tile to run with; None: the unfused form is faster, or nothing is known of its rival."""
-    if _why_not(x, weight, bias) is not None:
+    if _why_not(backend, x, weight, bias) is not None:
         return None
-    shapes = _shapes(x, weight, bias, activation, approximate)
+    shapes = _shapes(backend, x, weight, bias, activation, approximate)
     if torch.compiler.is_compiling():
         return _kept_while_compiling(x.device, shapes)
     timed = _gemm_choice.kept(x.device, shapes, _rows(x))
     if timed is None and _may_time(x):
-        timed = _time(shapes, x, weight, bias, activation, approximate, unfused)
+        timed = _time(backend, shapes, x, weight, bias, activation, approximate, unfused)
     return None if timed is None else timed.chosen
 
 
 def explain(
+    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
     approximate: str,
 ) -> str:
-    """Which of the two runs in Triton, and why."""
+    """Which of the two runs on a GPU backend, and why."""
+    if backend not in ONE_KERNEL:
+        return ""
     unfused = "torch's GEMM, then a pass for bias and activation"
-    if reason := _why_not(x, weight, bias):
+    if reason := _why_not(backend, x, weight, bias):
         return f"{unfused}: {reason}"
-    shapes = _shapes(x, weight, bias, activation, approximate)
+    shapes = _shapes(backend, x, weight, bias, activation, approximate)
     timed = _gemm_choice.kept(x.device, shapes, _rows(x))
     if timed is None:
         return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
@@ -192,7 +241,9 @@ def explain(
     return f"one kernel for all, measured at {ratio:.2f}x the speed of {unfused}"
 
 
-def _why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+def _why_not(
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> str | None:
     """Why one kernel cannot serve, or what does not fit: torch's GEMM finds out what is wrong."""
     given = [t for t in (x, weight, bias) if t is not None]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
@@ -207,19 +258,31 @@ def _why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return "x and weight are of different dtypes"
     if weight.shape[1] >= _LONGEST_ROW:
         return f"more than {_LONGEST_ROW} input features"
+    if backend == "cuda" and (reason := _why_not_cublaslt(weight, given)):
+        return reason
     # While compiling nothing is timed, and the number of rows is not to become a guard.
     if not torch.compiler.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
         return f"fewer than {_SMALLEST} products: too small to gain"
     return None
 
 
-def _shapes(x, weight, bias, activation, approximate) -> str:
+def _why_not_cublaslt(weight: torch.Tensor, given: Iterable[torch.Tensor]) -> str | None:
+    if any(size == 0 or size % _MULTIPLE for size in weight.shape):
+        return f"cuBLASLt serves numbers of features that are multiples of {_MULTIPLE}"
+    # What is compiled has no addresses yet: the op, where it meets such a one, asks torch.
+    if not torch.compiler.is_compiling() and any(t.data_ptr() % _ALIGNMENT for t in given):
+        return f"cuBLASLt serves addresses that are multiples of {_ALIGNMENT} bytes"
+    return None
+
+
+def _shapes(backend, x, weight, bias, activation, approximate) -> str:
     """What a time depends on beside the number of rows, in words: sizes are constants in them."""
     columns, inner = weight.shape
     dtype = str(_computed_in(x)).removeprefix("torch.")
     transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
     words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
     words += [activation, approximate, "bias" if bias is not None else "no bias"]
+    words += ["cuBLASLt"] if backend == "cuda" else []
     return ", ".join([*words, "z saved" if _trained(x, weight, bias) else "z not saved"])
 
 
@@ -242,14 +305,20 @@ def _may_time(x: torch.Tensor) -> bool:
     )
 
 
-def _time(shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
+def _time(backend, shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
     dtype, save_z = _computed_in(x), _trained(x, weight, bias)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
         given = (*factors, activation, approximate)
-        kernel = torch.ops.torchweld.linear_act.triton
         fused: Mapping[int, Any] = {
-            tile: partial(kernel, *given, tile, save_z)
-            for tile in _gemm_choice.kernels().contenders(dtype, x.shape[-1])
+            tile: partial(kernel(backend), *given, tile, save_z)
+            for tile in _contenders(backend, dtype, x.shape[-1])
         }
         return _gemm_choice.time(x.device, shapes, _rows(x), partial(unfused, *given), fused)
+
+
+def _contenders(backend: str, dtype: torch.dtype, inner: int) -> Iterable[int]:
+    if backend == "triton":
+        return _gemm_choice.kernels().contenders(dtype, inner)
+    tf32 = dtype == torch.float32 and _gemm_choice.kernels().precision() == "tf32"
+    return (_TF32 if tf32 else _PLAIN,)

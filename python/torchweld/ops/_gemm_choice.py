@@ -1,4 +1,4 @@
-"""Which of linear_act's GEMMs in Triton serves a class of shapes, if one does.
+"""Which of linear_act's GEMMs in one kernel serves a class of shapes, if one does.
 
 They are timed once on the GPU at hand, with torch's GEMM and a pass of bias_act among them, so that
 what is chosen is never slower than that. What was found is kept in the user's cache.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import torchweld
 from torchweld import _cache
 
 # 0: nothing is timed while a model runs. What was kept earlier serves.
@@ -119,7 +120,7 @@ def _file() -> Path:
 
 @functools.cache
 def _conditions(device: torch.device, precision: str) -> str:
-    """What makes times comparable: the GPU, the kernel, what compiled it, and what its rival is."""
+    """What makes times comparable: the GPU, the kernels, what compiled them, and their rival."""
     triton = importlib.import_module("triton").__version__
     folder = Path(kernels().__file__).parent
     digest = hashlib.sha256()
@@ -127,7 +128,8 @@ def _conditions(device: torch.device, precision: str) -> str:
         digest.update((folder / f"{name}.py").read_bytes())
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     hashed = digest.hexdigest()[:16]
-    return f"{gpu}, {hashed}, triton {triton}, torch {torch.__version__}, float32 as {precision}"
+    ours = f"torchweld {torchweld.__version__}, {hashed}"
+    return f"{gpu}, {ours}, triton {triton}, torch {torch.__version__}, float32 as {precision}"
 
 
 @functools.cache

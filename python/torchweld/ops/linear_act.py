@@ -1,4 +1,4 @@
-"""linear_act: torch's GEMM, then bias and activation in one pass of ours; in Triton all at once."""
+"""linear_act: torch's GEMM, then bias and activation in one pass of ours; on a GPU all at once."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ PlainOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approxima
 def activated(backend, x, weight, bias, activation, approximate):
     """linear, then bias_act on this backend; by one kernel where there is one, and it is faster."""
     given = (x, weight, bias, activation, approximate)
-    if backend == "triton":
-        tile = _gemm_act.choose(*given, partial(_in_two, backend))
+    if backend in _gemm_act.ONE_KERNEL:
+        tile = _gemm_act.choose(backend, *given, partial(_in_two, backend))
         if tile is not None:
-            return _gemm_act.linear_act(*given, tile)
+            return _gemm_act.linear_act(backend, *given, tile)
     elif backend == "cpu" and (y := _onednn.linear_act(*given)) is not None:
         return y
     return _in_two(backend, *given)
@@ -100,7 +100,8 @@ def act(backend, z, bias, activation, approximate):
     if backend == "cpu" and not is_saved(z, bias) and is_ours(z):
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
-    return run_on(bias_act.OP, backend, (z, bias, activation, approximate))
+    passes = _gemm_act.PASSES.get(backend, backend)
+    return run_on(bias_act.OP, passes, (z, bias, activation, approximate))
 
 
 def summed(
@@ -233,6 +234,7 @@ OP = Seam(
     fake=_fake,
     columns=lambda *_: 1,
     sources=_gemm_act.SOURCES,
+    refuses=_gemm_act.refuses,
     detail=_gemm_act.explain,
     made_of=_gemm_act.MADE_OF,
     samples=_samples(),

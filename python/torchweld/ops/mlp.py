@@ -165,7 +165,10 @@ MLP = Seam(
     fake=lambda x, w1, b1, w2, *_: (x.new_empty((*x.shape[:-1], w2.shape[0])),),
     columns=lambda *_: 1,
     sources=_gemm_act.SOURCES,
-    detail=lambda x, w1, b1, w2, b2, *kind: _gemm_act.explain(x, w1, b1, *kind[:2]),
+    refuses=_gemm_act.refuses,
+    detail=lambda backend, x, w1, b1, w2, b2, *kind: _gemm_act.explain(
+        backend, x, w1, b1, *kind[:2]
+    ),
     made_of=_gemm_act.MADE_OF,
     samples=_mlp_samples(),
     benchmarks=tuple(

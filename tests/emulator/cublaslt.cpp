@@ -1,0 +1,241 @@
+// cuBLASLt on the CPU: what csrc/cuda asks of it, computed plainly from the descriptors that it is
+// given, and refused where cuBLASLt's documentation refuses it.
+#include "cuda/cublaslt.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace torchweld {
+namespace lt {
+
+struct Handle {};
+struct Desc {
+  Compute compute;
+  DataType scale;
+  Transpose transpose_a = Transpose::no;
+  uint32_t epilogue = 1;
+  const void* bias = nullptr;
+  void* aux = nullptr;
+  int64_t aux_ld = 0;
+};
+// Columns are `ld` apart.
+struct Layout {
+  DataType type;
+  uint64_t rows, columns;
+  int64_t ld;
+};
+struct Preference {
+  uint64_t workspace_bytes = 0;
+  uint32_t reductions = 7;
+  uint32_t alignments[4] = {256, 256, 256, 256};
+};
+
+namespace {
+
+// The one inner size that it has no algorithm for: the real one has none for what it does not say.
+constexpr uint64_t kNoAlgorithm = 104;
+constexpr size_t kWorkspaceBytes = 4096;
+constexpr uint64_t kMark = 0x616c676f;
+
+template <class T>
+Status assign(T& member, const void* value, size_t size) {
+  if (!value || size != sizeof member) return Status::invalid_value;
+  std::memcpy(&member, value, size);
+  return Status::success;
+}
+
+template <class T>
+Status make(T** made, const T& value) {
+  *made = new T(value);
+  return Status::success;
+}
+
+template <class T>
+Status destroy(T* made) {
+  delete made;
+  return Status::success;
+}
+
+Status Create(Handle** handle) { return make(handle, {}); }
+
+Status MatmulDescCreate(Desc** desc, Compute compute, DataType scale) {
+  return make(desc, {compute, scale});
+}
+
+Status MatmulDescSetAttribute(Desc* desc, DescAttribute at, const void* value, size_t size) {
+  switch (at) {
+    case DescAttribute::transpose_a:
+      return assign(desc->transpose_a, value, size);
+    case DescAttribute::epilogue:
+      return assign(desc->epilogue, value, size);
+    case DescAttribute::bias:
+      return assign(desc->bias, value, size);
+    case DescAttribute::aux:
+      return assign(desc->aux, value, size);
+    case DescAttribute::aux_ld:
+      return assign(desc->aux_ld, value, size);
+  }
+  return Status::invalid_value;
+}
+
+Status MatrixLayoutCreate(Layout** made, DataType type, uint64_t rows, uint64_t columns,
+                          int64_t ld) {
+  return make(made, {type, rows, columns, ld});
+}
+
+Status MatmulPreferenceCreate(Preference** preference) { return make(preference, {}); }
+
+Status MatmulPreferenceSetAttribute(Preference* preference, Choice choice, const void* value,
+                                    size_t size) {
+  switch (choice) {
+    case Choice::workspace_bytes:
+      return assign(preference->workspace_bytes, value, size);
+    case Choice::reductions:
+      return assign(preference->reductions, value, size);
+    default:
+      return assign(preference->alignments[(int)choice - (int)Choice::alignment_a], value, size);
+  }
+}
+
+bool is_aligned(const void* p, uint64_t bytes) { return (uintptr_t)p % bytes == 0; }
+
+// Whether the descriptors fit each other.
+Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+  const bool turned = desc.transpose_a == Transpose::yes;
+  const uint64_t rows = turned ? a.columns : a.rows, inner = turned ? a.rows : a.columns;
+  bool fits = rows == d.rows && inner == b.rows && b.columns == d.columns && c.rows == d.rows &&
+              c.columns == d.columns && desc.scale == DataType::f32;
+  for (const Layout* each : {&a, &b, &c, &d}) {
+    fits &= each->type == d.type && each->rows > 0 && each->columns > 0 &&
+            each->ld >= (int64_t)each->rows;
+  }
+  fits &= desc.compute == Compute::f32 || d.type == DataType::f32;
+  if (desc.epilogue & kBias) fits &= desc.bias != nullptr;
+  if (desc.epilogue & kAux) {
+    fits &= desc.aux && desc.aux_ld >= (int64_t)d.rows && desc.aux_ld % 8 == 0;
+  }
+  if (!fits || !(desc.epilogue & kGelu)) return Status::invalid_value;
+  return inner == kNoAlgorithm ? Status::not_supported : Status::success;
+}
+
+// What an algorithm is for.
+Algorithm algorithm_for(const Desc& desc, const Layout& a, const Layout& d) {
+  return {{kMark, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type, a.rows, a.columns,
+           d.rows, d.columns}};
+}
+
+Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, Layout* c,
+                              Layout* d, Preference* preference, int wanted, Heuristic* found,
+                              int* count) {
+  *count = 0;
+  if (!handle || wanted < 1) return Status::invalid_value;
+  const Status status = check(*desc, *a, *b, *c, *d);
+  if (status != Status::success) return status;
+  // Its kernels load 16 bytes at a time, and keep partial sums.
+  for (const uint32_t alignment : preference->alignments) {
+    if (alignment < 16) return Status::not_supported;
+    if (alignment > 16) return Status::invalid_value;  // more than tensors are promised to have
+  }
+  if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
+  *found = {algorithm_for(*desc, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
+  *count = 1;
+  return Status::success;
+}
+
+float load(const void* p, DataType type, int64_t at) {
+  if (type == DataType::f32) return ((const float*)p)[at];
+  if (type == DataType::bf16) return __bfloat162float(((const __nv_bfloat16*)p)[at]);
+  return __half2float(((const __half*)p)[at]);
+}
+
+void store(void* p, DataType type, int64_t at, float value) {
+  if (type == DataType::f32) {
+    ((float*)p)[at] = value;
+  } else if (type == DataType::bf16) {
+    ((__nv_bfloat16*)p)[at] = __float2bfloat16_rn(value);
+  } else {
+    ((__half*)p)[at] = __float2half_rn(value);
+  }
+}
+
+// Of float32, its first 10 bits of fraction.
+float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
+
+float gelu(float z) {
+  return 0.5f * z * (1 + std::tanh(0.7978845608f * (z + 0.044715f * z * z * z)));
+}
+
+Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layout* a_layout,
+              const void* b, Layout* b_layout, const void* beta, const void* c, Layout* c_layout,
+              void* d, Layout* d_layout, const Algorithm* algorithm, void* workspace,
+              size_t workspace_bytes, cudaStream_t) {
+  const Status status = check(*desc, *a_layout, *b_layout, *c_layout, *d_layout);
+  if (status != Status::success) return status;
+  const Algorithm right = algorithm_for(*desc, *a_layout, *d_layout);
+  bool fits = handle && std::memcmp(algorithm, &right, sizeof right) == 0;
+  fits &= workspace && workspace_bytes >= kWorkspaceBytes && c == d;
+  for (const void* p : {a, b, c, (const void*)d, desc->bias, (const void*)desc->aux}) {
+    fits &= is_aligned(p, 16);
+  }
+  fits &= *(const float*)alpha == 1 && *(const float*)beta == 0;
+  if (!fits) return Status::invalid_value;
+  std::memset(workspace, 0xff, kWorkspaceBytes);
+  const bool turned = desc->transpose_a == Transpose::yes;
+  const int64_t inner = (int64_t)b_layout->rows;
+  const DataType type = d_layout->type;
+  const auto factors = [&](const void* p, const Layout& l) {
+    std::vector<float> loaded(l.rows * l.columns);
+    for (uint64_t column = 0; column < l.columns; ++column) {
+      for (uint64_t row = 0; row < l.rows; ++row) {
+        const float value = load(p, l.type, (int64_t)(column * l.ld + row));
+        loaded[column * l.rows + row] = desc->compute == Compute::tf32 ? as_tf32(value) : value;
+      }
+    }
+    return loaded;
+  };
+  const std::vector<float> left = factors(a, *a_layout), right_factor = factors(b, *b_layout);
+  const int64_t step = turned ? 1 : (int64_t)a_layout->rows;
+  for (int64_t column = 0; column < (int64_t)d_layout->columns; ++column) {
+    for (int64_t row = 0; row < (int64_t)d_layout->rows; ++row) {
+      const float* from = &left[turned ? row * (int64_t)a_layout->rows : row];
+      float sum = 0;
+      for (int64_t k = 0; k < inner; ++k) {
+        sum += from[k * step] * right_factor[column * inner + k];
+      }
+      if (desc->epilogue & kBias) sum += load(desc->bias, type, row);
+      if (desc->epilogue & kAux) store(desc->aux, type, column * desc->aux_ld + row, sum);
+      store(d, type, column * d_layout->ld + row, gelu(sum));
+    }
+  }
+  return Status::success;
+}
+
+constexpr auto MatmulDescDestroy = destroy<Desc>;
+constexpr auto MatrixLayoutDestroy = destroy<Layout>;
+constexpr auto MatmulPreferenceDestroy = destroy<Preference>;
+
+}  // namespace
+
+static std::map<std::string, void*> by_name() {
+#define TW_NAMED(name, ...) {"cublasLt" #name, (void*)(Status (*)(__VA_ARGS__))name},
+  return {TW_CUBLASLT(TW_NAMED)};
+#undef TW_NAMED
+}
+
+}  // namespace lt
+}  // namespace torchweld
+
+namespace emulator {
+
+void* cublaslt(const char* name) {
+  static const std::map<std::string, void*> functions = torchweld::lt::by_name();
+  return functions.at(name);
+}
+
+}  // namespace emulator
