@@ -16,7 +16,7 @@ namespace {
 template <class... Arguments>
 Tensor aten(const char* name, const Arguments&... given) {
   std::array<StableIValue, sizeof...(given)> stack{torch::stable::detail::from(given)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
