@@ -34,7 +34,13 @@ def _readable(names: list[str]) -> list[str]:
 
 def check(nvcc: str, source: Path) -> bool:
     """Compile one file and print its kernels; whether none of them spills."""
-    flags = ["-std=c++17", "-O3", "-Xptxas=-v", *build.KERNEL_FLAGS_OF.get(source.name, "").split()]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-Xptxas=-v",
+        "--threads=0",
+        *build.KERNEL_FLAGS_OF.get(source.name, "").split(),
+    ]
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
