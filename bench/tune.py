@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 
@@ -48,8 +49,7 @@ def _tune(ops: list[str]) -> list[Result]:
     clock = clock_for("cuda")
     facts = machine("cuda") | {"copy_gbps": limits.copy_gbps(clock, "cuda")}
     show_machine(facts)
-    path = _evidence.own_path(facts["name"])
-    record = evidence.Record(path, facts, sources.root())
+    record = own_record(facts)
     backends = {name: evidence.gpu_backends(OPS[name]) for name in ops}
     for name, served in backends.items():
         for backend in served:
@@ -58,8 +58,16 @@ def _tune(ops: list[str]) -> list[Result]:
     found = []
     for at in progress(wanted):
         found += check_and_time(wanted[at], backends[wanted[at].op.name], record, clock)
-    print(f"kept in {path}")
+    print(f"kept in {record.path}")
     return found
+
+
+def own_record(facts: dict[str, Any]) -> evidence.Record:
+    """What is kept of this GPU, to be gone on with; not what another torch or torchweld found."""
+    path = _evidence.own_path(facts["name"])
+    if _evidence.own(facts["name"]) is None:
+        path.unlink(missing_ok=True)
+    return evidence.Record(path, facts, sources.root())
 
 
 def check_and_time(

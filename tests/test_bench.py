@@ -538,6 +538,22 @@ def test_what_tuning_finds_is_gone_by(
     _evidence.own.cache_clear()
 
 
+@pytest.mark.parametrize("torch_version", [torch.__version__, "9.9"])
+def test_tuning_goes_on_with_what_this_torch_found(
+    torch_version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    _evidence.own.cache_clear()
+    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    earlier = MACHINE | {"versions": versions | {"torch": torch_version}}
+    evidence.Record(_evidence.own_path(MACHINE["name"]), earlier, None).begin(LAYER_NORM, "cuda")
+    record = tune.own_record(MACHINE | {"versions": versions})
+    record.begin(OPS["rms_norm"], "cuda")
+    kept = set(json.loads(record.path.read_text())["ops"])
+    assert kept == {"rms_norm"} | ({"layer_norm"} if torch_version == torch.__version__ else set())
+    _evidence.own.cache_clear()
+
+
 def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("here is one")
