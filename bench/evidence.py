@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -29,7 +30,10 @@ class Record:
 
     def __init__(self, path: Path, machine: dict[str, Any], root: Path | None) -> None:
         self.path, self._root = path, root
-        self._content = {"ops": {}} | _cache.read(path)
+        # Evidence that cannot be read is an error: it would be lost with the first step.
+        self._content: dict[str, Any] = (
+            json.loads(path.read_text()) if path.exists() else {"ops": {}}
+        )
         self._content |= {
             "gpu": machine["name"],
             "capability": machine["capability"],
