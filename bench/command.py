@@ -40,7 +40,7 @@ class Refusal(Exception):  # noqa: N818
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
     add_ops(parser)
-    parser.add_argument("--quick", action="store_true", help="few shapes, under a minute")
+    parser.add_argument("--quick", action="store_true", help="few shapes, less time for each")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
