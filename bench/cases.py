@@ -138,19 +138,25 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# How far up the list of an op's shapes by size.
+SMALLEST, MIDDLE = 0.0, 0.5
+
+
 def cases(
-    ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype] | None, *, quick: bool
+    ops: Iterable[Op],
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    sizes: Sequence[float] | None = None,
 ) -> list[Case]:
-    """What to measure; quick: of each op the smallest shape and the middle one."""
+    """What to measure: of each op all shapes, or those of these sizes."""
     found = []
     for op in ops:
         arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu
-        if quick:
+        if sizes is not None:
             ordered = sorted(arguments, key=_elements)
-            arguments = (ordered[0], ordered[len(ordered) // 2])
+            arguments = tuple(ordered[int(size * len(ordered))] for size in sizes)
         for given in arguments:
-            wanted = [d for d in dtypes or DTYPES[device] if d in op.dtypes]
-            found += [Case(op, given, dtype, device) for dtype in wanted]
+            found += [Case(op, given, dtype, device) for dtype in dtypes if dtype in op.dtypes]
     return found
 
 

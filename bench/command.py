@@ -13,7 +13,7 @@ import torch
 
 from torchweld import _evidence
 from torchweld.bench import conditions, evidence, limits, sources
-from torchweld.bench.cases import DIRECTIONS, cases
+from torchweld.bench.cases import DIRECTIONS, DTYPES, MIDDLE, cases
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
@@ -23,7 +23,7 @@ from torchweld.bench.table import Table, progress
 from torchweld.bench.timing import clock_for
 from torchweld.registry import BACKENDS, OPS, Op
 
-DTYPES = {
+NAMED_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -40,12 +40,14 @@ class Refusal(Exception):  # noqa: N818
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
     add_ops(parser)
-    parser.add_argument("--quick", action="store_true", help="few shapes, less time for each")
+    parser.add_argument(
+        "--quick", action="store_true", help="in a minute: a shape and a dtype of each op"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
     parser.add_argument(
-        "--dtype", action="append", choices=DTYPES, metavar="DTYPE", help="may recur"
+        "--dtype", action="append", choices=NAMED_DTYPES, metavar="DTYPE", help="may recur"
     )
     parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="may recur")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="may recur")
@@ -119,16 +121,18 @@ def _measure(options: argparse.Namespace) -> Report:
     report = Report(machine(device) | {"copy_gbps": limits.copy_gbps(clock, device)})
     show_machine(report.machine)
     ops = [op for op in OPS.values() if not options.ops or op.name in options.ops]
-    served = [name for name, backend in BACKENDS.items() if device in backend.devices]
-    plan = Plan(
-        directions=options.direction or DIRECTIONS,
-        backends=options.backend or served,
-        rivals=options.vs or ([] if options.quick else rivals(device)),
-        seconds=0.2 if options.quick else 0.6,
-    )
+    backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
+    directions, against = options.direction or DIRECTIONS, options.vs or rivals(device)
+    plan = Plan(directions, backends, against, seconds=0.6)
+    dtypes, sizes = DTYPES[device], None
+    if options.quick:
+        directions = options.direction or ("fwd", "full")
+        plan = Plan(directions, backends, options.vs or [], seconds=0.1, rounds=(5, 101))
+        dtypes, sizes = dtypes[:1], (MIDDLE,)
+    if options.dtype:
+        dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
+    wanted = cases(ops, device, dtypes, sizes)
     record = _prove(root, report, ops, plan.backends) if options.record and root else None
-    dtypes = [DTYPES[name] for name in options.dtype] if options.dtype else None
-    wanted = cases(ops, device, dtypes, quick=options.quick)
     try:
         for at in progress(wanted):
             for found in measure(wanted[at], plan, clock):

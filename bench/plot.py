@@ -1,4 +1,4 @@
-"""The results as a picture: speed over eager, and how far the memory would let it go."""
+"""The results as a picture: speed over eager, and that of a plain stream of as many bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torchweld.bench.runner import Result
 from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
+WIDTH = 19  # inches of panels side by side
 Group = tuple[str, str]  # shape, with what else tells cases apart, and direction
 
 
@@ -26,21 +27,24 @@ def plot(report: Report, path: Path) -> None:
     dtypes = list(dict.fromkeys(r.dtype for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
     groups = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
-    widest = max(map(len, groups.values()))
+    width = max(4.5, 0.62 * max(map(len, groups.values())) + 1.2)
+    # An op's dtypes stay side by side.
+    across = min(len(ops), max(1, int(WIDTH / (width * len(dtypes)))))
+    rows, columns = -(-len(ops) // across), across * len(dtypes)
     figure, axes = pyplot.subplots(
-        len(ops),
-        len(dtypes),
-        figsize=(max(4.5, 0.62 * widest + 1.2) * len(dtypes), 3.1 * len(ops) + 1.2),
+        rows,
+        columns,
+        figsize=(width * columns, 3.1 * rows + 1.2),
         squeeze=False,
         layout="constrained",
     )
-    for row, op in enumerate(ops):
-        for column, dtype in enumerate(dtypes):
-            panel = axes[row][column]
-            _panel(panel, groups[op, dtype], names)
-            panel.set_title(f"{op}, {dtype}", fontsize=11, loc="left", fontweight="bold")
-            if column == 0:
-                panel.set_ylabel("speed over eager")
+    for panel, ((op, dtype), found) in zip(axes.flat, groups.items(), strict=False):
+        _panel(panel, found, names)
+        panel.set_title(f"{op}, {dtype}", fontsize=11, loc="left", fontweight="bold")
+    for panel in axes.flat[len(groups) :]:
+        panel.set_axis_off()
+    for panel in axes[:, 0]:
+        panel.set_ylabel("speed over eager")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     made_of = report.machine["versions"]
@@ -73,7 +77,7 @@ def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[s
                 middle = place + (at - (len(names) - 1) / 2) * width
                 _bar(panel, group[name], middle, width * 0.92, colour, crowded=len(names) > 2)
     panel.axhline(1, color="black", linewidth=1, label="eager")
-    panel.plot([], [], color="crimson", linestyle="dashed", linewidth=1.2, label="memory limit")
+    panel.plot([], [], color="crimson", linestyle="dashed", linewidth=1.2, label="a plain stream of as many bytes")
     tallest = panel.get_ylim()[1]
     for at, limit in enumerate(map(_limit, groups.values())):
         if limit is not None:

@@ -15,7 +15,7 @@ import torch
 
 from torchweld import _evidence
 from torchweld.bench import evidence, limits, sources
-from torchweld.bench.cases import Case, cases
+from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case, cases
 from torchweld.bench.command import Refusal, add_ops
 from torchweld.bench.machine import machine
 from torchweld.bench.report import show_machine
@@ -23,8 +23,6 @@ from torchweld.bench.runner import Plan, Result, measure
 from torchweld.bench.table import Table, progress
 from torchweld.bench.timing import Clock, clock_for
 from torchweld.registry import OPS
-
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +52,7 @@ def _tune(ops: list[str]) -> list[Result]:
     for name, served in backends.items():
         for backend in served:
             record.begin(OPS[name], backend)
-    wanted = cases([OPS[name] for name in ops], "cuda", DTYPES, quick=True)
+    wanted = cases([OPS[name] for name in ops], "cuda", DTYPES["cuda"], (SMALLEST, MIDDLE))
     found = []
     for at in progress(wanted):
         found += check_and_time(wanted[at], backends[wanted[at].op.name], record, clock)
