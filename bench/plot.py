@@ -77,7 +77,8 @@ def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[s
                 middle = place + (at - (len(names) - 1) / 2) * width
                 _bar(panel, group[name], middle, width * 0.92, colour, crowded=len(names) > 2)
     panel.axhline(1, color="black", linewidth=1, label="eager")
-    panel.plot([], [], color="crimson", linestyle="dashed", linewidth=1.2, label="a plain stream of as many bytes")
+    stream = "a plain stream of as many bytes"
+    panel.plot([], [], color="crimson", linestyle="dashed", linewidth=1.2, label=stream)
     tallest = panel.get_ylim()[1]
     for at, limit in enumerate(map(_limit, groups.values())):
         if limit is not None:
