@@ -125,10 +125,7 @@ def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATIO
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     z = total + load_parameter(bias_ptr, column, columns, 0)[None, :]
     if z_ptr is not None:
-        # As torch's GEMM leaves it to bias_act; relu's derivative jumps where the sum changes its
-        # sign, which is to be known before anything is rounded.
-        before = z if ACTIVATION == "relu" else total
-        store(z_ptr, row[:, None], column[None, :], columns, before, inside)
+        store(z_ptr, row[:, None], column[None, :], columns, z, inside)
     store(y_ptr, row[:, None], column[None, :], columns, activate(z, ACTIVATION), inside)
 
 

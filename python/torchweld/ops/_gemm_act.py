@@ -53,8 +53,7 @@ def _fake(x, weight, bias, activation, approximate, tile, save_z):
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
-# y, and z, the sum before the activation, as bias_act's backward takes it: in Triton without the
-# bias, but for relu; on CUDA with it. `tile` is a place in the Triton source's table, or one of
+# y, and z, the sum before the activation. `tile` is a place in the Triton source's table, or one of
 # cuBLASLt's algorithms.
 PlainOp(
     "linear_act",
@@ -75,10 +74,8 @@ class _Linear(torch.autograd.Function):
     """The GEMM's node: z, and beside it what the activation's is to return."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, given: Any, backend: str, *how: Any
-    ) -> Any:
-        y, z = kernel(backend)(x, weight, given, *how, True)
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, backend: str, *how: Any) -> Any:
+        y, z = kernel(backend)(x, weight, bias, *how, True)
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(y)
@@ -97,8 +94,6 @@ class _Linear(torch.autograd.Function):
             found[0] = grad @ weight
         if goes_on[1]:
             found[1] = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
-        if goes_on[2]:
-            found[2] = rows.sum(0)
         return tuple(found)
 
 
@@ -153,26 +148,31 @@ def linear_act(
     tile: int,
 ) -> torch.Tensor:
     """The result of the kernel with this tile, with a graph where one is wanted."""
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype) if backend == "cuda" else bias.float()
     how = (activation, approximate)
     if not _trained(x, weight, bias):
         return kernel(backend)(x, weight, bias, *how, tile, False)[0]
-    # relu's z has the bias in it, and so the GEMM's node its gradient.
-    with_gemm = activation == "relu"
     given = None if bias is None else bias.detach()
-    z, y = _Linear.apply(x, weight, bias if with_gemm else None, given, backend, *how, tile)
-    behind = None if with_gemm else bias
-    if backend == "cuda" and behind is not None:
-        behind = behind - behind.detach()  # zeros, z having the bias; their gradient is the bias's
-    return _ACTIVATION.function.apply(z, behind, *how, y)
+    z, y = _Linear.apply(x, weight, given, backend, *how, tile)
+    # Zeros, z having the bias in it; their gradient is the bias's.
+    left = None if bias is None else bias - finite(bias)
+    return _ACTIVATION.function.apply(z, left, *how, y)
 
 
-def _computed_in(x: torch.Tensor) -> torch.dtype:
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a GEMM of x: autocast leaves float64 as it is."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
+
+
+def finite(bias: torch.Tensor) -> torch.Tensor:
+    """What can be taken from the bias, constant: infinity less this is infinity yet."""
+    largest = torch.finfo(bias.dtype).max
+    return bias.detach().clamp(-largest, largest)
 
 
 def _trained(*tensors: torch.Tensor | None) -> bool:
@@ -278,7 +278,7 @@ def _why_not_cublaslt(weight: torch.Tensor, given: Iterable[torch.Tensor]) -> st
 def _shapes(backend, x, weight, bias, activation, approximate) -> str:
     """What a time depends on beside the number of rows, in words: sizes are constants in them."""
     columns, inner = weight.shape
-    dtype = str(_computed_in(x)).removeprefix("torch.")
+    dtype = str(computed_in(x)).removeprefix("torch.")
     transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
     words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
     words += [activation, approximate, "bias" if bias is not None else "no bias"]
@@ -306,7 +306,7 @@ def _may_time(x: torch.Tensor) -> bool:
 
 
 def _time(backend, shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
-    dtype, save_z = _computed_in(x), _trained(x, weight, bias)
+    dtype, save_z = computed_in(x), _trained(x, weight, bias)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
         given = (*factors, activation, approximate)
