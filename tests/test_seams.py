@@ -368,8 +368,8 @@ def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
     """A part of it in the GEMM and the rest behind it come to what the whole does."""
     bias = torch.tensor([torch.inf, -torch.inf, torch.nan, 0, 1], dtype=dtype)
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
-    for activation, approximate in _act.KINDS:
-        kind = {"activation": activation, "approximate": approximate}
+    for named, approximate in _act.KINDS:
+        kind = {"activation": named, "approximate": approximate}
         y = functional.linear_act(x, weight, bias.clone().requires_grad_(), **kind)
         whole = functional.bias_act(torch.nn.functional.linear(x, weight), bias, **kind)
         assert torch.equal(y.isnan(), whole.isnan())
