@@ -163,10 +163,9 @@ NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available()
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: its part of the contract, the benchmark into bench/evidence, and optimizers; ARGS: op names
+gpu: env ## On a GPU: its part of the contract, and the benchmark into bench/evidence; ARGS: op names
 	$(NEEDS_GPU)
 	@$(PY) -m torchweld bench --record $(ARGS)
-	@$(PYTEST) -k gpu-cuda tests/test_optim_cuda.py
 
 .PHONY: gpu-sanitize
 gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over the CUDA kernels

@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 
 from torchweld import _evidence
-from torchweld.bench import conditions, evidence, limits, sources
+from torchweld.bench import conditions, evidence, limits, sources, steps
 from torchweld.bench.cases import DIRECTIONS, DTYPES, MIDDLE, cases
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine
-from torchweld.bench.runner import Plan, measure
+from torchweld.bench.runner import Plan
 from torchweld.bench.table import Table, progress
 from torchweld.bench.timing import clock_for
-from torchweld.registry import BACKENDS, OPS, Op
+from torchweld.ops._optimizer import RULES
+from torchweld.registry import BACKENDS, OPS
 
 NAMED_DTYPES = {
     "fp32": torch.float32,
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vs",
         action="append",
-        choices=(COMPILE, *PEERS),
+        choices=(COMPILE, *PEERS, *steps.PEERS),
         help="measure beside these; default: all that are installed, with --quick none",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -80,7 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
     """Names of ops."""
-    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {', '.join(OPS)}")
+    names = ", ".join(evidence.PROVEN)
+    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {names}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _op(name: str) -> str:
-    if name not in OPS:
-        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(OPS)}")
+    if name not in evidence.PROVEN:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(evidence.PROVEN)}")
     return name
 
 
@@ -122,7 +124,8 @@ def _measure(options: argparse.Namespace) -> Report:
     show_machine(report.machine)
     ops = [op for op in OPS.values() if not options.ops or op.name in options.ops]
     backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
-    directions, against = options.direction or DIRECTIONS, options.vs or rivals(device)
+    directions = options.direction or DIRECTIONS
+    against = options.vs or [*rivals(device), *steps.peers()]
     plan = Plan(directions, backends, against, seconds=0.6)
     dtypes, sizes = DTYPES[device], None
     if options.quick:
@@ -131,11 +134,18 @@ def _measure(options: argparse.Namespace) -> Report:
         dtypes, sizes = dtypes[:1], (MIDDLE,)
     if options.dtype:
         dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
-    wanted = cases(ops, device, dtypes, sizes)
-    record = _prove(root, report, ops, plan.backends) if options.record and root else None
+    wanted = [
+        *cases(ops, device, dtypes, sizes),
+        *steps.cases(_rules(options), device, options.quick),
+    ]
+    record = None
+    if options.record and root:
+        record = _prove(
+            root, report, [*ops, *(RULES[rule] for rule in _rules(options))], plan.backends
+        )
     try:
         for at in progress(wanted):
-            for found in measure(wanted[at], plan, clock):
+            for found in steps.measure_either(wanted[at], plan, clock):
                 report.results += found
                 if record:
                     record.add_results(found)
@@ -146,15 +156,24 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
+def _rules(options: argparse.Namespace) -> list[str]:
+    """The optimizers' rules to measure: a step has no direction, and one dtype."""
+    if options.ops:
+        return [name for name in options.ops if name in RULES]
+    if options.direction or options.dtype:
+        return []
+    return ["adam"] if options.quick else list(RULES)
+
+
 def _prove(
-    root: Path, report: Report, ops: Sequence[Op], backends: Sequence[str]
+    root: Path, report: Report, ops: Sequence[evidence.Proven], backends: Sequence[str]
 ) -> evidence.Record:
     """The contract's part of the evidence."""
     path = root / "bench" / "evidence" / _evidence.file_name(report.machine["name"])
     record = evidence.Record(path, report.machine, root)
     targets = {(op.name, b) for op in ops for b in evidence.gpu_backends(op) if b in backends}
     for op, backend in targets:
-        record.begin(OPS[op], backend)
+        record.begin(evidence.PROVEN[op], backend)
     for op, backend, passed in evidence.contract(root, targets):
         record.add_outcome(op, backend, passed)
     print(f"evidence: {record.path}")

@@ -93,6 +93,8 @@ def contenders(
         if name == COMPILE:
             torch.compiler.reset()  # each shape is compiled for itself, as a first one would be
             found.append(Contender(name, torch.compile(plain), judged=judged))
+        elif name not in PEERS:
+            continue  # it has optimizers
         elif reason := PEERS[name].missing():
             absent[name] = reason
         elif op.name not in PEERS[name].functions:

@@ -13,10 +13,16 @@ from typing import Any
 from torchweld import _cache
 from torchweld.bench.runner import Result
 from torchweld.bench.sources import sources_hash
+from torchweld.ops._optimizer import RULES, Rule
 from torchweld.registry import BACKENDS, OPS, Op
 
+Proven = Op | Rule
+PROVEN: dict[str, Proven] = {**OPS, **RULES}
 # As tests/conftest.py names its targets on a GPU: test[layer_norm-gpu-cuda-float32] PASSED
-_OUTCOME = re.compile(r"\[(\w+)-gpu-([a-z]+)[^\]]*\] (PASSED|FAILED|ERROR)")
+_OUTCOME = re.compile(r"\[(?P<op>\w+)-gpu-(?P<backend>[a-z]+)[^\]]*\] (?P<is>PASSED|FAILED|ERROR)")
+# Each of these tests is of every rule.
+_OF_RULES = "tests/test_optim_cuda.py"
+_RULES_OUTCOME = re.compile(r"\[[^\]]*gpu-(?P<backend>cuda)[^\]]*\] (?P<is>PASSED|FAILED|ERROR)")
 # Of a result, what the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
@@ -42,7 +48,7 @@ class Record:
             "limits": {"copy_gbps": machine["copy_gbps"]},
         }
 
-    def begin(self, op: Op, backend: str) -> None:
+    def begin(self, op: Proven, backend: str) -> None:
         """Forget what was known of older sources."""
         self._content["ops"].setdefault(op.name, {})[backend] = {
             "sources": sources_hash(op, backend, self._root) if self._root else None,
@@ -71,19 +77,33 @@ class Record:
 
 def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
     """Runs the contract tests on the GPU: op, backend and whether it passed, test by test."""
-    wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in targets)
-    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, "tests"]
+    ops = {(op, backend) for op, backend in targets if op in OPS}
+    if ops:
+        wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in ops)
+        for found in _outcomes(root, _OUTCOME, wanted, "tests"):
+            if (found["op"], found["backend"]) in ops:
+                yield found["op"], found["backend"], found["is"] == "PASSED"
+    rules = sorted(targets - ops)
+    if rules:
+        for found in _outcomes(root, _RULES_OUTCOME, "gpu-cuda", _OF_RULES):
+            for rule, backend in rules:
+                yield rule, backend, found["is"] == "PASSED"
+
+
+def _outcomes(root: Path, outcome: re.Pattern[str], wanted: str, where: str) -> Iterator[Any]:
+    """Those of the tests that are wanted; whatever else they print goes to stderr."""
+    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, where]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
-            outcome = _OUTCOME.search(line)
-            if outcome and (outcome[1], outcome[2]) in targets:
-                yield outcome[1], outcome[2], outcome[3] == "PASSED"
-            if not outcome or outcome[3] != "PASSED":
+            found = outcome.search(line)
+            if found:
+                yield found
+            if not found or found["is"] != "PASSED":
                 sys.stderr.write(line)
 
 
-def gpu_backends(op: Op) -> list[str]:
+def gpu_backends(op: Proven) -> list[str]:
     """The op's backends that need evidence."""
     return [b for b in op.sources if "cpu" not in BACKENDS[b].devices]
 
@@ -91,7 +111,7 @@ def gpu_backends(op: Op) -> list[str]:
 def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Op, GPU backend, GPU, and what its evidence is worth."""
     lines = []
-    for op in OPS.values():
+    for op in PROVEN.values():
         for backend in gpu_backends(op):
             proofs = {
                 gpu: record["ops"][op.name][backend]
@@ -110,7 +130,7 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
     found = []
     for op, proofs in record["ops"].items():
         for backend, proof in proofs.items():
-            stale = root is not None and proof["sources"] != sources_hash(OPS[op], backend, root)
+            stale = root is not None and proof["sources"] != sources_hash(PROVEN[op], backend, root)
             contender = f"{backend} (stale)" if stale else backend
             for kept in proof["results"]:
                 figures = {name: kept[name] for name in _KEPT + _TIMES}
@@ -122,7 +142,12 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
 
 
 def _winner(results: Iterable[Result], like: Result) -> str | None:
-    """Who the automatic choice takes at this shape: the fastest in both directions, if any is."""
+    """Who the automatic choice takes at this shape: the fastest in both directions, if any is.
+
+    Of a rule its kernel, whatever its speed is beside torch's optimizer.
+    """
+    if like.op in RULES:
+        return like.contender
     full = {
         r.contender: r.speed_up or 0
         for r in results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,28 +111,42 @@ def _timed(
     clock: Clock,
 ) -> list[Result]:
     """Times all contenders, and with them the stream that is their limit."""
-    runs: list[Run] = [partial(_run, problem, direction, contender) for contender in sound]
-    stream = limits.stream(traffic, case.device)
+    runs: dict[str, Run] = {c.name: partial(_run, problem, direction, c) for c in sound}
+    blank = partial(_result, case, direction, traffic=traffic)
+    return compare(runs, traffic, case.device, plan, clock, blank)
+
+
+def compare(
+    runs: Mapping[str, Run],
+    traffic: Traffic,
+    device: str,
+    plan: Plan,
+    clock: Clock,
+    blank: Callable[[str], Result],
+) -> list[Result]:
+    """Contenders' times, and with them that of a stream; `blank` has a contender's other facts."""
+    timed = list(runs.values())
+    stream = limits.stream(traffic, device)
     if stream is not None:
-        runs.append(lambda clock: clock(stream))
+        timed.append(lambda clock: clock(stream))
     at_least, at_most = plan.rounds
-    times = interleaved(
-        runs, clock, seconds=plan.seconds * len(runs), at_least=at_least, at_most=at_most
-    )
+    seconds = plan.seconds * len(timed)
+    times = interleaved(timed, clock, seconds=seconds, at_least=at_least, at_most=at_most)
     medians = [t.quantile(0.5) for t in times]
     limit = medians[-1] if stream is not None else None
     results = []
-    for contender, taken, median in zip(sound, times, medians, strict=False):
-        result = _result(case, direction, contender.name, traffic)
+    for (contender, run), taken, median in zip(runs.items(), times, medians, strict=False):
+        result = blank(contender)
         result.ms, result.p20, result.p80 = median, taken.quantile(0.2), taken.quantile(0.8)
         result.calls, result.disturbed = len(taken.ms), taken.disturbed
         result.reliable = taken.reliable
-        if sound[0].name == EAGER:
-            result.eager_ms, result.speed_up = medians[0], medians[0] / median
+        if EAGER in runs:
+            eager_ms = medians[list(runs).index(EAGER)]
+            result.eager_ms, result.speed_up = eager_ms, eager_ms / median
         result.gbps = traffic.total / median / 1e6
         if limit is not None:
             result.limit_ms, result.share = limit, limit / median
-        result.peak_bytes = _peak_bytes(partial(_run, problem, direction, contender), case.device)
+        result.peak_bytes = _peak_bytes(run, device)
         results.append(result)
     return results
 

@@ -8,6 +8,7 @@ import re
 import tokenize
 from pathlib import Path
 
+from torchweld.ops._optimizer import Rule
 from torchweld.registry import Op
 
 # Strings and character literals are kept: they may hold what looks like a comment.
@@ -22,7 +23,7 @@ def root() -> Path | None:
     return folder if (folder / "csrc").is_dir() and (folder / "tests").is_dir() else None
 
 
-def sources_hash(op: Op, backend: str, folder: Path) -> str:
+def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:
     """SHA-256 of the backend's kernel sources, comments and blank lines aside."""
     digest = hashlib.sha256()
     for path in (folder / name for name in op.sources[backend]):

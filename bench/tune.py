@@ -14,15 +14,18 @@ from typing import Any
 import torch
 
 from torchweld import _evidence
-from torchweld.bench import evidence, limits, sources
+from torchweld.bench import evidence, limits, sources, steps
 from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case, cases
 from torchweld.bench.command import Refusal, add_ops
 from torchweld.bench.machine import machine
 from torchweld.bench.report import show_machine
-from torchweld.bench.runner import Plan, Result, measure
+from torchweld.bench.runner import Plan, Result
 from torchweld.bench.table import Table, progress
 from torchweld.bench.timing import Clock, clock_for
 from torchweld.registry import OPS
+
+# Tensors of a step, and their shape: few enough for any GPU.
+STEPS = (4, 1024, 1024)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command; its exit status is 1 where a kernel's result was wrong."""
     try:
-        results = _tune(options.ops or list(OPS))
+        results = _tune(options.ops or list(evidence.PROVEN))
     except Refusal as refusal:
         print(f"torchweld tune: {refusal}", file=sys.stderr)
         return 2
@@ -48,14 +51,19 @@ def _tune(ops: list[str]) -> list[Result]:
     facts = machine("cuda") | {"copy_gbps": limits.copy_gbps(clock, "cuda")}
     show_machine(facts)
     record = own_record(facts)
-    backends = {name: evidence.gpu_backends(OPS[name]) for name in ops}
+    backends = {name: evidence.gpu_backends(evidence.PROVEN[name]) for name in ops}
     for name, served in backends.items():
         for backend in served:
-            record.begin(OPS[name], backend)
-    wanted = cases([OPS[name] for name in ops], "cuda", DTYPES["cuda"], (SMALLEST, MIDDLE))
+            record.begin(evidence.PROVEN[name], backend)
+    of_ops = [OPS[name] for name in ops if name in OPS]
+    wanted = [
+        *cases(of_ops, "cuda", DTYPES["cuda"], (SMALLEST, MIDDLE)),
+        *[steps.few(kind, "cuda", STEPS) for kind in steps.KINDS if kind.rule in ops],
+    ]
+    every = sorted({backend for served in backends.values() for backend in served})
     found = []
     for at in progress(wanted):
-        found += check_and_time(wanted[at], backends[wanted[at].op.name], record, clock)
+        found += check_and_time(wanted[at], every, record, clock)
     print(f"kept in {record.path}")
     return found
 
@@ -69,15 +77,15 @@ def own_record(facts: dict[str, Any]) -> evidence.Record:
 
 
 def check_and_time(
-    case: Case, backends: list[str], record: evidence.Record, clock: Clock
+    case: Case | steps.StepCase, backends: list[str], record: evidence.Record, clock: Clock
 ) -> list[Result]:
     """A case's results, which the record keeps."""
     plan = Plan(["full"], backends, [], seconds=0.1)
-    found = [result for results in measure(case, plan, clock) for result in results]
+    found = [result for results in steps.measure_either(case, plan, clock) for result in results]
     record.add_results(found)
     for result in found:
         if result.contender in backends and result.status != "absent":
-            record.add_outcome(case.op.name, result.contender, result.status == "timed")
+            record.add_outcome(result.op, result.contender, result.status == "timed")
     return found
 
 

@@ -66,6 +66,19 @@ def against(op: Op, backend: str, rivals: tuple[str, ...], x: torch.Tensor) -> s
     return _verdict_while_compiling(op.name, backend, rivals, gpu, x.dtype, size)
 
 
+def is_proven(op: str, backend: str, device: torch.device) -> bool:
+    """Whether all tests passed on this GPU, or, where it has not run, on another of NVIDIA's."""
+    return _is_proven(op, backend, torch.cuda.get_device_name(device))
+
+
+@functools.cache
+def _is_proven(op: str, backend: str, gpu: str) -> bool:
+    known = _of(gpu)
+    sources = list(records().values()) if known is None else [known]
+    proofs = [proof for r in sources if (proof := r["ops"].get(op, {}).get(backend))]
+    return any(p["passed"] for p in proofs) and not any(p["failed"] for p in proofs)
+
+
 @torch.compiler.assume_constant_result
 def _verdict_while_compiling(*constants: Any) -> str | None:
     """The verdict, which torch.compile takes for a constant instead of tracing how it is found."""

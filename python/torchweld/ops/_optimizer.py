@@ -48,6 +48,18 @@ _LISTS = (
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _BACKENDS = ("cpu", "cuda")
+# What the GPU kernels of every rule are made of.
+_CUDA_SOURCES = (
+    "csrc/cuda/optim.cu",
+    "csrc/cuda/optim.cuh",
+    "csrc/cuda/blocks.cuh",
+    "csrc/cuda/quant8.cu",
+    "csrc/cuda/quant8.cuh",
+    "csrc/cuda/reduce.cuh",
+    "csrc/cuda/vec.cuh",
+    "csrc/core/optim.h",
+    "csrc/core/quant8.h",
+)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
@@ -97,6 +109,9 @@ class Batch:
         return (self.completions, self.moments, self.absmaxes, self.steps)
 
 
+RULES: dict[str, Rule] = {}
+
+
 class Rule:
     """An optimizer's rule, as an op with a kernel for each backend, and in eager torch.
 
@@ -116,6 +131,9 @@ class Rule:
     ) -> None:
         scalars = "Tensor lr" if direction is None else "Tensor lr, Tensor? ratios"
         tail = f"{settings}, Tensor? grad_factor"
+        RULES[name] = self
+        self.name = name
+        self.sources = {"cuda": (*_CUDA_SOURCES, f"csrc/core/{name}.h")}
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction
@@ -123,6 +141,7 @@ class Rule:
             name,
             f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes) -> ()",
             backends=_BACKENDS,
+            proof=name,
         )
         if direction is not None:
             self._measure = PlainOp(
@@ -130,7 +149,17 @@ class Rule:
                 f"({_READ_LISTS}, {tail}) -> Tensor",
                 lambda params, *_: params[0].new_empty((len(params), 2), dtype=torch.float64),
                 _BACKENDS,
+                proof=name,
             )
+
+    def backends(self, device: torch.device) -> list[str]:
+        """Those that have a kernel and serve this device."""
+        return [b for b in self._op.backends if self._op.why_not(b, device) is None]
+
+    def automatic(self, device: torch.device) -> str:
+        """The backend that serves this device where none is asked for."""
+        kernel = self._op.kernel(device)
+        return EAGER if kernel is None else kernel._overloadname
 
     def step(
         self,
@@ -328,6 +357,7 @@ _SQUARES = PlainOp(
     "(Tensor[] grads) -> Tensor",
     lambda grads: grads[0].new_empty((), dtype=torch.float64),
     _BACKENDS,
+    proof="adam",
 )
 
 

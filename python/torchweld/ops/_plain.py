@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchweld import _evidence
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.ops import _call
 from torchweld.registry import BACKENDS, EAGER, implement_in_triton
@@ -20,7 +21,8 @@ _LIBRARY = torch.library.Library("torchweld", "FRAGMENT")
 class PlainOp:
     """The definition of such an op; `fake` is left out where it returns nothing.
 
-    `triton` is the file that has its kernel, where there is one.
+    `triton` is the file that has its kernel, where there is one. `proof` names the rule whose
+    evidence a GPU kernel of it goes by; without one it serves by name alone.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class PlainOp:
         fake: Callable[..., Any] = lambda *_: None,
         backends: tuple[str, ...] = ("cpu",),
         triton: str | None = None,
+        proof: str | None = None,
     ) -> None:
         self.name = name
+        self._proof = proof
         self.backends = backends = (*backends, "triton") if triton else backends
         for backend in backends:
             _LIBRARY.define(f"{name}.{backend}{schema}")
@@ -42,20 +46,24 @@ class PlainOp:
     def kernel(self, device: torch.device) -> Any:
         """The overload that serves this device, or None where the reference does.
 
-        Raises BackendError if a backend was asked for by name and cannot serve. A GPU backend
-        serves by name alone: none has run on a GPU yet.
+        Raises BackendError if a backend was asked for by name and cannot serve.
         """
         if _call.forced is not None:
             if _call.forced == EAGER:
                 return None
-            if reason := self._why_not(_call.forced, device):
+            if reason := self.why_not(_call.forced, device):
                 raise BackendError(self.name, _call.forced, reason)
             return getattr(getattr(torch.ops.torchweld, self.name), _call.forced)
-        if self._why_not("cpu", device) is None:
+        if self.why_not("cpu", device) is None:
             return getattr(torch.ops.torchweld, self.name).cpu
-        return None
+        if self._proof is None or self.why_not("cuda", device) is not None:
+            return None
+        # No speeds are weighed: what a step replaces is one of many passes.
+        proven = _evidence.is_proven(self._proof, "cuda", device)
+        return getattr(torch.ops.torchweld, self.name).cuda if proven else None
 
-    def _why_not(self, backend: str, device: torch.device) -> str | None:
+    def why_not(self, backend: str, device: torch.device) -> str | None:
+        """Why this backend has no kernel for tensors of this device."""
         if backend not in BACKENDS:
             accepted = " or ".join([EAGER, *BACKENDS])
             raise ArgumentError(

@@ -207,10 +207,12 @@ _QUANTIZE = PlainOp(
     "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)",
     _quantize_fake,
     ("cpu", "cuda"),
+    proof="adam",
 )
 _DEQUANTIZE = PlainOp(
     "dequantize_8bit",
     "(Tensor codes, Tensor absmax, bool signed, ScalarType dtype) -> Tensor",
     _dequantize_fake,
     ("cpu", "cuda"),
+    proof="adam",
 )

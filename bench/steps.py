@@ -1,0 +1,295 @@
+"""Optimizer steps beside torch's and other packages', as cases of the benchmark."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import torchweld
+from torchweld import optim
+from torchweld.bench import runner
+from torchweld.bench.cases import Case, Traffic
+from torchweld.bench.runner import Plan, Result, compare
+from torchweld.bench.timing import Clock, Run, Sample
+from torchweld.ops._optimizer import RULES
+from torchweld.registry import EAGER
+
+Params = list[torch.Tensor]
+Make = Callable[[Params], Any]
+
+
+class _Clipped:
+    """What max_grad_norm replaces."""
+
+    def __init__(self, params: Params) -> None:
+        self._params, self._optimizer = params, torch.optim.AdamW(params, fused=True)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._params, 1.0)
+        self._optimizer.step()
+
+
+class _Reference:
+    """A step in eager torch, of a rule that torch has no optimizer for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        with torchweld.use_backend(EAGER):
+            self._optimizer.step()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another package's step of the kind: from its module, on these devices."""
+
+    module: str
+    make: Callable[[Any], Make]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A rule's step with one way to keep its states, and what it is compared with."""
+
+    rule: str
+    reads: float  # bytes of a parameter that have to move
+    writes: float
+    eager: Make  # torch's own, in the fastest of its ways
+    ours: Make
+    variant: str = ""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+
+
+def _fused(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
+_BITSANDBYTES = Peer("bitsandbytes", lambda m: m.optim.AdamW8bit)
+_TORCHAO = Peer("torchao.optim", lambda m: m.AdamW8bit)
+_DEEPSPEED = Peer(
+    "deepspeed.ops.adam",
+    lambda m: lambda params: m.DeepSpeedCPUAdam(params, weight_decay=1e-2, bias_correction=True),
+    ("cpu",),
+)
+# A norm is one more reading of the gradients; a ratio a pass more over all that a step reads.
+KINDS = (
+    Kind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
+    Kind("adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"),
+    Kind(
+        "adam",
+        12,
+        8,
+        _fused,
+        lambda p: optim.AdamW(p, state_dtype=torch.bfloat16),
+        "bfloat16 states",
+    ),
+    Kind(
+        "adam",
+        10 + 1 / 32,
+        6 + 1 / 32,
+        _fused,
+        lambda p: optim.AdamW(p, state_dtype="8bit"),
+        "8-bit states",
+        {"bitsandbytes": _BITSANDBYTES, "torchao": _TORCHAO},
+    ),
+    Kind(
+        "sgd",
+        12,
+        8,
+        lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
+        lambda p: optim.SGD(p, momentum=0.9),
+        "momentum",
+    ),
+    Kind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
+    Kind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
+    Kind(
+        "lamb",
+        20 + 1 / 16,
+        6 + 1 / 32,
+        lambda p: _Reference(optim.LAMB(p)),
+        lambda p: optim.LAMB(p, state_dtype="8bit"),
+        "8-bit states",
+    ),
+    Kind(
+        "adafactor",
+        20,
+        4,
+        lambda p: torch.optim.Adafactor(p, foreach=False),
+        optim.Adafactor,
+    ),
+)
+PEERS = {name: peer for kind in KINDS for name, peer in kind.peers.items()}
+
+
+def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
+    """As a model has them: half vectors, half matrices of all sizes, with so many elements."""
+    choose = random.Random(0).choice
+    vectors = [(choose((64, 256, 1024, 4096)),) for _ in range(count // 2)]
+    matrices = [(choose((64, 256, 512)), choose((64, 128, 256))) for _ in range(count // 2 - 1)]
+    left = elements - sum(torch.Size(shape).numel() for shape in [*vectors, *matrices])
+    return [*vectors, *matrices, (left // 1024, 1024)]
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A kind of step over tensors of these shapes."""
+
+    kind: Kind
+    device: str
+    name: str  # of the shapes, where `shape` does not say it
+    shape: tuple[int, ...]
+    shapes: Sequence[tuple[int, ...]]
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.kind.rule, self.name, self.kind.variant]))
+
+    @property
+    def elements(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def traffic(self) -> Traffic:
+        """Bytes that have to move."""
+        return Traffic(
+            int(self.kind.reads * self.elements) // 4 * 4,
+            int(self.kind.writes * self.elements) // 4 * 4,
+        )
+
+    def blank(self, contender: str) -> Result:
+        """A result without figures."""
+        return Result(
+            op=self.kind.rule,
+            shape=list(self.shape),
+            dtype="float32",
+            direction="step",
+            contender=contender,
+            elements=self.elements,
+            bytes=self.traffic().total,
+            variant=", ".join(filter(None, [self.name, self.kind.variant])),
+        )
+
+
+def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
+    """What to measure; quick: a few large tensors."""
+    found = [few(kind, device, _few(device)) for kind in KINDS if kind.rule in rules]
+    if not quick:
+        mixed = _mixed(600, 2**24)
+        kinds = [case.kind for case in found]
+        found += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
+    return found
+
+
+def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:
+    """Tensors of one shape; the first dimension counts them."""
+    return StepCase(kind, device, "", shape, [shape[1:]] * shape[0])
+
+
+def _few(device: str) -> tuple[int, ...]:
+    """A billion elements where a GPU holds them with the states of all contenders."""
+    if device == "cpu":
+        return (16, 1024, 1024)
+    memory = torch.cuda.get_device_properties().total_memory
+    return (16 if memory > 120e9 else 2, 8192, 8192)
+
+
+def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
+    """Every contender's results, whose first step is checked against torch's."""
+    problem = _Problem(case)
+    runs: dict[str, Run] = {}
+    not_timed: list[Result] = []
+
+    def enter(name: str, make: Make, backend: str | None = None) -> None:
+        try:
+            with torchweld.use_backend(backend):
+                runs[name] = problem.enter(make, backend)
+        except Exception as error:  # a contender's failure must not end the others' run
+            if name == EAGER:
+                raise
+            result = case.blank(name)
+            first = str(error).strip().partition("\n")[0]
+            result.status, result.reason = "refused", f"{type(error).__name__}: {first}"
+            not_timed.append(result)
+
+    enter(EAGER, case.kind.eager)
+    rule, device = RULES[case.kind.rule], torch.device(case.device)
+    for backend in rule.backends(device):
+        if backend in plan.backends:
+            enter(backend, case.kind.ours, backend)
+    for name, peer in case.kind.peers.items():
+        if name in plan.rivals and case.device in peer.devices:
+            enter(
+                name,
+                lambda params, peer=peer: peer.make(importlib.import_module(peer.module))(params),
+            )
+    with torchweld.use_backend(None):
+        chosen = rule.automatic(device)
+    results = compare(runs, case.traffic(), case.device, plan, clock, case.blank)
+    for result in results:
+        result.automatic = result.contender == chosen
+    yield [*results, *not_timed]
+
+
+def peers() -> list[str]:
+    """Those that are installed."""
+    roots = {name: peer.module.partition(".")[0] for name, peer in PEERS.items()}
+    return [name for name, module in roots.items() if importlib.util.find_spec(module)]
+
+
+def measure_either(case: Case | StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
+    """A step's results, or an op's."""
+    if isinstance(case, StepCase):
+        return measure(case, plan, clock)
+    return runner.measure(case, plan, clock)
+
+
+class _Problem:
+    """Parameters that all contenders step, each with gradients and states of its own."""
+
+    def __init__(self, case: StepCase) -> None:
+        generator = torch.Generator(case.device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=case.device)
+        self._start = [draw(shape) for shape in case.shapes]
+        self._grads = [draw(shape) * 1e-2 for shape in case.shapes]
+        self._params = [p.clone().requires_grad_() for p in self._start]
+        self._expected: Params = []
+        self._elements = case.elements
+
+    def enter(self, make: Make, backend: str | None) -> Run:
+        """A contender's step, after its first was found right."""
+        grads = [g.clone() for g in self._grads]
+        with torch.no_grad():
+            for p, start in zip(self._params, self._start, strict=True):
+                p.copy_(start)
+        optimizer = make(self._params)
+        run = partial(self._run, optimizer.step, grads, backend)
+        run(_untimed)
+        self._expected = self._expected or [p.detach().clone() for p in self._params]
+        off = sum(
+            (p.detach() - e).abs().sum().item()
+            for p, e in zip(self._params, self._expected, strict=True)
+        )
+        # Of lr = 1e-3 at most; clipped gradients feel eps where they are tiny.
+        if not off < 1e-6 * self._elements:
+            raise ValueError(f"wrong result: off by {off / self._elements:.1e} after a step")
+        return run
+
+    def _run(
+        self, step: Callable[[], Any], grads: Params, backend: str | None, clock: Clock
+    ) -> Sample:
+        for p, g in zip(self._params, grads, strict=True):
+            p.grad = g
+        with torchweld.use_backend(backend):
+            return clock(step)
+
+
+def _untimed(call: Callable[[], Any]) -> Sample:
+    call()
+    return Sample(0.0)
