@@ -130,3 +130,36 @@ def test_unwritten_memory_would_show(target: Target) -> None:
     inputs = materialize(reshaped(target.op, (3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
+
+
+def test_more_elements_than_31_bits_count(target: Target) -> None:
+    """A block of rows again and again: each has the first one's results, and sums are as many.
+
+    Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
+    """
+    (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
+    dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
+    names = target.op.forward_signature.arguments
+    arguments = dict(zip(names, reshaped(target.op, (rows,), (width,)), strict=True))
+    arguments |= {name: off for name, off in (("p", 0.0), ("seed", None)) if name in names}
+    block = dict(zip(names, materialize(arguments.values(), dtype, target.device), strict=True))
+    tiled = {
+        name: v.repeat(copies, 1) if isinstance(v, torch.Tensor) and v.ndim == 2 else v
+        for name, v in block.items()
+    }
+
+    def both_ways(inputs: dict[str, Any]) -> list[torch.Tensor]:
+        """Results and gradients."""
+        wanted = [inputs[name].requires_grad_() for name in target.op.differentiable]
+        results = as_tuple(call(target.op, *inputs.values()))
+        grads = torch.autograd.grad(results, wanted, [r.detach() for r in results])
+        return [*[r.detach() for r in results], *grads]
+
+    for one, many in zip(both_ways(block), both_ways(tiled), strict=True):
+        if one.ndim == 2:
+            assert target.device != "cuda" or many.numel() > 2**31
+            assert torch.equal(many.view(copies, rows, width), one.expand(copies, rows, width))
+        else:
+            largest = one.double().abs().max().item() * copies
+            off = (many.double() - one.double() * copies).abs().max().item()
+            assert off <= 2 * torch.finfo(dtype).eps * largest
