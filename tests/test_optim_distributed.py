@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing
 
 import torchweld
+from conftest import PLACES, running_at
 from optimizers import U
 from processes import processes
 from torchweld import optim
@@ -386,6 +387,21 @@ def _grid(rank: int) -> None:
         _assert_same(_run(settings, place, range(1, 4)), expected)
 
 
+def _emulated(rank: int) -> None:
+    """The CUDA kernels, where shards cut rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    cases: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, CODECS[1]), (optim.AdamW, CODECS[3])]
+    cases.append((optim.LARS, {"state_dtype": "8bit", "momentum": 0.9}))
+    for kind, settings in cases:
+        expected = _run(settings, lambda t: t, range(1, 4), kind=kind)
+        for dims in (1, 0), (1, 1), (2, None):
+            with pytest.MonkeyPatch.context() as patch, running_at("emulator", patch):
+                found = _run(settings, _placer(mesh, *dims), range(1, 4), kind=kind)
+            _assert_same(found, expected)
+
+
 def _fsdp2_and_tp(rank: int) -> None:
     """Trained under fully_shard over parallelize_module, with clipping: what one device makes.
 
@@ -497,6 +513,12 @@ SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
 def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> None:
     with processes(world) as started:
         started.run(None, scenario)
+
+
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+def test_processes_in_the_emulator_equal_one() -> None:
+    with processes(4) as started:
+        started.run(None, _emulated)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ A step takes lists with an entry for each parameter, and writes to all of them b
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
 * `steps`: the number of steps taken, on the parameter's device, which this one counts up;
 * `edges`: of codes whose rows other devices have a part of, or none: where the pieces of blocks
-  that are here begin and end in a row, as int64 numbers on the CPU. Their `absmaxes` are [2, rows,
+  that are here begin and end in a row, as int64 numbers beside them. Their `absmaxes` are [2, rows,
   pieces]: of the whole blocks as they were, and as they become, which a call with `only_absmaxes`
   finds of what is here, leaving all else, and all devices' largest have to be put there.
 
@@ -196,9 +196,6 @@ class Rule:
                 reason = "sums over sharded parameters are eager's"
                 raise BackendError(op.name, _call.forced, reason)
             return None
-        if batch.edges and kernel is not None and kernel._overloadname == "cuda":
-            reason = "8-bit moments are sharded within rows, which the cpu kernel and eager take"
-            raise BackendError(op.name, "cuda", reason)
         return kernel
 
     def _read(
@@ -209,7 +206,7 @@ class Rule:
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         completion = batch.completions[i] if batch.completions else None
         scales = batch.absmaxes[i::count]
-        edges = batch.edges[i].to(p.device) if batch.edges else None
+        edges = batch.edges[i] if batch.edges else None
         if edges is not None:
             scales = [of_pieces[0] for of_pieces in scales]
         moments = [
@@ -261,7 +258,7 @@ class Rule:
                 sound = _sound(moments)
                 after = torch.where(sound, after, before)
                 moments = [torch.where(sound, m, 0.0) for m in moments]
-            edges = batch.edges[i].to(p.device) if batch.edges else None
+            edges = batch.edges[i] if batch.edges else None
             if only_absmaxes:
                 for scale, value in zip(scales, moments, strict=True):
                     write(scale[1], absmax_reference(value, edges))
