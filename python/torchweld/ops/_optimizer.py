@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from torchweld.errors import BackendError
-from torchweld.ops import _call
 from torchweld.ops._plain import PlainOp
 from torchweld.ops.quantize_8bit import (
     absmax_reference,
@@ -36,7 +34,6 @@ from torchweld.ops.quantize_8bit import (
     keep_positive,
     quantize_reference,
 )
-from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]
@@ -106,6 +103,9 @@ class Rule:
     arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
+    # What the op of a kind of rules takes besides.
+    _more = ""
+
     def __init__(
         self,
         name: str,
@@ -121,7 +121,8 @@ class Rule:
         self._direction = direction
         self._op = PlainOp(
             name,
-            f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes) -> ()",
+            f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes"
+            f"{self._more}) -> ()",
             backends=_BACKENDS,
         )
         if direction is not None:
@@ -190,13 +191,7 @@ class Rule:
     def _kernel(self, op: PlainOp, batch: Batch) -> Any:
         if not batch.served_by_kernel():
             return None
-        kernel = op.kernel(batch.params[0].device)
-        if batch.add_up is not None:
-            if _call.forced not in (None, EAGER):
-                reason = "sums over sharded parameters are eager's"
-                raise BackendError(op.name, _call.forced, reason)
-            return None
-        return kernel
+        return op.kernel(batch.params[0].device)
 
     def _read(
         self, batch: Batch, i: int, factor: torch.Tensor | None
