@@ -176,6 +176,13 @@ def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
     assert same(snapshot(params, optimizer), snapshot(expected, peer))
 
 
+def test_there_is_no_cuda_kernel() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    p.grad = torch.ones(4, 4)
+    with torchweld.use_backend("cuda"), pytest.raises(torchweld.BackendError, match="no cuda"):
+        optim.Adafactor([p]).step()
+
+
 def test_arguments_are_named() -> None:
     p = [torch.zeros(4, 4)]
     for argument, make in {

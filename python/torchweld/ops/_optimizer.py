@@ -103,8 +103,9 @@ class Rule:
     arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
-    # What the op of a kind of rules takes besides.
+    # Of the op of a kind of rules: what it takes besides, and what it has kernels for.
     _more = ""
+    _backends: tuple[str, ...] = _BACKENDS
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Rule:
             name,
             f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes"
             f"{self._more}) -> ()",
-            backends=_BACKENDS,
+            backends=self._backends,
         )
         if direction is not None:
             self._measure = PlainOp(

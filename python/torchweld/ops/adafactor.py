@@ -28,6 +28,7 @@ class _Factored(Rule):
     """
 
     _more = ", Tensor(f!)? sums=None, int[] wholes=[], int passed=0"
+    _backends = ("cpu",)
 
     def _kernel(self, op: PlainOp, batch: Batch) -> Any:
         kernel = super()._kernel(op, batch)
