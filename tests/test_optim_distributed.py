@@ -21,9 +21,9 @@ from processes import processes
 from torchweld import optim
 from torchweld.ops.adafactor import ADAFACTOR
 
-# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row
-# or column is left to one process, three of anything to three.
-SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100))
+# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row,
+# column or matrix is left to one process, three of anything to three.
+SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100), (1, 5, 6))
 CODECS: tuple[dict[str, Any], ...] = (
     {},
     {"state_dtype": "8bit"},
