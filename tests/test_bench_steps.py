@@ -123,8 +123,11 @@ def test_every_rule_is_measured_and_listed() -> None:
     assert {kind.rule for kind in steps.KINDS} == set(RULES)
     root = Path(__file__).parents[1]
     listed = {line[:2] for line in evidence.standing(root, {})}
-    assert {(rule, "cuda") for rule in RULES} <= listed
-    assert all((root / path).exists() for r in RULES.values() for path in r.sources["cuda"])
+    sources = {
+        (rule.name, b): files for rule in RULES.values() for b, files in rule.sources.items()
+    }
+    assert sources.keys() <= listed
+    assert all((root / path).exists() for files in sources.values() for path in files)
 
 
 @pytest.mark.parametrize("lr", [1e-3, 2e-3])
