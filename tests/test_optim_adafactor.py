@@ -206,7 +206,7 @@ def test_kernels_refuse_by_themselves() -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
         lr = torch.tensor(1.0)
-        torch.ops.torchweld.adafactor.cpu(given, grads, [], moments, [], steps, [], lr, *rest)
+        torch.ops.torchweld.adafactor.cpu(given, grads, [], moments, [], steps, [], [], lr, *rest)
 
     call([torch.zeros(4), torch.zeros(6)])
     for wrong in (

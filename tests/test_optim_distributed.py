@@ -28,6 +28,8 @@ CODECS: tuple[dict[str, Any], ...] = (
     {"state_dtype": torch.bfloat16, "amsgrad": True},
     {"state_dtype": "8bit", "master_weights": "remainder"},
     {"master_weights": True},
+    {"stochastic_rounding": True},
+    {"stochastic_rounding": True, "state_dtype": "8bit"},
 )
 
 
@@ -37,7 +39,8 @@ def _values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _dtype(settings: dict[str, Any]) -> torch.dtype:
-    return torch.bfloat16 if "master_weights" in settings else torch.float32
+    narrow = settings.keys() & {"master_weights", "stochastic_rounding"}
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def _run(
@@ -367,23 +370,33 @@ def _zero(rank: int) -> None:
 def _grid(rank: int) -> None:
     """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 2))
-    settings = CODECS[1]
-    expected = _run(settings, lambda t: t, range(1, 4))
-    for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
-        _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
-    for dim in 0, 1:
+    for settings in CODECS[1], *CODECS[-2:]:
+        expected = _run(settings, lambda t: t, range(1, 4))
+        for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
+            _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
+        for dim in 0, 1:
 
-        def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
-            along = min(dim, t.ndim - 1)
-            even = t.shape[along] % 4 == 0  # the others torch does not place so
-            first = _StridedShard(along, split_factor=2) if even else Shard(along)
-            return distribute_tensor(t, mesh, [first, Shard(along)])
+            def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
+                along = min(dim, t.ndim - 1)
+                even = t.shape[along] % 4 == 0  # the others torch does not place so
+                first = _StridedShard(along, split_factor=2) if even else Shard(along)
+                return distribute_tensor(t, mesh, [first, Shard(along)])
 
-        _assert_same(_run(settings, place, range(1, 4)), expected)
+            _assert_same(_run(settings, place, range(1, 4)), expected)
+
+    # Without the second, every other quarter: no part that lies side by side.
+    gaps = distribute_tensor(
+        torch.zeros(8, 4).bfloat16(), mesh, [_StridedShard(0, split_factor=2), Replicate()]
+    )
+    p = torch.nn.Parameter(gaps)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(torchweld.ArgumentError, match="without gaps"):
+        optim.AdamW([p], stochastic_rounding=True).step()
+    assert not p.to_local().any()
 
 
 def _fsdp2_and_tp(rank: int) -> None:

@@ -22,8 +22,10 @@ void check_average(const Tensor& t, const Tensor& param, int64_t count) {
 class Factoring {
  public:
   Factoring(const Tensors& params, const Tensors& grads, const Tensors& completions,
-            const Tensors& moments, bool with_momentum)
-      : factored_(params[0].dim() > 1), tensors_(params.size()) {
+            const Tensors& moments, const Tensors& places, bool with_momentum)
+      : factored_(params[0].dim() > 1),
+        tensors_(params.size()),
+        roundings_(roundings_of(params, places)) {
     const size_t count = params.size();
     const size_t averages = factored_ ? 2 : 1;
     check_count(grads, count);
@@ -31,12 +33,13 @@ class Factoring {
     check_count(moments, (averages + with_momentum) * count);
     dtype_ = dtype_of(params[0]);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
-    param_ = param_codec(completions, dtype_);
+    param_ = param_codec(completions, places, dtype_);
     for (size_t i = 0; i < count; ++i) {
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored_, "matrices and vectors are steps of their own");
       FactoredTensor& t = tensors_[i];
       set_param(t, params, grads, completions, i);
+      if (!roundings_.empty()) t.completion = &roundings_[i];
       lay_out(t, p.sizes(), p.numel());
       if (p.numel() == 0) continue;  // and there is nothing to average
       if (factored_) {
@@ -66,6 +69,7 @@ class Factoring {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       FactoredTensor& t = tensors_[i];
       t.rate = (float)std::pow(now[i].number, s.decay_rate);
+      if (!roundings_.empty()) roundings_[i].step = (uint32_t)now[i].number;
       if (!factored_) continue;
       t.partials = partial;
       t.row_scales = scale;
@@ -128,21 +132,22 @@ class Factoring {
 
   bool factored_;
   std::vector<FactoredTensor> tensors_;
+  std::vector<Rounding> roundings_;
   int64_t matrices_ = 0, chunks_ = 0, elements_ = 0, partials_ = 0, scales_ = 0;
   DType dtype_;
   ParamCodec param_;
 };
 
 void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double decay_rate,
-                    double eps_square, double eps_floor, double eps_scale, double clip,
-                    double beta1, double weight_decay, bool relative, bool warmup, bool scaled,
-                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf,
-                    bool only_absmaxes) {
+                    Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+                    double decay_rate, double eps_square, double eps_floor, double eps_scale,
+                    double clip, double beta1, double weight_decay, bool relative, bool warmup,
+                    bool scaled, bool scaled_decay, OptionalTensor grad_factor,
+                    OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
                   "averages are not kept in blocks");
-  Factoring factoring(params, grads, completions, moments, beta1 != 0);
+  Factoring factoring(params, grads, completions, moments, places, beta1 != 0);
   check_count(steps, params.size());
   if (number_or(found_inf, 0, params[0]).read() != 0) return;
   factoring.step(params[0], steps, lr, number_or(grad_factor, 1, params[0]).read(),

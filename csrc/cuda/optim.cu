@@ -61,9 +61,12 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
 }
 
 // call(Type<Param>{}, Type<State>{}). Float32 parameters are their own masters, and only bfloat16
-// ones have a remainder.
-template <class Rule, class Call>
+// ones have a remainder; what is only read is not rounded.
+template <bool Writes, class Rule, class Call>
 cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
+  if constexpr (Writes) {
+    if (a.param == ParamCodec::rounded) return with_states<RoundedParam>(a, call);
+  }
   if (a.param == ParamCodec::remainder) return with_states<CompletedParam>(a, call);
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
@@ -97,12 +100,13 @@ bool is_aligned(const StepTensor& t, ParamCodec param) {
 constexpr int kPiece = 16, kTablesPiece = 64;
 
 // launch_pieces(Type<Param>{}, Type<State>{}, arguments, first piece, pieces) for each batch.
-template <class Rule, class LaunchPieces>
+template <bool Writes, class Rule, class LaunchPieces>
 cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
                            LaunchPieces&& launch_pieces) {
-  const cudaError_t error = launch_rules(a, stream);
+  cudaError_t error = a.roundings ? launch_roundings(a, stream) : cudaSuccess;
+  if (error == cudaSuccess) error = launch_rules(a, stream);
   if (error != cudaSuccess) return error;
-  return with_codecs(a, [&](auto param, auto state) {
+  return with_codecs<Writes>(a, [&](auto param, auto state) {
     using Param = typename decltype(param)::type;
     using State = typename decltype(state)::type;
     return for_batches(
@@ -120,13 +124,13 @@ cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
 template <class Rule>
 cudaError_t step(const Step<Rule>& a, cudaStream_t stream) {
   const int piece = a.state == StateCodec::blocks ? kTablesPiece : kPiece;
-  return launch_batches(a, piece, stream,
-                        [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
-                          using Param = typename decltype(param)::type;
-                          using State = typename decltype(state)::type;
-                          return launch(step_pieces<Param, State, Rule>,
-                                        {dim3(pieces), dim3(kStepThreads)}, stream, args);
-                        });
+  return launch_batches<true>(
+      a, piece, stream, [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
+        using Param = typename decltype(param)::type;
+        using State = typename decltype(state)::type;
+        return launch(step_pieces<Param, State, Rule>, {dim3(pieces), dim3(kStepThreads)}, stream,
+                      args);
+      });
 }
 
 // Sums of `Numbers` numbers over the pieces of each of `count` ranges; first(i) begins one.
@@ -146,14 +150,14 @@ cudaError_t sum(const double* pieces, double* sums, int64_t count, First&& first
 
 template <class Rule>
 cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
-  const cudaError_t error =
-      launch_batches(a, kSquarePiece, stream,
-                     [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
-                       using Param = typename decltype(param)::type;
-                       using State = typename decltype(state)::type;
-                       return launch(measure_pieces<Param, State, Rule>,
-                                     {dim3(pieces), dim3(kStepThreads)}, stream, args);
-                     });
+  const cudaError_t error = launch_batches<false>(
+      a, kSquarePiece, stream,
+      [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
+        using Param = typename decltype(param)::type;
+        using State = typename decltype(state)::type;
+        return launch(measure_pieces<Param, State, Rule>, {dim3(pieces), dim3(kStepThreads)},
+                      stream, args);
+      });
   if (error != cudaSuccess) return error;
   int64_t tensor = 0, piece = 0;  // each asked for in turn
   return sum<2>(
