@@ -24,7 +24,10 @@
 //      - float32 moments: 42. Memory decides;
 //      - 8-bit moments: 102, of which the rule with its root and its division are 39, decoding 10,
 //        encoding 37. As much time as the memory takes: 80% of the copy bandwidth is to be hoped for.
-//        With bfloat16 parameters, 10 bytes, it is instructions that decide: two thirds at most.
+//        With bfloat16 parameters, 10 bytes, it is instructions that decide: two thirds at most;
+//      - stochastic rounding: 26 more, 16 of them Philox's, a call of which serves four elements. With
+//        float32 moments, 22 bytes, memory decides as before: 68 of 152. With 8-bit ones half of the
+//        copy bandwidth is left.
 //    Encoding takes a look-up in tables of 7 and 13 KB, which a block of threads fills from L2: it has
 //    64 blocks of 256 elements then, 256 KB of traffic. Look-ups of 32 lanes in 32 banks take some 3.5
 //    turns, 110 cycles for a block whose bytes take 220.
