@@ -19,13 +19,13 @@ class _Part(NamedTuple):
 
 
 def check_place(function: str, p: torch.Tensor) -> None:
-    """That p has what is rounded, and this device a part of it without gaps."""
+    """That p can be rounded, where it is to be: what this device has of it is without gaps."""
     if p.dtype == torch.float16:
         accepted = "bfloat16, or float32, which nothing is rounded of"
         raise ArgumentError(
             function, "a parameter with stochastic_rounding", "of float16", accepted
         )
-    if not is_one(p):
+    if p.dtype != torch.bfloat16 or not is_one(p):
         return
     part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
     if part.first is None or part.sizes != here:
