@@ -176,6 +176,13 @@ def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
     assert same(snapshot(params, optimizer), snapshot(expected, peer))
 
 
+def test_there_is_no_cuda_kernel() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    p.grad = torch.ones(4, 4)
+    with torchweld.use_backend("cuda"), pytest.raises(torchweld.BackendError, match="no cuda"):
+        optim.Adafactor([p]).step()
+
+
 def test_arguments_are_named() -> None:
     p = [torch.zeros(4, 4)]
     for argument, make in {
@@ -202,13 +209,25 @@ def test_kernels_refuse_by_themselves() -> None:
     x = torch.zeros(4, 6)
     rest = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False, None, None, False)
 
-    def call(moments: list[torch.Tensor], params: Any = None) -> None:
+    def call(moments: list[torch.Tensor], params: Any = None, of_pass: Any = ()) -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
-        lr = torch.tensor(1.0)
-        torch.ops.torchweld.adafactor.cpu(given, grads, [], moments, [], steps, [], [], lr, *rest)
+        lists = (given, grads, [], moments, [], steps, [], [])
+        torch.ops.torchweld.adafactor.cpu(*lists, torch.tensor(1.0), *rest, *of_pass)
 
     call([torch.zeros(4), torch.zeros(6)])
+    sums, wholes = torch.zeros(13, dtype=torch.float64), [8, 6, 48]
+    call([torch.zeros(4), torch.zeros(6)], None, (sums, wholes, 0))
+    assert sums.tolist() == [6.0] * 4 + [4.0] * 6 + [0.0] * 3
+    for of_pass in (
+        (sums[1:], wholes, 0),
+        (sums.float(), wholes, 0),
+        (sums, wholes[1:], 0),
+        (sums, wholes, 4),
+        (sums, wholes, -1),
+    ):
+        with pytest.raises(RuntimeError):
+            call([torch.zeros(4), torch.zeros(6)], None, of_pass)
     for wrong in (
         [torch.zeros(4)],
         [torch.zeros(6), torch.zeros(4)],

@@ -15,13 +15,15 @@ import torch
 import torch.multiprocessing
 
 import torchweld
+from conftest import PLACES, running_at
 from optimizers import U
 from processes import processes
 from torchweld import optim
+from torchweld.ops.adafactor import ADAFACTOR
 
-# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row
-# or column is left to one process, three of anything to three.
-SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100))
+# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row,
+# column or matrix is left to one process, three of anything to three.
+SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100), (1, 5, 6))
 CODECS: tuple[dict[str, Any], ...] = (
     {},
     {"state_dtype": "8bit"},
@@ -253,8 +255,52 @@ def _assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
         assert ((_whole(p.detach()) - e).abs() <= 10 * steps * U * (e.abs() + size)).all()
 
 
+# Which of a matrix's dimensions averages are over; one of each element is over none.
+AVERAGED = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col": -2}
+AVERAGED |= {"variance": 0, "exp_avg_sq": 0}
+
+
+def _assert_averages_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Bit for bit, where none is over a dimension that is sharded."""
+    for p, e in zip(found[0], expected[0], strict=True):
+        sharded = {getattr(at, "dim", None) for at in p.placements}  # type: ignore[attr-defined]
+        for name, value in expected[1].state[e].items():
+            if name in AVERAGED and (not AVERAGED[name] or p.ndim + AVERAGED[name] not in sharded):
+                assert torch.equal(_whole(found[1].state[p][name]), value), name
+
+
+@contextlib.contextmanager
+def _kernels_alone() -> Iterator[None]:
+    """Within it eager torch serves no step of Adafactor's."""
+
+    def reference(*_: Any) -> None:
+        raise AssertionError("eager served")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ADAFACTOR, "_reference", reference)
+        yield
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _factored(rank: int) -> None:
     """Averages and norms are those of whole tensors, and kept as parts of whole averages."""
+    with _kernels_alone():
+        _factored_on(True, None)
+        _factored_on(True, 0.5)
+    with torchweld.use_backend("eager"):
+        _factored_on(False, 0.5)
+
+
+def _factored_on(kernel: bool, limit: float | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
@@ -262,24 +308,26 @@ def _factored(rank: int) -> None:
     grid = init_device_mesh("cpu", (2, world // 2) if world > 2 else (world,))
     placed: Any = [(0,), (None,), (1,), (2,)] if world == 2 else [(0, 1), (1, 1)]
     for kind, settings in FACTORED:
-        with torchweld.use_backend("eager"):
-            expected = _run(settings, lambda t: t, range(1, 5), kind=kind)
+        settings = settings | {"max_grad_norm": limit}
+        expected = _run(settings, lambda t: t, range(1, 5), kind=kind)
         for dims in placed:
             place = _placer(grid, *dims)
             with _reductions() as made:
                 found = _run(settings, place, range(1, 5), kind=kind)
-            assert len(made) <= 4 * 3 * 4  # a step's sums, the kinds of them, matrices and vectors
+            # A step's sums, the kinds of them, matrices and vectors; and the norm's of two layouts.
+            assert len(made) <= 4 * (3 * 4 + (limit is not None) * 2 * len(dims))
             _assert_near(found, expected)
+            if kernel and limit is None:
+                _assert_averages_same(found, expected)
             for p in found[0]:
                 for name, value in found[1].state[p].items():
                     assert isinstance(value, DTensor) == (name != "step")
             half = _run(settings, place, range(1, 3), kind=kind)
             saved = ([_whole(p.detach()) for p in half[0]], half[1].state_dict())
-            again = _run(settings, place, range(3, 5), saved, kind=kind)
+            with _threads(3 if kernel else 1):
+                again = _run(settings, place, range(3, 5), saved, kind=kind)
             for p, q in zip(found[0], again[0], strict=True):
                 assert torch.equal(p.to_local(), q.to_local())
-    with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match="sharded"):
-        _run({}, _placer(grid, *placed[0]), range(1, 2), kind=optim.Adafactor)
 
 
 def _clipping(rank: int) -> None:
@@ -399,6 +447,21 @@ def _grid(rank: int) -> None:
     assert not p.to_local().any()
 
 
+def _emulated(rank: int) -> None:
+    """The CUDA kernels, where shards cut rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    cases: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, CODECS[1]), (optim.AdamW, CODECS[3])]
+    cases.append((optim.LARS, {"state_dtype": "8bit", "momentum": 0.9}))
+    for kind, settings in cases:
+        expected = _run(settings, lambda t: t, range(1, 4), kind=kind)
+        for dims in (1, 0), (1, 1), (2, None):
+            with pytest.MonkeyPatch.context() as patch, running_at("emulator", patch):
+                found = _run(settings, _placer(mesh, *dims), range(1, 4), kind=kind)
+            _assert_same(found, expected)
+
+
 def _fsdp2_and_tp(rank: int) -> None:
     """Trained under fully_shard over parallelize_module, with clipping: what one device makes.
 
@@ -445,9 +508,7 @@ def _fsdp2_and_tp(rank: int) -> None:
             assert (sharded.grad_norm - norm).abs() <= 2 * U * norm
             factor = (limit / (sharded.grad_norm + 1e-6)).clamp(max=1.0)
             plain._gradient_factor = lambda factor=factor: factor
-            # Sharded, Adafactor's step is eager's.
-            with torchweld.use_backend("eager" if (kind, settings) in FACTORED else None):
-                plain.step()
+            plain.step()
         found = (list(model.parameters()), sharded)
         if kind is optim.AdamW:
             _assert_same(found, (wholes, plain))
@@ -510,6 +571,12 @@ SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
 def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> None:
     with processes(world) as started:
         started.run(None, scenario)
+
+
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+def test_processes_in_the_emulator_equal_one() -> None:
+    with processes(4) as started:
+        started.run(None, _emulated)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Work {
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(moments, absmaxes);
     param_ = param_codec(completions, places, dtype_);
-    set_cuts(edges);
+    set_cuts(edges, params[0]);
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
       const Tensor& p = params[i];
@@ -85,7 +85,10 @@ class Work {
       set_param(t, params, grads, completions, i);
       t.width = state_ == StateCodec::blocks ? rows.width : p.numel();
       t.first_block = blocks;
-      if (!cuts_.empty()) check_cut(edges[i], rows);
+      if (!cuts_.empty()) {
+        cuts_[i].all_pieces = rows.rows * cuts_[i].pieces;
+        check_cut(edges[i], rows);
+      }
       for (size_t k = 0; k < moments_each; ++k) {
         const Tensor& moment = moments[k * count_ + i];
         check_like(moment, p, moments[0].scalar_type());
@@ -99,7 +102,7 @@ class Work {
                         "absmax does not fit its codes");
         t.absmax[k] = (float*)absmax.mutable_data_ptr();
       }
-      blocks += !cuts_.empty()                 ? rows.rows * cuts_[i].pieces
+      blocks += !cuts_.empty()                 ? cuts_[i].all_pieces
                 : state_ == StateCodec::blocks ? rows.blocks()
                                                : quant_blocks(t.width);
     }
@@ -201,27 +204,28 @@ class Work {
   }
 #endif
   // Of each tensor, where there are any.
-  void set_cuts(const Tensors& edges) {
+  void set_cuts(const Tensors& edges, const Tensor& like) {
     if (edges.empty()) return;
-#if defined(TW_CUDA)
-    STD_TORCH_CHECK(false, "rows that are cut have no CUDA kernel");
-#endif
     check_count(edges, count_);
     STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
     for (const Tensor& of_row : edges) {
-      STD_TORCH_CHECK(of_row.is_cpu() && of_row.scalar_type() == ScalarType::Long &&
+      STD_TORCH_CHECK(same_device(of_row, like) && of_row.scalar_type() == ScalarType::Long &&
                           of_row.is_contiguous() && of_row.dim() == 1 && of_row.numel() > 0,
-                      "edges are not int64 numbers on the CPU");
-      cuts_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1});
+                      "edges are not int64 numbers beside the parameters");
+      cuts_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, 0});
     }
   }
-  static void check_cut(const Tensor& edges, const BlockRows& rows) {
+  // On a GPU they are taken as they come: to look at them would be to wait for them.
+  static void check_cut([[maybe_unused]] const Tensor& edges,
+                        [[maybe_unused]] const BlockRows& rows) {
+#if !defined(TW_CUDA)
     const auto* edge = (const int64_t*)data(edges);
     bool fits = edge[0] == 0 && edge[edges.numel() - 1] == rows.width;
     for (int64_t i = 1; i < edges.numel(); ++i) {
       fits &= edge[i - 1] < edge[i] && edge[i] <= edge[i - 1] + kQuantBlock;
     }
     STD_TORCH_CHECK(fits, "edges do not divide a row into pieces of blocks");
+#endif
   }
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;

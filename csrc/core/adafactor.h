@@ -11,6 +11,9 @@
 //
 // The sums of a matrix are made in chunks of its rows, as core/chunks.h has it; what is no matrix is
 // cut into rows of kVectorRow elements.
+//
+// Where devices have parts of a tensor, a pass sums up what is here, and the next one takes the sums
+// of all: averages and means are those of the whole.
 #pragma once
 
 #include "core/chunks.h"
@@ -50,17 +53,22 @@ struct FactoredTensor : StepTensor {
   int64_t matrices, height, columns;  // of `columns` elements a row; the last row may have less
   int64_t chunks;                     // of a matrix
   int64_t first_matrix, first_chunk;  // among those of all tensors
-  double* partials;                   // [matrices, chunks, columns], of g^2
-  float* row_scales;                  // [matrices, height]: 1 / sqrt(rows / mean(rows))
-  float* column_scales;               // [matrices, columns]: 1 / sqrt(columns)
-  float rate;                         // what averages take in a new mean by
+  int64_t whole_height, whole_columns, whole_elements;  // with other devices' parts
+  double* row_sums;                                     // [matrices, height], of g^2
+  double* column_sums;                                  // [matrices, columns]
+  double* average_sums;                                 // [matrices], of the rows' averages
+  double* squares;                                      // of parameters, of directions
+  double* partials;                                     // [matrices, chunks, columns], of g^2
+  float* row_scales;     // [matrices, height]: 1 / sqrt(rows / mean(rows))
+  float* column_scales;  // [matrices, columns]: 1 / sqrt(columns)
+  float rate;            // what averages take in a new mean by
   float decay, length;
 };
 
 struct Adafactor {
   const FactoredTensor* tensors;
   int64_t count;
-  double (*squares)[2];  // of each chunk: parameters, directions
+  double (*squares)[2];  // each chunk's part of a tensor's
   double eps_square, eps_floor;
   float beta1, grad_factor;
   DType dtype;

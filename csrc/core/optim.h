@@ -43,7 +43,15 @@ struct StepTensor {
 struct CutRows {
   const int64_t* edges;  // [pieces + 1], elements of a row
   int64_t pieces;
+  int64_t all_pieces;  // of all rows: from an absmax as it was to what it becomes
 };
+// The elements of a piece.
+template <class Count>  // as quant_block's
+TW_HD QuantBlock cut_block(const CutRows& rows, Count piece, int64_t width) {
+  const Count row = piece / (Count)rows.pieces;
+  const int64_t* edge = rows.edges + (piece - row * (Count)rows.pieces);
+  return {(int64_t)row * width + edge[0], edge[1] - edge[0]};
+}
 
 // A number that changes from step to step: in memory that the step's device reads when it is there,
 // or known already.
@@ -89,7 +97,8 @@ struct Step {
 };
 
 // The tensor that a block belongs to. Tensors without elements have no blocks.
-TW_HD int64_t step_tensor(const StepTensor* tensors, int64_t count, int64_t block) {
+template <class Tensor>
+TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block) {
   int64_t low = 0, high = count;  // first_block[low] <= block < first_block[high]
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;

@@ -1,4 +1,4 @@
-// Adafactor on the CPU: four passes, of which the second is over averages alone.
+// Adafactor on the CPU: passes over all elements, and over averages alone between them.
 #include "core/adafactor.h"
 
 #include <type_traits>
@@ -39,13 +39,13 @@ void for_rows(const Chunk& c, int64_t elements, Body&& body) {
   }
 }
 
-// The sum of g^2 over each row, into the row's average, and over each column of a chunk.
+// The sums of g^2 over each row, and over each column of a chunk.
 template <class T>
 void sum_squares(const Adafactor& a, const Chunk& c) {
   const FactoredTensor& t = *c.tensor;
   const int64_t width = t.columns;
   double* partial = fresh_partial<double>(t.partials + c.matrix * t.chunks * width, c.chunk, width);
-  float* rows = (float*)t.moment[0] + c.matrix * t.height;
+  double* rows = t.row_sums + c.matrix * t.height;
   const float factor = a.grad_factor;
   for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t) {
     const T* grad = (const T*)t.grad + begin;
@@ -63,30 +63,53 @@ void sum_squares(const Adafactor& a, const Chunk& c) {
         for (int64_t lane = 0; lane < place.count; ++lane) into[lane] += (double)g[lane] * g[lane];
       }
     });
-    const double mean = total(sums) / width + a.eps_square;
-    rows[row] += t.rate * ((float)mean - rows[row]);
+    rows[row] = total(sums);
   });
 }
 
-// The averages of a matrix's columns, and what both averages make of a gradient.
-void finish_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
-  float* rows = (float*)t.moment[0] + matrix * t.height;
-  float* columns = (float*)t.moment[1] + matrix * t.columns;
-  const double* partials = t.partials + matrix * t.chunks * t.columns;
-  float* scales = t.column_scales + matrix * t.columns;
-  for (int64_t i = 0; i < t.columns; ++i) {
-    double sum = 0;
-    for (int64_t chunk = 0; chunk < t.chunks; ++chunk) sum += partials[chunk * t.columns + i];
-    const float mean = (float)(sum / t.height + a.eps_square);
-    columns[i] += t.rate * (mean - columns[i]);
-    scales[i] = 1 / square_root(columns[i]);
+void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix) {
+  const int64_t width = t.columns;
+  const double* partials = t.partials + matrix * t.chunks * width;
+  add_chunks(t.column_sums + matrix * width, partials, t.chunks, width, 0, width);
+}
+
+// Takes the means of `elements` each, whose sums these are, into averages.
+void take_in(const Adafactor& a, const FactoredTensor& t, float* averages, const double* sums,
+             int64_t count, int64_t elements) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float mean = (float)(sums[i] / elements + a.eps_square);
+    averages[i] += t.rate * (mean - averages[i]);
   }
+}
+
+void average_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
+  const int64_t row = matrix * t.height, column = matrix * t.columns;
+  float* rows = (float*)t.moment[0] + row;
+  take_in(a, t, rows, t.row_sums + row, t.height, t.whole_columns);
+  take_in(a, t, (float*)t.moment[1] + column, t.column_sums + column, t.columns, t.whole_height);
   double sum = 0;
-  for (int64_t row = 0; row < t.height; ++row) sum += rows[row];
-  const double mean = sum / t.height;
+  for (int64_t i = 0; i < t.height; ++i) sum += rows[i];
+  t.average_sums[matrix] = sum;
+}
+
+// What both averages make of a gradient.
+void scale_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
+  const int64_t row = matrix * t.height, column = matrix * t.columns;
+  const float* rows = (float*)t.moment[0] + row;
+  const float* columns = (float*)t.moment[1] + column;
+  const double mean = t.average_sums[matrix] / t.whole_height;
   const float scale = square_root((float)(mean > a.eps_floor ? mean : a.eps_floor));
-  for (int64_t row = 0; row < t.height; ++row) {
-    t.row_scales[matrix * t.height + row] = scale / square_root(rows[row]);
+  for (int64_t i = 0; i < t.height; ++i) t.row_scales[row + i] = scale / square_root(rows[i]);
+  for (int64_t i = 0; i < t.columns; ++i) t.column_scales[column + i] = 1 / square_root(columns[i]);
+}
+
+// body(a, tensor, matrix of it) for those in [begin, end) of all tensors.
+template <class Body>
+void for_matrices(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
+  const FactoredTensor* t = a.tensors;
+  for (int64_t at = begin; at < end; ++at) {
+    while (at >= t->first_matrix + t->matrices) ++t;
+    body(a, *t, at - t->first_matrix);
   }
 }
 
@@ -191,12 +214,14 @@ TW_EXPORT void adafactor_sum(const Adafactor& a, int64_t begin, int64_t end) {
 }
 
 // Items are matrices.
-TW_EXPORT void adafactor_finish(const Adafactor& a, int64_t begin, int64_t end) {
-  const FactoredTensor* t = a.tensors;
-  for (int64_t matrix = begin; matrix < end; ++matrix) {
-    while (matrix >= t->first_matrix + t->matrices) ++t;
-    finish_matrix(a, *t, matrix - t->first_matrix);
-  }
+TW_EXPORT void adafactor_add(const Adafactor& a, int64_t begin, int64_t end) {
+  for_matrices(a, begin, end, add_columns);
+}
+TW_EXPORT void adafactor_average(const Adafactor& a, int64_t begin, int64_t end) {
+  for_matrices(a, begin, end, average_matrix);
+}
+TW_EXPORT void adafactor_scale(const Adafactor& a, int64_t begin, int64_t end) {
+  for_matrices(a, begin, end, scale_matrix);
 }
 
 // Items are chunks.

@@ -25,10 +25,8 @@ Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
   const StepTensor& t = a.tensors[at];
   first -= t.first_block, last -= t.first_block;
   if (!a.cuts) return make_span(t, first, last);
-  const CutRows& cut = a.cuts[at];
-  const int64_t row = first / cut.pieces, piece = first - row * cut.pieces;
-  return {first, row * t.width + cut.edges[piece], cut.edges[piece + 1] - cut.edges[piece],
-          a.tensors[at + 1].first_block - t.first_block};
+  const QuantBlock piece = cut_block(a.cuts[at], first, t.width);
+  return {first, piece.begin, piece.count, a.cuts[at].all_pieces};
 }
 
 // --- Moments ------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@
 //    256 elements of one tensor, which it finds by bisection. Learning rate, numbers of steps, ratios,
 //    scale and what a GradScaler found are read on the device, so that the host waits for nothing:
 //    a kernel of one thread a tensor makes the rules of them, powers in float64 included, which would
-//    take longer than all else in each block of threads, and counts the steps up.
+//    take longer than all else in each block of threads, and counts the steps up. Where shards cut
+//    blocks a launch has 32 tensors, of kernels of their own: it also says where their pieces are.
 //
 // 3. A warp has a block at a time, a lane eight of its elements as two groups of four: what a warp
 //    reads lies side by side, 16 bytes a lane of float32, 8 of 16 bits, 4 of codes. All of it is asked
@@ -55,16 +56,17 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
       case StateCodec::f32:
         break;
       case StateCodec::bf16:
-        return call(Type<Param>{}, Type<BFloat16>{});
+        return call(Type<Param>{}, Type<BFloat16>{}, Type<StepTensor>{});
       case StateCodec::blocks:
-        return call(Type<Param>{}, Type<uint8_t>{});
+        return a.cuts ? call(Type<Param>{}, Type<uint8_t>{}, Type<CutTensor>{})
+                      : call(Type<Param>{}, Type<uint8_t>{}, Type<StepTensor>{});
     }
   }
-  return call(Type<Param>{}, Type<float>{});
+  return call(Type<Param>{}, Type<float>{}, Type<StepTensor>{});
 }
 
-// call(Type<Param>{}, Type<State>{}). Float32 parameters are their own masters, and only bfloat16
-// ones have a remainder; what is only read is not rounded.
+// call(Type<Param>{}, Type<State>{}, Type<Tensor>{}). Float32 parameters are their own masters, and
+// only bfloat16 ones have a remainder; what is only read is not rounded.
 template <bool Writes, class Rule, class Call>
 cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
   if constexpr (Writes) {
@@ -102,24 +104,25 @@ bool is_aligned(const StepTensor& t, ParamCodec param) {
 // Blocks of 256 elements for a block of threads: more where tables have to be filled first.
 constexpr int kPiece = 16, kTablesPiece = 64;
 
-// launch_pieces(Type<Param>{}, Type<State>{}, arguments, first piece, pieces) for each batch.
+// launch_pieces(Type<Param>{}, Type<State>{}, Type<Tensor>{}, arguments, pieces) for each batch.
 template <bool Writes, class Rule, class LaunchPieces>
 cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
                            LaunchPieces&& launch_pieces) {
   cudaError_t error = a.roundings ? launch_roundings(a, stream) : cudaSuccess;
   if (error == cudaSuccess) error = launch_rules(a, stream);
   if (error != cudaSuccess) return error;
-  return with_codecs<Writes>(a, [&](auto param, auto state) {
+  return with_codecs<Writes>(a, [&](auto param, auto state, auto tensor) {
     using Param = typename decltype(param)::type;
     using State = typename decltype(state)::type;
-    return for_batches(
-        a.tensors, a.count, piece,
+    using Tensor = typename decltype(tensor)::type;
+    return for_batches<Tensor>(
+        a.tensors, a.cuts, a.count, piece,
         [&](const StepTensor& t) { return is_aligned<typename Param::Storage, State>(t, a.param); },
-        [&](const StepBatch& batch, int64_t first, int64_t first_piece, unsigned pieces) {
+        [&](const StepBatch<Tensor>& batch, int64_t first, int64_t first_piece, unsigned pieces) {
           if (pieces == 0) return cudaSuccess;
-          const StepLaunch<Rule> args{batch, a.rules + first, a.grad_factor, a.found_inf,
-                                      a.squares + first_piece};
-          return launch_pieces(param, state, args, pieces);
+          const StepLaunch<Tensor, Rule> args{batch, a.rules + first, a.grad_factor, a.found_inf,
+                                              a.squares + first_piece};
+          return launch_pieces(param, state, tensor, args, pieces);
         });
   });
 }
@@ -128,11 +131,16 @@ template <class Rule>
 cudaError_t step(const Step<Rule>& a, cudaStream_t stream) {
   const int piece = a.state == StateCodec::blocks ? kTablesPiece : kPiece;
   return launch_batches<true>(
-      a, piece, stream, [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
+      a, piece, stream,
+      [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
         using Param = typename decltype(param)::type;
-        using State = typename decltype(state)::type;
-        return launch(step_pieces<Param, State, Rule>, {dim3(pieces), dim3(kStepThreads)}, stream,
-                      args);
+        const Launch how{dim3(pieces), dim3(kStepThreads)};
+        if constexpr (kIsCut<typename decltype(tensor)::type>) {
+          return launch(step_cut_pieces<Param, Rule>, how, stream, args, a.only_absmaxes);
+        } else {
+          using State = typename decltype(state)::type;
+          return launch(step_pieces<Param, State, Rule>, how, stream, args);
+        }
       });
 }
 
@@ -155,11 +163,12 @@ template <class Rule>
 cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
   const cudaError_t error = launch_batches<false>(
       a, kSquarePiece, stream,
-      [&](auto param, auto state, const StepLaunch<Rule>& args, unsigned pieces) {
+      [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
         using Param = typename decltype(param)::type;
         using State = typename decltype(state)::type;
-        return launch(measure_pieces<Param, State, Rule>, {dim3(pieces), dim3(kStepThreads)},
-                      stream, args);
+        using Tensor = typename decltype(tensor)::type;
+        return launch(measure_pieces<Param, State, Tensor, Rule>,
+                      {dim3(pieces), dim3(kStepThreads)}, stream, args);
       });
   if (error != cudaSuccess) return error;
   int64_t tensor = 0, piece = 0;  // each asked for in turn
@@ -207,10 +216,10 @@ TW_EXPORT cudaError_t grad_squares(const GradSquares& a, cudaStream_t stream) {
   int64_t pieces = 0;
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;
-    error = for_batches(
-        a.tensors, a.count, kSquarePiece,
+    error = for_batches<StepTensor>(
+        a.tensors, nullptr, a.count, kSquarePiece,
         [](const StepTensor& t) { return holds_groups<T>(t.grad); },
-        [&](const StepBatch& batch, int64_t, int64_t first_piece, unsigned now) {
+        [&](const StepBatch<StepTensor>& batch, int64_t, int64_t first_piece, unsigned now) {
           pieces += now;
           if (now == 0) return cudaSuccess;
           return launch(grad_pieces<T>, {dim3(now), dim3(kStepThreads)}, stream,

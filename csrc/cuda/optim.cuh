@@ -113,20 +113,28 @@ __device__ __forceinline__ void for_moments(Call&& call) {
   }
 }
 
+// One of whose rows other devices have a part.
+struct CutTensor : StepTensor {
+  CutRows rows;
+};
+template <class Tensor>
+constexpr bool kIsCut = std::is_same<Tensor, CutTensor>::value;
+
 // State is the type that moments are stored in: float, BFloat16, or bytes of codes.
-template <class Param, class State, class Rule>
+template <class Param, class State, class Rule, class Tensor = StepTensor>
 class LaneOfBlock {
  public:
   static constexpr int N = Rule::kMoments;
   static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
   using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
 
-  __device__ __forceinline__ LaneOfBlock(const StepTensor& t, uint32_t block, bool is_aligned)
+  __device__ __forceinline__ LaneOfBlock(const Tensor& t, uint32_t block, bool is_aligned)
       : t_(t),
         block_(block),
         here_(locate(t, block)),
         first_(here_.begin + place(0)),
-        whole_(is_aligned && here_.count == kQuantBlock) {
+        whole_(is_aligned && here_.count == kQuantBlock &&
+               (!kIsCut<Tensor> || here_.begin % 4 == 0)) {
     with_access([&](auto access_to) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
@@ -175,7 +183,11 @@ class LaneOfBlock {
   __device__ __forceinline__ void save(const Maps& maps) {
     for_moments<N>([&](auto k) {
       if constexpr (kInBlocks) {
-        absmax_[k] = largest_magnitude(m_[k]);
+        if constexpr (kIsCut<Tensor>) {
+          absmax_[k] = *new_absmax(k);  // known already, from all devices
+        } else {
+          absmax_[k] = largest_magnitude(m_[k]);
+        }
         constexpr bool kSigned = Rule::kSigned[k];
         maps.template of<kSigned>().template encode<!kSigned>(moment_[k], m_[k], absmax_[k]);
       } else {
@@ -185,7 +197,7 @@ class LaneOfBlock {
         }
       }
     });
-    if constexpr (kInBlocks) {
+    if constexpr (kInBlocks && !kIsCut<Tensor>) {
       __syncwarp();  // all lanes have read the absmax that one of them replaces
       if (lane() == 0) {
 #pragma unroll
@@ -204,8 +216,20 @@ class LaneOfBlock {
     });
   }
 
+  // Of cut rows: of what is here of the block.
+  __device__ __forceinline__ void save_absmaxes() const {
+    for_moments<N>([&](auto k) {
+      const float largest = largest_magnitude(m_[k]);
+      if (lane() == 0) *new_absmax(k) = largest;
+    });
+  }
+
  private:
-  static __device__ __forceinline__ QuantBlock locate(const StepTensor& t, uint32_t block) {
+  __device__ __forceinline__ float* new_absmax(int k) const {
+    return t_.absmax[k] + t_.rows.all_pieces + block_;
+  }
+  static __device__ __forceinline__ QuantBlock locate(const Tensor& t, uint32_t block) {
+    if constexpr (kIsCut<Tensor>) return cut_block(t.rows, block, t.width);
     if constexpr (kInBlocks) return quant_block(block, t.width);
     const int64_t begin = (int64_t)block * kQuantBlock, left = t.width - begin;
     return {begin, left < kQuantBlock ? left : kQuantBlock};
@@ -221,7 +245,7 @@ class LaneOfBlock {
     }
   }
 
-  const StepTensor& t_;
+  const Tensor& t_;
   const uint32_t block_;
   const QuantBlock here_;
   const int64_t first_;  // element of the lane
@@ -237,32 +261,36 @@ class LaneOfBlock {
 
 // Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. All
 // arguments of a launch take 4 KB at most.
-constexpr int kBatchTensors = 40;
+template <class Tensor>
+constexpr int kBatchTensors = kIsCut<Tensor> ? 32 : 40;
+template <class Tensor>
 struct StepBatch {
   // first_block is that of the tensor's first piece: pieces of `piece` blocks, one for each block
   // of threads, lie within tensors.
-  StepTensor tensor[kBatchTensors + 1];
-  uint32_t blocks[kBatchTensors];
+  Tensor tensor[kBatchTensors<Tensor> + 1];
+  uint32_t blocks[kBatchTensors<Tensor>];
   int count, piece;
   uint64_t aligned;  // a bit for each tensor: groups of four elements can be accessed as one
 };
 
 // call(batch, number of its first tensor, of its first piece, pieces) for all tensors;
 // is_aligned(tensor) says whether each of its rows can be accessed in groups of four.
-template <class IsAligned, class Call>
-cudaError_t for_batches(const StepTensor* tensors, int64_t count, int piece, IsAligned&& is_aligned,
-                        Call&& call) {
+template <class Tensor, class IsAligned, class Call>
+cudaError_t for_batches(const StepTensor* tensors, const CutRows* cuts, int64_t count, int piece,
+                        IsAligned&& is_aligned, Call&& call) {
+  constexpr int kMost = kBatchTensors<Tensor>;
   int64_t first_piece = 0;
-  for (int64_t first = 0; first < count; first += kBatchTensors) {
-    StepBatch batch = {};
-    batch.count = (int)(count - first < kBatchTensors ? count - first : kBatchTensors);
+  for (int64_t first = 0; first < count; first += kMost) {
+    StepBatch<Tensor> batch = {};
+    batch.count = (int)(count - first < kMost ? count - first : kMost);
     batch.piece = piece;
     int64_t pieces = 0;
     for (int i = 0; i < batch.count; ++i) {
       const StepTensor& t = tensors[first + i];
       const int64_t blocks = tensors[first + i + 1].first_block - t.first_block;
       if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-      batch.tensor[i] = t;
+      (StepTensor&)batch.tensor[i] = t;
+      if constexpr (kIsCut<Tensor>) batch.tensor[i].rows = cuts[first + i];
       batch.tensor[i].first_block = pieces * piece;
       batch.blocks[i] = (uint32_t)blocks;
       batch.aligned |= (uint64_t)is_aligned(t) << i;
@@ -278,16 +306,18 @@ cudaError_t for_batches(const StepTensor* tensors, int64_t count, int piece, IsA
 }
 
 // The blocks of the piece that this block of threads has: body(tensor, block) in each warp.
-template <class Body>
-__device__ __forceinline__ void for_blocks_of_piece(const StepBatch& batch, int at, Body&& body) {
-  const StepTensor& t = batch.tensor[at];
+template <class Tensor, class Body>
+__device__ __forceinline__ void for_blocks_of_piece(const StepBatch<Tensor>& batch, int at,
+                                                    Body&& body) {
+  const Tensor& t = batch.tensor[at];
   const uint32_t first = (uint32_t)((int64_t)blockIdx.x * batch.piece - t.first_block);
   const uint32_t left = batch.blocks[at] - first, piece = (uint32_t)batch.piece;
   const uint32_t count = left < piece ? left : piece;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kWarp; i < count; i += kStepWarps) body(t, first + i);
 }
-__device__ __forceinline__ int tensor_of_piece(const StepBatch& batch) {
+template <class Tensor>
+__device__ __forceinline__ int tensor_of_piece(const StepBatch<Tensor>& batch) {
   return (int)step_tensor(batch.tensor, batch.count, (int64_t)blockIdx.x * batch.piece);
 }
 
@@ -303,7 +333,7 @@ struct MakeRules {
   Rule* rules;
   Number steps[kRulesAtOnce];
   int count;
-  bool is_step;  // not a measure
+  bool is_step;  // which is counted
 };
 template <class Rule>
 __global__ void __launch_bounds__(kRulesAtOnce)
@@ -327,7 +357,7 @@ cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
                          a.rules + first,
                          {},
                          (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
-                         !a.sums};
+                         !a.sums && !a.only_absmaxes};
     for (int i = 0; i < make.count; ++i) make.steps[i] = a.steps[first + i];
     static_assert(sizeof make <= 4096);
     const cudaError_t error = launch(make_rules<Rule>, {dim3(1), dim3(kRulesAtOnce)}, stream, make);
@@ -373,19 +403,20 @@ cudaError_t launch_roundings(const Step<Rule>& a, cudaStream_t stream) {
 
 // --- Steps --------------------------------------------------------------------------------------
 
-template <class Rule>
+template <class Tensor, class Rule>
 struct StepLaunch {
-  StepBatch batch;
+  StepBatch<Tensor> batch;
   const Rule* rules;
   Number grad_factor, found_inf;
   double (*squares)[2];  // each piece's
 };
-static_assert(sizeof(StepLaunch<int>) <= 4096);
+static_assert(sizeof(StepLaunch<StepTensor, int>) <= 4096);
+static_assert(sizeof(StepLaunch<CutTensor, int>) + sizeof(bool) <= 4096);
 
-template <class Param, class State, class Rule>
-__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
-    step_pieces(const __grid_constant__ StepLaunch<Rule> a) {
-  using Lane = LaneOfBlock<Param, State, Rule>;
+// save(lane, maps) for each block, when its lanes have made their step.
+template <class Param, class State, class Tensor, class Rule, class Save>
+__device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Save&& save) {
+  using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
   __shared__ typename Lane::Maps maps;
   if (a.found_inf.read() != 0) return;
   const int at = tensor_of_piece(a.batch);
@@ -393,7 +424,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
   const float grad_factor = (float)a.grad_factor.read();
   const bool is_aligned = a.batch.aligned >> at & 1;
   maps.fill();
-  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
+  for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
     Lane lane(t, block, is_aligned);
     lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
       const float before = p;
@@ -402,7 +433,20 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
         skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
       }
     });
-    lane.save(maps);
+    save(lane, maps);
+  });
+}
+
+template <class Param, class State, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
+    step_pieces(const __grid_constant__ StepLaunch<StepTensor, Rule> a) {
+  step_each<Param, State>(a, [](auto& lane, const auto& maps) { lane.save(maps); });
+}
+template <class Param, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
+    step_cut_pieces(const __grid_constant__ StepLaunch<CutTensor, Rule> a, bool only_absmaxes) {
+  step_each<Param, uint8_t>(a, [=](auto& lane, const auto& maps) {
+    only_absmaxes ? lane.save_absmaxes() : lane.save(maps);
   });
 }
 
@@ -424,10 +468,10 @@ __device__ __forceinline__ double sum_over_block(double value) {
 }
 
 // What a step would be: nothing is written but a piece's squares.
-template <class Param, class State, class Rule>
+template <class Param, class State, class Tensor, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
-    measure_pieces(const __grid_constant__ StepLaunch<Rule> a) {
-  using Lane = LaneOfBlock<Param, State, Rule>;
+    measure_pieces(const __grid_constant__ StepLaunch<Tensor, Rule> a) {
+  using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
   __shared__ typename Lane::Maps maps;
   const int at = tensor_of_piece(a.batch);
   const Rule rule = a.rules[at];
@@ -435,7 +479,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
   const bool is_aligned = a.batch.aligned >> at & 1;
   maps.fill();
   double of_param = 0, of_step = 0;
-  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
+  for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
     Lane lane(t, block, is_aligned);
     lane.for_elements(maps, [&](float& p, float g, float* m, bool is_there) {
       double step = rule.direction(p, g * grad_factor, m);
@@ -487,7 +531,7 @@ struct NoParam {
   __device__ __forceinline__ float operator[](int) const { return 0; }
 };
 struct GradLaunch {
-  StepBatch batch;
+  StepBatch<StepTensor> batch;
   double* sums;  // each piece's
 };
 template <class T>

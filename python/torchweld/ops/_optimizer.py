@@ -8,7 +8,7 @@ A step takes lists with an entry for each parameter, and writes to all of them b
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
 * `steps`: the number of steps taken, on the parameter's device, which this one counts up;
 * `edges`: of codes whose rows other devices have a part of, or none: where the pieces of blocks
-  that are here begin and end in a row, as int64 numbers on the CPU. Their `absmaxes` are [2, rows,
+  that are here begin and end in a row, as int64 numbers beside them. Their `absmaxes` are [2, rows,
   pieces]: of the whole blocks as they were, and as they become, which a call with `only_absmaxes`
   finds of what is here, leaving all else, and all devices' largest have to be put there;
 * `places`: of bfloat16 parameters that are rounded stochastically, or none: as _rounding has them.
@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 
-from torchweld.errors import BackendError
-from torchweld.ops import _call
 from torchweld.ops._plain import PlainOp
 from torchweld.ops._rounding import rounded_at
 from torchweld.ops.quantize_8bit import (
@@ -38,7 +36,6 @@ from torchweld.ops.quantize_8bit import (
     keep_positive,
     quantize_reference,
 )
-from torchweld.registry import EAGER
 
 Tensors = list[torch.Tensor]
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]
@@ -109,6 +106,10 @@ class Rule:
     arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
+    # Of the op of a kind of rules: what it takes besides, and what it has kernels for.
+    _more = ""
+    _backends: tuple[str, ...] = _BACKENDS
+
     def __init__(
         self,
         name: str,
@@ -124,8 +125,9 @@ class Rule:
         self._direction = direction
         self._op = PlainOp(
             name,
-            f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes) -> ()",
-            backends=_BACKENDS,
+            f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes"
+            f"{self._more}) -> ()",
+            backends=self._backends,
         )
         if direction is not None:
             self._measure = PlainOp(
@@ -193,16 +195,7 @@ class Rule:
     def _kernel(self, op: PlainOp, batch: Batch) -> Any:
         if not batch.served_by_kernel():
             return None
-        kernel = op.kernel(batch.params[0].device)
-        if batch.add_up is not None:
-            if _call.forced not in (None, EAGER):
-                reason = "sums over sharded parameters are eager's"
-                raise BackendError(op.name, _call.forced, reason)
-            return None
-        if batch.edges and kernel is not None and kernel._overloadname == "cuda":
-            reason = "8-bit moments are sharded within rows, which the cpu kernel and eager take"
-            raise BackendError(op.name, "cuda", reason)
-        return kernel
+        return op.kernel(batch.params[0].device)
 
     def _read(
         self, batch: Batch, i: int, factor: torch.Tensor | None
@@ -212,7 +205,7 @@ class Rule:
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         completion = batch.completions[i] if batch.completions else None
         scales = batch.absmaxes[i::count]
-        edges = batch.edges[i].to(p.device) if batch.edges else None
+        edges = batch.edges[i] if batch.edges else None
         if edges is not None:
             scales = [of_pieces[0] for of_pieces in scales]
         moments = [
@@ -264,7 +257,7 @@ class Rule:
                 sound = _sound(moments)
                 after = torch.where(sound, after, before)
                 moments = [torch.where(sound, m, 0.0) for m in moments]
-            edges = batch.edges[i].to(p.device) if batch.edges else None
+            edges = batch.edges[i] if batch.edges else None
             if only_absmaxes:
                 for scale, value in zip(scales, moments, strict=True):
                     write(scale[1], absmax_reference(value, edges))

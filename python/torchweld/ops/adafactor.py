@@ -14,13 +14,27 @@ from typing import Any
 import torch
 
 from torchweld.ops._optimizer import Batch, Number, Rule, Sums, Tensors, Updates
+from torchweld.ops._plain import PlainOp
 
 Read = Callable[[], tuple[torch.Tensor, torch.Tensor, Tensors]]
 Update = Generator[Any, Tensors, None]
 
 
 class _Factored(Rule):
-    """Its updates are generators, which need sums over whole tensors in between."""
+    """Its updates are generators, which need sums over whole tensors in between.
+
+    So does its op of sharded parameters: it is called for each of its passes then, with the sums of
+    all devices, among which it writes its own. `wholes` are parameters' rows, columns, elements.
+    """
+
+    _more = ", Tensor(f!)? sums=None, int[] wholes=[], int passed=0"
+    _backends = ("cpu",)
+
+    def _kernel(self, op: PlainOp, batch: Batch) -> Any:
+        kernel = super()._kernel(op, batch)
+        if kernel is None or batch.add_up is None:
+            return kernel
+        return functools.partial(_call_in_passes, kernel, batch)
 
     def _updates(
         self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
@@ -42,6 +56,34 @@ class _Factored(Rule):
             of_wholes = _add_up(batch, sums)
             for read, update, of_whole in zip(reads, updates, of_wholes, strict=True):
                 yield read()[0], *update.send(of_whole)
+
+
+def _call_in_passes(kernel: Any, batch: Batch, *arguments: Any) -> None:
+    """A step whose sums are added up over devices between its passes."""
+    counts = [_sums(*of_one) for of_one in zip(batch.params, batch.wholes, strict=True)]
+    sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64)
+    parts = iter(sums.split(sizes))
+    shapes = [torch.Size((1, 1, *whole.shape)) for whole in batch.wholes]
+    wholes = [size for shape in shapes for size in (*shape[-2:], shape.numel())]
+    taken = [[[(next(parts), dims) for _, dims in some] for some in of_one] for of_one in counts]
+    for passed in range(3):
+        kernel(*arguments, sums, wholes, passed)
+        _add_up(batch, [of_one[passed] for of_one in taken])
+    kernel(*arguments, sums, wholes, 3)
+
+
+def _sums(part: torch.Tensor, whole: torch.Tensor) -> tuple[list[tuple[int, tuple[int, ...]]], ...]:
+    """For each pass: how many it makes of a parameter, and the dimensions that they are over."""
+    every = tuple(range(part.ndim))
+    of_all = [(2, every)]  # the parameter's squares, and its direction's
+    if len(every) < 2:
+        return [], [], of_all
+    *others, height, width = part.shape
+    matrices = math.prod(others) if whole.numel() > 0 else 0
+    rows, columns = every[-1:], every[-2:-1]
+    of_squares = [(matrices * height, rows), (matrices * width, columns)]
+    return of_squares, [(matrices, columns)], of_all
 
 
 def _add_up(batch: Batch, sums: list[Sums]) -> list[Tensors]:

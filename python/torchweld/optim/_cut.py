@@ -34,13 +34,14 @@ class CutRows(NamedTuple):
 
     edges: torch.Tensor  # [pieces + 1]: where pieces of blocks begin and end in a row's part
     blocks: torch.Tensor  # [pieces]: which of the whole row's blocks they are of
+    width: int  # of a row's part
     blocks_of_row: int
     mesh: Any
     dims: tuple[int, ...]  # of the mesh: the devices along them share rows
 
     def of_pieces(self, absmax: torch.Tensor) -> torch.Tensor:
         """[rows, pieces], from those of blocks."""
-        return absmax[:, self.blocks.to(absmax.device)]
+        return absmax[:, self.blocks]
 
     def of_step(self, absmax: torch.Tensor) -> torch.Tensor:
         """[2, rows, pieces], as a step takes them: as they are, twice if nothing is measured."""
@@ -50,16 +51,16 @@ class CutRows(NamedTuple):
     def of_blocks(self, absmax: torch.Tensor) -> torch.Tensor:
         """[rows, blocks], from those of the pieces that are here; as ordered bits."""
         bits = absmax.contiguous().view(torch.int32)
-        index = self.blocks.to(bits.device).expand_as(bits)
         zeros = bits.new_zeros(len(bits), self.blocks_of_row)
-        return zeros.scatter_reduce(1, index, bits, "amax")
+        return zeros.scatter_reduce(1, self.blocks.expand_as(bits), bits, "amax")
 
 
-def cut_rows(p: torch.Tensor) -> CutRows | None:
-    """Or None, where this device has whole rows."""
+def cut_rows(p: torch.Tensor, device: torch.device | None = None) -> CutRows | None:
+    """Or None, where this device has whole rows. On p's device, if none is named."""
     if not is_one(p):
         return None
-    return _cut_rows(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    mesh, shards = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return _cut_rows(p.shape, mesh, shards, device or p.device)
 
 
 def absmax_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -72,10 +73,10 @@ def absmax_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def check_blocks(function: str, p: torch.Tensor) -> None:
     """That this device has the part of rows which placements say."""
     cut, part = cut_rows(p), local(p)
-    if cut is not None and part.numel() != len(part) * cut.edges[-1]:
+    if cut is not None and part.numel() != len(part) * cut.width:
         came = f'"8bit" for a part of shape {list(part.shape)} of a parameter of {list(p.shape)}'
         shards = p.placements  # type: ignore[attr-defined]
-        accepted = f"rows of {int(cut.edges[-1])} elements by {shards}, or another state_dtype"
+        accepted = f"rows of {cut.width} elements by {shards}, or another state_dtype"
         raise ArgumentError(function, "state_dtype", came, accepted)
 
 
@@ -92,11 +93,11 @@ def quantize(
     p: torch.Tensor, part: torch.Tensor, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and absmax of this device's part of a moment of p, from its values."""
-    cut = cut_rows(p)
+    cut = cut_rows(p, part.device)
     if cut is None:
         return quantize_8bit(part.float().contiguous(), signed=signed)
-    (absmax,) = joined([(cut, absmax_reference(part, cut.edges.to(part.device)))])
-    codes, _ = quantize_reference(part, signed, cut.edges.to(part.device), cut.of_pieces(absmax))
+    (absmax,) = joined([(cut, absmax_reference(part, cut.edges))])
+    codes, _ = quantize_reference(part, signed, cut.edges, cut.of_pieces(absmax))
     return codes, absmax
 
 
@@ -104,11 +105,10 @@ def dequantize(
     p: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, signed: bool
 ) -> torch.Tensor:
     """What `quantize` kept."""
-    cut = cut_rows(p)
+    cut = cut_rows(p, codes.device)
     if cut is None:
         return dequantize_8bit(codes, absmax, signed=signed)
-    scales, edges = cut.of_pieces(absmax), cut.edges.to(codes.device)
-    return dequantize_reference(codes, scales, signed, torch.float32, edges)
+    return dequantize_reference(codes, cut.of_pieces(absmax), signed, torch.float32, cut.edges)
 
 
 def joined(pieces: Sequence[tuple[CutRows, torch.Tensor]]) -> list[torch.Tensor]:
@@ -133,7 +133,10 @@ def joined(pieces: Sequence[tuple[CutRows, torch.Tensor]]) -> list[torch.Tensor]
 
 
 @lru_cache(maxsize=1024)
-def _cut_rows(shape: torch.Size, mesh: Any, shards: tuple[Any, ...]) -> CutRows | None:
+def _cut_rows(
+    shape: torch.Size, mesh: Any, shards: tuple[Any, ...], device: torch.device
+) -> CutRows | None:
+    """Copied to a device once, for which it has to wait."""
     dims = tuple(at for at, shard in enumerate(shards) if getattr(shard, "dim", 0) != 0)
     if not dims:
         return None
@@ -143,4 +146,5 @@ def _cut_rows(shape: torch.Size, mesh: Any, shards: tuple[Any, ...]) -> CutRows 
         columns = (columns.unsqueeze(1) * size + here).flatten()
     blocks, sizes = torch.unique_consecutive(columns // BLOCK, return_counts=True)
     edges = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    return CutRows(edges, blocks, scales_shape(shape)[1], mesh, dims)
+    whole = scales_shape(shape)[1]
+    return CutRows(edges.to(device), blocks.to(device), len(columns), whole, mesh, dims)
