@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from torchweld import optim
-from torchweld.bench.plot import COLOURS
 from torchweld.bench.table import Table, progress
 
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 64, 16
@@ -36,6 +35,12 @@ CODECS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"master_weights": "remainder", "state_dtype": "8bit"},
     ),
+    "bfloat16, rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
+    "bfloat16, rounded stochastically, 8-bit states": (
+        torch.bfloat16,
+        {"stochastic_rounding": True, "state_dtype": "8bit"},
+    ),
+    "bfloat16, rounded to the nearest": (torch.bfloat16, {}),
 }
 
 
@@ -122,7 +127,7 @@ def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
         2, 1, figsize=(9, 7), sharex=True, layout="constrained", height_ratios=(2, 1)
     )
     for at, (codec, of_seeds) in enumerate(curves.items()):
-        colour = (*COLOURS, "black")[at]
+        colour = f"C{at}"
         smooth = torch.tensor(of_seeds[0]).unfold(0, LAST, 1).mean(1)
         steps = range(LAST, LAST + len(smooth))
         losses.plot(steps, smooth, label=codec, color=colour, linewidth=1.3)

@@ -54,25 +54,33 @@ def _seam(op: Seam, backends: str) -> str:
 def optimizer_bytes() -> str:
     """What AdamW keeps and moves, for each way of keeping it."""
     lines = [
-        "| parameters | master_weights | state_dtype | kept | moved by a step |",
-        "|---|---|---|--:|--:|",
+        "| parameters | master_weights | stochastic_rounding | state_dtype | kept"
+        " | moved by a step |",
+        "|---|---|---|---|--:|--:|",
     ]
-    for dtype, masters in (
-        (torch.float32, False),
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-        (torch.bfloat16, "remainder"),
+    for dtype, masters, rounding in (
+        (torch.float32, False, False),
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, "remainder", False),
     ):
         for state_dtype in (torch.float32, torch.bfloat16, "8bit"):
             p = torch.zeros(1024, 1024, dtype=dtype, requires_grad=True)
             p.grad = torch.zeros_like(p)
-            optimizer = optim.AdamW([p], state_dtype=state_dtype, master_weights=masters)
+            optimizer = optim.AdamW(
+                [p],
+                state_dtype=state_dtype,
+                master_weights=masters,
+                stochastic_rounding=rounding,
+            )
             optimizer.step()
             state = [v for name, v in optimizer.state[p].items() if name != "step"]
             kept = sum(t.nbytes for t in [p, *state]) / p.numel()
             # A master is what is read in the parameter's place.
             moved = 2 * kept + p.itemsize - (p.itemsize if masters is True else 0)
-            names = [str(n).removeprefix("torch.") for n in (dtype, masters, state_dtype)]
+            settings = (dtype, masters, rounding, state_dtype)
+            names = [str(value).removeprefix("torch.") for value in settings]
             lines.append(f"| {' | '.join(names)} | {kept:.2f} | {moved:.2f} |")
     return "\n".join(lines)
 

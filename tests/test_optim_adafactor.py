@@ -212,7 +212,7 @@ def test_kernels_refuse_by_themselves() -> None:
     def call(moments: list[torch.Tensor], params: Any = None, of_pass: Any = ()) -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
-        lists = (given, grads, [], moments, [], steps, [])
+        lists = (given, grads, [], moments, [], steps, [], [])
         torch.ops.torchweld.adafactor.cpu(*lists, torch.tensor(1.0), *rest, *of_pass)
 
     call([torch.zeros(4), torch.zeros(6)])

@@ -30,6 +30,8 @@ CODECS: tuple[dict[str, Any], ...] = (
     {"state_dtype": torch.bfloat16, "amsgrad": True},
     {"state_dtype": "8bit", "master_weights": "remainder"},
     {"master_weights": True},
+    {"stochastic_rounding": True},
+    {"stochastic_rounding": True, "state_dtype": "8bit"},
 )
 
 
@@ -39,7 +41,8 @@ def _values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _dtype(settings: dict[str, Any]) -> torch.dtype:
-    return torch.bfloat16 if "master_weights" in settings else torch.float32
+    narrow = settings.keys() & {"master_weights", "stochastic_rounding"}
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def _run(
@@ -327,6 +330,26 @@ def _factored_on(kernel: bool, limit: float | None) -> None:
                 assert torch.equal(p.to_local(), q.to_local())
 
 
+def _rounded_sums(rank: int) -> None:
+    """Of rules with sums over whole tensors: roundings are one device's but where a sum's is not.
+
+    A sum that is made in another order moves a parameter by a few of float32's roundings, of which
+    there are 2^16 in one of bfloat16's: as many elements are rounded to the other side in a step.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
+        settings = {"stochastic_rounding": True}
+        expected, _ = _run(settings, lambda t: t, range(1, 5), kind=kind)
+        unrounded, _ = _run({"master_weights": True}, lambda t: t, range(1, 5), kind=kind)
+        for dim in (0, 1):
+            found, _ = _run(settings, _placer(mesh, dim), range(1, 5), kind=kind)
+            others = [(_whole(p.detach()) != e).sum() for p, e in zip(found, expected, strict=True)]
+            assert sum(others) <= 1e-3 * sum(e.numel() for e in expected), kind
+        assert not any(torch.equal(e, u) for e, u in zip(expected, unrounded, strict=True))
+
+
 def _clipping(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -415,23 +438,33 @@ def _zero(rank: int) -> None:
 def _grid(rank: int) -> None:
     """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 2))
-    settings = CODECS[1]
-    expected = _run(settings, lambda t: t, range(1, 4))
-    for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
-        _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
-    for dim in 0, 1:
+    for settings in CODECS[1], *CODECS[-2:]:
+        expected = _run(settings, lambda t: t, range(1, 4))
+        for dims in (0, 1), (1, 0), (1, 1), (2, 1), (None, 1):
+            _assert_same(_run(settings, _placer(mesh, *dims), range(1, 4)), expected)
+        for dim in 0, 1:
 
-        def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
-            along = min(dim, t.ndim - 1)
-            even = t.shape[along] % 4 == 0  # the others torch does not place so
-            first = _StridedShard(along, split_factor=2) if even else Shard(along)
-            return distribute_tensor(t, mesh, [first, Shard(along)])
+            def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
+                along = min(dim, t.ndim - 1)
+                even = t.shape[along] % 4 == 0  # the others torch does not place so
+                first = _StridedShard(along, split_factor=2) if even else Shard(along)
+                return distribute_tensor(t, mesh, [first, Shard(along)])
 
-        _assert_same(_run(settings, place, range(1, 4)), expected)
+            _assert_same(_run(settings, place, range(1, 4)), expected)
+
+    # Without the second, every other quarter: no part that lies side by side.
+    gaps = distribute_tensor(
+        torch.zeros(8, 4).bfloat16(), mesh, [_StridedShard(0, split_factor=2), Replicate()]
+    )
+    p = torch.nn.Parameter(gaps)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(torchweld.ArgumentError, match="without gaps"):
+        optim.AdamW([p], stochastic_rounding=True).step()
+    assert not p.to_local().any()
 
 
 def _emulated(rank: int) -> None:
@@ -549,7 +582,10 @@ def _stage(rank: int, stage: int, directory: Path) -> None:
 
 # With the number of processes.
 SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
-    *((2, s) for s in (_shards, _codecs, _adaptive, _factored, _clipping, _fsdp2, _zero)),
+    *(
+        (2, s)
+        for s in (_shards, _codecs, _adaptive, _factored, _rounded_sums, _clipping, _fsdp2, _zero)
+    ),
     *((4, s) for s in (_grid, _factored, _fsdp2_and_tp)),
 ]
 

@@ -231,6 +231,12 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "state": (lambda: optim.AdamW(P, state_dtype="4bit"), "state_dtype", "8bit"),
     "state's dtype": (lambda: optim.AdamW(P, state_dtype=torch.int8), "state_dtype", "bfloat16"),
     "masters": (lambda: optim.AdamW(P, master_weights="all"), "master_weights", "remainder"),
+    "rounding": (lambda: optim.AdamW(P, stochastic_rounding=1), "stochastic_rounding", "True or"),
+    "rounding from masters": (
+        lambda: optim.Lion([{"params": P, "master_weights": True}], stochastic_rounding=True),
+        "stochastic_rounding",
+        "one of the two",
+    ),
     "size": (lambda: optim.AdamW(P, min_quantized_size=-1), "min_quantized_size", ">= 0"),
     "norm": (lambda: optim.AdamW(P, max_grad_norm=0.0), "max_grad_norm", "> 0"),
     "graph": (lambda: optim.AdamW(P, differentiable=True), "differentiable", "torch.optim"),
@@ -315,6 +321,7 @@ def test_kernels_refuse_by_themselves() -> None:
             "absmaxes": [torch.zeros(4, 2) for _ in range(2)],
             "steps": [torch.tensor(0.0)],
             "edges": [],
+            "places": [],
             "lr": torch.tensor(1.0),
         }
         only_absmaxes = changed.pop("only_absmaxes", False)
@@ -328,10 +335,15 @@ def test_kernels_refuse_by_themselves() -> None:
         absmaxes = [torch.zeros(2, 4, pieces) for _ in range(2)]
         return {"edges": [torch.tensor(edges, dtype=dtype)], "absmaxes": absmaxes}
 
+    def rounded(**changed: Any) -> dict[str, Any]:
+        half = {"params": [x.bfloat16()], "grads": [torch.ones_like(x).bfloat16()]}
+        return half | {"places": [torch.tensor([0, 0, 300, 1])]} | changed
+
+    x = torch.zeros(4, 300)
     call(lr=torch.tensor(0.0))
+    call(**rounded())
     call(lr=torch.tensor(0.0), **cut(0, 100, 300))
     call(**cut(0, 100, 300), only_absmaxes=True)
-    x = torch.zeros(4, 300)
     wrong: list[dict[str, Any]] = [
         {"grads": []},
         {"grads": [torch.ones(4, 299)]},
@@ -358,6 +370,11 @@ def test_kernels_refuse_by_themselves() -> None:
         cut(0, 100, 300) | {"absmaxes": [torch.zeros(4, 2)] * 2},
         cut(0, 100, 300) | {"edges": [torch.tensor([0, 100, 300])] * 2},
         {"moments": [x, x], "absmaxes": [], "edges": [torch.tensor([0, 256, 300])]},
+        {"places": [torch.tensor([0, 0, 300, 1])]},  # of float32
+        rounded(completions=[x]),
+        rounded(places=[torch.tensor([0, 0, 300])]),
+        rounded(places=[torch.tensor([0, 0, 300, 1])] * 2),
+        rounded(places=[torch.tensor([0.0, 0.0, 300.0, 1.0])]),
     ]
     for changed in wrong:
         with pytest.raises(RuntimeError):

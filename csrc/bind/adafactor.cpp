@@ -27,8 +27,11 @@ class Factoring {
   Factoring(const Tensors& params, const Tensors& grads, const Tensors& completions,
             const Tensors& moments, const Tensors& steps, const Tensor& lr,
             const OptionalTensor& grad_factor, const AdafactorSettings& settings,
-            const Shape& wholes)
-      : like_(params[0]), settings_(settings), tensors_(params.size()) {
+            const Tensors& places, const Shape& wholes)
+      : like_(params[0]),
+        settings_(settings),
+        tensors_(params.size()),
+        roundings_(roundings_of(params, places)) {
     const size_t count = params.size();
     const bool factored = like_.dim() > 1, with_momentum = settings.beta1 != 0;
     const size_t averages = factored ? 2 : 1;
@@ -47,7 +50,7 @@ class Factoring {
              (float)settings.beta1,
              (float)number_or(grad_factor, 1, like_).read(),
              dtype,
-             param_codec(completions, dtype),
+             param_codec(completions, places, dtype),
              factored};
     const double rate = number(lr, like_).read();
     for (size_t i = 0; i < count; ++i) {
@@ -55,9 +58,11 @@ class Factoring {
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
       FactoredTensor& t = tensors_[i];
       set_param(t, params, grads, completions, i);
+      if (!roundings_.empty()) t.completion = &roundings_[i];
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
       steps_.push_back(counter(steps[i], like_));
       now_.push_back({rate, steps_[i].read() + 1, 1});
+      if (!roundings_.empty()) roundings_[i].step = (uint32_t)now_[i].number;
       t.rate = (float)std::pow(now_[i].number, settings.decay_rate);
       if (t.whole_elements == 0) continue;  // and there is nothing to average
       if (factored) {
@@ -202,6 +207,7 @@ class Factoring {
   const Tensor& like_;
   const AdafactorSettings settings_;
   std::vector<FactoredTensor> tensors_;
+  std::vector<Rounding> roundings_;
   Adafactor args_;
   std::vector<Number> steps_;
   std::vector<StepScalars> now_;
@@ -211,18 +217,19 @@ class Factoring {
 
 // With `sums` one of its passes.
 void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double decay_rate,
-                    double eps_square, double eps_floor, double eps_scale, double clip,
-                    double beta1, double weight_decay, bool relative, bool warmup, bool scaled,
-                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf,
-                    bool only_absmaxes, OptionalTensor sums, Shape wholes, int64_t passed) {
+                    Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+                    double decay_rate, double eps_square, double eps_floor, double eps_scale,
+                    double clip, double beta1, double weight_decay, bool relative, bool warmup,
+                    bool scaled, bool scaled_decay, OptionalTensor grad_factor,
+                    OptionalTensor found_inf, bool only_absmaxes, OptionalTensor sums, Shape wholes,
+                    int64_t passed) {
   if (params.empty()) return;
   STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
                   "averages are not kept in blocks");
   Factoring factoring(params, grads, completions, moments, steps, lr, grad_factor,
                       {decay_rate, eps_square, eps_floor, eps_scale, clip, beta1, weight_decay,
                        relative, warmup, scaled, scaled_decay},
-                      wholes);
+                      places, wholes);
   if (number_or(found_inf, 0, params[0]).read() != 0) return;
   sums ? factoring.pass(passed, *sums) : factoring.step();
 }

@@ -64,8 +64,9 @@ int64_t square_pieces(const std::vector<StepTensor>& tensors) {
 class Work {
  public:
   Work(const Tensors& params, const Tensors& grads, const Tensors& completions,
-       const Tensors& moments, const Tensors& absmaxes, const Tensors& edges, size_t moments_each)
-      : count_(params.size()) {
+       const Tensors& moments, const Tensors& absmaxes, const Tensors& edges, const Tensors& places,
+       size_t moments_each)
+      : count_(params.size()), roundings_(roundings_of(params, places)) {
     check_count(grads, count_);
     check_count(completions, completions.empty() ? 0 : count_);
     check_count(moments, moments_each * count_);
@@ -74,7 +75,7 @@ class Work {
     dtype_ = dtype_of(params[0]);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(moments, absmaxes);
-    param_ = param_codec(completions, dtype_);
+    param_ = param_codec(completions, places, dtype_);
     set_cuts(edges, params[0]);
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
@@ -106,12 +107,13 @@ class Work {
                                                : quant_blocks(t.width);
     }
     tensors_[count_].first_block = blocks;
+    if (!roundings_.empty()) set_roundings(params[0]);
   }
 
   // One step of all: by a rule of these settings, and of each tensor's own scalars.
   template <class Rule, class Kernel>
   void step(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
-            const Scalars& scalars, bool only_absmaxes) const {
+            const Scalars& scalars, bool only_absmaxes) {
     STD_TORCH_CHECK(!only_absmaxes || !cuts_.empty(), "absmaxes are found of cut rows alone");
     Step<Rule> args = arguments<Rule>(settings, scalars);
     args.only_absmaxes = only_absmaxes;
@@ -121,7 +123,7 @@ class Work {
   // [parameters, 2], float64: the sums of the squares of each one's elements, and of its step's.
   template <class Rule, class Kernel>
   Tensor measure(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
-                 const Scalars& scalars) const {
+                 const Scalars& scalars) {
     const int64_t sizes[] = {(int64_t)count_, 2}, of_parts[] = {parts(), 2};
     Tensor result = empty(like, Sizes(sizes, 2), ScalarType::Double);
     const Tensor squares = empty(like, Sizes(of_parts, 2), ScalarType::Double);
@@ -150,29 +152,38 @@ class Work {
             state_,
             param_,
             cuts_.empty() ? nullptr : cuts_.data(),
-            false};
+            false,
+            roundings_.empty() ? nullptr : roundings_.data()};
   }
 
 #if defined(TW_CUDA)
   // The launcher makes the rules, counts the steps up, and adds up what is measured.
   int64_t parts() const { return square_pieces(tensors_); }
   template <class Rule, class Kernel>
-  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) const {
+  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) {
     const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rule))};
     const Tensor rules = empty(like, Sizes(bytes, 1), ScalarType::Byte);
     args.rules = (Rule*)rules.mutable_data_ptr();
     launch(kernel, args, like, args.count, 0);
   }
+  void set_roundings(const Tensor& like) {
+    const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rounding))};
+    room_ = empty(like, Sizes(bytes, 1), ScalarType::Byte);
+    for (size_t i = 0; i < count_; ++i) {
+      tensors_[i].completion = (Rounding*)room_->mutable_data_ptr() + i;
+    }
+  }
 #else
   int64_t parts() const { return tensors_[count_].first_block; }
   template <class Rule, class Kernel>
-  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) const {
+  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) {
     if (args.found_inf.read() != 0) return;
     std::vector<Rule> rules;
     for (size_t i = 0; i < count_; ++i) {
       const StepScalars now{args.lr.read(), args.steps[i].read() + 1,
                             args.ratios ? args.ratios[i] : 1};
       rules.emplace_back(args.settings, now);
+      if (!roundings_.empty()) roundings_[i].step = (uint32_t)now.number;
     }
     args.rules = rules.data();
     launch(kernel, args, like, parts(), kQuantBlock);
@@ -187,6 +198,9 @@ class Work {
         for (int k = 0; k < 2; ++k) sums[i][k] += squares[at][k];
       }
     }
+  }
+  void set_roundings(const Tensor&) {
+    for (size_t i = 0; i < count_; ++i) tensors_[i].completion = &roundings_[i];
   }
 #endif
   // Of each tensor, where there are any.
@@ -225,18 +239,20 @@ class Work {
   size_t count_;
   std::vector<StepTensor> tensors_;
   std::vector<CutRows> cuts_;
+  std::vector<Rounding> roundings_;
+  OptionalTensor room_;  // for them on a GPU
   DType dtype_;
   StateCodec state_;
   ParamCodec param_;
 };
 
 void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double beta1,
-               double beta2, double eps, double weight_decay, bool decoupled,
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+               double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
-  const Work work(params, grads, completions, moments, absmaxes, edges, amsgrad ? 3 : 2);
+  Work work(params, grads, completions, moments, absmaxes, edges, places, amsgrad ? 3 : 2);
   const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
   const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
@@ -247,11 +263,12 @@ void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors momen
 }
 
 void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moments, Tensors absmaxes,
-              Tensors steps, Tensors edges, Tensor lr, OptionalTensor ratios, double momentum,
-              double dampening, double weight_decay, bool nesterov, OptionalTensor grad_factor,
-              OptionalTensor found_inf, bool only_absmaxes) {
+              Tensors steps, Tensors edges, Tensors places, Tensor lr, OptionalTensor ratios,
+              double momentum, double dampening, double weight_decay, bool nesterov,
+              OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, edges, moments.empty() ? 0 : 1);
+  const size_t each = moments.empty() ? 0 : 1;
+  Work work(params, grads, completions, moments, absmaxes, edges, places, each);
   const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   if (moments.empty()) {
@@ -262,33 +279,33 @@ void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moment
 }
 
 void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, double beta1,
-               double beta2, double weight_decay, OptionalTensor grad_factor,
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+               double beta1, double beta2, double weight_decay, OptionalTensor grad_factor,
                OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, edges, 1);
+  Work work(params, grads, completions, moments, absmaxes, edges, places, 1);
   const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
   work.step<Lion>(lion_step, params[0], {beta1, beta2, weight_decay}, scalars, only_absmaxes);
 }
 
 void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensor lr, OptionalTensor ratios,
-               double beta1, double beta2, double eps, double weight_decay, bool bias_correction,
-               bool averaged, OptionalTensor grad_factor, OptionalTensor found_inf,
-               bool only_absmaxes) {
+               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+               OptionalTensor ratios, double beta1, double beta2, double eps, double weight_decay,
+               bool bias_correction, bool averaged, OptionalTensor grad_factor,
+               OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  const Work work(params, grads, completions, moments, absmaxes, edges, 2);
+  Work work(params, grads, completions, moments, absmaxes, edges, places, 2);
   const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
   work.step<Lamb>(lamb_step, params[0], settings, scalars, only_absmaxes);
 }
 
 Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensors edges, double beta1, double beta2,
-                    double eps, double weight_decay, bool bias_correction, bool averaged,
-                    OptionalTensor grad_factor) {
+                    Tensors absmaxes, Tensors steps, Tensors edges, Tensors, double beta1,
+                    double beta2, double eps, double weight_decay, bool bias_correction,
+                    bool averaged, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  const Work work(params, grads, completions, moments, absmaxes, edges, 2);
+  Work work(params, grads, completions, moments, absmaxes, edges, {}, 2);
   const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
   return work.measure<Lamb>(lamb_measure, params[0], settings, scalars);
@@ -296,10 +313,10 @@ Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors 
 
 // What LARS calls a step is the gradient alone.
 Tensor measure_sgd(Tensors params, Tensors grads, Tensors completions, Tensors, Tensors,
-                   Tensors steps, Tensors, double momentum, double dampening, double weight_decay,
-                   bool nesterov, OptionalTensor grad_factor) {
+                   Tensors steps, Tensors, Tensors, double momentum, double dampening,
+                   double weight_decay, bool nesterov, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  const Work work(params, grads, completions, {}, {}, {}, 0);
+  Work work(params, grads, completions, {}, {}, {}, {}, 0);
   const Scalars scalars(params, steps, {}, {}, grad_factor, {});
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   return work.measure<Gradient>(gradient_measure, params[0], settings, scalars);

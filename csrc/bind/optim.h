@@ -1,6 +1,7 @@
 // What optimizer steps for torch have in common: numbers that are tensors, and what fits a parameter.
 #pragma once
 
+#include "bind/dropout.h"
 #include "bind/launch.h"
 #include "core/optim.h"
 
@@ -55,7 +56,35 @@ inline void set_param(StepTensor& t, const Tensors& params, const Tensors& grads
   check_like(completions[i], p, completions[0].scalar_type());
   t.completion = completions[i].mutable_data_ptr();
 }
-inline ParamCodec param_codec(const Tensors& completions, DType dtype) {
+// How parameters are rounded whose places these are: a parameter's number, that of its first element
+// in the whole tensor, and the whole tensor's strides. Steps are not known yet.
+inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& places) {
+  std::vector<Rounding> roundings;
+  if (places.empty()) return roundings;
+  check_count(places, params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Sizes sizes = params[i].sizes();
+    const Tensor& place = places[i];
+    STD_TORCH_CHECK(place.is_cpu() && place.scalar_type() == ScalarType::Long &&
+                        place.is_contiguous() && place.numel() == (int64_t)sizes.size() + 2,
+                    "places are not int64 numbers on the CPU, two and one for each dimension");
+    const auto* numbers = (const int64_t*)data(place);
+    const std::vector<int64_t> strides(numbers + 2, numbers + place.numel());
+    const auto elements = row_map(sizes, strides, numbers[1]);
+    STD_TORCH_CHECK(elements, "a parameter is a part in too many dimensions");
+    const int last = elements->dims - 1;
+    const bool side_by_side = last < 0 || elements->stride[last] == 1;
+    const int64_t run = last >= 0 && side_by_side ? elements->size[last] : 1;
+    bool in_fours = side_by_side && elements->offset % 4 == 0;
+    for (int d = 0; d < last; ++d) in_fours &= run % 4 == 0 && elements->stride[d] % 4 == 0;
+    roundings.push_back({*elements, run, (uint32_t)numbers[0] + 1, 0, in_fours});
+  }
+  return roundings;
+}
+inline ParamCodec param_codec(const Tensors& completions, const Tensors& places, DType dtype) {
+  STD_TORCH_CHECK(places.empty() || (completions.empty() && dtype == DType::bf16),
+                  "only bfloat16 without completions is rounded by places");
+  if (!places.empty()) return ParamCodec::rounded;
   if (completions.empty()) return ParamCodec::plain;
   const ScalarType given = completions[0].scalar_type();
   if (given == ScalarType::Short) {

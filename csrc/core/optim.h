@@ -3,8 +3,8 @@
 //
 // A rule computes on floats: it takes a parameter, its gradient and its moments, and leaves the new
 // ones in their place. Codecs say how these are kept: moments as float32, bfloat16, or codes of
-// 8-bit blocks; a parameter as it is, beside a float32 master of which it is the rounded copy, or
-// as a bfloat16 and the 16 bits that complete it to a float32.
+// 8-bit blocks; a parameter as it is, beside a float32 master of which it is the rounded copy, as a
+// bfloat16 and the 16 bits that complete it to a float32, or as a bfloat16 that is rounded at random.
 //
 // An adaptive rule's step is longer or shorter for each tensor: by a ratio of norms, which are
 // measured in a pass before it. That computes the step too, and leaves everything as it is: moments
@@ -18,11 +18,12 @@
 #include <cmath>
 
 #include "core/quant8.h"
+#include "core/rounding.h"
 
 TW_NAMESPACE_BEGIN
 
 enum class StateCodec : int32_t { f32, bf16, blocks };
-enum class ParamCodec : int32_t { plain, master, remainder };
+enum class ParamCodec : int32_t { plain, master, remainder, rounded };
 
 constexpr int kMaxMoments = 3;
 
@@ -30,7 +31,7 @@ constexpr int kMaxMoments = 3;
 struct StepTensor {
   void* param;                // dtype
   const void* grad;           // dtype
-  void* completion;           // the master or the remainder, or null
+  void* completion;           // the master, the remainder or the Rounding, or null
   void* moment[kMaxMoments];  // numbers or codes
   float* absmax[kMaxMoments];
   int64_t width;
@@ -91,6 +92,8 @@ struct Step {
   ParamCodec param;
   const CutRows* cuts;  // each tensor's, or null where rows are whole
   bool only_absmaxes;   // of cut rows: find what the absmax of pieces become, and leave all else
+  // Each tensor's, or null; on a GPU the tensors' completions are room for them and the steps.
+  const Rounding* roundings;
 };
 
 // The tensor that a block belongs to. Tensors without elements have no blocks.

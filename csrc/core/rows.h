@@ -14,19 +14,20 @@ struct RowMap {
   int64_t stride[kDims] = {};
   int64_t offset = 0;
 
+  // Of a map in memory.
   TW_HD int64_t operator()(int64_t row) const {
-    return locate(row, [this](int d, int64_t n) { return n / size[d]; });
+    return locate<1>(row, [this](int d, int64_t n) { return n / size[d]; });
   }
 
-  // The same with divide(d, n) for n / size[d]: kernels on a GPU have reciprocals.
-  template <class Divide>
+  // The same with divide(d, n) for n / size[d]: kernels on a GPU have reciprocals, and maps among
+  // their arguments. All turns of the loop unrolled keep the arrays out of a GPU's local memory.
+  template <int Unrolled = kDims, class Divide>
   TW_HD int64_t locate(int64_t row, Divide&& divide) const {
     int64_t at = offset;
-    // Not a loop from dims - 1: fixed bounds keep the arrays out of a GPU's local memory.
 #if defined(__CUDACC__)
-#pragma unroll
+#pragma unroll Unrolled
 #endif
-    for (int d = kDims - 1; d > 0; --d) {
+    for (int d = (Unrolled > 1 ? kDims : dims) - 1; d > 0; --d) {
       if (d >= dims) continue;
       const int64_t above = divide(d, row);
       at += (row - above * size[d]) * stride[d];

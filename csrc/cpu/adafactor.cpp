@@ -157,7 +157,7 @@ void measure_chunk(const Adafactor& a, const Chunk& c, double (&squares)[2]) {
   const float factor = a.grad_factor;
   for_rows(c, c.tensor->width, [&](int64_t row, int64_t begin, int64_t count) {
     const auto* grad = (const typename Param::Storage*)c.tensor->grad + begin;
-    const Param param(*c.tensor, begin);
+    const Param param(*c.tensor, begin, count);
     const Direction<Factored> direction(a, c, row, begin);
     for_vectors<float>(count, [&](int64_t i, auto place) {
       F32 variance;
@@ -177,7 +177,7 @@ void step_chunk(const Adafactor& a, const Chunk& c) {
   for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t count) {
     const auto* grad = (const typename Param::Storage*)t.grad + begin;
     float* momentum = t.moment[2] ? (float*)t.moment[2] + begin : nullptr;
-    Param param(t, begin);
+    Param param(t, begin, count);
     const Direction<Factored> direction(a, c, row, begin);
     for_vectors<float>(count, [&](int64_t i, auto place) {
       F32 variance;
@@ -192,12 +192,10 @@ void step_chunk(const Adafactor& a, const Chunk& c) {
   });
 }
 
-// call(Type<Param>{}, Type<whether there are factors>{})
+// call(Type<whether there are factors>{})
 template <class Call>
 void with_kind(const Adafactor& a, Call&& call) {
-  with_params(a, [&](auto param) {
-    a.factored ? call(param, std::true_type{}) : call(param, std::false_type{});
-  });
+  a.factored ? call(std::true_type{}) : call(std::false_type{});
 }
 
 }  // namespace
@@ -228,18 +226,23 @@ TW_EXPORT void adafactor_scale(const Adafactor& a, int64_t begin, int64_t end) {
 
 // Items are chunks.
 TW_EXPORT void adafactor_measure(const Adafactor& a, int64_t begin, int64_t end) {
-  with_kind(a, [&](auto param, auto factored) {
-    for_chunks(a, begin, end, [&](int64_t at, const Chunk& c) {
-      measure_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c, a.squares[at]);
+  with_params(a, [&](auto param) {
+    with_kind(a, [&](auto factored) {
+      for_chunks(a, begin, end, [&](int64_t at, const Chunk& c) {
+        measure_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c,
+                                                                                 a.squares[at]);
+      });
     });
   });
 }
 
 // Items are chunks.
 TW_EXPORT void adafactor_step(const Adafactor& a, int64_t begin, int64_t end) {
-  with_kind(a, [&](auto param, auto factored) {
-    for_chunks(a, begin, end, [&](int64_t, const Chunk& c) {
-      step_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c);
+  with_written_params(a, [&](auto param) {
+    with_kind(a, [&](auto factored) {
+      for_chunks(a, begin, end, [&](int64_t, const Chunk& c) {
+        step_chunk<typename decltype(param)::type, decltype(factored)::value>(a, c);
+      });
     });
   });
 }

@@ -2,67 +2,16 @@
 #pragma once
 
 #include "core/dropout.h"
-#include "cpu/vec.h"
+#include "cpu/philox.h"
 
 TW_NAMESPACE_BEGIN
 
 namespace detail {
 
-// A lane holds a word in its low half; what is above it does not matter.
-typedef uint64_t U64 __attribute__((vector_size(kVectorBytes)));
-constexpr int kWide = kVectorBytes / 8;
-
-// Products of the low halves.
-inline U64 multiply(U64 a, uint32_t b) {
-#if defined(__AVX512F__)
-  return (U64)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
-#elif defined(__AVX2__)
-  return (U64)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
-#elif defined(__SSE2__)
-  return (U64)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
-#else
-  return (a & 0xffffffffu) * b;
-#endif
-}
-
-// Lanes of a and b in turn: the first half of the pairs, and the second.
-inline void interleave(U64 a, U64 b, U64& first, U64& second) {
-#if defined(__AVX512F__)
-  first = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
-                                         (__m512i)b);
-  second = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15),
-                                          (__m512i)b);
-#else
-  for (int i = 0; i < kWide / 2; ++i) {
-    first[2 * i] = a[i], first[2 * i + 1] = b[i];
-    second[2 * i] = a[kWide / 2 + i], second[2 * i + 1] = b[kWide / 2 + i];
-  }
-#endif
-}
-
 // The words of kWide groups of four columns, in the order of the columns.
-struct WordsInOrder {
-  U32 first, second;
-};
-
 inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
-  U64 lane;
-  for (int i = 0; i < kWide; ++i) lane[i] = i;
-  U64 c0 = lane + (uint64_t)group, c1 = U64{} + row, c2 = U64{} + (row >> 32), c3 = {};
-  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const U64 product0 = multiply(c0, kPhiloxMultiplier[0]);
-    const U64 product1 = multiply(c2, kPhiloxMultiplier[1]);
-    c0 = (product1 >> 32) ^ c1 ^ key0;
-    c1 = product1;
-    c2 = (product0 >> 32) ^ c3 ^ key1;
-    c3 = product0;
-    key0 += kPhiloxKeyStep[0];
-    key1 += kPhiloxKeyStep[1];
-  }
-  U64 first, second;
-  interleave((c0 & 0xffffffffu) | (c1 << 32), (c2 & 0xffffffffu) | (c3 << 32), first, second);
-  return {(U32)first, (U32)second};
+  const U64 low = U64{} + row, high = U64{} + (row >> 32);
+  return philox_in_order(counting_from((uint64_t)group), low, high, U64{}, seed);
 }
 
 }  // namespace detail

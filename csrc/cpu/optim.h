@@ -4,6 +4,7 @@
 #include "core/dispatch.h"
 #include "core/optim.h"
 #include "cpu/quant8.h"
+#include "cpu/rounding.h"
 
 TW_NAMESPACE_BEGIN
 
@@ -102,11 +103,12 @@ class BlockMoment {
 
 // --- Parameters ---------------------------------------------------------------------------------
 
+// Elements [begin, begin + count) of a parameter.
 template <class T>
 struct PlainParam {
   using Storage = T;
   T* param;
-  PlainParam(const StepTensor& t, int64_t begin) : param((T*)t.param + begin) {}
+  PlainParam(const StepTensor& t, int64_t begin, int64_t /*count*/) : param((T*)t.param + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return read(param + i, place);
@@ -122,7 +124,7 @@ struct MasteredParam {
   using Storage = T;
   T* param;
   float* master;
-  MasteredParam(const StepTensor& t, int64_t begin)
+  MasteredParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
       : param((T*)t.param + begin), master((float*)t.completion + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
@@ -135,11 +137,25 @@ struct MasteredParam {
   }
 };
 
+// The upper or lower halves of floats.
+inline U32 halves(const uint16_t* p, Whole) { return detail::widen(p); }
+inline U32 halves(const uint16_t* p, Part part) {
+  uint16_t buffer[kLanes<float>] = {};
+  std::memcpy(buffer, p, part.count * sizeof *p);
+  return detail::widen(buffer);
+}
+inline void set_halves(uint16_t* p, U32 v, Whole) { detail::narrow(p, v); }
+inline void set_halves(uint16_t* p, U32 v, Part part) {
+  uint16_t buffer[kLanes<float>];
+  detail::narrow(buffer, v);
+  std::memcpy(p, buffer, part.count * sizeof *p);
+}
+
 struct CompletedParam {
   using Storage = BFloat16;
   uint16_t* param;
   uint16_t* remainder;
-  CompletedParam(const StepTensor& t, int64_t begin)
+  CompletedParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
       : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
@@ -151,20 +167,25 @@ struct CompletedParam {
     set_halves(param + i, nearest_half(bits), place);
     set_halves(remainder + i, (bits & 0xffffu), place);
   }
+};
+
+class RoundedParam {
+ public:
+  using Storage = BFloat16;
+  RoundedParam(const StepTensor& t, int64_t begin, int64_t count)
+      : param_((uint16_t*)t.param + begin), bits_(*(const Rounding*)t.completion, begin, count) {}
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return read((const BFloat16*)param_ + i, place);
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    set_halves(param_ + i, rounded_half((U32)v, bits_(i)), place);
+  }
 
  private:
-  static U32 halves(const uint16_t* p, Whole) { return detail::widen(p); }
-  static U32 halves(const uint16_t* p, Part part) {
-    uint16_t buffer[kLanes<float>] = {};
-    std::memcpy(buffer, p, part.count * sizeof *p);
-    return detail::widen(buffer);
-  }
-  static void set_halves(uint16_t* p, U32 v, Whole) { detail::narrow(p, v); }
-  static void set_halves(uint16_t* p, U32 v, Part part) {
-    uint16_t buffer[kLanes<float>];
-    detail::narrow(buffer, v);
-    std::memcpy(p, buffer, part.count * sizeof *p);
-  }
+  uint16_t* param_;
+  RoundingBits bits_;
 };
 
 // --- The loop -----------------------------------------------------------------------------------
@@ -175,7 +196,7 @@ template <class Param, class Moment, bool OnlyAbsmaxes = false, class Rule>
 void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
-  Param param(t, span.begin);
+  Param param(t, span.begin, span.count);
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   for_vectors<float>(span.count, [&](int64_t i, auto place) {
@@ -201,7 +222,7 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
                    double (&squares)[2]) {
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
-  const Param param(t, span.begin);
+  const Param param(t, span.begin, span.count);
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   Vec<double> of_params[2] = {}, of_steps[2] = {};
@@ -252,19 +273,19 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
 
 // --- Codecs -------------------------------------------------------------------------------------
 
-template <class Param, class Rule, class Call>
+// call(Type<Moment>{})
+template <class Rule, class Call>
 void with_moments(const Step<Rule>& a, Call&& call) {
-  const auto with = [&](auto moment) { call(Type<Param>{}, moment); };
   if constexpr (Rule::kMoments == 0) {
-    return with(Type<PlainMoment<float>>{});
+    return call(Type<PlainMoment<float>>{});
   } else {
     switch (a.state) {
       case StateCodec::f32:
-        return with(Type<PlainMoment<float>>{});
+        return call(Type<PlainMoment<float>>{});
       case StateCodec::bf16:
-        return with(Type<PlainMoment<BFloat16>>{});
+        return call(Type<PlainMoment<BFloat16>>{});
       case StateCodec::blocks:
-        return with(Type<BlockMoment>{});
+        return call(Type<BlockMoment>{});
     }
   }
 }
@@ -287,23 +308,29 @@ void with_params(const Args& a, Call&& call) {
   }
 }
 
-// call(Type<Param>{}, Type<Moment>{})
-template <class Rule, class Call>
-void with_codecs(const Step<Rule>& a, Call&& call) {
-  with_params(a, [&](auto param) { with_moments<typename decltype(param)::type>(a, call); });
+// The same of parameters that are written: what is only read is not rounded.
+template <class Args, class Call>
+void with_written_params(const Args& a, Call&& call) {
+  if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
+  with_params(a, call);
 }
 
 // Blocks [begin, end) of all that the tensors have.
 template <class Rule>
 void step(const Step<Rule>& a, int64_t begin, int64_t end) {
-  with_codecs(a, [&](auto param, auto moment) {
-    step_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin, end);
+  with_written_params(a, [&](auto param) {
+    with_moments(a, [&](auto moment) {
+      step_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin, end);
+    });
   });
 }
 template <class Rule>
 void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
-  with_codecs(a, [&](auto param, auto moment) {
-    measure_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin, end);
+  with_params(a, [&](auto param) {
+    with_moments(a, [&](auto moment) {
+      measure_blocks<typename decltype(param)::type, typename decltype(moment)::type>(a, begin,
+                                                                                      end);
+    });
   });
 }
 

@@ -25,7 +25,10 @@
 //      - float32 moments: 42. Memory decides;
 //      - 8-bit moments: 102, of which the rule with its root and its division are 39, decoding 10,
 //        encoding 37. As much time as the memory takes: 80% of the copy bandwidth is to be hoped for.
-//        With bfloat16 parameters, 10 bytes, it is instructions that decide: two thirds at most.
+//        With bfloat16 parameters, 10 bytes, it is instructions that decide: two thirds at most;
+//      - stochastic rounding: 26 more, 16 of them Philox's, a call of which serves four elements. With
+//        float32 moments, 22 bytes, memory decides as before: 68 of 152. With 8-bit ones half of the
+//        copy bandwidth is left.
 //    Encoding takes a look-up in tables of 7 and 13 KB, which a block of threads fills from L2: it has
 //    64 blocks of 256 elements then, 256 KB of traffic. Look-ups of 32 lanes in 32 banks take some 3.5
 //    turns, 110 cycles for a block whose bytes take 220.
@@ -63,9 +66,12 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
 }
 
 // call(Type<Param>{}, Type<State>{}, Type<Tensor>{}). Float32 parameters are their own masters, and
-// only bfloat16 ones have a remainder.
-template <class Rule, class Call>
+// only bfloat16 ones have a remainder; what is only read is not rounded.
+template <bool Writes, class Rule, class Call>
 cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
+  if constexpr (Writes) {
+    if (a.param == ParamCodec::rounded) return with_states<RoundedParam>(a, call);
+  }
   if (a.param == ParamCodec::remainder) return with_states<CompletedParam>(a, call);
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
@@ -99,12 +105,13 @@ bool is_aligned(const StepTensor& t, ParamCodec param) {
 constexpr int kPiece = 16, kTablesPiece = 64;
 
 // launch_pieces(Type<Param>{}, Type<State>{}, Type<Tensor>{}, arguments, pieces) for each batch.
-template <class Rule, class LaunchPieces>
+template <bool Writes, class Rule, class LaunchPieces>
 cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
                            LaunchPieces&& launch_pieces) {
-  const cudaError_t error = launch_rules(a, stream);
+  cudaError_t error = a.roundings ? launch_roundings(a, stream) : cudaSuccess;
+  if (error == cudaSuccess) error = launch_rules(a, stream);
   if (error != cudaSuccess) return error;
-  return with_codecs(a, [&](auto param, auto state, auto tensor) {
+  return with_codecs<Writes>(a, [&](auto param, auto state, auto tensor) {
     using Param = typename decltype(param)::type;
     using State = typename decltype(state)::type;
     using Tensor = typename decltype(tensor)::type;
@@ -123,7 +130,7 @@ cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
 template <class Rule>
 cudaError_t step(const Step<Rule>& a, cudaStream_t stream) {
   const int piece = a.state == StateCodec::blocks ? kTablesPiece : kPiece;
-  return launch_batches(
+  return launch_batches<true>(
       a, piece, stream,
       [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
         using Param = typename decltype(param)::type;
@@ -154,15 +161,15 @@ cudaError_t sum(const double* pieces, double* sums, int64_t count, First&& first
 
 template <class Rule>
 cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
-  const cudaError_t error =
-      launch_batches(a, kSquarePiece, stream,
-                     [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
-                       using Param = typename decltype(param)::type;
-                       using State = typename decltype(state)::type;
-                       using Tensor = typename decltype(tensor)::type;
-                       return launch(measure_pieces<Param, State, Tensor, Rule>,
-                                     {dim3(pieces), dim3(kStepThreads)}, stream, args);
-                     });
+  const cudaError_t error = launch_batches<false>(
+      a, kSquarePiece, stream,
+      [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
+        using Param = typename decltype(param)::type;
+        using State = typename decltype(state)::type;
+        using Tensor = typename decltype(tensor)::type;
+        return launch(measure_pieces<Param, State, Tensor, Rule>,
+                      {dim3(pieces), dim3(kStepThreads)}, stream, args);
+      });
   if (error != cudaSuccess) return error;
   int64_t tensor = 0, piece = 0;  // each asked for in turn
   return sum<2>(

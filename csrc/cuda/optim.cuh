@@ -7,6 +7,7 @@
 #include "core/optim.h"
 #include "cuda/launch.cuh"
 #include "cuda/quant8.cuh"
+#include "cuda/rounding.cuh"
 #include "cuda/vec.cuh"
 
 TW_NAMESPACE_BEGIN
@@ -79,6 +80,21 @@ struct CompletedParam {
     }
     access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
     access.write((uint16_t*)t.completion + at, pack_bits<uint16_t>(remainders));
+  }
+};
+
+struct RoundedParam : PlainParam<BFloat16> {
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    const uint64_t random = rounding_bits(*(const Rounding*)t.completion, at);
+    unsigned halves[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned bits = __float_as_uint(values[i]);
+      halves[i] = rounded_half(bits, (unsigned)(random >> 16 * i) & 0xffffu);
+    }
+    access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
   }
 };
 
@@ -345,6 +361,41 @@ cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
     for (int i = 0; i < make.count; ++i) make.steps[i] = a.steps[first + i];
     static_assert(sizeof make <= 4096);
     const cudaError_t error = launch(make_rules<Rule>, {dim3(1), dim3(kRulesAtOnce)}, stream, make);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// How the tensors of a step are rounded, and by which step: to where their completions are.
+constexpr int kRoundingsAtOnce = 24;
+struct MakeRoundings {
+  Rounding roundings[kRoundingsAtOnce];
+  Rounding* room[kRoundingsAtOnce];
+  Number steps[kRoundingsAtOnce];
+  int count;
+};
+static __global__ void __launch_bounds__(kWarp)
+    make_roundings(const __grid_constant__ MakeRoundings a) {
+  const int i = (int)threadIdx.x;
+  if (i >= a.count) return;
+  Rounding rounding = a.roundings[i];
+  rounding.step = (uint32_t)(a.steps[i].read() + 1);
+  *a.room[i] = rounding;
+}
+
+// Before launch_rules, which counts the steps up.
+template <class Rule>
+cudaError_t launch_roundings(const Step<Rule>& a, cudaStream_t stream) {
+  for (int64_t first = 0; first < a.count; first += kRoundingsAtOnce) {
+    const int64_t left = a.count - first;
+    MakeRoundings make{{}, {}, {}, (int)(left < kRoundingsAtOnce ? left : kRoundingsAtOnce)};
+    for (int i = 0; i < make.count; ++i) {
+      make.roundings[i] = a.roundings[first + i];
+      make.room[i] = (Rounding*)a.tensors[first + i].completion;
+      make.steps[i] = a.steps[first + i];
+    }
+    static_assert(sizeof make <= 4096);
+    const cudaError_t error = launch(make_roundings, {dim3(1), dim3(kWarp)}, stream, make);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

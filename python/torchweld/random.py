@@ -11,6 +11,8 @@ every shard of a tensor and every recomputation drops the same elements, and no 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
 governs it; handing one over with `seed=` repeats what it dropped. Processes that share a tensor
 have to share the seed: seed their generators alike, or pass it.
+
+Optimizers round stochastically by other counters, which end in the number of a parameter, from 1.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops._check import NUMBER
 from torchweld.registry import LIBRARY
 
-_LOW = 0xFFFFFFFF
+LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -69,10 +71,10 @@ def philox(
     for _ in range(_ROUNDS):
         # Products wrap around at 64 bits, which leaves all their bits in place.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & _LOW) ^ c1 ^ key0
-        c2 = ((product0 >> 32) & _LOW) ^ c3 ^ key1
-        c1, c3 = product1 & _LOW, product0 & _LOW
-        key0, key1 = (key0 + _KEY_STEPS[0]) & _LOW, (key1 + _KEY_STEPS[1]) & _LOW
+        c0 = ((product1 >> 32) & LOW) ^ c1 ^ key0
+        c2 = ((product0 >> 32) & LOW) ^ c3 ^ key1
+        c1, c3 = product1 & LOW, product0 & LOW
+        key0, key1 = (key0 + _KEY_STEPS[0]) & LOW, (key1 + _KEY_STEPS[1]) & LOW
     return c0, c1, c2, c3
 
 
@@ -121,8 +123,8 @@ def _words(
     group = torch.arange((width + skew + 3) // 4, device=seed.device) + first // 4
     row = row.expand(leading).unsqueeze(-1)
     zero = torch.zeros_like(row)
-    counter = (group, row & _LOW, (row >> 32) & _LOW, zero)
-    words = torch.stack(philox(counter, (seed & _LOW, (seed >> 32) & _LOW)), -1)
+    counter = (group, row & LOW, (row >> 32) & LOW, zero)
+    words = torch.stack(philox(counter, (seed & LOW, (seed >> 32) & LOW)), -1)
     return words.flatten(-2)[..., skew : skew + width]
 
 

@@ -20,6 +20,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "csrc/cpu/norm.h",
         "csrc/cpu/chunks.h",
         "csrc/cpu/dropout.h",
+        "csrc/cpu/philox.h",
         "csrc/cpu/scratch.h",
         "csrc/cpu/vec.h",
         "csrc/core/dropout_add_norm.h",

@@ -10,7 +10,8 @@ A step takes lists with an entry for each parameter, and writes to all of them b
 * `edges`: of codes whose rows other devices have a part of, or none: where the pieces of blocks
   that are here begin and end in a row, as int64 numbers beside them. Their `absmaxes` are [2, rows,
   pieces]: of the whole blocks as they were, and as they become, which a call with `only_absmaxes`
-  finds of what is here, leaving all else, and all devices' largest have to be put there.
+  finds of what is here, leaving all else, and all devices' largest have to be put there;
+* `places`: of bfloat16 parameters that are rounded stochastically, or none: as _rounding has them.
 
 `grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
 changes. Numbers that change from step to step are tensors, on the parameters' device or the CPU;
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from torchweld.ops._plain import PlainOp
+from torchweld.ops._rounding import rounded_at
 from torchweld.ops.quantize_8bit import (
     absmax_reference,
     dequantize_reference,
@@ -42,7 +44,7 @@ Number = torch.Tensor | None
 Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 _LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] completions, Tensor(c!)[] moments,"
-    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor[] edges"
+    " Tensor(d!)[] absmaxes, Tensor(e!)[] steps, Tensor[] edges, Tensor[] places"
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _BACKENDS = ("cpu", "cuda")
@@ -73,6 +75,7 @@ class Batch:
     absmaxes: Tensors = field(default_factory=list)
     steps: Tensors = field(default_factory=list)
     edges: Tensors = field(default_factory=list)
+    places: Tensors = field(default_factory=list)
     # Where there are edges: of whole blocks, in the order of `absmaxes`.
     whole_absmaxes: Tensors = field(default_factory=list)
     # The parameters themselves: DTensors where `params` are this device's parts of them.
@@ -98,7 +101,7 @@ class Batch:
 
     def lists(self) -> tuple[Tensors, ...]:
         """As an op takes them."""
-        return (self.params, self.grads, *self._states(), self.edges)
+        return (self.params, self.grads, *self._states(), self.edges, self.places)
 
     def written(self) -> Tensors:
         return [t for tensors in (self.params, *self._states(), self.wholes) for t in tensors]
@@ -290,6 +293,7 @@ class Rule:
                 for scale, value in zip(scales, moments, strict=True):
                     write(scale[1], absmax_reference(value, edges))
                 continue
+            number = batch.number(i)
             write(batch.steps[i], batch.steps[i] + 1)
             for k, value in enumerate(moments):
                 if scales:
@@ -300,6 +304,9 @@ class Rule:
                         write(scales[k], absmax)
                 else:
                     write(stored[k], value)
+            if batch.places:
+                write(p, rounded_at(after, batch.places[i], number))
+                continue
             rounded, rest = split_param(after, p.dtype, completion)
             write(p, rounded)
             if completion is not None and rest is not None:

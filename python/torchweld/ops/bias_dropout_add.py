@@ -163,6 +163,7 @@ OP = Op(
             "csrc/cpu/bias_dropout_add.cpp",
             "csrc/cpu/chunks.h",
             "csrc/cpu/dropout.h",
+            "csrc/cpu/philox.h",
             "csrc/cpu/vec.h",
             "csrc/core/bias_dropout_add.h",
             "csrc/core/chunks.h",

@@ -209,6 +209,7 @@ OP = Op(
         "cpu": (
             "csrc/cpu/softmax.cpp",
             "csrc/cpu/dropout.h",
+            "csrc/cpu/philox.h",
             "csrc/cpu/exp.h",
             "csrc/cpu/scratch.h",
             "csrc/cpu/vec.h",

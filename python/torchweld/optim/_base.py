@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
-from torchweld.optim import _cut, _shards
+from torchweld.optim import _cut, _places, _shards
 from torchweld.optim._codecs import ABSMAX, CODES, Codec, Moments, State
 from torchweld.optim._shards import local
 
 Group = dict[str, Any]
-_CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size")
+_CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
 
 
 class _Kept:
@@ -43,10 +44,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype | str = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
-        codec = Codec(state_dtype, master_weights, min_quantized_size)
+        codec = Codec(state_dtype, master_weights, min_quantized_size, stochastic_rounding)
         codec.check(type(self).__name__)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ArgumentError(
@@ -158,6 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self, group: Group) -> None:
         name = type(self).__name__
+        codec = Codec(*[group[key] for key in _CODEC_KEYS])
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -166,15 +169,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ArgumentError(name, "a gradient", f"a {layout} tensor", "a dense tensor")
             if _shards.is_one(p):
                 _shards.check_gradient(name, p)
-                codec = Codec(*[group[key] for key in _CODEC_KEYS])
                 if codec.moment_dtype(p) == torch.uint8:
                     _cut.check_blocks(name, p)
+            if codec.stochastic_rounding:
+                _places.check_place(name, p)
+
+    def _first_number(self, group: Group) -> int:
+        """That of the group's first parameter among all: the same in every process and run."""
+        before = itertools.takewhile(lambda other: other is not group, self.param_groups)
+        return sum(len(other["params"]) for other in before)
 
     def _batches(self, group: Group) -> list[Batch]:
         """Parameters with a gradient, by device, dtype and codec."""
         codec = Codec(*[group[key] for key in _CODEC_KEYS])
         found: dict[Any, tuple[Batch, list[list[torch.Tensor]], list[list[torch.Tensor]]]] = {}
-        for p in group["params"]:
+        for number, p in enumerate(group["params"], self._first_number(group)):
             if p.grad is None:
                 continue
             state, moments = self.state[p], self._moments(group, p)
@@ -196,6 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.wholes.append(p)
             if cut is not None:
                 batch.edges.append(cut.edges)
+            if codec.rounds(p):
+                batch.places.append(_places.place_of(p, number))
             as_real = _real if p.is_complex() else local
             batch.params.append(as_real(p))
             batch.grads.append(as_real(p.grad))

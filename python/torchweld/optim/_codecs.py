@@ -42,6 +42,7 @@ class Codec:
     state_dtype: torch.dtype | str = torch.float32
     master_weights: bool | str = False
     min_quantized_size: int = 4096
+    stochastic_rounding: bool = False
 
     def check(self, function: str) -> None:
         accepted = (torch.float32, torch.bfloat16, EIGHT_BIT)
@@ -54,6 +55,12 @@ class Codec:
         size = self.min_quantized_size
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(function, "min_quantized_size", repr(size), "an int >= 0")
+        rounding, masters = self.stochastic_rounding, self.master_weights
+        if not isinstance(rounding, bool):
+            raise ArgumentError(function, "stochastic_rounding", repr(rounding), "True or False")
+        if rounding and masters:
+            came = f"True with master_weights={masters!r}"
+            raise ArgumentError(function, "stochastic_rounding", came, "one of the two")
 
     def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
         """Of this parameter's moments; uint8 is codes.
@@ -67,6 +74,10 @@ class Codec:
             return torch.uint8 if large else torch.float32
         assert isinstance(self.state_dtype, torch.dtype)
         return self.state_dtype
+
+    def rounds(self, p: torch.Tensor) -> bool:
+        """Whether the parameter is rounded stochastically."""
+        return self.stochastic_rounding and p.dtype == torch.bfloat16
 
     def completion(self, p: torch.Tensor) -> str | None:
         """The entry of the state that completes a 16-bit parameter to float32, if there is one."""

@@ -23,7 +23,7 @@ from torchweld.ops.quantize_8bit import (
     quantize_reference,
     scales_shape,
 )
-from torchweld.optim._shards import from_part, is_one, local, placements
+from torchweld.optim._shards import from_part, indices, is_one, local, placements
 
 # Which dimensions of a parameter those of its absmax are: a row's blocks are of none.
 ABSMAX_DIMS = (0, None)
@@ -142,12 +142,8 @@ def _cut_rows(
         return None
     columns = torch.zeros(1, dtype=torch.int64)  # of the row's elements that are here
     for dim, size in enumerate(shape[1:], start=1):
-        here = torch.arange(size).view(*[1] * dim, size)
-        for at in dims:
-            if shards[at].dim == dim:
-                parts = shards[at]._split_tensor(here, mesh.size(at), with_padding=False)[0]
-                here = parts[mesh.get_coordinate()[at]]
-        columns = (columns.unsqueeze(1) * size + here.flatten()).flatten()
+        here = indices(shape, mesh, shards, dim)
+        columns = (columns.unsqueeze(1) * size + here).flatten()
     blocks, sizes = torch.unique_consecutive(columns // BLOCK, return_counts=True)
     edges = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     whole = scales_shape(shape)[1]

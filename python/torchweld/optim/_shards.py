@@ -17,6 +17,16 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
 
 
+def indices(shape: Sequence[int], mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
+    """Of a dimension of a tensor that is so sharded: those that this device has."""
+    here = torch.arange(shape[dim]).view(*[1] * dim, shape[dim])
+    for at, placement in enumerate(placements):
+        if getattr(placement, "dim", None) == dim:
+            parts = placement._split_tensor(here, mesh.size(at), with_padding=False)[0]
+            here = parts[mesh.get_coordinate()[at]]
+    return here.flatten()
+
+
 def is_sharded(p: torch.Tensor) -> bool:
     """Whether devices have parts of it."""
     return is_one(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
     Args:
         params, lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor's; foreach
             is accepted and chooses nothing.
-        master_weights, max_grad_norm: as Adam's.
+        master_weights, stochastic_rounding, max_grad_norm: as Adam's.
     """
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
@@ -77,7 +77,7 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         params, lr, eps, clip_threshold, decay_rate, beta1, weight_decay, scale_parameter,
             relative_step, warmup_init: as transformers.Adafactor's.
         others: maximize, foreach, fused, capturable, as torch.optim's; master_weights,
-            max_grad_norm, as Adam's.
+            stochastic_rounding, max_grad_norm, as Adam's.
     """
 
     def __init__(

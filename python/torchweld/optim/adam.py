@@ -36,6 +36,9 @@ class Adam(_AdamStep, torch.optim.Adam):
         master_weights: for 16-bit parameters. False: they are all there is. True: float32 masters,
             which parameters are rounded from. "remainder": of bfloat16 parameters, the 16 bits that
             complete them to float32, with the same trajectory as masters.
+        stochastic_rounding: of bfloat16 parameters without masters: steps that are too small for
+            the nearest number to change count on average. Nothing is drawn from torch's generators:
+            a step rounds by its number, the parameter's and the element's, on every rank alike.
         min_quantized_size: smaller tensors, and vectors, keep float32 moments.
         max_grad_norm: gradients are used as torch.nn.utils.clip_grad_norm_ would have clipped them;
             `grad_norm` is their norm before, as a tensor.

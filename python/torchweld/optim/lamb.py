@@ -27,7 +27,7 @@ class LAMB(OwnOptimizer):
         always_adapt: whether parameters without weight decay are adapted too; Apex has False, and
             max_grad_norm=1.0.
         others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            min_quantized_size, max_grad_norm, as Adam's.
+            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
 
     An infinite gradient leaves its tensor where it is, but for elements that become NaN.
     """

@@ -23,7 +23,7 @@ class LARS(SgdStep, OwnOptimizer):
         trust_coefficient, eps: of the ratio.
         clip: whether lr times the ratio is at most lr: Apex's LARC, as it is by default there.
         others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            min_quantized_size, max_grad_norm, as Adam's.
+            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
     """
 
     def __init__(

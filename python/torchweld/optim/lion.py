@@ -21,7 +21,7 @@ class Lion(OwnOptimizer):
         betas: of the momentum that a step follows, and of the one that is kept.
         weight_decay: decoupled, as AdamW's; ten times AdamW's is usual.
         others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            min_quantized_size, max_grad_norm, as Adam's.
+            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
     """
 
     def __init__(

@@ -1,0 +1,60 @@
+"""Stochastic rounding of float32 to bfloat16: to one of the two next to it, right on average.
+
+Up with the probability of (value - lower) / (upper - lower). Bits are random by the parameter, the
+step, and where an element lies in the whole tensor: a step repeats, and every backend, replica and
+shard takes the same. They are torchweld.random's, with key = 0 and
+
+    counter = (element >> 3 & LOW, element >> 35, step, 1 + the parameter's number)
+
+whose four words have the bits of eight elements, 16 each, a word's low half first. Dropout's
+counters end in 0.
+
+A parameter's place is a tensor of int64 on the CPU: its number, that of its first element in the
+whole tensor, and the whole tensor's strides.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.random import LOW, philox
+
+_AT_ONCE = 8
+_LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC0
+
+
+def rounded_at(value: torch.Tensor, place: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """A parameter's float32 values as bfloat16, by the bits of this step, from 1."""
+    number, first, *strides = place.tolist()
+    # Elements of a row, the last dimension's, lie side by side.
+    shape, strides = (value.shape, strides) if value.ndim else ((1,), [1])
+    rows = torch.full((), first, device=value.device)
+    for dim, (size, stride) in enumerate(zip(shape[:-1], strides[:-1], strict=True)):
+        along = [-1] + [1] * (len(shape) - 2 - dim)
+        rows = rows + (torch.arange(size, device=value.device) * stride).view(along)
+    rows = rows.expand(shape[:-1]).reshape(-1, 1)
+    return rounded(value, random_bits(rows, shape[-1], number, step).view(value.shape))
+
+
+def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor) -> torch.Tensor:
+    """16 bits of each of `width` elements from those on that `rows`, [rows, 1], are."""
+    device = rows.device
+    group = rows // _AT_ONCE + torch.arange(width // _AT_ONCE + 2, device=device)
+    last = torch.full((), number + 1, device=device)
+    zero = torch.zeros_like(last)
+    counter = (group & LOW, group >> 32, step.long() & LOW, last)
+    words = torch.stack(philox(counter, (zero, zero)), -1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1).int()
+    return halves.gather(1, rows % _AT_ONCE + torch.arange(width, device=device))
+
+
+def rounded(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Float32 as bfloat16, by 16 random bits each.
+
+    From the largest bfloat16 on to the nearest one, so that infinity is no nearer than it would be.
+    """
+    bits = value.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    half = (bits + torch.where(magnitude < _LARGEST, random, 0x8000)) >> 16
+    half = torch.where(magnitude > _INFINITY, _NAN, half)
+    return half.to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,64 @@
+"""Where parameters lie in what they are parts of, which their stochastic rounding goes by."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.optim._shards import indices, is_one, local
+
+
+class _Part(NamedTuple):
+    """Of a tensor: sizes, and where it begins; None where its indices have gaps."""
+
+    sizes: torch.Size
+    first: int | None
+
+
+def check_place(function: str, p: torch.Tensor) -> None:
+    """That p can be rounded, where it is to be: what this device has of it is without gaps."""
+    if p.dtype == torch.float16:
+        accepted = "bfloat16, or float32, which nothing is rounded of"
+        raise ArgumentError(
+            function, "a parameter with stochastic_rounding", "of float16", accepted
+        )
+    if p.dtype != torch.bfloat16 or not is_one(p):
+        return
+    part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
+    if part.first is None or part.sizes != here:
+        shards = p.placements  # type: ignore[attr-defined]
+        came = f"of {list(p.shape)} by {shards}, of which {list(here)} are here"
+        accepted = "a part without gaps, as these placements divide it"
+        raise ArgumentError(function, "a parameter with stochastic_rounding", came, accepted)
+
+
+def place_of(p: torch.Tensor, number: int) -> torch.Tensor:
+    """As a step takes it; p is the optimizer's parameter of this number."""
+    if not is_one(p):
+        return _place(number, 0, p.shape)
+    first = _part(p.shape, p.device_mesh, p.placements).first  # type: ignore[attr-defined]
+    assert first is not None
+    return _place(number, first, p.shape)
+
+
+@lru_cache(maxsize=8192)
+def _place(number: int, first: int, shape: torch.Size) -> torch.Tensor:
+    return torch.tensor([number, first, *torch.empty(shape, device="meta").stride()])
+
+
+@lru_cache(maxsize=1024)
+def _part(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Part:
+    sizes, first = list(shape), 0
+    strides = torch.empty(shape, device="meta").stride()
+    for dim in {placement.dim for placement in placements if not placement.is_replicate()}:
+        here = indices(shape, mesh, placements, dim)
+        sizes[dim] = len(here)
+        if len(here) == 0:
+            continue
+        if here[-1] - here[0] + 1 != len(here):
+            return _Part(torch.Size(sizes), None)
+        first += int(here[0]) * strides[dim]
+    return _Part(torch.Size(sizes), first)
