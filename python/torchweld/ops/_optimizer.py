@@ -55,10 +55,13 @@ _CUDA_SOURCES = (
     "csrc/cuda/blocks.cuh",
     "csrc/cuda/quant8.cu",
     "csrc/cuda/quant8.cuh",
-    "csrc/cuda/reduce.cuh",
+    "csrc/cuda/rounding.cuh",
     "csrc/cuda/vec.cuh",
     "csrc/core/optim.h",
+    "csrc/core/philox.h",
     "csrc/core/quant8.h",
+    "csrc/core/rounding.h",
+    "csrc/core/rows.h",
 )
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
