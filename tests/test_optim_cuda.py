@@ -83,6 +83,33 @@ def test_more_tensors_than_a_launch_takes(kind: Any, cuda_device: str) -> None:
     assert {int(optimizer.state[p]["step"]) for p in params} == {2, 3}
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
+def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
+    """A block of rows again and again: each goes as one does alone.
+
+    Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
+    """
+    (rows, width), copies = ((4096, 1024), 513) if cuda_device == "cuda" else ((8, 600), 5)
+    generator = torch.Generator(cuda_device).manual_seed(0)
+    values = [
+        torch.randn(rows, width, generator=generator, device=cuda_device).bfloat16()
+        for _ in range(2)
+    ]
+    found = []
+    for times in (1, copies):
+        p, grad = (v.repeat(times, 1) for v in values)
+        assert times == 1 or cuda_device != "cuda" or p.numel() > 2**31
+        p.requires_grad_().grad = grad
+        # Above any norm: gradients stay as they are.
+        optimizer = optim.AdamW([p], lr=0.1, state_dtype=state_dtype, max_grad_norm=1e9)
+        optimizer.step()
+        found.append([p.detach(), *optimizer.state[p].values(), optimizer.grad_norm])
+    for one, many in zip(*found, strict=True):
+        if one.ndim == 2:
+            assert torch.equal(many.view(copies, *one.shape), one.expand(copies, *one.shape))
+    assert float(found[1][-1]) == pytest.approx(float(found[0][-1]) * copies**0.5, rel=1e-6)
+
+
 @STATES
 def test_numbers_on_the_device(state_dtype: Any, cuda_device: str) -> None:
     """Learning rates, scales and what the scaler found, there or on the CPU, have the same bits."""
