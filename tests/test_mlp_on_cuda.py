@@ -113,10 +113,12 @@ def test_layouts(device: str) -> None:
         for like in (given[at].t().contiguous().t(), shifted.copy_(given[at])):
             found = _kernel(*[like if at == i else t for i, t in enumerate(given)])
             torch.testing.assert_close(found, expected)
-    for at in range(3):  # at one that it does, and no more than that
+    for at, need_bias in itertools.product(range(3), (True, False)):
+        # At one that it does, and no more than that, after one with more.
+        _kernel(*given, need_bias=need_bias)
         beside = torch.empty(given[at].numel() + 4, device=device)[4:].view_as(given[at])
-        found = _kernel(*[beside.copy_(t) if at == i else t for i, t in enumerate(given)])
-        torch.testing.assert_close(found, expected)
+        other = [beside.copy_(t) if at == i else t for i, t in enumerate(given)]
+        torch.testing.assert_close(_kernel(*other, need_bias=need_bias)[0], expected[0])
     one = given[0][:1].expand(24, 16)
     torch.testing.assert_close(_kernel(one, *given[1:]), _kernel(one.contiguous(), *given[1:]))
 
@@ -189,23 +191,24 @@ def test_the_op(device: str) -> None:
 # --- The graph ------------------------------------------------------------------------------------
 
 
+@DTYPES
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("forward", "backward"), [*itertools.product([True, False], repeat=2)])
 def test_every_form_is_right(
-    device: str, monkeypatch: pytest.MonkeyPatch, bias: bool, forward: bool, backward: bool
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    forward: bool,
+    backward: bool,
+    bias: bool,
+    dtype: torch.dtype,
 ) -> None:
     """The activation in the GEMM or in a pass, in each direction."""
     in_one(monkeypatch, forward=forward, backward=backward)
-    inputs = _inputs(device, bias, requires_grad=True)
-    if bias:
-        assert_right(MLP, inputs)
+    inputs = _inputs(device, bias, dtype=dtype)
     with test_seams._Counting() as counted:
-        found = torch.autograd.grad(call(MLP, *inputs).square().sum(), _leaves(inputs))
+        assert_right(MLP, inputs)
     assert counted.calls["linear_act"] == forward
     assert counted.calls["act_linear_backward"] == backward
-    right = torch.autograd.grad(MLP.reference(*inputs).square().sum(), _leaves(inputs))
-    for a, b in zip(found, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
@@ -237,7 +240,8 @@ def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
             found = torch.autograd.grad(y, some, torch.ones_like(y))
         grads[wanted] = dict(zip([id(leaf) for leaf in some], found, strict=True))
         for name, value in grads[wanted].items():
-            torch.testing.assert_close(value, next(iter(grads.values()))[name])
+            of_all = next(iter(grads.values()))[name]
+            torch.testing.assert_close(value, of_all, rtol=1e-4, atol=1e-4)
         past_the_activation = any(leaf is not inputs[3] and leaf is not inputs[4] for leaf in some)
         assert counted.calls["act_linear_backward"] == past_the_activation
 
