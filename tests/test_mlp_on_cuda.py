@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from test_cublaslt import DTYPES, MLP, TANH, WHERE, in_one, running
 from torchweld import _cache, functional
 from torchweld.ops import _gemm_act, _gemm_choice, _mlp_backward
 from torchweld.ops._call import call
+from torchweld.ops.linear_act import with_sum
 from torchweld.ops.mlp import _mlp_arguments
 from torchweld.registry import activation, materialize, weight
 
@@ -263,8 +265,10 @@ def test_a_kept_graph_gives_every_gradient_again(device: str, fused: None) -> No
     test_seams._assert_kept(call(MLP, *inputs), [inputs[3], inputs[4], inputs[2]])
 
 
-def test_second_derivatives(device: str, fused: None) -> None:
+@pytest.mark.parametrize("forward", [True, False])
+def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
     """They are the reference's."""
+    in_one(monkeypatch, forward=forward, backward=True)
     inputs = _inputs(device, rows=3, requires_grad=True)
     leaves = _leaves(inputs)
 
@@ -334,9 +338,11 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
     times = {"forward": [2.0, 1.0], "backward": [2.0, 1.0]}
 
     def medians(contenders: list[Callable[[], Any]]) -> list[float]:
-        unfused, one = (contender() for contender in contenders)
+        with test_seams._Counting() as counted:
+            unfused = contenders[0]()
+        assert not {"linear_act", "act_linear_backward"} & set(counted.calls)
         is_backward = isinstance(unfused, tuple)
-        for a, b in zip(one, unfused if is_backward else [unfused], strict=False):
+        for a, b in zip(contenders[1](), unfused if is_backward else [unfused], strict=False):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=4e-3)
         return times["backward" if is_backward else "forward"]
 
@@ -385,14 +391,17 @@ def test_the_faster_is_chosen(
 
 
 def test_what_makes_another_time(device: str, clock: dict[str, list[float]]) -> None:
-    """Whether the bias's gradient is wanted, the weight's layout, the features behind."""
+    """Whether the bias's gradient is wanted, the weight's layout, the features, the dtype."""
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     assert _ran(inputs) == (1, 1)
     clock["backward"][0] = 1.0
     frozen = [t.detach() if at == 2 else t for at, t in enumerate(inputs)]
     transposed = [t.t().contiguous().t() if at == 3 else t for at, t in enumerate(inputs)]
     narrower = [*inputs[:3], inputs[3][:32], inputs[4][:32], *inputs[5:]]
-    for other in (frozen, transposed, narrower):
+    x, w1, b1, w2, *rest = inputs
+    hidden = [x, w1[:24], b1[:24], w2[:, :24], *rest]
+    wide = [t.float() if isinstance(t, torch.Tensor) else t for t in inputs]
+    for other in (frozen, transposed, narrower, hidden, wide):
         assert _ran(other) == (1, 0)
     assert _ran(inputs) == (1, 1)
 
@@ -403,12 +412,13 @@ def test_what_cublaslt_does_not_serve_is_not_chosen(
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     x, w1, b1, w2, b2, *kind = inputs
     shifted = torch.empty(w2.numel() + 1, dtype=w2.dtype, device=device)[1:].view_as(w2)
+    own = type("Own", (torch.Tensor,), {})
     for given, reason in (
         ([x, w1, b1, w2[1:], b2[1:], *kind], "multiples of 8"),
         ([x, w1, b1, shifted.copy_(w2).requires_grad_(), b2, *kind], "multiples of 16 bytes"),
         ([x, w1, b1, w2.float(), b2.float(), *kind], "different dtypes"),
         (
-            [x, w1, b1, w2.as_subclass(type("T", (torch.Tensor,), {})), b2, *kind],
+            [x, w1, b1, w2.as_subclass(own), b2, *kind],
             "class of its own",
         ),
     ):
@@ -417,3 +427,18 @@ def test_what_cublaslt_does_not_serve_is_not_chosen(
     with torch.no_grad():
         assert call(MLP, *inputs).grad_fn is None
     assert "in the backward" not in _explained([t.detach() for t in inputs[:5]])
+
+
+def test_float32_is_multiplied_as_torch_may(
+    device: str, clock: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, *parameters = _inputs(device, requires_grad=True)[:5]
+
+    def timed(device: Any, shapes: str, rows: int, unfused: Any, fused: dict[int, Any]) -> Any:
+        return _gemm_choice.Timed(*fused, 1.0, 2.0)
+
+    monkeypatch.setattr(_gemm_choice, "time", timed)
+    for precision, algorithm in (("ieee", _gemm_act._PLAIN), ("tf32", _gemm_act._TF32)):
+        monkeypatch.setattr(_gemm_choice.kernels(), "precision", lambda found=precision: found)
+        make = partial(with_sum, "cuda", x, *parameters[:2], *TANH)
+        assert _mlp_backward.choose(x, tuple(parameters), *TANH, make) == algorithm
