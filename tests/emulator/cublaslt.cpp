@@ -41,6 +41,9 @@ namespace {
 // The one inner size that it has no algorithm for: the real one has none for what it does not say.
 constexpr uint64_t kNoAlgorithm = 104;
 constexpr size_t kWorkspaceBytes = 4096;
+// How many products make a partial sum, and the scheme that rounds it to the result's dtype.
+constexpr int64_t kPart = 8;
+constexpr uint64_t kReduceInResultsType = 4;
 constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
 
 template <class T>
@@ -141,10 +144,10 @@ uint64_t alignment_of(const Desc& desc) {
   return bits & (~bits + 1);
 }
 
-// What an algorithm is for.
-Algorithm algorithm_for(const Desc& desc, uint64_t alignment, const Layout& a, const Layout& d) {
-  return {{kMark | alignment << 32, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type, a.rows,
-           a.columns, d.rows, d.columns}};
+// What an algorithm is for; `found_with` is what its heuristic was told beside the descriptors.
+Algorithm algorithm_for(const Desc& desc, uint64_t found_with, const Layout& a, const Layout& d) {
+  return {{kMark | found_with << 32, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type,
+           a.rows, a.columns, d.rows, d.columns}};
 }
 
 Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, Layout* c,
@@ -160,8 +163,8 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
     if (alignment > 16) return Status::invalid_value;  // more than tensors are promised to have
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
-  *found = {
-      algorithm_for(*desc, alignment_of(*desc), *a, *d), kWorkspaceBytes, Status::success, 1, {}};
+  const uint64_t found_with = alignment_of(*desc) | (uint64_t)preference->reductions << 16;
+  *found = {algorithm_for(*desc, found_with, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
   *count = 1;
   return Status::success;
 }
@@ -182,6 +185,12 @@ void store(void* p, DataType type, int64_t at, float value) {
   }
 }
 
+float rounded(float value, DataType type) {
+  float bits = 0;
+  store(&bits, type, 0, value);
+  return load(&bits, type, 0);
+}
+
 // Of float32, its first 10 bits of fraction.
 float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
 
@@ -200,8 +209,9 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
               size_t workspace_bytes, cudaStream_t) {
   const Status status = check(*desc, *a_layout, *b_layout, *c_layout, *d_layout);
   if (status != Status::success) return status;
-  const uint64_t alignment = algorithm->data[0] >> 32;
-  const Algorithm right = algorithm_for(*desc, alignment, *a_layout, *d_layout);
+  const uint64_t found_with = algorithm->data[0] >> 32;
+  const uint64_t alignment = found_with & 0xffff, reductions = found_with >> 16;
+  const Algorithm right = algorithm_for(*desc, found_with, *a_layout, *d_layout);
   bool fits = handle && std::memcmp(algorithm, &right, sizeof right) == 0;
   fits &=
       alignment_of(*desc) >= alignment && workspace && workspace_bytes >= kWorkspaceBytes && c == d;
@@ -231,6 +241,7 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
     float sum = 0;
     for (int64_t k = 0; k < inner; ++k) {
       sum += from[k * step] * right_factor[column * inner + k];
+      if (k % kPart == kPart - 1 && (reductions & kReduceInResultsType)) sum = rounded(sum, type);
     }
     return sum;
   };
