@@ -17,7 +17,7 @@ import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, run
 from torchweld import _cache, functional
-from torchweld.ops import _gemm_act, _gemm_choice, bias_act
+from torchweld.ops import _gemm_act, _gemm_choice, _mlp_backward, bias_act
 from torchweld.ops._call import call
 from torchweld.ops.linear_act import arguments
 from torchweld.registry import OPS, Op, TensorSpec, activation, materialize, weight
@@ -31,7 +31,7 @@ WHERE = [place for place in ("emulator", "gpu-cuda") if PLACES[place][2] is None
 @pytest.fixture(params=WHERE)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where tensors are, with the backend asked for by name."""
-    yield from _running(request.param, monkeypatch)
+    yield from running(request.param, monkeypatch)
 
 
 # As tests/conftest.py names its targets, which evidence counts.
@@ -43,11 +43,12 @@ def placed(
 ) -> Iterator[tuple[Op, str]]:
     """An op, and where its tensors are."""
     op, place = request.param
-    for device in _running(place, monkeypatch):
+    for device in running(place, monkeypatch):
         yield op, device
 
 
-def _running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tensors are at that place, with the backend asked for by name."""
     if place == "emulator":  # the CPU's passes: the interpreter truncates to bfloat16
         monkeypatch.setitem(_gemm_act.PASSES, "cuda", "cpu")
         backward = bias_act.OP.kernels["cpu"].backward
@@ -58,8 +59,16 @@ def _running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call runs the kernel, whatever is faster."""
-    monkeypatch.setattr(_gemm_act, "choose", lambda *_: _gemm_act._PLAIN)
+    """Every call runs the kernels, whatever is faster."""
+    in_one(monkeypatch, forward=True, backward=True)
+
+
+def in_one(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
+    """The activation is in the GEMM, or in a pass, whatever is faster."""
+    tiles = [_gemm_act._PLAIN if fused else None for fused in (forward, backward)]
+    monkeypatch.setattr(_gemm_act, "choose", lambda *_: tiles[0])
+    monkeypatch.setattr(_mlp_backward, "_why_not", lambda *_: None)
+    monkeypatch.setattr(_gemm_act, "chosen", lambda *_: tiles[1])
 
 
 def _kernel(
@@ -79,10 +88,11 @@ def _unfused(
 
 
 # Leading sizes, in_features, features behind the activation, and for mlp out_features: one element
-# of what cuBLASLt takes in each direction, and as many as the pools of errors ask for.
+# of what cuBLASLt takes in each direction, one size that it does not take, and as many as the pools
+# of errors ask for.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
-    *(((), 8, 8, 1), ((2, 3), 16, 24, 7), ((2, 1, 3, 1), 24, 16, 5), ((160,), 72, 152, 67)),
-    *(((2,), 8, 10008, 3), ((16,), 8, 64, 10007)),
+    *(((), 8, 8, 8), ((2, 3), 16, 24, 40), ((2, 1, 3, 1), 24, 16, 5), ((160,), 72, 152, 64)),
+    *(((2,), 8, 10008, 16), ((16,), 8, 64, 10008)),
 )
 
 
@@ -137,6 +147,7 @@ def test_layouts(device: str) -> None:
         (within(x, 1, 2), within(w, 3, 2), bias),
         (x.t().contiguous().t(), w.t().contiguous().t(), bias),
         (x, w, within(bias, 1, 1)),  # at an address that cuBLASLt does not take
+        (x, w, within(bias, 4, 1)),  # at one that it does, and no more than that
         (within(x.flatten(), 1, 1).view(24, 16), w, bias),
     ):
         before = [t._base.clone() if t._base is not None else t.clone() for t in given]
@@ -321,4 +332,4 @@ def test_float32_is_multiplied_as_torch_may(device: str, monkeypatch: pytest.Mon
         ("tf32", torch.bfloat16, _gemm_act._PLAIN),
     ):
         monkeypatch.setattr(_gemm_choice.kernels(), "precision", lambda found=precision: found)
-        assert _gemm_act._contenders("cuda", dtype, 64) == (chosen,)
+        assert _gemm_act.contenders("cuda", dtype, 64) == (chosen,)

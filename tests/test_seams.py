@@ -229,7 +229,7 @@ def test_recomputing_changes_no_bit(seam: Seam) -> None:
 
 _OURS = (
     *("bias_act", "bias_act_backward", "bias_act_backward_", "gated_act_backward"),
-    *("normalize_act", "normalize_act_backward", "batch_norm_act_grad_x"),
+    *("normalize_act", "normalize_act_backward", "batch_norm_act_grad_x", "act_linear_backward"),
 )
 
 

@@ -1,4 +1,5 @@
-// linear_act in one GEMM for torch, on CUDA alone; its schema is in python/torchweld/ops/_gemm_act.py.
+// linear_act in one GEMM for torch, and the one behind it backward, on CUDA alone; their schemas are in
+// python/torchweld/ops/_gemm_act.py and _act_linear.py.
 #if defined(TW_CUDA)
 
 #include "cuda/linear_act.h"
@@ -9,6 +10,10 @@
 
 TW_FUNCTION(int, linear_act_plan, const torchweld::LinearAct&, int64_t* workspace_bytes);
 TW_FUNCTION(int, linear_act_forward, const torchweld::LinearAct&, void* workspace, cudaStream_t);
+TW_FUNCTION(int, act_linear_backward_plan, const torchweld::ActLinearBackward&,
+            int64_t* workspace_bytes);
+TW_FUNCTION(int, act_linear_backward_launch, const torchweld::ActLinearBackward&, void* workspace,
+            cudaStream_t);
 
 namespace torchweld {
 namespace {
@@ -20,30 +25,58 @@ Tensor aten(const char* name, const Arguments&... given) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// y, and z = x @ weight^T + bias or nothing. Algorithm 1 multiplies float32 as tf32, 0 does not.
+// Algorithm 1 multiplies float32 as tf32, 0 does not.
+bool check_how(const std::string& activation, const std::string& approximate, int64_t algorithm) {
+  STD_TORCH_CHECK(activation_of(activation, approximate) == Activation::gelu_tanh,
+                  "activation is not gelu by tanh, which alone cuBLASLt's epilogues have");
+  STD_TORCH_CHECK(algorithm == 0 || algorithm == 1, "algorithm is not 0 or 1");
+  return algorithm == 1;
+}
+
+bool beside(const Tensor& t, const Tensor& x) {
+  return same_device(t, x) && t.scalar_type() == x.scalar_type();
+}
+
+Tensor empty_rows(const Tensor& x, int64_t columns) {
+  Shape sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = columns;
+  return empty(x, sizes, x.scalar_type());
+}
+
+// Whether cuBLASLt served: an error would be the user's, who did not ask for it.
+template <class Args>
+bool multiply(int (*plan)(const Args&, int64_t*), int (*gemm)(const Args&, void*, cudaStream_t),
+              const Args& args, const Tensor& like) {
+  const DeviceGuard device(like);
+  int64_t bytes = 0;
+  int status = plan(args, &bytes);
+  if (status == kNotServed) return false;
+  if (status == 0) {
+    const Tensor workspace = empty(like, Shape{bytes}, ScalarType::Byte);
+    status = gemm(args, workspace.mutable_data_ptr(), device.stream());
+  }
+  STD_TORCH_CHECK(status == 0, "cuBLASLt: status ", status);
+  return true;
+}
+
+// y, and z = x @ weight^T + bias or nothing.
 std::tuple<Tensor, Tensor> linear_act(Tensor x_in, Tensor weight_in, OptionalTensor bias_in,
                                       std::string activation, std::string approximate,
                                       int64_t algorithm, bool save_z) {
-  STD_TORCH_CHECK(activation_of(activation, approximate) == Activation::gelu_tanh,
-                  "activation is not gelu by tanh, which alone cuBLASLt's epilogues have");
+  const bool tf32 = check_how(activation, approximate, algorithm);
   const Matrix shape(x_in);
-  const auto beside = [&](const Tensor& t) {
-    return same_device(t, x_in) && t.scalar_type() == x_in.scalar_type();
-  };
-  STD_TORCH_CHECK(beside(weight_in) && weight_in.dim() == 2 && weight_in.size(1) == shape.width,
-                  "weight does not fit x");
+  STD_TORCH_CHECK(
+      beside(weight_in, x_in) && weight_in.dim() == 2 && weight_in.size(1) == shape.width,
+      "weight does not fit x");
   const int64_t columns = weight_in.size(0);
   STD_TORCH_CHECK(
-      !bias_in || (beside(*bias_in) && bias_in->dim() == 1 && bias_in->size(0) == columns),
+      !bias_in || (beside(*bias_in, x_in) && bias_in->dim() == 1 && bias_in->size(0) == columns),
       "bias does not fit x and weight");
-  STD_TORCH_CHECK(algorithm == 0 || algorithm == 1, "algorithm is not 0 or 1");
 
   const Tensor x = packed(x_in), weight = packed(weight_in);
   const OptionalTensor bias = packed(bias_in);
-  Shape sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = columns;
-  Tensor y = empty(x, sizes, x.scalar_type());
-  Tensor z = save_z ? empty(x, sizes, x.scalar_type()) : nothing(x);
+  Tensor y = empty_rows(x, columns);
+  Tensor z = save_z ? empty_rows(x, columns) : nothing(x);
   const LinearAct args{data(x),
                        data(weight),
                        data(bias),
@@ -53,25 +86,51 @@ std::tuple<Tensor, Tensor> linear_act(Tensor x_in, Tensor weight_in, OptionalTen
                        columns,
                        shape.width,
                        dtype_of(x),
-                       algorithm == 1};
-  const DeviceGuard device(x);
-  int64_t bytes = 0;
-  int status = linear_act_plan(args, &bytes);
-  if (status == kNotServed) {  // an error would be the user's, who did not ask for cuBLASLt
-    const Tensor sum = aten("aten::linear", x, weight, bias);
-    return {aten("aten::gelu", sum, approximate), save_z ? sum : z};
+                       tf32};
+  if (multiply(linear_act_plan, linear_act_forward, args, x)) return {y, z};
+  const Tensor sum = aten("aten::linear", x, weight, bias);
+  return {aten("aten::gelu", sum, approximate), save_z ? sum : z};
+}
+
+// grad_z = (grad_y @ weight) * gelu'(z), and its sum over rows or nothing.
+std::tuple<Tensor, Tensor> act_linear_backward(Tensor grad_y_in, Tensor weight_in, Tensor z_in,
+                                               std::string activation, std::string approximate,
+                                               int64_t algorithm, bool need_bias) {
+  const bool tf32 = check_how(activation, approximate, algorithm);
+  const Matrix grad_shape(grad_y_in), shape(z_in);
+  STD_TORCH_CHECK(beside(weight_in, z_in) && weight_in.dim() == 2 &&
+                      weight_in.size(0) == grad_shape.width && weight_in.size(1) == shape.width,
+                  "weight does not fit grad_y and z");
+  STD_TORCH_CHECK(beside(grad_y_in, z_in) && grad_shape.rows == shape.rows,
+                  "grad_y does not fit z");
+
+  const Tensor grad_y = packed(grad_y_in), weight = packed(weight_in), z = packed(z_in);
+  Tensor grad_z = empty_rows(z, shape.width);
+  Tensor grad_bias = need_bias ? empty(z, Shape{shape.width}, z.scalar_type()) : nothing(z);
+  const ActLinearBackward args{data(grad_y),
+                               data(weight),
+                               data(z),
+                               grad_z.mutable_data_ptr(),
+                               need_bias ? grad_bias.mutable_data_ptr() : nullptr,
+                               shape.rows,
+                               shape.width,
+                               grad_shape.width,
+                               dtype_of(z),
+                               tf32};
+  if (multiply(act_linear_backward_plan, act_linear_backward_launch, args, z)) {
+    return {grad_z, grad_bias};
   }
-  if (status == 0) {
-    const Tensor workspace = empty(x, Shape{bytes}, ScalarType::Byte);
-    status = linear_act_forward(args, workspace.mutable_data_ptr(), device.stream());
-  }
-  STD_TORCH_CHECK(status == 0, "cuBLASLt: status ", status);
-  return {y, z};
+  const Tensor grad = aten("aten::matmul", grad_y, weight);
+  const Tensor found = aten("aten::gelu_backward", grad, z, approximate);
+  return {found, need_bias ? aten("aten::sum_to_size", found, Shape{shape.width}) : grad_bias};
 }
 
 }  // namespace
 
-TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("linear_act"), TORCH_BOX(&linear_act)); }
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("linear_act"), TORCH_BOX(&linear_act));
+  m.impl(TW_OVERLOAD("act_linear_backward"), TORCH_BOX(&act_linear_backward));
+}
 
 }  // namespace torchweld
 

@@ -39,8 +39,15 @@ enum class Choice : int {
   alignment_c = 7,
   alignment_d = 8,
 };
-// An epilogue is a sum of these; gelu is the one by tanh.
-enum Epilogue : uint32_t { kBias = 4, kGelu = 32, kAux = 128 };
+// An epilogue is a sum of these; gelu is the one by tanh. The gradient of a bias goes where a bias
+// would be, the sum before gelu comes from where it went.
+enum Epilogue : uint32_t {
+  kBias = 4,
+  kBiasGradient = 16,
+  kGelu = 32,
+  kGeluGradient = 64,
+  kAux = 128
+};
 // Partial sums are added in float32, and not in the result's 16 bits.
 constexpr uint32_t kReduceInFloat32 = 2;
 
@@ -155,6 +162,8 @@ TW_SAME(kGelu, CUBLASLT_EPILOGUE_GELU)
 TW_SAME((kGelu | kBias), CUBLASLT_EPILOGUE_GELU_BIAS)
 TW_SAME((kGelu | kAux), CUBLASLT_EPILOGUE_GELU_AUX)
 TW_SAME((kGelu | kAux | kBias), CUBLASLT_EPILOGUE_GELU_AUX_BIAS)
+TW_SAME((kGeluGradient | kAux), CUBLASLT_EPILOGUE_DGELU)
+TW_SAME((kGeluGradient | kAux | kBiasGradient), CUBLASLT_EPILOGUE_DGELU_BGRAD)
 TW_SAME(kReduceInFloat32, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)
 #undef TW_SAME
 #endif

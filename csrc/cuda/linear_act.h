@@ -1,4 +1,4 @@
-// linear_act as one GEMM of cuBLASLt's: what its launcher takes.
+// The GEMMs of cuBLASLt's on either side of gelu by tanh: what their launchers take.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,31 @@
 
 namespace torchweld {
 
-// Tensors are contiguous, and all of dtype.
+// Tensors are contiguous, and all of dtype; products of float32 may be those of tf32 if it says so.
+
+// linear_act: y = gelu(z), z = x @ weight^T + bias.
 struct LinearAct {
   const void* x;       // [rows, inner]
   const void* weight;  // [columns, inner]
   const void* bias;    // [columns], or null: zeros
-  void* y;             // [rows, columns]: gelu, by tanh, of z
-  void* z;             // [rows, columns]: x @ weight^T + bias; or null: not wanted
+  void* y;             // [rows, columns]
+  void* z;             // [rows, columns], or null: not wanted
   int64_t rows, columns, inner;
   DType dtype;
-  bool tf32;  // whether products of float32 may be
+  bool tf32;
+};
+
+// The layer behind it, y = gelu(z) @ weight^T: grad_z = (grad_y @ weight) * gelu'(z), grad_bias its sum
+// over rows.
+struct ActLinearBackward {
+  const void* grad_y;  // [rows, inner]
+  const void* weight;  // [inner, columns]
+  const void* z;       // [rows, columns]
+  void* grad_z;        // [rows, columns]
+  void* grad_bias;     // [columns], or null: not wanted
+  int64_t rows, columns, inner;
+  DType dtype;
+  bool tf32;
 };
 
 // What a launcher returns where cuBLASLt does not serve; 0 is success, others are its own.

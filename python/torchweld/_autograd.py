@@ -143,6 +143,8 @@ def _left_for_later(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def where_it_goes(ctx: Any) -> list[bool]:
     """Of every input, whether the backward that is running goes on to it."""
+    if torch.compiler.is_compiling():  # whose graphs run whole
+        return list(ctx.needs_input_grad)
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return [need and _runs(next(nodes)) for need in ctx.needs_input_grad]
 

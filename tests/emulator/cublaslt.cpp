@@ -20,7 +20,7 @@ struct Desc {
   DataType scale;
   Transpose transpose_a = Transpose::no;
   uint32_t epilogue = 1;
-  const void* bias = nullptr;
+  void* bias = nullptr;
   void* aux = nullptr;
   int64_t aux_ld = 0;
 };
@@ -41,7 +41,10 @@ namespace {
 // The one inner size that it has no algorithm for: the real one has none for what it does not say.
 constexpr uint64_t kNoAlgorithm = 104;
 constexpr size_t kWorkspaceBytes = 4096;
-constexpr uint64_t kMark = 0x616c676f;
+// How many products make a partial sum, and the scheme that rounds it to the result's dtype.
+constexpr int64_t kPart = 8;
+constexpr uint64_t kReduceInResultsType = 4;
+constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
 
 template <class T>
 Status assign(T& member, const void* value, size_t size) {
@@ -105,6 +108,15 @@ Status MatmulPreferenceSetAttribute(Preference* preference, Choice choice, const
 
 bool is_aligned(const void* p, uint64_t bytes) { return (uintptr_t)p % bytes == 0; }
 
+// Of the sums of parts that are those that cuBLASLt has, less relu's, which nobody asks for.
+bool is_there(uint32_t epilogue) {
+  for (const uint32_t there : {(uint32_t)kGelu, kGelu | kBias, kGelu | kAux, kGelu | kAux | kBias,
+                               kGeluGradient | kAux, kGeluGradient | kAux | kBiasGradient}) {
+    if (epilogue == there) return true;
+  }
+  return false;
+}
+
 // Whether the descriptors fit each other.
 Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   const bool turned = desc.transpose_a == Transpose::yes;
@@ -116,18 +128,26 @@ Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c
             each->ld >= (int64_t)each->rows;
   }
   fits &= desc.compute == Compute::f32 || d.type == DataType::f32;
-  if (desc.epilogue & kBias) fits &= desc.bias != nullptr;
+  if (desc.epilogue & (kBias | kBiasGradient)) fits &= desc.bias != nullptr;
   if (desc.epilogue & kAux) {
     fits &= desc.aux && desc.aux_ld >= (int64_t)d.rows && desc.aux_ld % 8 == 0;
   }
-  if (!fits || !(desc.epilogue & kGelu)) return Status::invalid_value;
+  if (!fits || !is_there(desc.epilogue)) return Status::invalid_value;
   return inner == kNoAlgorithm ? Status::not_supported : Status::success;
 }
 
-// What an algorithm is for.
-Algorithm algorithm_for(const Desc& desc, const Layout& a, const Layout& d) {
-  return {{kMark, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type, a.rows, a.columns,
-           d.rows, d.columns}};
+// What the epilogue's addresses are multiples of, which an algorithm then counts on.
+uint64_t alignment_of(const Desc& desc) {
+  uintptr_t bits = kMostAlignment;
+  if (desc.epilogue & (kBias | kBiasGradient)) bits |= (uintptr_t)desc.bias;
+  if (desc.epilogue & kAux) bits |= (uintptr_t)desc.aux;
+  return bits & (~bits + 1);
+}
+
+// What an algorithm is for; `found_with` is what its heuristic was told beside the descriptors.
+Algorithm algorithm_for(const Desc& desc, uint64_t found_with, const Layout& a, const Layout& d) {
+  return {{kMark | found_with << 32, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type,
+           a.rows, a.columns, d.rows, d.columns}};
 }
 
 Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, Layout* c,
@@ -143,7 +163,8 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
     if (alignment > 16) return Status::invalid_value;  // more than tensors are promised to have
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
-  *found = {algorithm_for(*desc, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
+  const uint64_t found_with = alignment_of(*desc) | (uint64_t)preference->reductions << 16;
+  *found = {algorithm_for(*desc, found_with, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
   *count = 1;
   return Status::success;
 }
@@ -164,11 +185,22 @@ void store(void* p, DataType type, int64_t at, float value) {
   }
 }
 
+float rounded(float value, DataType type) {
+  float bits = 0;
+  store(&bits, type, 0, value);
+  return load(&bits, type, 0);
+}
+
 // Of float32, its first 10 bits of fraction.
 float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
 
 float gelu(float z) {
   return 0.5f * z * (1 + std::tanh(0.7978845608f * (z + 0.044715f * z * z * z)));
+}
+
+float gelu_gradient(float z) {
+  const float t = std::tanh(0.7978845608f * (z + 0.044715f * z * z * z));
+  return 0.5f * (1 + t) + 0.5f * z * (1 - t * t) * 0.7978845608f * (1 + 3 * 0.044715f * z * z);
 }
 
 Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layout* a_layout,
@@ -177,10 +209,13 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
               size_t workspace_bytes, cudaStream_t) {
   const Status status = check(*desc, *a_layout, *b_layout, *c_layout, *d_layout);
   if (status != Status::success) return status;
-  const Algorithm right = algorithm_for(*desc, *a_layout, *d_layout);
+  const uint64_t found_with = algorithm->data[0] >> 32;
+  const uint64_t alignment = found_with & 0xffff, reductions = found_with >> 16;
+  const Algorithm right = algorithm_for(*desc, found_with, *a_layout, *d_layout);
   bool fits = handle && std::memcmp(algorithm, &right, sizeof right) == 0;
-  fits &= workspace && workspace_bytes >= kWorkspaceBytes && c == d;
-  for (const void* p : {a, b, c, (const void*)d, desc->bias, (const void*)desc->aux}) {
+  fits &=
+      alignment_of(*desc) >= alignment && workspace && workspace_bytes >= kWorkspaceBytes && c == d;
+  for (const void* p : {a, b, c, (const void*)d, (const void*)desc->bias, (const void*)desc->aux}) {
     fits &= is_aligned(p, 16);
   }
   fits &= *(const float*)alpha == 1 && *(const float*)beta == 0;
@@ -201,17 +236,31 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
   };
   const std::vector<float> left = factors(a, *a_layout), right_factor = factors(b, *b_layout);
   const int64_t step = turned ? 1 : (int64_t)a_layout->rows;
-  for (int64_t column = 0; column < (int64_t)d_layout->columns; ++column) {
-    for (int64_t row = 0; row < (int64_t)d_layout->rows; ++row) {
-      const float* from = &left[turned ? row * (int64_t)a_layout->rows : row];
-      float sum = 0;
-      for (int64_t k = 0; k < inner; ++k) {
-        sum += from[k * step] * right_factor[column * inner + k];
-      }
-      if (desc->epilogue & kBias) sum += load(desc->bias, type, row);
-      if (desc->epilogue & kAux) store(desc->aux, type, column * desc->aux_ld + row, sum);
-      store(d, type, column * d_layout->ld + row, gelu(sum));
+  const auto product = [&](int64_t row, int64_t column) {
+    const float* from = &left[turned ? row * (int64_t)a_layout->rows : row];
+    float sum = 0;
+    for (int64_t k = 0; k < inner; ++k) {
+      sum += from[k * step] * right_factor[column * inner + k];
+      if (k % kPart == kPart - 1 && (reductions & kReduceInResultsType)) sum = rounded(sum, type);
     }
+    return sum;
+  };
+  for (int64_t row = 0; row < (int64_t)d_layout->rows; ++row) {
+    double total = 0;
+    for (int64_t column = 0; column < (int64_t)d_layout->columns; ++column) {
+      const int64_t aux = column * desc->aux_ld + row;
+      float value = product(row, column);
+      if (desc->epilogue & kGelu) {
+        if (desc->epilogue & kBias) value += load(desc->bias, type, row);
+        if (desc->epilogue & kAux) store(desc->aux, type, aux, value);
+        value = gelu(value);
+      } else {
+        value *= gelu_gradient(load(desc->aux, type, aux));
+        total += value;
+      }
+      store(d, type, column * d_layout->ld + row, value);
+    }
+    if (desc->epilogue & kBiasGradient) store(desc->bias, type, row, (float)total);
   }
   return Status::success;
 }

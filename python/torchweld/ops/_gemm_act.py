@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,8 +84,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, (x, weight) = grads[0], ctx.saved_tensors
-        compiling = torch.compiler.is_compiling()
-        goes_on = ctx.needs_input_grad if compiling else where_it_goes(ctx)
+        goes_on = where_it_goes(ctx)
         found: list[Any] = [None] * len(goes_on)
         if grad is None:
             return tuple(found)
@@ -138,6 +137,17 @@ def kernel(backend: str) -> Any:
     return getattr(torch.ops.torchweld.linear_act, backend)
 
 
+class Made(NamedTuple):
+    """The activation, without a graph; where one is wanted, the sum before it and zeros.
+
+    The sum has all of the bias in it; the zeros' gradient is the bias's.
+    """
+
+    y: torch.Tensor
+    z: torch.Tensor | None
+    zeros: torch.Tensor | None
+
+
 def linear_act(
     backend: str,
     x: torch.Tensor,
@@ -146,20 +156,25 @@ def linear_act(
     activation: str,
     approximate: str,
     tile: int,
-) -> torch.Tensor:
-    """The result of the kernel with this tile, with a graph where one is wanted."""
+) -> Made:
+    """What the kernel with this tile makes."""
     dtype = computed_in(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype) if backend == "cuda" else bias.float()
     how = (activation, approximate)
-    if not _trained(x, weight, bias):
-        return kernel(backend)(x, weight, bias, *how, tile, False)[0]
+    if not trained(x, weight, bias):
+        return Made(kernel(backend)(x, weight, bias, *how, tile, False)[0], None, None)
     given = None if bias is None else bias.detach()
     z, y = _Linear.apply(x, weight, given, backend, *how, tile)
-    # Zeros, z having the bias in it; their gradient is the bias's.
-    left = None if bias is None else bias - finite(bias)
-    return _ACTIVATION.function.apply(z, left, *how, y)
+    return Made(y, z, zeros_of(bias))
+
+
+def activated(made: Made, activation: str, approximate: str) -> torch.Tensor:
+    """The result, with a graph where one is wanted."""
+    if made.z is None:
+        return made.y
+    return _ACTIVATION.function.apply(made.z, made.zeros, activation, approximate, made.y)
 
 
 def computed_in(x: torch.Tensor) -> torch.dtype:
@@ -169,13 +184,19 @@ def computed_in(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
+def zeros_of(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Of which the bias's gradient is that, where the sum has the bias in it already."""
+    return None if bias is None else bias - finite(bias)
+
+
 def finite(bias: torch.Tensor) -> torch.Tensor:
     """What can be taken from the bias, constant: infinity less this is infinity yet."""
     largest = torch.finfo(bias.dtype).max
     return bias.detach().clamp(-largest, largest)
 
 
-def _trained(*tensors: torch.Tensor | None) -> bool:
+def trained(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient of one of them is wanted."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -206,14 +227,20 @@ def choose(
     unfused: Callable[..., Any],
 ) -> int | None:
     """The tile to run with; None: the unfused form is faster, or nothing is known of its rival."""
-    if _why_not(backend, x, weight, bias) is not None:
+    if why_not(backend, x, weight, bias) is not None:
         return None
-    shapes = _shapes(backend, x, weight, bias, activation, approximate)
+    given = (x, weight, bias, activation, approximate)
+    shapes = _shapes(backend, *given)
+    return chosen(x, shapes, lambda: _time(backend, shapes, *given, unfused))
+
+
+def chosen(x: torch.Tensor, shapes: str, time: Callable[[], Timed]) -> int | None:
+    """What is kept for a class of shapes, or else is found by `time`; None: the unfused form."""
     if torch.compiler.is_compiling():
         return _kept_while_compiling(x.device, shapes)
-    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
+    timed = _gemm_choice.kept(x.device, shapes, rows_of(x))
     if timed is None and _may_time(x):
-        timed = _time(backend, shapes, x, weight, bias, activation, approximate, unfused)
+        timed = time()
     return None if timed is None else timed.chosen
 
 
@@ -229,10 +256,15 @@ def explain(
     if backend not in ONE_KERNEL:
         return ""
     unfused = "torch's GEMM, then a pass for bias and activation"
-    if reason := _why_not(backend, x, weight, bias):
-        return f"{unfused}: {reason}"
     shapes = _shapes(backend, x, weight, bias, activation, approximate)
-    timed = _gemm_choice.kept(x.device, shapes, _rows(x))
+    return in_words(unfused, x, shapes, why_not(backend, x, weight, bias))
+
+
+def in_words(unfused: str, x: torch.Tensor, shapes: str, reason: str | None) -> str:
+    """Which of the two serves a class of shapes, and why; `reason` is against one kernel."""
+    if reason is not None:
+        return f"{unfused}: {reason}"
+    timed = _gemm_choice.kept(x.device, shapes, rows_of(x))
     if timed is None:
         return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
     ratio = timed.unfused_ms / timed.ms
@@ -241,7 +273,7 @@ def explain(
     return f"one kernel for all, measured at {ratio:.2f}x the speed of {unfused}"
 
 
-def _why_not(
+def why_not(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> str | None:
     """Why one kernel cannot serve, or what does not fit: torch's GEMM finds out what is wrong."""
@@ -283,10 +315,11 @@ def _shapes(backend, x, weight, bias, activation, approximate) -> str:
     words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
     words += [activation, approximate, "bias" if bias is not None else "no bias"]
     words += ["cuBLASLt"] if backend == "cuda" else []
-    return ", ".join([*words, "z saved" if _trained(x, weight, bias) else "z not saved"])
+    return ", ".join([*words, "z saved" if trained(x, weight, bias) else "z not saved"])
 
 
-def _rows(x: torch.Tensor) -> int:
+def rows_of(x: torch.Tensor) -> int:
+    """How many rows a GEMM of x has."""
     return x.shape[:-1].numel()
 
 
@@ -306,18 +339,19 @@ def _may_time(x: torch.Tensor) -> bool:
 
 
 def _time(backend, shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
-    dtype, save_z = computed_in(x), _trained(x, weight, bias)
+    dtype, save_z = computed_in(x), trained(x, weight, bias)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
         given = (*factors, activation, approximate)
         fused: Mapping[int, Any] = {
             tile: partial(kernel(backend), *given, tile, save_z)
-            for tile in _contenders(backend, dtype, x.shape[-1])
+            for tile in contenders(backend, dtype, x.shape[-1])
         }
-        return _gemm_choice.time(x.device, shapes, _rows(x), partial(unfused, *given), fused)
+        return _gemm_choice.time(x.device, shapes, rows_of(x), partial(unfused, *given), fused)
 
 
-def _contenders(backend: str, dtype: torch.dtype, inner: int) -> Iterable[int]:
+def contenders(backend: str, dtype: torch.dtype, inner: int) -> Iterable[int]:
+    """The tiles worth timing."""
     if backend == "triton":
         return _gemm_choice.kernels().contenders(dtype, inner)
     tf32 = dtype == torch.float32 and _gemm_choice.kernels().precision() == "tf32"

@@ -1,4 +1,4 @@
-"""Which of linear_act's GEMMs in one kernel serves a class of shapes, if one does.
+"""Which GEMM with an activation in it serves a class of shapes, if one does.
 
 They are timed once on the GPU at hand, with torch's GEMM and a pass of bias_act among them, so that
 what is chosen is never slower than that. What was found is kept in the user's cache.
@@ -124,7 +124,7 @@ def _conditions(device: torch.device, precision: str) -> str:
     triton = importlib.import_module("triton").__version__
     folder = Path(kernels().__file__).parent
     digest = hashlib.sha256()
-    for name in ("linear_act", "act", "tensors", "launch"):
+    for name in ("linear_act", "act", "chunks", "tensors", "launch"):
         digest.update((folder / f"{name}.py").read_bytes())
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     hashed = digest.hexdigest()[:16]

@@ -81,18 +81,33 @@ PlainOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approxima
 def activated(backend, x, weight, bias, activation, approximate):
     """linear, then bias_act on this backend; by one kernel where there is one, and it is faster."""
     given = (x, weight, bias, activation, approximate)
-    if backend in _gemm_act.ONE_KERNEL:
-        tile = _gemm_act.choose(backend, *given, partial(_in_two, backend))
-        if tile is not None:
-            return _gemm_act.linear_act(backend, *given, tile)
-    elif backend == "cpu" and (y := _onednn.linear_act(*given)) is not None:
+    if (made := in_one(backend, *given)) is not None:
+        return _gemm_act.activated(made, activation, approximate)
+    if backend == "cpu" and (y := _onednn.linear_act(*given)) is not None:
         return y
-    return _in_two(backend, *given)
+    return in_two(backend, *given)
 
 
-def _in_two(backend, x, weight, bias, activation, approximate):
+def in_one(backend, x, weight, bias, activation, approximate):
+    """What one kernel makes, where there is one and it is faster."""
+    if backend not in _gemm_act.ONE_KERNEL:
+        return None
+    given = (x, weight, bias, activation, approximate)
+    tile = _gemm_act.choose(backend, *given, partial(in_two, backend))
+    return None if tile is None else _gemm_act.linear_act(backend, *given, tile)
+
+
+def in_two(backend, x, weight, bias, activation, approximate):
+    """linear, then bias_act on this backend."""
     z, bias = summed(x, weight, bias, activation)
     return act(backend, z, bias, activation, approximate)
+
+
+def with_sum(backend, x, weight, bias, activation, approximate):
+    """The same, with what a kernel needs that takes the gradient back through the activation."""
+    z = linear(x, weight, None if bias is None else bias.detach())
+    y = act(backend, z.detach(), None, activation, approximate)
+    return _gemm_act.Made(y, z, _gemm_act.zeros_of(None if bias is None else bias.to(z.dtype)))
 
 
 def act(backend, z, bias, activation, approximate):
