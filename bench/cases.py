@@ -68,6 +68,7 @@ class Traffic:
 
     reads: int
     writes: int
+    in_place: bool = False  # all that is written is read
 
     @property
     def total(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,15 +14,20 @@ from torchweld.bench.timing import Clock, interleaved, last_level_cache
 LEAST_BYTES = 2**20
 
 
-def stream(traffic: Traffic, device: str) -> Callable[[], None] | None:
+def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
     """Moves as many bytes as the op has to, in the best of torch's simplest loops.
 
     Three of them make any mix: a + b -> c (2 reads for a write), a copy (1:1), and a sum (reads)
-    or a fill (writes) for what is left.
+    or a fill (writes) for what is left. In place, where a CPU need not fetch what it overwrites:
+    a + 1 -> a (1:1), and a sum.
     """
     if traffic.total < LEAST_BYTES:
         return None
     reads, writes = traffic.reads // 4, traffic.writes // 4
+    if traffic.in_place:
+        source = torch.ones(reads - writes, device=device)
+        target = torch.ones(writes, device=device)
+        return lambda: (target.add_(1), source.sum())
     added, copied, summed, filled = mix(reads, writes)
     source = torch.ones(reads, device=device)
     target = torch.empty(writes, device=device)

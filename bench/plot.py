@@ -27,7 +27,7 @@ def plot(report: Report, path: Path) -> None:
     dtypes = list(dict.fromkeys(r.dtype for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
     groups = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
-    width = max(4.5, 0.62 * max(map(len, groups.values())) + 1.2)
+    width = max(4.5, max(map(_width, groups.values())) + 1.2)
     # An op's dtypes stay side by side.
     across = min(len(ops), max(1, int(WIDTH / (width * len(dtypes)))))
     rows, columns = -(-len(ops) // across), across * len(dtypes)
@@ -65,6 +65,13 @@ def _groups(results: Sequence[Result], op: str, dtype: str) -> dict[Group, dict[
             group = groups.setdefault((result.label, result.direction), {})
             group[result.contender] = result
     return groups
+
+
+def _width(groups: dict[Group, dict[str, Result]]) -> float:
+    """Inches that bars take, and the names of shapes below them."""
+    labels = [label for label, _ in groups]
+    longest = {label: max(map(len, _lines(label).split("\n"))) for label in labels}
+    return sum(max(0.62, 0.085 * longest[label] / labels.count(label)) for label in labels)
 
 
 def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[str]) -> None:
@@ -133,12 +140,17 @@ def _limit(group: dict[str, Result]) -> float | None:
     return result.eager_ms / result.limit_ms
 
 
+def _lines(label: str) -> str:
+    """A shape on a line, and what else tells it apart on lines of their own."""
+    return label.replace(", ", "\n").replace(" ", "\n", 1)
+
+
 def _name_shapes(panel: Any, labels: Sequence[str]) -> None:
-    """Each shape once, below its directions; what else tells it apart on lines of their own."""
+    """Each once, below its directions."""
     for label in dict.fromkeys(labels):
         places = [at for at, other in enumerate(labels) if other == label]
         panel.annotate(
-            label.replace(", ", "\n").replace(" ", "\n", 1),
+            _lines(label),
             (sum(places) / len(places), 0),
             xytext=(0, -22),
             xycoords=("data", "axes fraction"),

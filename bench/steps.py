@@ -161,6 +161,7 @@ class StepCase:
         return Traffic(
             int(self.kind.reads * self.elements) // 4 * 4,
             int(self.kind.writes * self.elements) // 4 * 4,
+            in_place=True,
         )
 
     def blank(self, contender: str) -> Result:

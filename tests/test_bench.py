@@ -68,6 +68,10 @@ def test_stream_runs_and_is_left_out_where_it_would_measure_calls() -> None:
     assert stream is not None
     stream()
     assert limits.stream(Traffic(1000, 1000), "cpu") is None
+    in_place = limits.stream(Traffic(3 * 2**20, 2**20, in_place=True), "cpu")
+    assert in_place is not None
+    changed, summed = in_place()
+    assert (changed.numel(), float(changed[0]), float(summed)) == (2**18, 2, 2 * 2**18)
 
 
 def test_quick_has_the_shape_of_the_acceptance() -> None:
