@@ -347,7 +347,9 @@ def _rounded_sums(rank: int) -> None:
             found, _ = _run(settings, _placer(mesh, dim), range(1, 5), kind=kind)
             others = [(_whole(p.detach()) != e).sum() for p, e in zip(found, expected, strict=True)]
             assert sum(others) <= 1e-3 * sum(e.numel() for e in expected), kind
-        assert not any(torch.equal(e, u) for e, u in zip(expected, unrounded, strict=True))
+        # Few elements of a small one are rounded to the other side, or none.
+        pairs = [(e, u) for e, u in zip(expected, unrounded, strict=True) if e.numel() >= 100]
+        assert not any(torch.equal(e, u) for e, u in pairs)
 
 
 def _clipping(rank: int) -> None:
