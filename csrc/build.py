@@ -52,8 +52,9 @@ KERNEL_FLAGS_OF = {
     "optim.cpp": "-ffp-contract=off",
     "adafactor.cpp": "-ffp-contract=off",
     "optim.cu": "-fmad=false",
+    "adafactor.cu": "-fmad=false",
 }
-EMULATOR_FLAGS_OF = {"optim.cu": "-ffp-contract=off"}
+EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=off")
 # TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
 # out that came after gcc 8 and glibc 2.28.
 TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"

@@ -347,6 +347,7 @@ def _rounded_sums(rank: int) -> None:
             found, _ = _run(settings, _placer(mesh, dim), range(1, 5), kind=kind)
             others = [(_whole(p.detach()) != e).sum() for p, e in zip(found, expected, strict=True)]
             assert sum(others) <= 1e-3 * sum(e.numel() for e in expected), kind
+        # Few elements of a small one are rounded to the other side, or none.
         for e, u in zip(expected, unrounded, strict=True):
             assert e.numel() < 100 or (e != u).any()
 
@@ -469,7 +470,7 @@ def _grid(rank: int) -> None:
 
 
 def _emulated(rank: int) -> None:
-    """The CUDA kernels, where shards cut rows."""
+    """The CUDA kernels, where shards cut rows, and where sums are over whole tensors."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2))
@@ -481,6 +482,18 @@ def _emulated(rank: int) -> None:
             with pytest.MonkeyPatch.context() as patch, running_at("emulator", patch):
                 found = _run(settings, _placer(mesh, *dims), range(1, 4), kind=kind)
             _assert_same(found, expected)
+    for kind, settings in FACTORED:
+        expected = _run(settings, lambda t: t, range(1, 4), kind=kind)
+        for dims in (0, 1), (1, 1):
+            place = _placer(mesh, *dims)
+            with (
+                _kernels_alone(),
+                pytest.MonkeyPatch.context() as patch,
+                running_at("emulator", patch),
+            ):
+                found = _run(settings, place, range(1, 4), kind=kind)
+            _assert_near(found, expected)
+            _assert_averages_same(found, expected)
 
 
 def _fsdp2_and_tp(rank: int) -> None:

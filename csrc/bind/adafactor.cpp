@@ -8,8 +8,14 @@ TW_KERNEL(adafactor_add, Adafactor);
 TW_KERNEL(adafactor_average, Adafactor);
 TW_KERNEL(adafactor_scale, Adafactor);
 TW_KERNEL(adafactor_measure, Adafactor);
+TW_KERNEL(adafactor_add_squares, Adafactor);
+TW_KERNEL(adafactor_find_lengths, Adafactor);
 TW_KERNEL(adafactor_step, Adafactor);
 TW_FUNCTION(int64_t, adafactor_chunks, int64_t);
+TW_FUNCTION(int64_t, adafactor_slices, int64_t);
+#if defined(TW_CUDA)
+TW_KERNEL(adafactor_prepare, Adafactor);
+#endif
 
 namespace torchweld {
 namespace {
@@ -26,12 +32,9 @@ class Factoring {
  public:
   Factoring(const Tensors& params, const Tensors& grads, const Tensors& completions,
             const Tensors& moments, const Tensors& steps, const Tensor& lr,
-            const OptionalTensor& grad_factor, const AdafactorSettings& settings,
-            const Tensors& places, const Shape& wholes)
-      : like_(params[0]),
-        settings_(settings),
-        tensors_(params.size()),
-        roundings_(roundings_of(params, places)) {
+            const OptionalTensor& grad_factor, const OptionalTensor& found_inf,
+            const AdafactorSettings& settings, const Tensors& places, const Shape& wholes)
+      : like_(params[0]), tensors_(params.size()), roundings_(roundings_of(params, places)) {
     const size_t count = params.size();
     const bool factored = like_.dim() > 1, with_momentum = settings.beta1 != 0;
     const size_t averages = factored ? 2 : 1;
@@ -42,28 +45,23 @@ class Factoring {
     STD_TORCH_CHECK(wholes.empty() || wholes.size() == 3 * count, "wholes are not 3 sizes of each");
     const DType dtype = dtype_of(like_);
     STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel");
-    args_ = {tensors_.data(),
-             (int64_t)count,
-             nullptr,
-             settings.eps_square,
-             settings.eps_floor,
-             (float)settings.beta1,
-             (float)number_or(grad_factor, 1, like_).read(),
-             dtype,
-             param_codec(completions, places, dtype),
-             factored};
-    const double rate = number(lr, like_).read();
+    args_.given = tensors_.data();
+    args_.count = (int64_t)count;
+    args_.settings = settings;
+    args_.lr = number(lr, like_);
+    args_.grad_factor = number_or(grad_factor, 1, like_);
+    args_.found_inf = number_or(found_inf, 0, like_);
+    args_.dtype = dtype;
+    args_.param = param_codec(completions, places, dtype);
+    args_.factored = factored;
     for (size_t i = 0; i < count; ++i) {
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
+      STD_TORCH_CHECK(same_device(steps[i], p), "steps are not beside their parameters");
+      steps_.push_back(counter(steps[i], p));
       FactoredTensor& t = tensors_[i];
       set_param(t, params, grads, completions, i);
-      if (!roundings_.empty()) t.completion = &roundings_[i];
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
-      steps_.push_back(counter(steps[i], like_));
-      now_.push_back({rate, steps_[i].read() + 1, 1});
-      if (!roundings_.empty()) roundings_[i].step = (uint32_t)now_[i].number;
-      t.rate = (float)std::pow(now_[i].number, settings.decay_rate);
       if (t.whole_elements == 0) continue;  // and there is nothing to average
       if (factored) {
         check_average(moments[i], p, t.matrices * t.height);
@@ -78,13 +76,15 @@ class Factoring {
       check_like(moments[averages * count + i], p, ScalarType::Float);
       t.moment[2] = moments[averages * count + i].mutable_data_ptr();
     }
+    args_.steps = steps_.data();
+    set_roundings();
   }
   Factoring(const Factoring&) = delete;
 
   // A step of whole parameters.
   void step() {
-    std::vector<double> sums(sums_);
-    place_sums(sums.data());
+    const Tensor sums = room(sums_, ScalarType::Double);
+    begin((double*)sums.mutable_data_ptr(), /*is_last=*/true);
     sum();
     average();
     scale();
@@ -93,11 +93,11 @@ class Factoring {
   }
   // One of its passes, with all devices' sums from the passes before it.
   void pass(int64_t passed, const Tensor& sums) {
-    STD_TORCH_CHECK(sums.is_cpu() && sums.is_contiguous() && sums.numel() == sums_ &&
+    STD_TORCH_CHECK(same_device(sums, like_) && sums.is_contiguous() && sums.numel() == sums_ &&
                         sums.scalar_type() == ScalarType::Double,
                     "sums are not float64 numbers, as many as the passes have");
     STD_TORCH_CHECK(0 <= passed && passed < 4, "there are 4 passes");
-    place_sums((double*)sums.mutable_data_ptr());
+    begin((double*)sums.mutable_data_ptr(), /*is_last=*/passed == 3);
     if (passed == 0) return sum();
     if (passed == 1) return average();
     scale();
@@ -121,98 +121,125 @@ class Factoring {
     t.whole_elements = whole ? whole[2] : elements;
     if (t.whole_elements == 0) t.matrices = 0;
     t.chunks = adafactor_chunks(t.height);
-    t.first_matrix = matrices_;
-    t.first_chunk = chunks_;
-    matrices_ += t.matrices;
-    chunks_ += t.matrices * t.chunks;
+    t.slices = adafactor_slices(t.columns);
+    t.first_matrix = args_.matrices;
+    t.first_block = args_.blocks;
+    t.first_average = args_.averages;
+    args_.matrices += t.matrices;
+    args_.blocks += t.matrices * t.chunks * t.slices;
     elements_ += elements;
     sums_ += 2;
     if (!args_.factored) return;
-    partials_ += t.matrices * t.chunks * t.columns;
-    scales_ += t.matrices * (t.height + t.columns);
+    args_.averages += t.matrices * (t.height + t.columns);
+    partials_ += t.matrices * (t.chunks * t.columns + t.height * t.slices);
     sums_ += t.matrices * (t.height + t.columns + 1);
   }
-  // Of each tensor in turn.
-  void place_sums(double* at) {
+  Tensor room(int64_t elements, ScalarType dtype) const {
+    return empty(like_, Sizes(&elements, 1), dtype);
+  }
+  // Before any pass: the place of each tensor's sums, scales and partial sums.
+  void begin(double* sums, bool is_last) {
+    partials_of_all_ = room(partials_, ScalarType::Double);
+    scales_of_all_ = room(args_.averages, ScalarType::Float);
+    squares_of_all_ = room(2 * args_.blocks, ScalarType::Double);
+    auto* partials = (double*)partials_of_all_->mutable_data_ptr();
+    auto* scales = (float*)scales_of_all_->mutable_data_ptr();
+    args_.squares = (double (*)[2])squares_of_all_->mutable_data_ptr();
     for (FactoredTensor& t : tensors_) {
       if (args_.factored) {
-        t.row_sums = at;
-        t.column_sums = t.row_sums + t.matrices * t.height;
-        t.average_sums = t.column_sums + t.matrices * t.columns;
-        at = t.average_sums + t.matrices;
+        const int64_t rows = t.matrices * t.height, columns = t.matrices * t.columns;
+        t.row_sums = sums;
+        t.column_sums = t.row_sums + rows;
+        t.average_sums = t.column_sums + columns;
+        sums = t.average_sums + t.matrices;
+        t.row_scales = scales;
+        t.column_scales = t.row_scales + rows;
+        scales = t.column_scales + columns;
+        t.column_partials = partials;
+        t.row_partials = t.column_partials + columns * t.chunks;
+        partials = t.row_partials + rows * t.slices;
       }
-      t.squares = at;
-      at += 2;
+      t.squares = sums;
+      sums += 2;
     }
+    args_.counts = is_last;
+    prepare();
   }
 
+#if defined(TW_CUDA)
+  // What depends on the steps' numbers is made on the device.
+  void set_roundings() {
+    if (roundings_.empty()) return;
+    args_.roundings = roundings_.data();
+    rounding_room_ = room(args_.count * sizeof(Rounding), ScalarType::Byte);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      tensors_[i].completion = (Rounding*)rounding_room_->mutable_data_ptr() + i;
+    }
+  }
+  void prepare() {
+    tensor_room_ = room(args_.count * sizeof(FactoredTensor), ScalarType::Byte);
+    args_.tensors = (FactoredTensor*)tensor_room_->mutable_data_ptr();
+    launch(adafactor_prepare, args_, like_, args_.count, 0);
+  }
+#else
+  void set_roundings() {
+    for (size_t i = 0; i < roundings_.size(); ++i) tensors_[i].completion = &roundings_[i];
+  }
+  void prepare() {
+    args_.tensors = tensors_.data();
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      FactoredTensor& t = tensors_[i];
+      t.number = steps_[i].read() + 1;
+      t.rate = adafactor_rate(args_.settings, t.number);
+      if (!roundings_.empty()) roundings_[i].step = (uint32_t)t.number;
+      if (args_.counts) steps_[i].write(t.number);
+    }
+  }
+#endif
+
   template <class Kernel>
-  void over_chunks(const Kernel& kernel) const {
-    launch(kernel, args_, like_, chunks_, elements_ / (chunks_ + 1));
+  void over_blocks(const Kernel& kernel) const {
+    launch(kernel, args_, like_, args_.blocks, elements_ / (args_.blocks + 1));
   }
   template <class Kernel>
   void over_matrices(const Kernel& kernel) const {
-    launch(kernel, args_, like_, matrices_, 16 * scales_ / (matrices_ + 1));
+    launch(kernel, args_, like_, args_.matrices, 16 * args_.averages / (args_.matrices + 1));
+  }
+  template <class Kernel>
+  void over_tensors(const Kernel& kernel) const {
+    launch(kernel, args_, like_, args_.count, 2 * args_.blocks / args_.count);
   }
 
-  void sum() {
+  void sum() const {
     if (!args_.factored) return;
-    std::vector<double> partials(partials_);
-    double* at = partials.data();
-    for (FactoredTensor& t : tensors_) {
-      t.partials = at;
-      at += t.matrices * t.chunks * t.columns;
-    }
-    over_chunks(adafactor_sum);
+    over_blocks(adafactor_sum);
     over_matrices(adafactor_add);
   }
   void average() const {
     if (args_.factored) over_matrices(adafactor_average);
   }
-  void scale() {
-    if (!args_.factored) return;
-    room_for_scales_.resize(scales_);
-    float* at = room_for_scales_.data();
-    for (FactoredTensor& t : tensors_) {
-      t.row_scales = at;
-      t.column_scales = at + t.matrices * t.height;
-      at = t.column_scales + t.matrices * t.columns;
-    }
-    over_matrices(adafactor_scale);
+  void scale() const {
+    if (args_.factored) over_matrices(adafactor_scale);
   }
-  void measure() {
-    std::vector<double> squares(2 * chunks_);
-    args_.squares = (double (*)[2])squares.data();
-    over_chunks(adafactor_measure);
-    for (const FactoredTensor& t : tensors_) {
-      t.squares[0] = t.squares[1] = 0;
-      for (int64_t at = t.first_chunk; at < t.first_chunk + t.matrices * t.chunks; ++at) {
-        for (int k = 0; k < 2; ++k) t.squares[k] += args_.squares[at][k];
-      }
-    }
+  void measure() const {
+    over_blocks(adafactor_measure);
+    over_tensors(adafactor_add_squares);
   }
-  void finish() {
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      FactoredTensor& t = tensors_[i];
-      const double count = t.whole_elements > 0 ? (double)t.whole_elements : 1;
-      const auto lengths =
-          adafactor_lengths(settings_, now_[i], t.squares[0] / count, t.squares[1] / count);
-      t.decay = (float)lengths.decay;
-      t.length = (float)lengths.length;
-    }
-    over_chunks(adafactor_step);
-    for (size_t i = 0; i < steps_.size(); ++i) steps_[i].write(now_[i].number);
+  void finish() const {
+    over_tensors(adafactor_find_lengths);
+    over_blocks(adafactor_step);
   }
 
   const Tensor& like_;
-  const AdafactorSettings settings_;
   std::vector<FactoredTensor> tensors_;
   std::vector<Rounding> roundings_;
-  Adafactor args_;
   std::vector<Number> steps_;
-  std::vector<StepScalars> now_;
-  std::vector<float> room_for_scales_;
-  int64_t matrices_ = 0, chunks_ = 0, elements_ = 0, partials_ = 0, scales_ = 0, sums_ = 0;
+  Adafactor args_ = {};
+  OptionalTensor partials_of_all_, scales_of_all_, squares_of_all_;
+#if defined(TW_CUDA)
+  OptionalTensor tensor_room_, rounding_room_;
+#endif
+  int64_t elements_ = 0, partials_ = 0, sums_ = 0;
 };
 
 // With `sums` one of its passes.
@@ -226,11 +253,13 @@ void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors 
   if (params.empty()) return;
   STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
                   "averages are not kept in blocks");
-  Factoring factoring(params, grads, completions, moments, steps, lr, grad_factor,
+  Factoring factoring(params, grads, completions, moments, steps, lr, grad_factor, found_inf,
                       {decay_rate, eps_square, eps_floor, eps_scale, clip, beta1, weight_decay,
                        relative, warmup, scaled, scaled_decay},
                       places, wholes);
+#if !defined(TW_CUDA)
   if (number_or(found_inf, 0, params[0]).read() != 0) return;
+#endif
   sums ? factoring.pass(passed, *sums) : factoring.step();
 }
 

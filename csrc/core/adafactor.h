@@ -9,8 +9,8 @@
 // `length` and `decay` depend on the means of p^2 and u^2, so that a gradient is read three times:
 // for the averages, for the mean of u^2, and for the step. Float32: 24 bytes a parameter.
 //
-// The sums of a matrix are made in chunks of its rows, as core/chunks.h has it; what is no matrix is
-// cut into rows of kVectorRow elements.
+// The sums of a matrix are made in chunks of its rows, as core/chunks.h has it, on a GPU in slices of
+// these; what is no matrix is cut into rows of kVectorRow elements.
 //
 // Where devices have parts of a tensor, a pass sums up what is here, and the next one takes the sums
 // of all: averages and means are those of the whole.
@@ -34,46 +34,116 @@ struct AdafactorLengths {
   double decay, length;
 };
 
+// NaN stays.
+template <class V, class Bound>
+TW_HD V at_least(V v, Bound least) {
+  return v < least ? V{} + least : v;
+}
+template <class V, class Bound>
+TW_HD V at_most(V v, Bound most) {
+  return v > most ? V{} + most : v;
+}
+
 // From the mean squares of a parameter and of its direction.
-inline AdafactorLengths adafactor_lengths(const AdafactorSettings& s, const StepScalars& now,
-                                          double of_param, double of_direction) {
-  double rate = s.warmup ? 1e-6 * now.number : now.lr;
-  if (s.relative) rate = std::fmin(rate, 1 / std::sqrt(now.number));
-  const double scale = s.scaled ? std::fmax(s.eps_scale, std::sqrt(of_param)) : 1;
-  const double excess = std::fmax(1.0, std::sqrt(of_direction) / s.clip);
-  const double decayed = s.scaled_decay ? rate * scale : now.lr;
+TW_HD AdafactorLengths adafactor_lengths(const AdafactorSettings& s, double lr, double number,
+                                         double of_param, double of_direction) {
+  double rate = s.warmup ? 1e-6 * number : lr;
+  if (s.relative) rate = at_most(rate, 1 / sqrt(number));
+  const double scale = s.scaled ? at_least(sqrt(of_param), s.eps_scale) : 1;
+  const double excess = at_least(sqrt(of_direction) / s.clip, 1.0);
+  const double decayed = s.scaled_decay ? rate * scale : lr;
   return {1 - s.weight_decay * decayed, rate * scale / excess};
 }
+
+// What averages take in a new mean by.
+TW_HD float adafactor_rate(const AdafactorSettings& s, double number) {
+  return (float)pow(number, s.decay_rate);
+}
+
+// An average that takes in the mean of `elements` squares, whose sum this is.
+TW_HD float take_in_mean(const AdafactorSettings& s, float rate, float average, double sum,
+                         int64_t elements) {
+  const float mean = (float)(sum / elements + s.eps_square);
+  return average + rate * (mean - average);
+}
+
+// The mean of a matrix's rows, whose averages have this sum.
+TW_HD float adafactor_mean(const AdafactorSettings& s, double of_averages, int64_t rows) {
+  return (float)at_least(of_averages / rows, s.eps_floor);
+}
+
+// The direction of one element or a vector of them.
+struct AdafactorDirection {
+  float rate, eps, floor, ceiling;
+
+  TW_HD AdafactorDirection(const AdafactorSettings& s, float rate)
+      : rate(rate),
+        eps((float)s.eps_square),
+        floor((float)(s.eps_floor * s.eps_floor)),
+        ceiling((float)(s.eps_floor > 0 ? 1 / s.eps_floor : __builtin_inf())) {}
+
+  // Of a matrix: by what its row's average and its columns' have made.
+  template <class V>
+  TW_HD V factored(V g, float row_scale, V column_scale) const {
+    return g * at_most(column_scale * row_scale, ceiling);
+  }
+  // Otherwise by its own average, which takes the gradient in.
+  template <class V>
+  TW_HD V own(V g, V& variance) const {
+    variance = variance + (g * g + eps - variance) * rate;
+    return g / square_root(at_least(variance, floor));
+  }
+};
 
 constexpr int64_t kVectorRow = 4096;
 
 // moment[0] are the rows' averages and moment[1] the columns', or moment[0] the elements';
-// moment[2] is the first moment, or null.
+// moment[2] is the first moment, or null. A matrix is `chunks` of rows times `slices` of columns;
+// first_block is the first of these among those of all tensors.
 struct FactoredTensor : StepTensor {
   int64_t matrices, height, columns;  // of `columns` elements a row; the last row may have less
-  int64_t chunks;                     // of a matrix
-  int64_t first_matrix, first_chunk;  // among those of all tensors
+  int64_t chunks, slices;
+  int64_t first_matrix, first_average;                  // among those of all tensors
   int64_t whole_height, whole_columns, whole_elements;  // with other devices' parts
   double* row_sums;                                     // [matrices, height], of g^2
-  double* column_sums;                                  // [matrices, columns]
+  double* column_sums;                                  // [matrices, columns], right after them
   double* average_sums;                                 // [matrices], of the rows' averages
   double* squares;                                      // of parameters, of directions
-  double* partials;                                     // [matrices, chunks, columns], of g^2
+  double* row_partials;                                 // on a GPU: [matrices, height, slices]
+  double* column_partials;                              // [matrices, chunks, columns]
   float* row_scales;     // [matrices, height]: 1 / sqrt(rows / mean(rows))
-  float* column_scales;  // [matrices, columns]: 1 / sqrt(columns)
+  float* column_scales;  // [matrices, columns], right after them: 1 / sqrt(columns)
+  double number;         // of this step, from 1
   float rate;            // what averages take in a new mean by
   float decay, length;
+  bool in_fours;  // on a GPU: rows can be accessed in groups of four elements
 };
 
 struct Adafactor {
-  const FactoredTensor* tensors;
+  FactoredTensor* tensors;      // on a GPU room for them,
+  const FactoredTensor* given;  // and these are copied to it
   int64_t count;
-  double (*squares)[2];  // each chunk's part of a tensor's
-  double eps_square, eps_floor;
-  float beta1, grad_factor;
+  int64_t blocks, matrices, averages;  // of all tensors
+  double (*squares)[2];                // each block's part of a tensor's
+  AdafactorSettings settings;
+  Number lr;
+  const Number* steps;  // taken by each tensor
+  Number grad_factor;
+  Number found_inf;           // where it is not zero, all stays as it is
+  const Rounding* roundings;  // as Step has it
   DType dtype;
   ParamCodec param;
   bool factored;
+  bool counts;  // whether the steps are counted up
 };
+
+// From a tensor's squares.
+TW_HD void set_lengths(const Adafactor& a, FactoredTensor& t) {
+  const double elements = t.whole_elements > 0 ? (double)t.whole_elements : 1;
+  const auto lengths = adafactor_lengths(a.settings, a.lr.read(), t.number, t.squares[0] / elements,
+                                         t.squares[1] / elements);
+  t.decay = (float)lengths.decay;
+  t.length = (float)lengths.length;
+}
 
 TW_NAMESPACE_END

@@ -96,13 +96,15 @@ struct Step {
   const Rounding* roundings;
 };
 
-// The tensor that a block belongs to. Tensors without elements have no blocks.
+// The tensor that a block belongs to, or another item whose first one tensors have. Tensors without
+// elements have no blocks.
 template <class Tensor>
-TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block) {
-  int64_t low = 0, high = count;  // first_block[low] <= block < first_block[high]
+TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
+                          int64_t Tensor::* first = &Tensor::first_block) {
+  int64_t low = 0, high = count;  // first of low <= block < first of high
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (tensors[middle].first_block <= block ? low : high) = middle;
+    (tensors[middle].*first <= block ? low : high) = middle;
   }
   return low;
 }

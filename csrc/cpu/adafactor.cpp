@@ -1,10 +1,10 @@
 // Adafactor on the CPU: passes over all elements, and over averages alone between them.
-#include "core/adafactor.h"
+#include "cpu/optim.h"
 
 #include <type_traits>
 
+#include "core/adafactor.h"
 #include "cpu/chunks.h"
-#include "cpu/optim.h"
 
 namespace {
 
@@ -23,8 +23,8 @@ template <class Body>
 void for_chunks(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
   const FactoredTensor* t = a.tensors;
   for (int64_t at = begin; at < end; ++at) {
-    while (at >= t->first_chunk + t->matrices * t->chunks) ++t;
-    const int64_t here = at - t->first_chunk;
+    while (at >= t->first_block + t->matrices * t->chunks) ++t;
+    const int64_t here = at - t->first_block;
     body(at, Chunk{t, here / t->chunks, here % t->chunks});
   }
 }
@@ -44,9 +44,10 @@ template <class T>
 void sum_squares(const Adafactor& a, const Chunk& c) {
   const FactoredTensor& t = *c.tensor;
   const int64_t width = t.columns;
-  double* partial = fresh_partial<double>(t.partials + c.matrix * t.chunks * width, c.chunk, width);
+  double* partial =
+      fresh_partial<double>(t.column_partials + c.matrix * t.chunks * width, c.chunk, width);
   double* rows = t.row_sums + c.matrix * t.height;
-  const float factor = a.grad_factor;
+  const float factor = (float)a.grad_factor.read();
   for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t) {
     const T* grad = (const T*)t.grad + begin;
     Vec<double> sums[2] = {};
@@ -69,7 +70,7 @@ void sum_squares(const Adafactor& a, const Chunk& c) {
 
 void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix) {
   const int64_t width = t.columns;
-  const double* partials = t.partials + matrix * t.chunks * width;
+  const double* partials = t.column_partials + matrix * t.chunks * width;
   add_chunks(t.column_sums + matrix * width, partials, t.chunks, width, 0, width);
 }
 
@@ -77,8 +78,7 @@ void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix
 void take_in(const Adafactor& a, const FactoredTensor& t, float* averages, const double* sums,
              int64_t count, int64_t elements) {
   for (int64_t i = 0; i < count; ++i) {
-    const float mean = (float)(sums[i] / elements + a.eps_square);
-    averages[i] += t.rate * (mean - averages[i]);
+    averages[i] = take_in_mean(a.settings, t.rate, averages[i], sums[i], elements);
   }
 }
 
@@ -97,8 +97,8 @@ void scale_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
   const int64_t row = matrix * t.height, column = matrix * t.columns;
   const float* rows = (float*)t.moment[0] + row;
   const float* columns = (float*)t.moment[1] + column;
-  const double mean = t.average_sums[matrix] / t.whole_height;
-  const float scale = square_root((float)(mean > a.eps_floor ? mean : a.eps_floor));
+  const float scale =
+      square_root(adafactor_mean(a.settings, t.average_sums[matrix], t.whole_height));
   for (int64_t i = 0; i < t.height; ++i) t.row_scales[row + i] = scale / square_root(rows[i]);
   for (int64_t i = 0; i < t.columns; ++i) t.column_scales[column + i] = 1 / square_root(columns[i]);
 }
@@ -118,10 +118,7 @@ template <bool Factored>
 class Direction {
  public:
   Direction(const Adafactor& a, const Chunk& c, int64_t row, int64_t begin)
-      : floor_((float)(a.eps_floor * a.eps_floor)),
-        ceiling_((float)(a.eps_floor > 0 ? 1 / a.eps_floor : __builtin_inf())),
-        rate_(c.tensor->rate),
-        eps_((float)a.eps_square) {
+      : direction_(a.settings, c.tensor->rate) {
     const FactoredTensor& t = *c.tensor;
     if constexpr (Factored) {
       row_scale_ = t.row_scales[c.matrix * t.height + row];
@@ -134,11 +131,10 @@ class Direction {
   F32 operator()(F32 g, int64_t i, Place place, F32* variance) const {
     const F32 v = load(of_elements_ + i, place);
     if constexpr (Factored) {
-      const F32 scale = v * row_scale_;
-      return g * (scale > ceiling_ ? splat(ceiling_) : scale);
+      return direction_.factored(g, row_scale_, v);
     } else {
-      *variance = v + (g * g + eps_ - v) * rate_;
-      return g / square_root(*variance < floor_ ? splat(floor_) : *variance);
+      *variance = v;
+      return direction_.own(g, *variance);
     }
   }
   template <class Place>
@@ -147,14 +143,15 @@ class Direction {
   }
 
  private:
+  const AdafactorDirection direction_;
   float* of_elements_;
-  float row_scale_, floor_, ceiling_, rate_, eps_;
+  float row_scale_;
 };
 
 template <class Param, bool Factored>
 void measure_chunk(const Adafactor& a, const Chunk& c, double (&squares)[2]) {
   Vec<double> of_params[2] = {}, of_directions[2] = {};
-  const float factor = a.grad_factor;
+  const float factor = (float)a.grad_factor.read();
   for_rows(c, c.tensor->width, [&](int64_t row, int64_t begin, int64_t count) {
     const auto* grad = (const typename Param::Storage*)c.tensor->grad + begin;
     const Param param(*c.tensor, begin, count);
@@ -172,8 +169,8 @@ void measure_chunk(const Adafactor& a, const Chunk& c, double (&squares)[2]) {
 template <class Param, bool Factored>
 void step_chunk(const Adafactor& a, const Chunk& c) {
   const FactoredTensor& t = *c.tensor;
-  const float factor = a.grad_factor, decay = t.decay, length = t.length;
-  const float beta1 = a.beta1, taken = 1 - a.beta1;
+  const float factor = (float)a.grad_factor.read(), decay = t.decay, length = t.length;
+  const float beta1 = (float)a.settings.beta1, taken = 1 - beta1;
   for_rows(c, t.width, [&](int64_t row, int64_t begin, int64_t count) {
     const auto* grad = (const typename Param::Storage*)t.grad + begin;
     float* momentum = t.moment[2] ? (float*)t.moment[2] + begin : nullptr;
@@ -200,8 +197,9 @@ void with_kind(const Adafactor& a, Call&& call) {
 
 }  // namespace
 
-// How many chunks a matrix of so many rows is summed in.
+// How many chunks of rows and slices of columns a matrix is summed in.
 TW_EXPORT int64_t adafactor_chunks(int64_t height) { return chunks_of(height); }
+TW_EXPORT int64_t adafactor_slices(int64_t /*columns*/) { return 1; }
 
 // Items are chunks; of matrices alone.
 TW_EXPORT void adafactor_sum(const Adafactor& a, int64_t begin, int64_t end) {
@@ -234,6 +232,19 @@ TW_EXPORT void adafactor_measure(const Adafactor& a, int64_t begin, int64_t end)
       });
     });
   });
+}
+
+// Items are tensors.
+TW_EXPORT void adafactor_add_squares(const Adafactor& a, int64_t begin, int64_t end) {
+  for (const FactoredTensor* t = a.tensors + begin; t < a.tensors + end; ++t) {
+    t->squares[0] = t->squares[1] = 0;
+    for (int64_t at = t->first_block; at < t->first_block + t->matrices * t->chunks; ++at) {
+      for (int k = 0; k < 2; ++k) t->squares[k] += a.squares[at][k];
+    }
+  }
+}
+TW_EXPORT void adafactor_find_lengths(const Adafactor& a, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) set_lengths(a, a.tensors[i]);
 }
 
 // Items are chunks.

@@ -108,7 +108,8 @@ constexpr int kPiece = 16, kTablesPiece = 64;
 template <bool Writes, class Rule, class LaunchPieces>
 cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
                            LaunchPieces&& launch_pieces) {
-  cudaError_t error = a.roundings ? launch_roundings(a, stream) : cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  if (a.roundings) error = launch_roundings(a.roundings, a.tensors, a.steps, a.count, stream);
   if (error == cudaSuccess) error = launch_rules(a, stream);
   if (error != cudaSuccess) return error;
   return with_codecs<Writes>(a, [&](auto param, auto state, auto tensor) {

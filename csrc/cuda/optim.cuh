@@ -383,16 +383,17 @@ static __global__ void __launch_bounds__(kWarp)
   *a.room[i] = rounding;
 }
 
-// Before launch_rules, which counts the steps up.
-template <class Rule>
-cudaError_t launch_roundings(const Step<Rule>& a, cudaStream_t stream) {
-  for (int64_t first = 0; first < a.count; first += kRoundingsAtOnce) {
-    const int64_t left = a.count - first;
+// Before the steps are counted up.
+template <class Tensor>
+cudaError_t launch_roundings(const Rounding* roundings, const Tensor* tensors, const Number* steps,
+                             int64_t count, cudaStream_t stream) {
+  for (int64_t first = 0; first < count; first += kRoundingsAtOnce) {
+    const int64_t left = count - first;
     MakeRoundings make{{}, {}, {}, (int)(left < kRoundingsAtOnce ? left : kRoundingsAtOnce)};
     for (int i = 0; i < make.count; ++i) {
-      make.roundings[i] = a.roundings[first + i];
-      make.room[i] = (Rounding*)a.tensors[first + i].completion;
-      make.steps[i] = a.steps[first + i];
+      make.roundings[i] = roundings[first + i];
+      make.room[i] = (Rounding*)tensors[first + i].completion;
+      make.steps[i] = steps[first + i];
     }
     static_assert(sizeof make <= 4096);
     const cudaError_t error = launch(make_roundings, {dim3(1), dim3(kWarp)}, stream, make);
@@ -452,13 +453,19 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
 
 // --- Measures and sums --------------------------------------------------------------------------
 
-// The sum over the block's threads, in thread 0.
-__device__ __forceinline__ double sum_over_block(double value) {
-  __shared__ double of_warp[kStepWarps];
+// The sum over the warp's lanes, in all of them.
+__device__ __forceinline__ double sum_over_warp(double value) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, offset);
   }
+  return value;
+}
+
+// The sum over the block's threads, in thread 0.
+__device__ __forceinline__ double sum_over_block(double value) {
+  __shared__ double of_warp[kStepWarps];
+  value = sum_over_warp(value);
   __syncthreads();  // those of the previous call have been read
   if (lane() == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();

@@ -48,7 +48,7 @@ _LISTS = (
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _BACKENDS = ("cpu", "cuda")
-# What the GPU kernels of every rule are made of.
+# What the GPU kernels of rules of elements are made of.
 _CUDA_SOURCES = (
     "csrc/cuda/optim.cu",
     "csrc/cuda/optim.cuh",
@@ -125,9 +125,9 @@ class Rule:
     arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
-    # Of the op of a kind of rules: what it takes besides, and what it has kernels for.
+    # Of a kind of rules: what their ops take besides, and what their GPU kernels are made of.
     _more = ""
-    _backends: tuple[str, ...] = _BACKENDS
+    _cuda_sources: tuple[str, ...] = _CUDA_SOURCES
 
     def __init__(
         self,
@@ -141,8 +141,7 @@ class Rule:
         tail = f"{settings}, Tensor? grad_factor"
         RULES[name] = self
         self.name = name
-        sources = {"cuda": (*_CUDA_SOURCES, f"csrc/core/{name}.h")}
-        self.sources = {b: files for b, files in sources.items() if b in self._backends}
+        self.sources = {"cuda": (*self._cuda_sources, f"csrc/core/{name}.h")}
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction
@@ -150,7 +149,7 @@ class Rule:
             name,
             f"({_LISTS}, {scalars}, {tail}, Tensor? found_inf, bool only_absmaxes"
             f"{self._more}) -> ()",
-            backends=self._backends,
+            backends=_BACKENDS,
             proof=name,
         )
         if direction is not None:

@@ -28,7 +28,18 @@ class _Factored(Rule):
     """
 
     _more = ", Tensor(f!)? sums=None, int[] wholes=[], int passed=0"
-    _backends = ("cpu",)
+    _cuda_sources = (
+        "csrc/cuda/adafactor.cu",
+        "csrc/cuda/optim.cuh",
+        "csrc/cuda/blocks.cuh",
+        "csrc/cuda/rounding.cuh",
+        "csrc/cuda/vec.cuh",
+        "csrc/core/chunks.h",
+        "csrc/core/optim.h",
+        "csrc/core/philox.h",
+        "csrc/core/rounding.h",
+        "csrc/core/rows.h",
+    )
 
     def _kernel(self, op: PlainOp, batch: Batch) -> Any:
         kernel = super()._kernel(op, batch)
@@ -62,7 +73,7 @@ def _call_in_passes(kernel: Any, batch: Batch, *arguments: Any) -> None:
     """A step whose sums are added up over devices between its passes."""
     counts = [_sums(*of_one) for of_one in zip(batch.params, batch.wholes, strict=True)]
     sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
-    sums = torch.zeros(sum(sizes), dtype=torch.float64)
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=batch.params[0].device)
     parts = iter(sums.split(sizes))
     shapes = [torch.Size((1, 1, *whole.shape)) for whole in batch.wholes]
     wholes = [size for shape in shapes for size in (*shape[-2:], shape.numel())]
