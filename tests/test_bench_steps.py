@@ -119,6 +119,20 @@ def test_a_step_is_taken_by_evidence(
     _evidence._is_proven.cache_clear()
 
 
+def test_evidence_is_asked_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled code does that quantizes."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU known")
+    monkeypatch.setattr(_evidence, "records", dict)
+    _evidence._is_proven.cache_clear()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if _evidence.is_proven("adam", "cuda", x.device.index) else x + 2
+
+    assert asks(torch.zeros(())) == 2
+    _evidence._is_proven.cache_clear()
+
+
 def test_every_rule_is_measured_and_listed() -> None:
     assert {kind.rule for kind in steps.KINDS} == set(RULES)
     root = Path(__file__).parents[1]

@@ -66,14 +66,15 @@ def against(op: Op, backend: str, rivals: tuple[str, ...], x: torch.Tensor) -> s
     return _verdict_while_compiling(op.name, backend, rivals, gpu, x.dtype, size)
 
 
-def is_proven(op: str, backend: str, device: torch.device) -> bool:
+@torch.compiler.assume_constant_result
+def is_proven(op: str, backend: str, gpu_index: int | None) -> bool:
     """Whether all tests passed on this GPU, or, where it has not run, on another of NVIDIA's."""
-    return _is_proven(op, backend, torch.cuda.get_device_name(device))
+    return _is_proven(op, backend, gpu_index)
 
 
 @functools.cache
-def _is_proven(op: str, backend: str, gpu: str) -> bool:
-    known = _of(gpu)
+def _is_proven(op: str, backend: str, gpu_index: int | None) -> bool:
+    known = _of(torch.cuda.get_device_name(gpu_index))
     sources = list(records().values()) if known is None else [known]
     proofs = [proof for r in sources if (proof := r["ops"].get(op, {}).get(backend))]
     return any(p["passed"] for p in proofs) and not any(p["failed"] for p in proofs)

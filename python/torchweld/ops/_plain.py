@@ -59,7 +59,7 @@ class PlainOp:
         if self._proof is None or self.why_not("cuda", device) is not None:
             return None
         # No speeds are weighed: what a step replaces is one of many passes.
-        proven = _evidence.is_proven(self._proof, "cuda", device)
+        proven = _evidence.is_proven(self._proof, "cuda", device.index)
         return getattr(torch.ops.torchweld, self.name).cuda if proven else None
 
     def why_not(self, backend: str, device: torch.device) -> str | None:
