@@ -134,15 +134,10 @@ def _measure(options: argparse.Namespace) -> Report:
         dtypes, sizes = dtypes[:1], (MIDDLE,)
     if options.dtype:
         dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
-    wanted = [
-        *cases(ops, device, dtypes, sizes),
-        *steps.cases(_rules(options), device, options.quick),
-    ]
-    record = None
-    if options.record and root:
-        record = _prove(
-            root, report, [*ops, *(RULES[rule] for rule in _rules(options))], plan.backends
-        )
+    rules = _rules(options)
+    wanted = [*cases(ops, device, dtypes, sizes), *steps.cases(rules, device, options.quick)]
+    names = [op.name for op in ops] + rules
+    record = _prove(root, report, names, plan.backends) if options.record and root else None
     try:
         for at in progress(wanted):
             for found in steps.measure_either(wanted[at], plan, clock):
@@ -166,12 +161,13 @@ def _rules(options: argparse.Namespace) -> list[str]:
 
 
 def _prove(
-    root: Path, report: Report, ops: Sequence[evidence.Proven], backends: Sequence[str]
+    root: Path, report: Report, names: Sequence[str], backends: Sequence[str]
 ) -> evidence.Record:
     """The contract's part of the evidence."""
     path = root / "bench" / "evidence" / _evidence.file_name(report.machine["name"])
     record = evidence.Record(path, report.machine, root)
-    targets = {(op.name, b) for op in ops for b in evidence.gpu_backends(op) if b in backends}
+    proven = [evidence.PROVEN[name] for name in names]
+    targets = {(op.name, b) for op in proven for b in evidence.gpu_backends(op) if b in backends}
     for op, backend in targets:
         record.begin(evidence.PROVEN[op], backend)
     for op, backend, passed in evidence.contract(root, targets):

@@ -180,7 +180,7 @@ class StepCase:
 
 def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     """What to measure; quick: a few large tensors."""
-    found = [few(kind, device, _few(device)) for kind in KINDS if kind.rule in rules]
+    found = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
     if not quick:
         mixed = _mixed(600, 2**24)
         kinds = [case.kind for case in found]
@@ -193,7 +193,7 @@ def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:
     return StepCase(kind, device, "", shape, [shape[1:]] * shape[0])
 
 
-def _few(device: str) -> tuple[int, ...]:
+def _shape_on(device: str) -> tuple[int, ...]:
     """A billion elements where a GPU holds them with the states of all contenders."""
     if device == "cpu":
         return (16, 1024, 1024)

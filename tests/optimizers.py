@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +88,23 @@ def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Ten
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def assert_a_saved_run_goes_on(
+    make: Callable[[list[torch.Tensor]], Optimizer], dtype: torch.dtype, folder: Path
+) -> Optimizer:
+    """Through a file, with the bits that it would have had; returns the optimizer that went on."""
+    a, first = run(make, dtype=dtype)
+    torch.save([first.state_dict(), a], folder / "saved.pt")
+    state, b = torch.load(folder / "saved.pt", weights_only=True)
+    second = make(b)
+    second.load_state_dict(state)
+    for seed in (20, 21):
+        for params, optimizer in ((a, first), (b, second)):
+            draw_grads(params, seed)
+            optimizer.step()
+    assert same(snapshot(a, first), snapshot(b, second))
+    return second
 
 
 def assert_same_but_for_ties(

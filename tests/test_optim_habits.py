@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import torchweld
-from optimizers import CODECS, Optimizer, U, draw, draw_grads, run, same, snapshot
+from optimizers import (
+    CODECS,
+    Optimizer,
+    U,
+    assert_a_saved_run_goes_on,
+    draw,
+    draw_grads,
+    run,
+    same,
+    snapshot,
+)
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param
@@ -151,16 +161,7 @@ def test_a_saved_run_goes_on(
     def make(params: Any) -> Optimizer:
         return optim.AdamW(params, 1e-2, state_dtype=state_dtype, master_weights=masters)
 
-    a, first = run(make, dtype=dtype)
-    torch.save([first.state_dict(), a], tmp_path / "saved.pt")
-    state, b = torch.load(tmp_path / "saved.pt", weights_only=True)
-    second = make(b)
-    second.load_state_dict(state)
-    for seed in (20, 21):
-        for params, optimizer in ((a, first), (b, second)):
-            draw_grads(params, seed)
-            optimizer.step()
-    assert same(snapshot(a, first), snapshot(b, second))
+    assert_a_saved_run_goes_on(make, dtype, tmp_path)
 
 
 def test_states_are_converted_to_how_this_optimizer_keeps_them() -> None:

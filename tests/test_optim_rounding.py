@@ -12,7 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import torchweld
-from optimizers import RULES, SHAPES, draw, draw_grads, maker, run, same, snapshot
+from optimizers import (
+    RULES,
+    SHAPES,
+    assert_a_saved_run_goes_on,
+    draw,
+    draw_grads,
+    maker,
+    run,
+    same,
+    snapshot,
+)
 from torchweld import optim
 from torchweld.ops._rounding import random_bits, rounded, rounded_at
 
@@ -315,16 +325,7 @@ def test_torchs_generators_are_left_alone(backend: str) -> None:
 def test_a_saved_run_goes_on(state_dtype: Any, tmp_path: Any) -> None:
     """Through a file, with the bits that it would have had."""
     make = maker(optim.AdamW, ROUNDED, state_dtype)
-    a, first = run(make, dtype=BF16)
-    torch.save([first.state_dict(), a], tmp_path / "saved.pt")
-    state, b = torch.load(tmp_path / "saved.pt", weights_only=True)
-    second = make(b)
-    second.load_state_dict(state)
-    for seed in (20, 21):
-        for params, optimizer in ((a, first), (b, second)):
-            draw_grads(params, seed)
-            optimizer.step()
-    assert same(snapshot(a, first), snapshot(b, second))
+    second = assert_a_saved_run_goes_on(make, BF16, tmp_path)
     # A copy too, and what a state without it was kept by.
     third = copy.deepcopy(second)
     assert third.param_groups[0]["stochastic_rounding"]
