@@ -57,7 +57,6 @@ class Factoring {
     for (size_t i = 0; i < count; ++i) {
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
-      STD_TORCH_CHECK(same_device(steps[i], p), "steps are not beside their parameters");
       steps_.push_back(counter(steps[i], p));
       FactoredTensor& t = tensors_[i];
       set_param(t, params, grads, completions, i);
@@ -243,13 +242,13 @@ class Factoring {
 };
 
 // With `sums` one of its passes.
-void step_adafactor(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
-                    double decay_rate, double eps_square, double eps_floor, double eps_scale,
-                    double clip, double beta1, double weight_decay, bool relative, bool warmup,
-                    bool scaled, bool scaled_decay, OptionalTensor grad_factor,
-                    OptionalTensor found_inf, bool only_absmaxes, OptionalTensor sums, Shape wholes,
-                    int64_t passed) {
+void step_adafactor(const Tensors& params, const Tensors& grads, const Tensors& completions,
+                    const Tensors& moments, const Tensors& absmaxes, const Tensors& steps,
+                    const Tensors& edges, const Tensors& places, Tensor lr, double decay_rate,
+                    double eps_square, double eps_floor, double eps_scale, double clip,
+                    double beta1, double weight_decay, bool relative, bool warmup, bool scaled,
+                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf,
+                    bool only_absmaxes, OptionalTensor sums, Shape wholes, int64_t passed) {
   if (params.empty()) return;
   STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
                   "averages are not kept in blocks");

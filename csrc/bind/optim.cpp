@@ -22,30 +22,10 @@ TW_KERNEL(grad_squares, GradSquares);
 namespace torchweld {
 namespace {
 
-// Those of all tensors: what they are is known to fit once this is made.
+// Those of all tensors, known to fit.
 struct Scalars {
-  Scalars(const Tensors& params, const Tensors& steps_in, const OptionalTensor& lr_in,
-          const OptionalTensor& ratios_in, const OptionalTensor& grad_factor_in,
-          const OptionalTensor& found_inf_in)
-      : lr(number_or(lr_in, 0, params[0])),
-        grad_factor(number_or(grad_factor_in, 1, params[0])),
-        found_inf(number_or(found_inf_in, 0, params[0])) {
-    STD_TORCH_CHECK(steps_in.size() == params.size(), "lists of tensors differ in length");
-    for (const Tensor& step : steps_in) {
-      STD_TORCH_CHECK(same_device(step, params[0]), "steps are not beside their parameters");
-      steps.push_back(counter(step, params[0]));
-    }
-    if (!ratios_in) return;
-    STD_TORCH_CHECK(same_device(*ratios_in, params[0]) && ratios_in->is_contiguous() &&
-                        ratios_in->scalar_type() == ScalarType::Double &&
-                        ratios_in->numel() == (int64_t)params.size(),
-                    "ratios are not a float64 number for each parameter");
-    ratios = (const double*)data(*ratios_in);
-  }
-
   Number lr, grad_factor, found_inf;
-  std::vector<Number> steps;
-  const double* ratios = nullptr;
+  const double* ratios;
 };
 
 #if defined(TW_CUDA)
@@ -61,26 +41,31 @@ int64_t square_pieces(const std::vector<StepTensor>& tensors) {
 #endif
 
 // What all rules have in common: the tensors' addresses, once they are known to fit.
+//
+// The lists are let go of then: the caller has the tensors, and after a step, when thousands of
+// handles are no longer in the cache, it takes longer.
 class Work {
  public:
-  Work(const Tensors& params, const Tensors& grads, const Tensors& completions,
-       const Tensors& moments, const Tensors& absmaxes, const Tensors& edges, const Tensors& places,
-       size_t moments_each)
-      : count_(params.size()), roundings_(roundings_of(params, places)) {
+  Work(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments, Tensors& absmaxes,
+       Tensors& steps, Tensors& edges, Tensors& places, size_t moments_each)
+      : like_(params[0]), count_(params.size()), roundings_(roundings_of(params, places)) {
     check_count(grads, count_);
     check_count(completions, completions.empty() ? 0 : count_);
     check_count(moments, moments_each * count_);
     check_count(absmaxes, absmaxes.empty() ? 0 : moments.size());
+    check_count(steps, count_);
     tensors_.resize(count_ + 1);
+    steps_.reserve(count_);
     dtype_ = dtype_of(params[0]);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(moments, absmaxes);
     param_ = param_codec(completions, places, dtype_);
-    set_cuts(edges, params[0]);
+    set_cuts(edges);
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
       const Tensor& p = params[i];
       const BlockRows rows(p.sizes());
+      steps_.push_back(counter(steps[i], p));
       StepTensor& t = tensors_[i];
       set_param(t, params, grads, completions, i);
       t.width = state_ == StateCodec::blocks ? rows.width : p.numel();
@@ -107,30 +92,43 @@ class Work {
                                                : quant_blocks(t.width);
     }
     tensors_[count_].first_block = blocks;
-    if (!roundings_.empty()) set_roundings(params[0]);
+    if (!roundings_.empty()) set_roundings();
+    for (Tensors* list : {&params, &grads, &completions, &moments, &absmaxes, &steps}) {
+      list->clear();
+    }
+  }
+
+  Scalars scalars(const OptionalTensor& lr, const OptionalTensor& ratios,
+                  const OptionalTensor& grad_factor, const OptionalTensor& found_inf) const {
+    STD_TORCH_CHECK(!ratios || (same_device(*ratios, like_) && ratios->is_contiguous() &&
+                                ratios->scalar_type() == ScalarType::Double &&
+                                ratios->numel() == (int64_t)count_),
+                    "ratios are not a float64 number for each parameter");
+    return {number_or(lr, 0, like_), number_or(grad_factor, 1, like_),
+            number_or(found_inf, 0, like_), (const double*)data(ratios)};
   }
 
   // One step of all: by a rule of these settings, and of each tensor's own scalars.
   template <class Rule, class Kernel>
-  void step(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
-            const Scalars& scalars, bool only_absmaxes) {
+  void step(const Kernel& kernel, const typename Rule::Settings& settings, const Scalars& scalars,
+            bool only_absmaxes) {
     STD_TORCH_CHECK(!only_absmaxes || !cuts_.empty(), "absmaxes are found of cut rows alone");
     Step<Rule> args = arguments<Rule>(settings, scalars);
     args.only_absmaxes = only_absmaxes;
-    run(kernel, like, args);
+    run(kernel, args);
   }
 
   // [parameters, 2], float64: the sums of the squares of each one's elements, and of its step's.
   template <class Rule, class Kernel>
-  Tensor measure(const Kernel& kernel, const Tensor& like, const typename Rule::Settings& settings,
+  Tensor measure(const Kernel& kernel, const typename Rule::Settings& settings,
                  const Scalars& scalars) {
     const int64_t sizes[] = {(int64_t)count_, 2}, of_parts[] = {parts(), 2};
-    Tensor result = empty(like, Sizes(sizes, 2), ScalarType::Double);
-    const Tensor squares = empty(like, Sizes(of_parts, 2), ScalarType::Double);
+    Tensor result = empty(like_, Sizes(sizes, 2), ScalarType::Double);
+    const Tensor squares = empty(like_, Sizes(of_parts, 2), ScalarType::Double);
     Step<Rule> args = arguments<Rule>(settings, scalars);
     args.sums = (double (*)[2])result.mutable_data_ptr();
     args.squares = (double (*)[2])squares.mutable_data_ptr();
-    run(kernel, like, args);
+    run(kernel, args);
     return result;
   }
 
@@ -142,7 +140,7 @@ class Work {
             (int64_t)count_,
             settings,
             scalars.lr,
-            scalars.steps.data(),
+            steps_.data(),
             scalars.ratios,
             scalars.grad_factor,
             scalars.found_inf,
@@ -160,15 +158,15 @@ class Work {
   // The launcher makes the rules, counts the steps up, and adds up what is measured.
   int64_t parts() const { return square_pieces(tensors_); }
   template <class Rule, class Kernel>
-  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) {
+  void run(const Kernel& kernel, Step<Rule>& args) {
     const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rule))};
-    const Tensor rules = empty(like, Sizes(bytes, 1), ScalarType::Byte);
+    const Tensor rules = empty(like_, Sizes(bytes, 1), ScalarType::Byte);
     args.rules = (Rule*)rules.mutable_data_ptr();
-    launch(kernel, args, like, args.count, 0);
+    launch(kernel, args, like_, args.count, 0);
   }
-  void set_roundings(const Tensor& like) {
+  void set_roundings() {
     const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rounding))};
-    room_ = empty(like, Sizes(bytes, 1), ScalarType::Byte);
+    room_ = empty(like_, Sizes(bytes, 1), ScalarType::Byte);
     for (size_t i = 0; i < count_; ++i) {
       tensors_[i].completion = (Rounding*)room_->mutable_data_ptr() + i;
     }
@@ -176,7 +174,7 @@ class Work {
 #else
   int64_t parts() const { return tensors_[count_].first_block; }
   template <class Rule, class Kernel>
-  void run(const Kernel& kernel, const Tensor& like, Step<Rule>& args) {
+  void run(const Kernel& kernel, Step<Rule>& args) {
     if (args.found_inf.read() != 0) return;
     std::vector<Rule> rules;
     for (size_t i = 0; i < count_; ++i) {
@@ -186,7 +184,7 @@ class Work {
       if (!roundings_.empty()) roundings_[i].step = (uint32_t)now.number;
     }
     args.rules = rules.data();
-    launch(kernel, args, like, parts(), kQuantBlock);
+    launch(kernel, args, like_, parts(), kQuantBlock);
     if (args.sums) return add_up(args.sums, args.squares);
     if (args.only_absmaxes) return;
     for (size_t i = 0; i < count_; ++i) args.steps[i].write(args.steps[i].read() + 1);
@@ -199,17 +197,17 @@ class Work {
       }
     }
   }
-  void set_roundings(const Tensor&) {
+  void set_roundings() {
     for (size_t i = 0; i < count_; ++i) tensors_[i].completion = &roundings_[i];
   }
 #endif
   // Of each tensor, where there are any.
-  void set_cuts(const Tensors& edges, const Tensor& like) {
+  void set_cuts(const Tensors& edges) {
     if (edges.empty()) return;
     check_count(edges, count_);
     STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
     for (const Tensor& of_row : edges) {
-      STD_TORCH_CHECK(same_device(of_row, like) && of_row.scalar_type() == ScalarType::Long &&
+      STD_TORCH_CHECK(same_device(of_row, like_) && of_row.scalar_type() == ScalarType::Long &&
                           of_row.is_contiguous() && of_row.dim() == 1 && of_row.numel() > 0,
                       "edges are not int64 numbers beside the parameters");
       cuts_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, 0});
@@ -236,8 +234,11 @@ class Work {
                     "moments are not float32, bfloat16 or codes");
     return dtype == ScalarType::Float ? StateCodec::f32 : StateCodec::bf16;
   }
+
+  Tensor like_;
   size_t count_;
   std::vector<StepTensor> tensors_;
+  std::vector<Number> steps_;
   std::vector<CutRows> cuts_;
   std::vector<Rounding> roundings_;
   OptionalTensor room_;  // for them on a GPU
@@ -246,84 +247,87 @@ class Work {
   ParamCodec param_;
 };
 
-void step_adam(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+void step_adam(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
                double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
-  Work work(params, grads, completions, moments, absmaxes, edges, places, amsgrad ? 3 : 2);
-  const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, places, amsgrad ? 3 : 2);
+  const Scalars scalars = work.scalars(lr, {}, grad_factor, found_inf);
   const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
-    work.step<Adam<true>>(amsgrad_step, params[0], settings, scalars, only_absmaxes);
+    work.step<Adam<true>>(amsgrad_step, settings, scalars, only_absmaxes);
   } else {
-    work.step<Adam<false>>(adam_step, params[0], settings, scalars, only_absmaxes);
+    work.step<Adam<false>>(adam_step, settings, scalars, only_absmaxes);
   }
 }
 
-void step_sgd(Tensors params, Tensors grads, Tensors completions, Tensors moments, Tensors absmaxes,
-              Tensors steps, Tensors edges, Tensors places, Tensor lr, OptionalTensor ratios,
-              double momentum, double dampening, double weight_decay, bool nesterov,
-              OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
+void step_sgd(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+              Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
+              OptionalTensor ratios, double momentum, double dampening, double weight_decay,
+              bool nesterov, OptionalTensor grad_factor, OptionalTensor found_inf,
+              bool only_absmaxes) {
   if (params.empty()) return;
   const size_t each = moments.empty() ? 0 : 1;
-  Work work(params, grads, completions, moments, absmaxes, edges, places, each);
-  const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, places, each);
+  const Scalars scalars = work.scalars(lr, ratios, grad_factor, found_inf);
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
-  if (moments.empty()) {
-    work.step<Sgd<false>>(sgd_step, params[0], settings, scalars, only_absmaxes);
+  if (each == 0) {
+    work.step<Sgd<false>>(sgd_step, settings, scalars, only_absmaxes);
   } else {
-    work.step<Sgd<true>>(momentum_step, params[0], settings, scalars, only_absmaxes);
+    work.step<Sgd<true>>(momentum_step, settings, scalars, only_absmaxes);
   }
 }
 
-void step_lion(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+void step_lion(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
                double beta1, double beta2, double weight_decay, OptionalTensor grad_factor,
                OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  Work work(params, grads, completions, moments, absmaxes, edges, places, 1);
-  const Scalars scalars(params, steps, lr, {}, grad_factor, found_inf);
-  work.step<Lion>(lion_step, params[0], {beta1, beta2, weight_decay}, scalars, only_absmaxes);
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, places, 1);
+  const Scalars scalars = work.scalars(lr, {}, grad_factor, found_inf);
+  work.step<Lion>(lion_step, {beta1, beta2, weight_decay}, scalars, only_absmaxes);
 }
 
-void step_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-               Tensors absmaxes, Tensors steps, Tensors edges, Tensors places, Tensor lr,
+void step_lamb(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
                OptionalTensor ratios, double beta1, double beta2, double eps, double weight_decay,
                bool bias_correction, bool averaged, OptionalTensor grad_factor,
                OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
-  Work work(params, grads, completions, moments, absmaxes, edges, places, 2);
-  const Scalars scalars(params, steps, lr, ratios, grad_factor, found_inf);
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, places, 2);
+  const Scalars scalars = work.scalars(lr, ratios, grad_factor, found_inf);
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
-  work.step<Lamb>(lamb_step, params[0], settings, scalars, only_absmaxes);
+  work.step<Lamb>(lamb_step, settings, scalars, only_absmaxes);
 }
 
-Tensor measure_lamb(Tensors params, Tensors grads, Tensors completions, Tensors moments,
-                    Tensors absmaxes, Tensors steps, Tensors edges, Tensors, double beta1,
+Tensor measure_lamb(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+                    Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors&, double beta1,
                     double beta2, double eps, double weight_decay, bool bias_correction,
                     bool averaged, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  Work work(params, grads, completions, moments, absmaxes, edges, {}, 2);
-  const Scalars scalars(params, steps, {}, {}, grad_factor, {});
+  Tensors unrounded;
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, unrounded, 2);
+  const Scalars scalars = work.scalars({}, {}, grad_factor, {});
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
-  return work.measure<Lamb>(lamb_measure, params[0], settings, scalars);
+  return work.measure<Lamb>(lamb_measure, settings, scalars);
 }
 
 // What LARS calls a step is the gradient alone.
-Tensor measure_sgd(Tensors params, Tensors grads, Tensors completions, Tensors, Tensors,
-                   Tensors steps, Tensors, Tensors, double momentum, double dampening,
+Tensor measure_sgd(Tensors& params, Tensors& grads, Tensors& completions, Tensors&, Tensors&,
+                   Tensors& steps, Tensors&, Tensors&, double momentum, double dampening,
                    double weight_decay, bool nesterov, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  Work work(params, grads, completions, {}, {}, {}, {}, 0);
-  const Scalars scalars(params, steps, {}, {}, grad_factor, {});
+  Tensors none;
+  Work work(params, grads, completions, none, none, steps, none, none, 0);
+  const Scalars scalars = work.scalars({}, {}, grad_factor, {});
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
-  return work.measure<Gradient>(gradient_measure, params[0], settings, scalars);
+  return work.measure<Gradient>(gradient_measure, settings, scalars);
 }
 
 // The sum of the squares of all elements, in float64.
-Tensor sum_of_squares(Tensors grads) {
+Tensor sum_of_squares(const Tensors& grads) {
   STD_TORCH_CHECK(!grads.empty(), "there is no gradient");
   std::vector<StepTensor> tensors(grads.size() + 1);
   int64_t blocks = 0;

@@ -27,6 +27,7 @@ inline Number number(const Tensor& t, const Tensor& param) {
 }
 // A tensor's steps, which are counted up there.
 inline Number counter(const Tensor& step, const Tensor& param) {
+  STD_TORCH_CHECK(same_device(step, param), "steps are not beside their parameters");
   Number count = number(step, param);
   count.at = step.mutable_data_ptr();
   return count;

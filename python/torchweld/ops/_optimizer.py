@@ -93,7 +93,7 @@ class Batch:
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
-        states = {m.dtype for m in self.moments}
+        states = {m.dtype for m in self.moments[:: len(self.params)]}  # of one as of all
         return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
 
     def packed(self) -> Batch:
@@ -192,16 +192,18 @@ class Rule:
         device = batch.params[0].device
         first = (lr,) if self._direction is None else (lr, ratios)
         scalars = [_readable(t, device) for t in (*first, grad_factor, found_inf)]
+        if not only_absmaxes:
+            # Before the kernel, after which a thousand tensors are no longer in the cache.
+            torch.autograd.graph.increment_version(batch.written())
         kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
         if only_absmaxes:
             return
         for originals, copies in zip(batch.lists(), packed.lists(), strict=True):
-            if originals is batch.grads:
+            if originals is copies or originals is batch.grads:
                 continue
             for original, copy in zip(originals, copies, strict=True):
                 if original is not copy:
                     original.copy_(copy)
-        torch.autograd.graph.increment_version(batch.written())
 
     def squares(
         self, batch: Batch, settings: Sequence[Any], grad_factor: torch.Tensor | None
@@ -325,7 +327,10 @@ def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | No
 
 
 def _packed(tensors: Tensors) -> Tensors:
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    """The list itself, where there is nothing to copy."""
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        return tensors
+    return [t.contiguous() for t in tensors]
 
 
 # --- Parameter codecs -------------------------------------------------------------------------

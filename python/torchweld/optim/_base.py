@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
 from torchweld.optim import _cut, _places, _shards
-from torchweld.optim._codecs import ABSMAX, CODES, Codec, Moments, State
-from torchweld.optim._shards import local
+from torchweld.optim._codecs import STEP, Codec, Moments, State
+from torchweld.optim._gather import Gathering, cuts, real
 
 Group = dict[str, Any]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
@@ -143,7 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for batch, numbers in steps:
             if batch.edges:
                 self._rule().step(batch, **numbers, only_absmaxes=True)
-                pieces += zip(_cuts(batch), batch.absmaxes, strict=True)
+                pieces += zip(cuts(batch), batch.absmaxes, strict=True)
                 kept += batch.whole_absmaxes
         joined = _cut.joined([(cut, absmax[1]) for cut, absmax in pieces])
         for (cut, absmax), new in zip(pieces, joined, strict=True):
@@ -182,74 +183,40 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _batches(self, group: Group) -> list[Batch]:
         """Parameters with a gradient, by device, dtype and codec."""
         codec = Codec(*[group[key] for key in _CODEC_KEYS])
-        found: dict[Any, tuple[Batch, list[list[torch.Tensor]], list[list[torch.Tensor]]]] = {}
+        gathering = Gathering(codec, functools.partial(self._moments, group))
         for number, p in enumerate(group["params"], self._first_number(group)):
-            if p.grad is None:
-                continue
-            state, moments = self.state[p], self._moments(group, p)
-            if not codec.has(state, p, moments):
-                if state:
-                    self._begin_moments(state)
-                state.update(codec.new_state(p, moments) | state)
-            # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=p.device)
-            elif state["step"].device != p.device:
-                state["step"] = state["step"].to(p.device)
-            dtype, entry = codec.moment_dtype(p), codec.completion(p)
-            cut = _cut.cut_rows(p) if dtype == torch.uint8 else None
-            key = (p.device, p.dtype, dtype, entry, cut is None, *moments)
-            if key not in found:
-                found[key] = (Batch(), [[] for _ in moments], [[] for _ in moments])
-            batch, values, absmaxes = found[key]
-            batch.wholes.append(p)
-            if cut is not None:
-                batch.edges.append(cut.edges)
-            if codec.rounds(p):
-                batch.places.append(_places.place_of(p, number))
-            as_real = _real if p.is_complex() else local
-            batch.params.append(as_real(p))
-            batch.grads.append(as_real(p.grad))
-            batch.steps.append(state["step"])
-            if entry is not None:
-                batch.completions.append(local(state[entry]))
-            for k, (name, moment) in enumerate(moments.items()):
-                if codec.in_blocks(p, moment):
-                    value = state[name + CODES]
-                    absmaxes[k].append(local(state[name + ABSMAX]))
-                else:
-                    value = state[name]
-                if value.shape != (p.shape if moment.shape is None else moment.shape):
-                    accepted = f"of shape {list(value.shape)}, as its state is"
-                    raise ArgumentError(
-                        type(self).__name__, "a parameter", f"of {list(p.shape)}", accepted
-                    )
-                values[k].append(as_real(value))
-        batches = []
-        for batch, values, absmaxes in found.values():
-            batch.moments = [value for of_one in values for value in of_one]
-            batch.absmaxes = [absmax for of_one in absmaxes for absmax in of_one]
-            if batch.edges:
-                batch.whole_absmaxes = batch.absmaxes
-                kept = zip(_cuts(batch), batch.absmaxes, strict=True)
-                batch.absmaxes = [cut.of_step(absmax) for cut, absmax in kept]
-            batches.append(batch)
-        return batches
+            if p.grad is not None:
+                gathering.add(p, number)
+        for kind in gathering.kinds():
+            states = [self.state[p] for p in kind.params]
+            for p, state in zip(kind.params, states, strict=True):
+                if not state.keys() >= kind.entries:
+                    self._complete(state, p, codec, kind.moments)
+            kind.gather(type(self).__name__, states)
+        return gathering.batches()
+
+    def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:
+        """With what is new in it."""
+        if state and not codec.has(state, p, moments):
+            self._begin_moments(state)
+        state.update(codec.new_state(p, moments) | state)
 
     def _gradient_factor(self) -> torch.Tensor | None:
         """What gradients are multiplied by: to undo a loss's scale, and to clip their norm."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scale is None else 1 / scale
         limit = self.defaults["max_grad_norm"]
+        if limit is None:
+            return factor
         params = [p for group in self.param_groups for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        if limit is None or not grads:
+        if not grads:
             return factor
         alike: dict[object, list[torch.Tensor]] = {}
         for g in grads:
             alike.setdefault(_shards.layout(g), []).append(g)
         squares = [
-            _shards.sum_over_shards(sum_of_squares([_real(g) for g in some]), some[0])
+            _shards.sum_over_shards(sum_of_squares([real(g) for g in some]), some[0])
             for some in alike.values()
         ]
         norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
@@ -339,17 +306,6 @@ class OwnOptimizer(FusedOptimizer):
         super().__init__(params, defaults | habits, **storage)
 
 
-def _cuts(batch: Batch) -> list[_cut.CutRows]:
-    """Those that `absmaxes` are of."""
-    cuts = [cut for p in batch.wholes if (cut := _cut.cut_rows(p))]
-    return cuts * (len(batch.absmaxes) // len(cuts))
-
-
-def _real(t: torch.Tensor) -> torch.Tensor:
-    """This device's part, as real numbers."""
-    return torch.view_as_real(local(t)) if t.is_complex() else local(t)
-
-
 def _kept(name: str, value: Any) -> Any:
     # torch knows where the step belongs.
-    return _Kept(value) if isinstance(value, torch.Tensor) and name != "step" else value
+    return _Kept(value) if isinstance(value, torch.Tensor) and name != STEP else value

@@ -17,7 +17,7 @@ from torchweld.optim._shards import is_one, like, local, placements, zeros_of
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
 # Where they are kept in a parameter's state; a moment in blocks has two entries.
-MASTER, CODES, ABSMAX = "master", "_codes", "_absmax"
+STEP, MASTER, CODES, ABSMAX = "step", "master", "_codes", "_absmax"
 
 State = dict[str, Any]
 
@@ -33,6 +33,18 @@ class Moment(NamedTuple):
 
 SIGNED, UNSIGNED = Moment(True), Moment(False)
 Moments = Mapping[str, Moment]
+
+
+class Entries(NamedTuple):
+    """Of a parameter's state: what a step takes."""
+
+    completion: str | None
+    moments: tuple[str, ...]  # numbers, or codes with their
+    absmaxes: tuple[str, ...]
+
+    def all(self) -> list[str]:
+        completions = [self.completion] if self.completion else []
+        return [STEP, *completions, *self.moments, *self.absmaxes]
 
 
 @dataclass(frozen=True)
@@ -89,16 +101,21 @@ class Codec:
 
     def has(self, state: State, p: torch.Tensor, moments: Moments) -> bool:
         """Whether all moments are there."""
-        names = (name + CODES if self.in_blocks(p, m) else name for name, m in moments.items())
-        return bool(state) and all(name in state for name in names)
+        return all(name in state for name in self.entries(p, moments).moments)
+
+    def entries(self, p: torch.Tensor, moments: Moments) -> Entries:
+        """Those that p's state has once there is one."""
+        blocks = [name for name, moment in moments.items() if self.in_blocks(p, moment)]
+        names = tuple(name + CODES if name in blocks else name for name in moments)
+        return Entries(self.completion(p), names, tuple(name + ABSMAX for name in blocks))
 
     def in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
         """Whether it is kept as codes; averages never are."""
         return moment.shape is None and self.moment_dtype(p) == torch.uint8
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
-        """Zero moments, and the parameter's completion."""
-        state: State = {}
+        """No steps, zero moments, and the parameter's completion."""
+        state: State = {STEP: torch.zeros((), device=p.device)}
         for name, moment in moments.items():
             if self.in_blocks(p, moment):
                 state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
@@ -117,11 +134,13 @@ class Codec:
         What is kept in the same way already is taken as it is, bit for bit. Raises ArgumentError
         where the state does not fit.
         """
-        known = {MASTER, REMAINDER}
+        known = {STEP, MASTER, REMAINDER}
         saved = {key: value for key, value in saved.items() if value is not None}
         if not saved:
             return {}
-        state: State = {}
+        # torch's SGD has a state after its first step, and does not count; others count in ints.
+        step = saved.get(STEP, 1.0)
+        state: State = {STEP: step if isinstance(step, torch.Tensor) else torch.tensor(float(step))}
         for name, moment in moments.items():
             value = _saved_moment(function, p, saved, name, moment)
             known |= {name, name + CODES, name + ABSMAX}
@@ -132,9 +151,6 @@ class Codec:
                 self._store(state, name, p, value.to(p.device), moment)
         self._complete(state, p, _saved_param(function, p, saved))
         state |= {key: value for key, value in saved.items() if key not in known}
-        # torch's SGD has a state after its first step, and does not count; others count in ints.
-        step = state.get("step", 1.0)
-        state["step"] = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
         return state
 
     def _wide(self, p: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,130 @@
+"""Which parameters step together, and what of their state goes along with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops._optimizer import Batch, Tensors
+from torchweld.optim import _cut, _places
+from torchweld.optim._codecs import STEP, Codec, Entries, Moments, State
+from torchweld.optim._shards import is_one, layout, local
+
+
+class _Columns:
+    """A batch, and its lists by the entries of the state that they are of."""
+
+    def __init__(self, entries: Entries) -> None:
+        self.entries = entries
+        self.of: dict[str, Tensors] = {name: [] for name in entries.all()}
+        completions = self.of[entries.completion] if entries.completion else []
+        self.batch = Batch(steps=self.of[STEP], completions=completions)
+
+    def filled(self) -> Batch:
+        batch = self.batch
+        batch.moments = [t for name in self.entries.moments for t in self.of[name]]
+        batch.absmaxes = [t for name in self.entries.absmaxes for t in self.of[name]]
+        if batch.edges:
+            batch.whole_absmaxes = batch.absmaxes
+            kept = zip(cuts(batch), batch.absmaxes, strict=True)
+            batch.absmaxes = [cut.of_step(absmax) for cut, absmax in kept]
+        return batch
+
+
+class Kind:
+    """Parameters of one shape, dtype and device: what is so of one of them is so of all."""
+
+    def __init__(self, p: torch.Tensor, codec: Codec, moments: Moments, columns: _Columns) -> None:
+        self.params: Tensors = []
+        self.numbers: list[int] = []
+        self.moments, self.entries = moments, columns.of.keys()
+        self._is_plain = not is_one(p) and not p.is_complex()
+        self._rounds, self._shape = codec.rounds(p), p.shape
+        self._cut = _cut.cut_rows(p) if columns.entries.absmaxes else None
+        self._batch, self._columns = columns.batch, columns.of
+        shapes = [p.shape if moment.shape is None else moment.shape for moment in moments.values()]
+        self._shapes = dict(zip(columns.entries.moments, shapes, strict=True))
+
+    def gather(self, function: str, states: list[State]) -> None:
+        """All of them, with these states, into the batch that they step with."""
+        batch = self._batch
+        device = self.params[0].device
+        # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
+        if any([state[STEP].device != device for state in states]):
+            for state in states:
+                state[STEP] = state[STEP].to(device)
+        batch.wholes += self.params
+        batch.params += self._parts(self.params)
+        batch.grads += self._parts([p.grad for p in self.params if p.grad is not None])
+        for name, column in self._columns.items():
+            values = [state[name] for state in states]
+            self._check_shapes(function, name, values)
+            column += self._parts(values)
+        if self._cut is not None:
+            batch.edges += [self._cut.edges] * len(self.params)
+        if self._rounds:
+            batch.places += map(_places.place_of, self.params, self.numbers)
+
+    def _parts(self, tensors: Tensors) -> Iterable[torch.Tensor]:
+        return tensors if self._is_plain else map(real, tensors)
+
+    def _check_shapes(self, function: str, name: str, values: Tensors) -> None:
+        shape = self._shapes.get(name)
+        if shape is None:
+            return
+        found = [value.shape for value in values]
+        if found != [shape] * len(values):
+            other = next(came for came in found if came != shape)
+            accepted = f"of shape {list(other)}, as its state is"
+            raise ArgumentError(function, "a parameter", f"of {list(self._shape)}", accepted)
+
+
+class Gathering:
+    """The parameters of a group, by kind; and in batches, by device, dtype and codec.
+
+    A model has hundreds of parameters of a few kinds: what they have in common is asked once.
+    """
+
+    def __init__(self, codec: Codec, moments: Callable[[torch.Tensor], Moments]) -> None:
+        self._codec, self._moments = codec, moments
+        self._kinds: dict[Any, Kind] = {}
+        self._columns: dict[Any, _Columns] = {}
+
+    def add(self, p: torch.Tensor, number: int) -> None:
+        """p is the optimizer's parameter of this number."""
+        key = (p.shape, p.dtype, layout(p))
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._new_kind(p)
+        kind.params.append(p)
+        kind.numbers.append(number)
+
+    def kinds(self) -> Iterable[Kind]:
+        return self._kinds.values()
+
+    def batches(self) -> list[Batch]:
+        """Once all kinds are gathered."""
+        return [columns.filled() for columns in self._columns.values()]
+
+    def _new_kind(self, p: torch.Tensor) -> Kind:
+        moments = self._moments(p)
+        entries = self._codec.entries(p, moments)
+        is_cut = bool(entries.absmaxes) and _cut.cut_rows(p) is not None
+        key = (p.device, p.dtype, entries, is_cut)
+        if key not in self._columns:
+            self._columns[key] = _Columns(entries)
+        return Kind(p, self._codec, moments, self._columns[key])
+
+
+def cuts(batch: Batch) -> list[_cut.CutRows]:
+    """Those that `absmaxes` are of."""
+    of_params = [cut for p in batch.wholes if (cut := _cut.cut_rows(p))]
+    return of_params * (len(batch.absmaxes) // len(of_params))
+
+
+def real(t: torch.Tensor) -> torch.Tensor:
+    """This device's part, as real numbers."""
+    return torch.view_as_real(local(t)) if t.is_complex() else local(t)
