@@ -196,7 +196,7 @@ def _cut(
     with torchweld.use_backend("eager"):
         params, optimizer = run(make, 1, dtype, [shape for shape, _ in CUT], device)
     draw_grads(params, 1)
-    (batch,) = optimizer._batches(optimizer.param_groups[0])  # type: ignore[attr-defined]
+    (batch,) = optimizer._batches(optimizer._gathering(optimizer.param_groups[0]))  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(2)
     absmaxes = []
     for shape, edges in CUT * (len(batch.moments) // len(params)):
@@ -307,7 +307,7 @@ def test_measures(
     optimizer.step()
     draw_grads(params, 1)
     (group,) = optimizer.param_groups
-    for batch in optimizer._batches(group):
+    for batch in optimizer._batches(optimizer._gathering(group)):
         given = (batch, optimizer._settings(group, batch), torch.tensor(0.5))
         found, again = (optimizer._rule().squares(*given) for _ in range(2))
         with torchweld.use_backend("eager"):

@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 def _step(optimizer: Any, place: list[int], number: int = 1) -> None:
     """The step of this number, of the only parameter as if it lay elsewhere."""
     (group,) = optimizer.param_groups
-    (batch,) = optimizer._batches(group)
+    (batch,) = optimizer._batches(optimizer._gathering(group))
     batch.places = [torch.tensor(place)]
     batch.steps[0].fill_(number - 1)
     settings = optimizer._settings(group, batch)

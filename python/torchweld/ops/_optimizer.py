@@ -107,7 +107,9 @@ class Batch:
         return (self.params, self.grads, *self._states(), self.edges, self.places)
 
     def written(self) -> Tensors:
-        return [t for tensors in (self.params, *self._states(), self.wholes) for t in tensors]
+        pairs = zip(self.params, self.wholes, strict=True)
+        parts = [part for part, whole in pairs if part is not whole]
+        return [t for tensors in (parts, self.wholes, *self._states()) for t in tensors]
 
     def _states(self) -> tuple[Tensors, ...]:
         return (self.completions, self.moments, self.absmaxes, self.steps)

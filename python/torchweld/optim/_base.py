@@ -11,7 +11,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
-from torchweld.optim import _cut, _places, _shards
+from torchweld.optim import _cut, _shards
 from torchweld.optim._codecs import STEP, Codec, Moments, State
 from torchweld.optim._gather import Gathering, cuts, real
 
@@ -106,9 +106,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._check_gradients(group)
-        work = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
+        gathered = [(group, self._gathering(group)) for group in self.param_groups]
+        work = [(group, batch) for group, some in gathered for batch in self._batches(some)]
         factor = self._gradient_factor()
         steps = [(batch, self._numbers(group, batch, factor)) for group, batch in work]
         joined = self._join_blocks(steps)
@@ -159,40 +158,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         norms = _shards.sum_of_each(squares, batch.wholes).sqrt()
         return norms[:, 0], norms[:, 1]
 
-    def _check_gradients(self, group: Group) -> None:
-        name = type(self).__name__
-        codec = Codec(*[group[key] for key in _CODEC_KEYS])
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            if p.grad.layout != torch.strided:
-                layout = str(p.grad.layout).removeprefix("torch.")
-                raise ArgumentError(name, "a gradient", f"a {layout} tensor", "a dense tensor")
-            if _shards.is_one(p):
-                _shards.check_gradient(name, p)
-                if codec.moment_dtype(p) == torch.uint8:
-                    _cut.check_blocks(name, p)
-            if codec.stochastic_rounding:
-                _places.check_place(name, p)
-
     def _first_number(self, group: Group) -> int:
         """That of the group's first parameter among all: the same in every process and run."""
         before = itertools.takewhile(lambda other: other is not group, self.param_groups)
         return sum(len(other["params"]) for other in before)
 
-    def _batches(self, group: Group) -> list[Batch]:
-        """Parameters with a gradient, by device, dtype and codec."""
+    def _gathering(self, group: Group) -> Gathering:
+        """Parameters with a gradient; nothing is changed yet, but all is known to fit."""
         codec = Codec(*[group[key] for key in _CODEC_KEYS])
-        gathering = Gathering(codec, functools.partial(self._moments, group))
-        for number, p in enumerate(group["params"], self._first_number(group)):
-            if p.grad is not None:
-                gathering.add(p, number)
+        moments = functools.partial(self._moments, group)
+        gathering = Gathering(type(self).__name__, codec, moments)
+        gathering.add(group["params"], self._first_number(group))
+        return gathering
+
+    def _batches(self, gathering: Gathering) -> list[Batch]:
+        """What is gathered, with states."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
             for p, state in zip(kind.params, states, strict=True):
                 if not state.keys() >= kind.entries:
-                    self._complete(state, p, codec, kind.moments)
-            kind.gather(type(self).__name__, states)
+                    self._complete(state, p, gathering.codec, kind.moments)
+            kind.gather(gathering.function, states)
         return gathering.batches()
 
     def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.ops._optimizer import Batch, Tensors
-from torchweld.optim import _cut, _places
+from torchweld.optim import _cut, _places, _shards
 from torchweld.optim._codecs import STEP, Codec, Entries, Moments, State
 from torchweld.optim._shards import is_one, layout, local
 
@@ -39,33 +39,40 @@ class Kind:
 
     def __init__(self, p: torch.Tensor, codec: Codec, moments: Moments, columns: _Columns) -> None:
         self.params: Tensors = []
+        self.grads: Tensors = []
         self.numbers: list[int] = []
         self.moments, self.entries = moments, columns.of.keys()
-        self._is_plain = not is_one(p) and not p.is_complex()
-        self._rounds, self._shape = codec.rounds(p), p.shape
+        self._device, self._shape = p.device, p.shape
+        self.is_complex, self.is_shared = p.is_complex(), is_one(p)
+        self.rounds = codec.rounds(p)
+        self._is_plain = not self.is_shared and not self.is_complex
         self._cut = _cut.cut_rows(p) if columns.entries.absmaxes else None
         self._batch, self._columns = columns.batch, columns.of
         shapes = [p.shape if moment.shape is None else moment.shape for moment in moments.values()]
         self._shapes = dict(zip(columns.entries.moments, shapes, strict=True))
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether other devices have parts of its rows."""
+        return self._cut is not None
+
     def gather(self, function: str, states: list[State]) -> None:
         """All of them, with these states, into the batch that they step with."""
-        batch = self._batch
-        device = self.params[0].device
         # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
-        if any([state[STEP].device != device for state in states]):
+        if any(state[STEP].device != self._device for state in states):
             for state in states:
-                state[STEP] = state[STEP].to(device)
+                state[STEP] = state[STEP].to(self._device)
+        batch = self._batch
         batch.wholes += self.params
         batch.params += self._parts(self.params)
-        batch.grads += self._parts([p.grad for p in self.params if p.grad is not None])
+        batch.grads += self._parts(self.grads)
         for name, column in self._columns.items():
             values = [state[name] for state in states]
             self._check_shapes(function, name, values)
             column += self._parts(values)
         if self._cut is not None:
             batch.edges += [self._cut.edges] * len(self.params)
-        if self._rounds:
+        if self.rounds:
             batch.places += map(_places.place_of, self.params, self.numbers)
 
     def _parts(self, tensors: Tensors) -> Iterable[torch.Tensor]:
@@ -88,19 +95,33 @@ class Gathering:
     A model has hundreds of parameters of a few kinds: what they have in common is asked once.
     """
 
-    def __init__(self, codec: Codec, moments: Callable[[torch.Tensor], Moments]) -> None:
-        self._codec, self._moments = codec, moments
+    def __init__(
+        self, function: str, codec: Codec, moments: Callable[[torch.Tensor], Moments]
+    ) -> None:
+        self.function, self.codec = function, codec
+        self._moments = moments
         self._kinds: dict[Any, Kind] = {}
         self._columns: dict[Any, _Columns] = {}
 
-    def add(self, p: torch.Tensor, number: int) -> None:
-        """p is the optimizer's parameter of this number."""
-        key = (p.shape, p.dtype, layout(p))
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = self._new_kind(p)
-        kind.params.append(p)
-        kind.numbers.append(number)
+    def add(self, params: list[torch.Tensor], first_number: int) -> None:
+        """Those with a gradient; the first is the optimizer's parameter of this number.
+
+        Raises ArgumentError where one of them cannot be stepped.
+        """
+        kinds, strided = self._kinds, torch.strided
+        for number, p in enumerate(params, first_number):
+            grad = p.grad
+            if grad is None:
+                continue
+            key = (p.shape, p.dtype, layout(p))
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = self._new_kind(p)
+            if grad.layout is not strided or kind.is_shared:
+                self._check(kind, p, grad)
+            kind.params.append(p)
+            kind.grads.append(grad)
+            kind.numbers.append(number)
 
     def kinds(self) -> Iterable[Kind]:
         return self._kinds.values()
@@ -111,12 +132,24 @@ class Gathering:
 
     def _new_kind(self, p: torch.Tensor) -> Kind:
         moments = self._moments(p)
-        entries = self._codec.entries(p, moments)
+        entries = self.codec.entries(p, moments)
+        if self.codec.stochastic_rounding:
+            _places.check_dtype(self.function, p)
         is_cut = bool(entries.absmaxes) and _cut.cut_rows(p) is not None
         key = (p.device, p.dtype, entries, is_cut)
         if key not in self._columns:
             self._columns[key] = _Columns(entries)
-        return Kind(p, self._codec, moments, self._columns[key])
+        return Kind(p, self.codec, moments, self._columns[key])
+
+    def _check(self, kind: Kind, p: torch.Tensor, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            came = f"a {str(grad.layout).removeprefix('torch.')} tensor"
+            raise ArgumentError(self.function, "a gradient", came, "a dense tensor")
+        _shards.check_gradient(self.function, p)
+        if kind.is_cut:
+            _cut.check_blocks(self.function, p)
+        if kind.rounds:
+            _places.check_place(self.function, p)
 
 
 def cuts(batch: Batch) -> list[_cut.CutRows]:

@@ -18,21 +18,24 @@ class _Part(NamedTuple):
     first: int | None
 
 
-def check_place(function: str, p: torch.Tensor) -> None:
-    """That p can be rounded, where it is to be: what this device has of it is without gaps."""
+_ARGUMENT = "a parameter with stochastic_rounding"
+
+
+def check_dtype(function: str, p: torch.Tensor) -> None:
+    """That p can be rounded, or need not be."""
     if p.dtype == torch.float16:
         accepted = "bfloat16, or float32, which nothing is rounded of"
-        raise ArgumentError(
-            function, "a parameter with stochastic_rounding", "of float16", accepted
-        )
-    if p.dtype != torch.bfloat16 or not is_one(p):
-        return
+        raise ArgumentError(function, _ARGUMENT, "of float16", accepted)
+
+
+def check_place(function: str, p: torch.Tensor) -> None:
+    """That what this device has of p, a DTensor, is without gaps."""
     part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
     if part.first is None or part.sizes != here:
         shards = p.placements  # type: ignore[attr-defined]
         came = f"of {list(p.shape)} by {shards}, of which {list(here)} are here"
         accepted = "a part without gaps, as these placements divide it"
-        raise ArgumentError(function, "a parameter with stochastic_rounding", came, accepted)
+        raise ArgumentError(function, _ARGUMENT, came, accepted)
 
 
 def place_of(p: torch.Tensor, number: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torchweld.ops.adafactor import ADAFACTOR
 from torchweld.optim import _shards
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moment, Moments
+from torchweld.optim._gather import Gathering
 
 
 def _average(p: torch.Tensor, *dims: int | None) -> Moment:
@@ -32,14 +33,14 @@ class _AdafactorStep(FusedOptimizer):
     def _rule(self) -> Rule:
         return ADAFACTOR
 
-    def _check_gradients(self, group: Group) -> None:
-        super()._check_gradients(group)
-        for p in group["params"]:
-            if p.grad is not None and p.is_complex():
-                raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
+    def _gathering(self, group: Group) -> Gathering:
+        gathering = super()._gathering(group)
+        if any(kind.is_complex for kind in gathering.kinds()):
+            raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
+        return gathering
 
-    def _batches(self, group: Group) -> list[Batch]:
-        batches = super()._batches(group)
+    def _batches(self, gathering: Gathering) -> list[Batch]:
+        batches = super()._batches(gathering)
         for batch in batches:
             if any(map(_shards.is_sharded, batch.wholes)):
                 batch.add_up = functools.partial(_shards.add_up, batch.wholes)
