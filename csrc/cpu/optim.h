@@ -64,20 +64,22 @@ class BlockMoment {
     count_ = span.count;
     is_signed_ = is_signed;
     scale_ = splat(*absmax_);
-    old_ = Values(is_signed);
+    decode_block(old_, codes_, count_, is_signed);
+    largest_ = {};
     // Two blocks ahead, as read() does.
     for (int64_t i = 0; i < count_; i += 64) __builtin_prefetch(codes_ + 2 * kQuantBlock + i);
     absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return only(old_[load_codes(codes_ + i, place)] * scale_, place);
+    return only(load(old_ + i) * scale_, place);
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
+    largest_.add(only(v, place));
     store(new_ + i, v, place);
   }
-  void measure() { *absmax_ = largest_magnitude(new_, count_); }
+  void measure() { *absmax_ = largest_.value(); }
   void leave() {
     const auto encode = is_signed_ ? encode_block<true> : encode_block<false, true>;
     encode(codes_, new_, count_, *absmax_);
@@ -85,15 +87,16 @@ class BlockMoment {
 
  private:
   static F32 only(F32 v, Whole) { return v; }
-  // Past a row's end a measure counts zeros, and code 0 is none.
+  // Past a row's end measures count zeros, and code 0 is none.
   static F32 only(F32 v, Part part) {
     alignas(kVectorBytes) float lanes[kLanes<float>] = {};
     store(lanes, v, part);
     return load(lanes);
   }
 
-  Values old_;
   F32 scale_;
+  Largest largest_;
+  alignas(kVectorBytes) float old_[kQuantBlock];
   alignas(kVectorBytes) float new_[kQuantBlock];
   uint8_t* codes_;
   float* absmax_;

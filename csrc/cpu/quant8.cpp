@@ -17,9 +17,13 @@ void quantize_block(const Quantize8& a, int64_t block) {
   const QuantBlock at = quant_block(block, a.width);
   const T* x = (const T*)a.x + at.begin;
   alignas(kVectorBytes) float values[kQuantBlock];
-  for_vectors<float>(at.count,
-                     [&](int64_t i, auto place) { store(values + i, load(x + i, place)); });
-  a.absmax[block] = largest_magnitude(values, at.count);
+  Largest largest;
+  for_vectors<float>(at.count, [&](int64_t i, auto place) {
+    const F32 value = load(x + i, place);
+    largest.add(value);
+    store(values + i, value);
+  });
+  a.absmax[block] = largest.value();
   encode_block<Signed>(a.codes + at.begin, values, at.count, a.absmax[block]);
 }
 
@@ -28,10 +32,11 @@ void dequantize_block(const Dequantize8& a, int64_t block) {
   const QuantBlock at = quant_block(block, a.width);
   const uint8_t* codes = a.codes + at.begin;
   T* y = (T*)a.y + at.begin;
-  const Values values(a.is_signed);
+  alignas(kVectorBytes) float values[kQuantBlock];
+  decode_block(values, codes, at.count, a.is_signed);
   const F32 absmax = splat(a.absmax[block]);
   for_vectors<float>(at.count, [&](int64_t i, auto place) {
-    store(y + i, values[load_codes(codes + i, place)] * absmax, place);
+    store(y + i, load(values + i) * absmax, place);
   });
 }
 

@@ -23,6 +23,80 @@ inline U32 look_up(const uint32_t* table, U32 index) {
 #endif
 }
 
+// Between bytes and lanes gcc's own conversions go one by one.
+inline U32 load_codes(const uint8_t* codes, Whole) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#else
+  U32 wide;
+  for (int64_t i = 0; i < kLanes<float>; ++i) wide[i] = codes[i];
+  return wide;
+#endif
+}
+inline U32 load_codes(const uint8_t* codes, Part part) {
+  uint8_t buffer[kLanes<float>] = {};
+  std::memcpy(buffer, codes, part.count);
+  return load_codes(buffer, Whole{});
+}
+
+// --- From codes to floats -----------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+// Values of 64 codes at a time, by byte: 256 bytes lie in four registers, and a look-up in one of
+// them is an instruction. Faster than a look-up of floats, of which 256 take 16 registers.
+struct BytePlanes {
+  alignas(64) uint8_t byte[4][256];
+};
+template <bool Signed>
+constexpr BytePlanes make_byte_planes() {
+  BytePlanes planes{};
+  for (int code = 0; code < 256; ++code) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, kQuant8Map<Signed>.value[code]);
+    for (int plane = 0; plane < 4; ++plane) {
+      planes.byte[plane][code] = (uint8_t)(bits >> (8 * plane));
+    }
+  }
+  return planes;
+}
+template <bool Signed>
+inline constexpr BytePlanes kBytePlanes = make_byte_planes<Signed>();
+
+// How many codes were decoded, in wholes of 64.
+__attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
+    float* values, const uint8_t* codes, int64_t count, const BytePlanes& planes) {
+  // Of four by four pieces of four codes, rows become columns, which interleaving undoes.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64) {
+    const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes + i));
+    const __mmask64 odd = _mm512_test_epi8_mask(code, _mm512_set1_epi8(64));
+    const __mmask64 upper = _mm512_movepi8_mask(code);
+    __m512i found[4];
+    for (int plane = 0; plane < 4; ++plane) {
+      const uint8_t* table = planes.byte[plane];
+      const auto quarter = [&](int at) { return _mm512_load_si512(table + 64 * at); };
+      __m512i bytes = _mm512_permutexvar_epi8(code, quarter(0));
+      bytes = _mm512_mask_permutexvar_epi8(bytes, odd & ~upper, code, quarter(1));
+      bytes = _mm512_mask_permutexvar_epi8(bytes, upper & ~odd, code, quarter(2));
+      found[plane] = _mm512_mask_permutexvar_epi8(bytes, upper & odd, code, quarter(3));
+    }
+    const __m512i low[] = {_mm512_unpacklo_epi8(found[0], found[1]),
+                           _mm512_unpackhi_epi8(found[0], found[1])};
+    const __m512i high[] = {_mm512_unpacklo_epi8(found[2], found[3]),
+                            _mm512_unpackhi_epi8(found[2], found[3])};
+    for (int half = 0; half < 2; ++half) {
+      float* to = values + i + 32 * half;
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low[half], high[half]));
+      _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi16(low[half], high[half]));
+    }
+  }
+  return i;
+}
+inline const bool has_byte_look_ups = __builtin_cpu_supports("avx512vbmi");
+#endif
+
 // The values of codes.
 class Values {
  public:
@@ -55,23 +129,22 @@ class Values {
   const float* table_;
 };
 
-// Between bytes and lanes gcc's own conversions go one by one.
-inline U32 load_codes(const uint8_t* codes, Whole) {
+// The values of a block's codes, of which there is room for whole vectors.
+inline void decode_block(float* values, const uint8_t* codes, int64_t count, bool is_signed) {
+  int64_t done = 0;
 #if defined(__AVX512F__)
-  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-#elif defined(__AVX2__)
-  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
-#else
-  U32 wide;
-  for (int64_t i = 0; i < kLanes<float>; ++i) wide[i] = codes[i];
-  return wide;
+  if (has_byte_look_ups) {
+    const BytePlanes& planes = is_signed ? kBytePlanes<true> : kBytePlanes<false>;
+    done = decode_bytes(values, codes, count, planes);
+  }
 #endif
+  const Values of(is_signed);
+  for_vectors<float>(count - done, [&](int64_t i, auto place) {
+    store(values + done + i, of[load_codes(codes + done + i, place)]);
+  });
 }
-inline U32 load_codes(const uint8_t* codes, Part part) {
-  uint8_t buffer[kLanes<float>] = {};
-  std::memcpy(buffer, codes, part.count);
-  return load_codes(buffer, Whole{});
-}
+
+// --- From floats to codes -----------------------------------------------------------------------
 
 inline void store_codes(uint8_t* codes, U32 wide, Whole) {
 #if defined(__AVX512F__)
@@ -104,17 +177,18 @@ inline U32 encode_by_place(F32 value, F32 divisor) {
 // Without a look-up in memory and without a division: what lies between two decades' first
 // thresholds is nearest to one of the values of a decade, which are evenly spaced, so that the
 // number is a linear function there. A product with the inverse is off by an ulp or two, and so the
-// exact way is taken within kUlps of a region's begin, and where the number is within kMargin of an
-// integer.
+// exact way is taken within kUlps of a region's begin, and where the number is within one of kUnits
+// of an integer.
 template <bool Signed>
 struct Regions {
-  static constexpr float kMargin = 0x1p-12f;
+  static constexpr int kUnitBits = 12, kUnits = 1 << kUnitBits;
   static constexpr int kUlps = 8;
-  // By a float's binade, the last five bits of its exponent: its region where it begins, and where
-  // in it the next region begins. Smaller floats than 2^-31 are taken for that.
+  // By a float's binade, the last five bits of its exponent: its region where it begins, and kUlps
+  // before the next region begins in it. Smaller floats than 2^-31 are taken for that.
   uint32_t region[32];
-  uint32_t next[32];  // as bits, which have the order of positive floats
-  // By region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop.
+  uint32_t before_next[32];  // as bits, which have the order of positive floats
+  // By region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop. In units, and one
+  // more: what is within one of an integer has at most the last bit below kUnits.
   float slope[16], offset[16], upper[16];
 };
 
@@ -141,7 +215,12 @@ constexpr Regions<Signed> make_regions() {
     const float low = __builtin_bit_cast(float, (uint32_t)(96 + binade) << 23);
     while (begin[region + 1] <= low) ++region;
     r.region[binade] = (uint32_t)region;
-    r.next[binade] = __builtin_bit_cast(uint32_t, begin[region + 1]);
+    r.before_next[binade] = __builtin_bit_cast(uint32_t, begin[region + 1]) - r.kUlps;
+  }
+  for (int region = 0; region < 9; ++region) {
+    r.slope[region] *= r.kUnits;
+    r.offset[region] = r.offset[region] * r.kUnits + 1;
+    r.upper[region] = r.upper[region] * r.kUnits + 1;
   }
   return r;
 }
@@ -161,22 +240,20 @@ class Encoder {
     const __m512i binade = _mm512_srli_epi32((__m512i)x, 23);
     const __m512i past =
         _mm512_sub_epi32((__m512i)x, _mm512_permutex2var_epi32(next_[0], binade, next_[1]));
-    const __mmask16 beyond = _mm512_cmpge_epi32_mask(past, _mm512_setzero_si512());
-    const __m512i ulps = _mm512_set1_epi32(Regions<Signed>::kUlps);
-    const __mmask16 at_begin =
-        _mm512_cmplt_epu32_mask(_mm512_add_epi32(past, ulps), _mm512_add_epi32(ulps, ulps));
+    const __m512i ulps = _mm512_set1_epi32(Table::kUlps);
+    const __mmask16 beyond = _mm512_cmpge_epi32_mask(past, ulps);
+    const __mmask16 at_begin = _mm512_testn_epi32_mask(past, _mm512_set1_epi32(-2 * Table::kUlps));
     __m512i region = _mm512_permutex2var_epi32(region_[0], binade, region_[1]);
     region = _mm512_mask_add_epi32(region, beyond, region, _mm512_set1_epi32(1));
     const __m512 line = _mm512_fmadd_ps(x, _mm512_permutexvar_ps(region, slope_),
                                         _mm512_permutexvar_ps(region, offset_));
-    const __m512 place = _mm512_min_ps(line, _mm512_permutexvar_ps(region, upper_));
-    const __m512 off = _mm512_reduce_ps(place, _MM_FROUND_TO_NEAREST_INT);
-    const __mmask16 close = _mm512_cmp_ps_mask(
-        _mm512_abs_ps(off), _mm512_set1_ps(Regions<Signed>::kMargin), _CMP_LT_OQ);
+    const __m512i place =
+        _mm512_cvttps_epi32(_mm512_min_ps(line, _mm512_permutexvar_ps(region, upper_)));
+    const __mmask16 close = _mm512_testn_epi32_mask(place, _mm512_set1_epi32(Table::kUnits - 2));
     if (__builtin_expect(!_kortestz_mask16_u8(close, at_begin), false)) {
       return encode_by_place<Signed>(value, divisor_);
     }
-    const __m512i number = _mm512_cvttps_epi32(place);
+    const __m512i number = _mm512_srli_epi32(place, Table::kUnitBits);
     if constexpr (!Signed) return (U32)number;
     const __mmask16 negative = _mm512_movepi32_mask((__m512i)fraction);
     const __m512i zero = _mm512_set1_epi32(127);
@@ -187,9 +264,10 @@ class Encoder {
  private:
   static __m512 floats(const float* p) { return _mm512_loadu_ps(p); }
   static __m512i words(const uint32_t* p) { return _mm512_loadu_si512(p); }
-  static constexpr const Regions<Signed>& r = kRegions<Signed>;
+  using Table = Regions<Signed>;
+  static constexpr const Table& r = kRegions<Signed>;
   __m512i region_[2] = {words(r.region), words(r.region + 16)};
-  __m512i next_[2] = {words(r.next), words(r.next + 16)};
+  __m512i next_[2] = {words(r.before_next), words(r.before_next + 16)};
   __m512 slope_ = floats(r.slope), offset_ = floats(r.offset), upper_ = floats(r.upper);
   F32 divisor_, inverse_;
 };
@@ -208,26 +286,40 @@ class Encoder {
 // Magnitudes as integers have their order, and NaN is the largest of all.
 inline U32 magnitude_bits(F32 v) { return (U32)v & ~kSignBit; }
 
-inline float largest_magnitude(const float* values, int64_t count) {
-  U32 most = {};
-  for_vectors<float>(count, [&](int64_t i, auto place) {
-    const U32 bits = magnitude_bits(load(values + i, place));
-    most = bits > most ? bits : most;
-  });
+// The largest magnitude of the vectors that it is given.
+class Largest {
+ public:
+  void add(F32 v) {
+    const U32 bits = magnitude_bits(v);
+    most_ = bits > most_ ? bits : most_;
+  }
+  float value() const {
 #if defined(__AVX512F__)
-  const uint32_t largest = _mm512_reduce_max_epu32((__m512i)most);
+    const uint32_t largest = _mm512_reduce_max_epu32((__m512i)most_);
 #else
-  uint32_t lane[kLanes<float>], largest = 0;
-  std::memcpy(lane, &most, sizeof lane);
-  for (uint32_t bits : lane) largest = bits > largest ? bits : largest;
+    uint32_t lane[kLanes<float>], largest = 0;
+    std::memcpy(lane, &most_, sizeof lane);
+    for (uint32_t bits : lane) largest = bits > largest ? bits : largest;
 #endif
-  float value;
-  std::memcpy(&value, &largest, sizeof value);
-  return value;
+    float value;
+    std::memcpy(&value, &largest, sizeof value);
+    return value;
+  }
+
+ private:
+  U32 most_ = {};
+};
+
+// `KeepsPositive`, for a second moment, whose root is a divisor: what is not zero does not become it.
+template <bool KeepsPositive, class Encode>
+inline U32 code_of(const Encode& encode, F32 value) {
+  const U32 code = encode(value);
+  if constexpr (!KeepsPositive) return code;
+  const U32 least = (U32)(value > 0) & 1u;
+  return code > least ? code : least;
 }
 
-// The codes of a block from its values and its absmax. The values may be changed. `KeepsPositive`,
-// for a second moment, whose root is a divisor: what is not zero does not become it.
+// The codes of a block from its values and its absmax. The values may be changed.
 template <bool Signed, bool KeepsPositive = false>
 inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
   float divisor = quant_divisor(absmax);
@@ -238,10 +330,7 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
   }
   const Encoder<Signed> encode(divisor);
   for_vectors<float>(count, [&](int64_t i, auto place) {
-    const F32 value = load(values + i, place);
-    U32 code = encode(value);
-    if constexpr (KeepsPositive) code = (code == 0) & (value > 0) ? U32{} + 1u : code;
-    store_codes(codes + i, code, place);
+    store_codes(codes + i, code_of<KeepsPositive>(encode, load(values + i, place)), place);
   });
 }
 
