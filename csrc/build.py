@@ -165,7 +165,7 @@ def cuda_library() -> Library:
 
 def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str], ...]:
     """CUDA sources for the host, with tests/emulator in CUDA's place."""
-    flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g -Wno-unknown-pragmas"
+    flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g1 -Wno-unknown-pragmas"
     # The scheduler switches between what TSan takes for threads: it is not to be watched itself.
     runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
     kernels = tuple((s, "cxx", f"{flags} {EMULATOR_FLAGS_OF.get(s.name, '')}") for s in sources)
@@ -198,7 +198,7 @@ def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: 
     """build.ninja for these libraries; returns its path."""
     flags = CXX_FLAGS
     if sanitize:
-        flags += f" -O1 -g -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
+        flags += f" -O1 -g1 -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
     host = ",".join(CXX_FLAGS.split()[2:4])
     nvcc_flags = f"-std=c++17 -O3 -lineinfo -Xcompiler {host} -I{CSRC}"
     exports = f"--version-script={CSRC / 'exports.map'}"
