@@ -41,6 +41,14 @@ inline U32 load_codes(const uint8_t* codes, Part part) {
   return load_codes(buffer, Whole{});
 }
 
+#if defined(__AVX512F__)
+// Of four by four pieces of four bytes, rows become columns.
+inline __m512i pieces_transposed(__m512i bytes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, bytes);
+}
+#endif
+
 // --- From codes to floats -----------------------------------------------------------------------
 
 #if defined(__AVX512F__)
@@ -66,11 +74,10 @@ inline constexpr BytePlanes kBytePlanes = make_byte_planes<Signed>();
 // How many codes were decoded, in wholes of 64.
 __attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
     float* values, const uint8_t* codes, int64_t count, const BytePlanes& planes) {
-  // Of four by four pieces of four codes, rows become columns, which interleaving undoes.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   int64_t i = 0;
   for (; i + 64 <= count; i += 64) {
-    const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes + i));
+    const __m512i code =
+        pieces_transposed(_mm512_loadu_si512(codes + i));  // interleaving undoes it
     const __mmask64 odd = _mm512_test_epi8_mask(code, _mm512_set1_epi8(64));
     const __mmask64 upper = _mm512_movepi8_mask(code);
     __m512i found[4];
@@ -146,9 +153,18 @@ inline void decode_block(float* values, const uint8_t* codes, int64_t count, boo
 
 // --- From floats to codes -----------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+inline void store_codes(uint8_t* codes, U32 a, U32 b, U32 c, U32 d) {
+  const __m512i words[] = {_mm512_packus_epi32((__m512i)a, (__m512i)b),
+                           _mm512_packus_epi32((__m512i)c, (__m512i)d)};
+  _mm512_storeu_si512(codes, pieces_transposed(_mm512_packus_epi16(words[0], words[1])));
+}
+#endif
+// Below 0 is 0.
 inline void store_codes(uint8_t* codes, U32 wide, Whole) {
 #if defined(__AVX512F__)
-  _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8((__m512i)wide));
+  const __m512i code = _mm512_max_epi32((__m512i)wide, _mm512_setzero_si512());
+  _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(code));
 #elif defined(__AVX2__)
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)wide),
                                          _mm256_extracti128_si256((__m256i)wide, 1));
@@ -232,6 +248,7 @@ class Encoder {
  public:
   explicit Encoder(float divisor) : divisor_(splat(divisor)), inverse_(splat(1 / divisor)) {}
 
+  // The code of -1, which there is not, is -1: stored as 0, its neighbour.
   U32 operator()(F32 value) const {
     const __m512 fraction = (__m512)(value * inverse_);
     // The lesser magnitude of the two, which for a NaN is 1.
@@ -257,8 +274,7 @@ class Encoder {
     if constexpr (!Signed) return (U32)number;
     const __mmask16 negative = _mm512_movepi32_mask((__m512i)fraction);
     const __m512i zero = _mm512_set1_epi32(127);
-    const __m512i there = _mm512_mask_min_epu32(number, negative, number, zero);  // there is no -1
-    return (U32)_mm512_mask_sub_epi32(_mm512_add_epi32(zero, there), negative, zero, there);
+    return (U32)_mm512_mask_sub_epi32(_mm512_add_epi32(zero, number), negative, zero, number);
   }
 
  private:
@@ -315,8 +331,12 @@ template <bool KeepsPositive, class Encode>
 inline U32 code_of(const Encode& encode, F32 value) {
   const U32 code = encode(value);
   if constexpr (!KeepsPositive) return code;
-  const U32 least = (U32)(value > 0) & 1u;
-  return code > least ? code : least;
+#if defined(__AVX512F__)
+  const __mmask16 positive = _mm512_cmp_ps_mask((__m512)value, _mm512_setzero_ps(), _CMP_GT_OQ);
+  return (U32)_mm512_mask_max_epu32((__m512i)code, positive, (__m512i)code, _mm512_set1_epi32(1));
+#else
+  return (code == 0) & (value > 0) ? U32{} + 1u : code;
+#endif
 }
 
 // The codes of a block from its values and its absmax. The values may be changed.
@@ -329,8 +349,18 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
     divisor *= kExact;
   }
   const Encoder<Signed> encode(divisor);
-  for_vectors<float>(count, [&](int64_t i, auto place) {
-    store_codes(codes + i, code_of<KeepsPositive>(encode, load(values + i, place)), place);
+  const auto code = [&](int64_t i, auto place) {
+    return code_of<KeepsPositive>(encode, load(values + i, place));
+  };
+  int64_t done = 0;
+#if defined(__AVX512F__)
+  for (; done + 64 <= count; done += 64) {
+    const auto vector = [&](int at) { return code(done + 16 * at, Whole{}); };
+    store_codes(codes + done, vector(0), vector(1), vector(2), vector(3));
+  }
+#endif
+  for_vectors<float>(count - done, [&](int64_t i, auto place) {
+    store_codes(codes + done + i, code(done + i, place), place);
   });
 }
 
