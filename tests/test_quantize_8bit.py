@@ -233,3 +233,19 @@ def test_the_map_is_the_documented_one(signed: bool) -> None:
     assert values[0] == (pytest.approx(-0.99297, abs=1e-5) if signed else 0)
     codes = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(dequantize_8bit(codes, torch.ones(1, 1), signed=signed), values)
+
+
+@SIGNED
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 63, 64, 65, 127])
+def test_every_code_in_rows_of_any_width(signed: bool, width: int) -> None:
+    """Kernels take whole and broken vectors of codes in ways of their own."""
+    values = MAPS[signed]
+    codes = torch.arange(256 * width).flip(0).remainder(256).view(-1, width).byte()
+    absmax = torch.ones(len(codes), scales_shape(codes.shape)[1])
+    found = dequantize_8bit(codes, absmax, signed=signed)
+    assert torch.equal(found, values[codes.long()])
+    # Each row by a largest magnitude of its own.
+    for one, expected in zip(
+        quantize_8bit(found, signed=signed), quantize_reference(found, signed), strict=True
+    ):
+        assert torch.equal(one, expected)
