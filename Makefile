@@ -30,8 +30,9 @@ NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py t
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py tests/test_cublaslt.py \
 	tests/test_mlp_on_cuda.py
 CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
-	tests/test_seams.py tests/test_gemm_act.py tests/test_seams_distributed.py tests/test_residual.py tests/test_optim_habits.py \
-	tests/test_optim_distributed.py tests/test_batch_norm.py tests/test_batch_norm_distributed.py
+	tests/test_seams.py tests/test_gemm_act.py tests/test_seams_distributed.py \
+	tests/test_residual.py tests/test_batch_norm.py tests/test_batch_norm_distributed.py \
+	tests/test_optim_habits.py tests/test_optim_distributed.py tests/test_optim_sums_distributed.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
