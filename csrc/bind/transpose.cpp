@@ -3,7 +3,7 @@
 
 #include "bind/launch.h"
 
-TW_KERNEL(transpose, Transpose);
+TW_KERNEL(transpose_16_bits, Transpose);
 
 namespace torchweld {
 namespace {
@@ -17,7 +17,7 @@ Tensor transposed(Tensor x_in) {
   Tensor y = empty(x, Sizes(sizes, 2), x.scalar_type());
   const Transpose args{data(x), y.mutable_data_ptr(), rows, columns, dtype};
   const int64_t blocks = (columns + kTransposeBlock - 1) / kTransposeBlock;
-  launch(transpose, args, x, blocks, rows * kTransposeBlock);
+  launch(transpose_16_bits, args, x, blocks, rows * kTransposeBlock);
   return y;
 }
 

@@ -75,7 +75,7 @@ inline void turn_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t 
 }  // namespace
 
 // Items are blocks of columns.
-TW_EXPORT void transpose(const Transpose& a, int64_t begin, int64_t end) {
+TW_EXPORT void transpose_16_bits(const Transpose& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = kTransposeBlock;
   for (int64_t column = begin * kBlock; column < end * kBlock; column += kBlock) {
     const int64_t width = std::min(kBlock, a.columns - column);
