@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld._autograd import where_it_goes
-from torchweld.ops import bias_act
+from torchweld.ops import _linear, bias_act
 from torchweld.ops._plain import PlainOp
 
 
@@ -82,7 +82,7 @@ class _ActLinear(torch.autograd.Function):
         ctx.late = None
         if activated is None:
             activated = _activate(z, bias, *ctx.kind)
-        return linear(activated, weight, weight_bias)
+        return _linear.linear(activated, weight, weight_bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -106,7 +106,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if to_weight:
         if activated is None:
             activated = buffer = _activate(z, bias, *ctx.kind)
-        found[2] = rows.t() @ activated.view(size)
+        found[2] = _linear.weight_gradient(rows, activated.view(size))
     if to_weight_bias:
         found[3] = rows.sum(0)
     if to_bias and not to_z and ctx.late is not None and ctx.late[0] is grad:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld._autograd import autograd_function, derivatives_of_reference, where_it_goes
+from torchweld._autograd import autograd_function, derivatives_of_reference
 from torchweld.ops import _act, _gemm_choice, bias_act
 from torchweld.ops._gemm_choice import Timed
+from torchweld.ops._linear import LinearNode, misfit, trained
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import BACKENDS, Signature
 
@@ -70,7 +71,7 @@ PlainOp(
 # and the activation's behind it. The kernel has run when the second one is made.
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(LinearNode):
     """The GEMM's node: z, and beside it what the activation's is to return."""
 
     @staticmethod
@@ -80,20 +81,6 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(y)
         return z, y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, (x, weight) = grads[0], ctx.saved_tensors
-        goes_on = where_it_goes(ctx)
-        found: list[Any] = [None] * len(goes_on)
-        if grad is None:
-            return tuple(found)
-        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
-        if goes_on[0]:
-            found[0] = grad @ weight
-        if goes_on[1]:
-            found[1] = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
-        return tuple(found)
 
 
 class _Activation:
@@ -195,11 +182,6 @@ def finite(bias: torch.Tensor) -> torch.Tensor:
     return bias.detach().clamp(-largest, largest)
 
 
-def trained(*tensors: torch.Tensor | None) -> bool:
-    """Whether a gradient of one of them is wanted."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 # --- Choice ---------------------------------------------------------------------------------------
 
 
@@ -276,14 +258,10 @@ def in_words(unfused: str, x: torch.Tensor, shapes: str, reason: str | None) -> 
 def why_not(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> str | None:
-    """Why one kernel cannot serve, or what does not fit: torch's GEMM finds out what is wrong."""
+    """Why one kernel cannot serve."""
+    if reason := misfit(x, weight, bias):
+        return reason
     given = [t for t in (x, weight, bias) if t is not None]
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
-        return "a tensor is of a class of its own"
-    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        return "x and weight do not fit"
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return "weight and bias do not fit"
     if any(t.device != x.device or t.dtype not in _DTYPES for t in given):
         return "there are several devices, or a dtype that the kernel has not"
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from torchweld.ops import _gemm_act, _gemm_choice, bias_act
 from torchweld.ops._gemm_act import Made
 from torchweld.ops._gemm_choice import Timed
+from torchweld.ops._linear import trained
 
 _Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
@@ -28,7 +29,7 @@ def choose(
     It is chosen in the forward, which saves what is needed and no more: what `make` makes.
     """
     w1, b1, w2, _ = parameters
-    if not _gemm_act.trained(x, w1, b1) or _why_not(x, parameters) is not None:
+    if not trained(x, w1, b1) or _why_not(x, parameters) is not None:
         return None
     shapes, kind = _shapes(x, b1, w2), (activation, approximate)
     return _gemm_act.chosen(x, shapes, lambda: _time(shapes, make, w2, *kind))
@@ -37,7 +38,7 @@ def choose(
 def explain(x: torch.Tensor, parameters: _Parameters) -> str:
     """Which of the two runs, and why; nothing where no gradient is wanted."""
     w1, b1, w2, _ = parameters
-    if not _gemm_act.trained(x, w1, b1):
+    if not trained(x, w1, b1):
         return ""
     unfused = "torch's GEMM, then a pass for the gradients of bias and activation"
     return _gemm_act.in_words(unfused, x, _shapes(x, b1, w2), _why_not(x, parameters))

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from torchweld.errors import ArgumentError
-from torchweld.ops import _act, _check, _gemm_act, _onednn, bias_act
+from torchweld.ops import _act, _check, _gemm_act, _linear, _onednn, bias_act
 from torchweld.ops._call import call, run_on
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import Numerics, Seam, activation
@@ -129,17 +129,17 @@ _GEMMS_SHARE = 0.75
 def summed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What torch's GEMM makes, and the bias that is left to the activation's pass."""
+    """What the GEMM makes, and the bias that is left to the activation's pass."""
     if activation == "relu":
         # Its derivative jumps where the sum changes its sign: no rounding before the bias is added.
-        return linear(x, weight, bias), None
+        return _linear.linear(x, weight, bias), None
     dtype = _gemm_act.computed_in(x)
     if bias is None or dtype.itemsize > 2:
-        return linear(x, weight), bias
+        return _linear.linear(x, weight), bias
     if bias.dtype is not dtype:
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
     most = (_GEMMS_SHARE * _gemm_act.finite(bias)).to(dtype)
-    return linear(x, weight, most), bias - most
+    return _linear.linear(x, weight, most), bias - most
 
 
 def is_saved(z: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from torchweld.ops import _act, _batch_norm, batch_norm_act, linear_act, normalize_act
+from torchweld.ops import _act, _batch_norm, _linear, batch_norm_act, linear_act, normalize_act
 from torchweld.ops._call import call, run_on
 from torchweld.ops._plain import PlainOp
 from torchweld.registry import Numerics, Seam, constant, parameter, variance
@@ -84,7 +84,7 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
         _check(*given, *how)
     if not training:
         return _evaluated(backend, *given, eps, *kind)
-    z = linear(x, weight)
+    z = _linear.linear(x, weight)
     if not batch_norm_act.trains(z, running_mean, running_var, group):
         _check(*given, *how)
     if bias is not None:  # its gradient is zero, and there
@@ -102,7 +102,7 @@ def _is_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind):
     learnt = (x, weight, bias, bn_weight, bn_bias)
     trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learnt)
-    z = linear(x, weight, bias if trained else None)
+    z = _linear.linear(x, weight, bias if trained else None)
     if bias is not None and not trained:  # what is added to z may as well be taken from its mean
         mean, var = _batch_norm.wide(mean) - bias, _batch_norm.wide(var)
     given = (z, mean, var, bn_weight, bn_bias, eps, *kind)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld.errors import ArgumentError
-from torchweld.ops import _act, _gemm_act, _mlp_backward, gated_act
+from torchweld.ops import _act, _gemm_act, _linear, _mlp_backward, gated_act
 from torchweld.ops._act_linear import act_linear
 from torchweld.ops._call import run_on
 from torchweld.ops.linear_act import (
@@ -98,10 +98,10 @@ def _mlp(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
         z, bias = summed(x, w1, b1, activation)
         if is_saved(z, bias) and is_ours(z) and type(w2) in (torch.Tensor, torch.nn.Parameter):
             return act_linear(z, bias, w2, b2, activation, approximate)
-        return linear(act(backend, z, bias, activation, approximate), w2, b2)
+        return _linear.linear(act(backend, z, bias, activation, approximate), w2, b2)
     if backend == "cuda":
         return _mlp_on_cuda(x, w1, b1, w2, b2, activation, approximate)
-    return linear(activated(backend, x, w1, b1, activation, approximate), w2, b2)
+    return _linear.linear(activated(backend, x, w1, b1, activation, approximate), w2, b2)
 
 
 def _mlp_on_cuda(x, w1, b1, w2, b2, activation, approximate):
@@ -217,9 +217,9 @@ MLP = Seam(
 
 
 def _gated_mlp(backend, x, gate_weight, up_weight, down_weight, activation, approximate):
-    gate, up = linear(x, gate_weight), linear(x, up_weight)
+    gate, up = _linear.linear(x, gate_weight), _linear.linear(x, up_weight)
     hidden = run_on(gated_act.OP, backend, (gate, up, activation, approximate))
-    return linear(hidden, down_weight)
+    return _linear.linear(hidden, down_weight)
 
 
 def _gated_mlp_reference(x, gate_weight, up_weight, down_weight, activation, approximate):

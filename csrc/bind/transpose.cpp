@@ -1,0 +1,28 @@
+// The transposition of a 16-bit matrix for torch; the schema is in python/torchweld/ops.
+#include "core/transpose.h"
+
+#include "bind/launch.h"
+
+TW_KERNEL(transpose_16_bits, Transpose);
+
+namespace torchweld {
+namespace {
+
+Tensor transposed(Tensor x_in) {
+  const DType dtype = dtype_of(x_in);
+  STD_TORCH_CHECK(x_in.dim() == 2 && (dtype == DType::bf16 || dtype == DType::f16),
+                  "x is no matrix of 16-bit elements");
+  const Tensor x = packed(x_in);
+  const int64_t rows = x.sizes()[0], columns = x.sizes()[1], sizes[] = {columns, rows};
+  Tensor y = empty(x, Sizes(sizes, 2), x.scalar_type());
+  const Transpose args{data(x), y.mutable_data_ptr(), rows, columns, dtype};
+  const int64_t blocks = (columns + kTransposeBlock - 1) / kTransposeBlock;
+  launch(transpose_16_bits, args, x, blocks, rows * kTransposeBlock);
+  return y;
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transposed)); }
+
+}  // namespace torchweld

@@ -1,0 +1,95 @@
+// The transposition of a 16-bit matrix on the CPU.
+//
+// Bytes: reads x and writes y once, 2 x rows x columns x 2.
+//
+// Blocks of 64 x 64 are turned on the stack: x is read, and y written, in whole lines, each once.
+// Straight from one to the other every line would be touched in pieces, and a power of two between
+// the rows of either puts those lines into one set of a cache, from where they drive each other out.
+#include "core/transpose.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/dispatch.h"
+
+namespace {
+
+using namespace torchweld;
+
+// 8 x 8 elements are turned in the registers that every instruction set has: wider ones would need
+// permutations across their halves, and memory is slower than this already.
+constexpr int64_t kTile = 8;
+typedef uint16_t Row __attribute__((vector_size(kTile * sizeof(uint16_t))));
+
+#if defined(__clang__)
+#define TW_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TW_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Row{__VA_ARGS__})
+#endif
+
+// The first halves, and the second ones, one element of each in turn.
+inline Row zip_first(Row a, Row b) { return TW_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline Row zip_second(Row a, Row b) { return TW_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+
+#undef TW_SHUFFLE
+
+// Row and column of an element are three bits each; a round moves all six of them on by one.
+inline void turn_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch) {
+  Row tile[kTile], next[kTile];
+  for (int64_t i = 0; i < kTile; ++i) std::memcpy(&tile[i], x + i * x_pitch, sizeof(Row));
+  for (int round = 0; round < 3; ++round) {
+    for (int64_t i = 0; i < kTile / 2; ++i) {
+      next[2 * i] = zip_first(tile[i], tile[i + kTile / 2]);
+      next[2 * i + 1] = zip_second(tile[i], tile[i + kTile / 2]);
+    }
+    std::memcpy(tile, next, sizeof tile);
+  }
+  for (int64_t i = 0; i < kTile; ++i) std::memcpy(y + i * y_pitch, &tile[i], sizeof(Row));
+}
+
+// A block, of which height and width are constants where it is whole. The last tile either way ends
+// where the block does, over some of what the one before it has turned.
+inline void turn_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch,
+                       int64_t height, int64_t width) {
+  alignas(64) uint16_t turned[kTransposeBlock][kTransposeBlock];
+  if (height < kTile || width < kTile) {
+    for (int64_t row = 0; row < height; ++row) {
+      for (int64_t column = 0; column < width; ++column) {
+        turned[column][row] = x[row * x_pitch + column];
+      }
+    }
+  } else {
+    for (int64_t i = 0; i < height; i += kTile) {
+      const int64_t row = std::min(i, height - kTile);
+      for (int64_t j = 0; j < width; j += kTile) {
+        const int64_t column = std::min(j, width - kTile);
+        turn_tile(x + row * x_pitch + column, x_pitch, &turned[column][row], kTransposeBlock);
+      }
+    }
+  }
+  for (int64_t column = 0; column < width; ++column) {
+    std::memcpy(y + column * y_pitch, turned[column], height * sizeof(uint16_t));
+  }
+}
+
+}  // namespace
+
+// Items are blocks of columns.
+TW_EXPORT void transpose_16_bits(const Transpose& a, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = kTransposeBlock;
+  for (int64_t column = begin * kBlock; column < end * kBlock; column += kBlock) {
+    const int64_t width = std::min(kBlock, a.columns - column);
+    for (int64_t row = 0; row < a.rows; row += kBlock) {
+      const int64_t height = std::min(kBlock, a.rows - row);
+      const uint16_t* x = (const uint16_t*)a.x + row * a.columns + column;
+      uint16_t* y = (uint16_t*)a.y + column * a.rows + row;
+      // The next block is in other pages, where the processor does not look ahead by itself.
+      for (int64_t i = 0; i < kBlock; ++i) __builtin_prefetch(x + (kBlock + i) * a.columns);
+      if (height == kBlock && width == kBlock) {
+        turn_block(x, a.columns, y, a.rows, kBlock, kBlock);
+      } else {
+        turn_block(x, a.columns, y, a.rows, height, width);
+      }
+    }
+  }
+}
