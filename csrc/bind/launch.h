@@ -94,15 +94,23 @@ class Symbol<Result(Args...)> {
   mutable void* addresses_[2] = {};
 };
 
+// Less than this is not worth another thread.
+constexpr int64_t kElementsPerTask = 16384;
+
+// Of items that are not all as much work: `item(amount)` is the first one beyond so much of it.
+template <class Args, class Item>
+void launch_amounts(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
+                    int64_t amounts, int64_t grain, Item&& item) {
+  const auto run = kernel.get(/*baseline=*/args.dtype == DType::f64);
+  torch::stable::parallel_for(
+      0, amounts, grain, [&](int64_t begin, int64_t end) { run(args, item(begin), item(end)); });
+}
+
 template <class Args>
 void launch(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
             const Tensor& /*like*/, int64_t items, int64_t elements_per_item) {
-  // Less than this is not worth another thread.
-  constexpr int64_t kElementsPerTask = 16384;
-  const auto run = kernel.get(/*baseline=*/args.dtype == DType::f64);
   const int64_t grain = kElementsPerTask / (elements_per_item + 1) + 1;
-  torch::stable::parallel_for(0, items, grain,
-                              [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  launch_amounts(kernel, args, items, grain, [](int64_t item) { return item; });
 }
 
 }  // namespace torchweld
