@@ -21,6 +21,8 @@ parameter, which the optimizer makes of the squares that a measure finds.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -106,10 +108,11 @@ class Batch:
         """As an op takes them."""
         return (self.params, self.grads, *self._states(), self.edges, self.places)
 
-    def written(self) -> Tensors:
-        pairs = zip(self.params, self.wholes, strict=True)
-        parts = [part for part, whole in pairs if part is not whole]
-        return [t for tensors in (parts, self.wholes, *self._states()) for t in tensors]
+    def count_versions(self) -> None:
+        """Of all that is written, for autograd."""
+        parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
+        for tensors in (parts, self.wholes, *self._states()):
+            torch.autograd.graph.increment_version(tensors)
 
     def _states(self) -> tuple[Tensors, ...]:
         return (self.completions, self.moments, self.absmaxes, self.steps)
@@ -196,7 +199,7 @@ class Rule:
         scalars = [_readable(t, device) for t in (*first, grad_factor, found_inf)]
         if not only_absmaxes:
             # Before the kernel, after which a thousand tensors are no longer in the cache.
-            torch.autograd.graph.increment_version(batch.written())
+            batch.count_versions()
         kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
         if only_absmaxes:
             return

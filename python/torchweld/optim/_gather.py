@@ -40,7 +40,7 @@ class Kind:
     def __init__(self, p: torch.Tensor, codec: Codec, moments: Moments, columns: _Columns) -> None:
         self.params: Tensors = []
         self.grads: Tensors = []
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # where they are rounded by them
         self.moments, self.entries = moments, columns.of.keys()
         self._device, self._shape = p.device, p.shape
         self.is_complex, self.is_shared = p.is_complex(), is_one(p)
@@ -113,7 +113,7 @@ class Gathering:
             grad = p.grad
             if grad is None:
                 continue
-            key = (p.shape, p.dtype, layout(p))
+            key = (p.shape, p.dtype, layout(p) if is_one(p) else p.device)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = self._new_kind(p)
@@ -121,7 +121,8 @@ class Gathering:
                 self._check(kind, p, grad)
             kind.params.append(p)
             kind.grads.append(grad)
-            kind.numbers.append(number)
+            if kind.rounds:
+                kind.numbers.append(number)
 
     def kinds(self) -> Iterable[Kind]:
         return self._kinds.values()
