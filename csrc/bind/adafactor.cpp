@@ -125,8 +125,9 @@ class Factoring {
     t.first_block = args_.blocks;
     t.first_average = args_.averages;
     args_.matrices += t.matrices;
-    args_.blocks += t.matrices * t.chunks * t.slices;
-    elements_ += elements;
+    const int64_t blocks = t.matrices * t.chunks * t.slices;
+    args_.blocks += blocks;
+    amounts_.add(blocks, elements + blocks);
     sums_ += 2;
     if (!args_.factored) return;
     args_.averages += t.matrices * (t.height + t.columns);
@@ -198,7 +199,7 @@ class Factoring {
 
   template <class Kernel>
   void over_blocks(const Kernel& kernel) const {
-    launch(kernel, args_, like_, args_.blocks, elements_ / (args_.blocks + 1));
+    launch(kernel, args_, like_, amounts_);
   }
   template <class Kernel>
   void over_matrices(const Kernel& kernel) const {
@@ -238,7 +239,8 @@ class Factoring {
 #if defined(TW_CUDA)
   OptionalTensor tensor_room_, rounding_room_;
 #endif
-  int64_t elements_ = 0, partials_ = 0, sums_ = 0;
+  Amounts amounts_;  // of blocks
+  int64_t partials_ = 0, sums_ = 0;
 };
 
 // With `sums` one of its passes.

@@ -87,12 +87,15 @@ class Work {
                         "absmax does not fit its codes");
         t.absmax[k] = (float*)absmax.mutable_data_ptr();
       }
-      blocks += !cuts_.empty()                 ? cuts_[i].all_pieces
-                : state_ == StateCodec::blocks ? rows.blocks()
-                                               : quant_blocks(t.width);
+      const int64_t own = !cuts_.empty()                 ? cuts_[i].all_pieces
+                          : state_ == StateCodec::blocks ? rows.blocks()
+                                                         : quant_blocks(t.width);
+      // A block of a narrow row has few elements, and is as much work to begin and to end.
+      constexpr int64_t kElementsOfBegin = 64;
+      amounts_.add(own, p.numel() + kElementsOfBegin * own);
+      blocks += own;
     }
     tensors_[count_].first_block = blocks;
-    set_amounts(params);
     if (!roundings_.empty()) set_roundings();
     for (Tensors* list : {&params, &grads, &completions, &moments, &absmaxes, &steps}) {
       list->clear();
@@ -165,7 +168,6 @@ class Work {
     args.rules = (Rule*)rules.mutable_data_ptr();
     launch(kernel, args, like_, args.count, 0);
   }
-  void set_amounts(const Tensors&) {}
   void set_roundings() {
     const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rounding))};
     room_ = empty(like_, Sizes(bytes, 1), ScalarType::Byte);
@@ -186,26 +188,10 @@ class Work {
       if (!roundings_.empty()) roundings_[i].step = (uint32_t)now.number;
     }
     args.rules = rules.data();
-    launch_amounts(kernel, args, amounts_.back(), kElementsPerTask,
-                   [&](int64_t amount) { return block_at(amount); });
+    launch(kernel, args, like_, amounts_);
     if (args.sums) return add_up(args.sums, args.squares);
     if (args.only_absmaxes) return;
     for (size_t i = 0; i < count_; ++i) args.steps[i].write(args.steps[i].read() + 1);
-  }
-  // A block of a narrow row has few elements, but is an effort of its own.
-  void set_amounts(const Tensors& params) {
-    constexpr int64_t kBlocksOwn = 64;
-    amounts_.assign(count_ + 1, 0);
-    for (size_t i = 0; i < count_; ++i) {
-      const int64_t blocks = tensors_[i + 1].first_block - tensors_[i].first_block;
-      amounts_[i + 1] = amounts_[i] + params[i].numel() + kBlocksOwn * blocks;
-    }
-  }
-  int64_t block_at(int64_t amount) const {
-    const size_t i = std::upper_bound(amounts_.begin(), amounts_.end(), amount) - amounts_.begin();
-    if (i > count_) return tensors_[count_].first_block;
-    const int64_t first = tensors_[i - 1].first_block, blocks = tensors_[i].first_block - first;
-    return first + (amount - amounts_[i - 1]) * blocks / (amounts_[i] - amounts_[i - 1]);
   }
   void add_up(double (*sums)[2], const double (*squares)[2]) const {
     for (size_t i = 0; i < count_; ++i) {
@@ -257,7 +243,7 @@ class Work {
   size_t count_;
   std::vector<StepTensor> tensors_;
   std::vector<Number> steps_;
-  std::vector<int64_t> amounts_;  // of work, before each tensor's and in all; on the CPU
+  Amounts amounts_;  // of blocks
   std::vector<CutRows> cuts_;
   std::vector<Rounding> roundings_;
   OptionalTensor room_;  // for them on a GPU

@@ -1,6 +1,8 @@
 // What optimizer steps for torch have in common: numbers that are tensors, and what fits a parameter.
 #pragma once
 
+#include <algorithm>
+
 #include "bind/dropout.h"
 #include "bind/launch.h"
 #include "core/optim.h"
@@ -35,6 +37,41 @@ inline Number counter(const Tensor& step, const Tensor& param) {
 inline Number known(double value) { return {value, nullptr, false}; }
 inline Number number_or(const OptionalTensor& t, double otherwise, const Tensor& param) {
   return t ? number(*t, param) : known(otherwise);
+}
+
+// What tensors' items are: as many in each, and so much work in all of a tensor's.
+class Amounts {
+ public:
+  void add(int64_t items, int64_t amount) {
+    begins_.push_back({begins_.back().item + items, begins_.back().amount + amount});
+  }
+  int64_t all() const { return begins_.back().amount; }
+  int64_t items() const { return begins_.back().item; }
+  // The first one beyond so much work.
+  int64_t item(int64_t amount) const {
+    const auto next = std::upper_bound(begins_.begin(), begins_.end(), Begin{0, amount});
+    if (next == begins_.end()) return items();
+    const Begin begin = *(next - 1);
+    return begin.item +
+           (amount - begin.amount) * (next->item - begin.item) / (next->amount - begin.amount);
+  }
+
+ private:
+  struct Begin {
+    int64_t item, amount;
+    bool operator<(const Begin& other) const { return amount < other.amount; }
+  };
+  std::vector<Begin> begins_{{0, 0}};
+};
+template <class Kernel, class Args>
+void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Amounts& amounts) {
+#if defined(TW_CUDA)
+  launch(kernel, args, like, amounts.items(), 0);
+#else
+  (void)like;
+  launch_amounts(kernel, args, amounts.all(), kElementsPerTask,
+                 [&](int64_t amount) { return amounts.item(amount); });
+#endif
 }
 
 inline void check_count(const Tensors& list, size_t count) {
