@@ -175,10 +175,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What is gathered, with states."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
-            for p, state in zip(kind.params, states, strict=True):
-                if not state.keys() >= kind.entries:
-                    self._complete(state, p, gathering.codec, kind.moments)
-            kind.gather(gathering.function, states)
+            try:
+                kind.gather(gathering.function, states)
+            except KeyError:  # the first step of a parameter, or of one of its moments
+                for p, state in zip(kind.params, states, strict=True):
+                    if not state.keys() >= kind.entries:
+                        self._complete(state, p, gathering.codec, kind.moments)
+                kind.gather(gathering.function, states)
         return gathering.batches()
 
     def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:

@@ -57,19 +57,25 @@ class Kind:
         return self._cut is not None
 
     def gather(self, function: str, states: list[State]) -> None:
-        """All of them, with these states, into the batch that they step with."""
+        """All of them, with these states, into the batch that they step with.
+
+        Raises KeyError where a state has not all entries.
+        """
+        columns: dict[str, Tensors] = {
+            name: [state[name] for state in states] for name in self.entries
+        }
         # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
-        if any(state[STEP].device != self._device for state in states):
-            for state in states:
-                state[STEP] = state[STEP].to(self._device)
+        for at, step in enumerate(columns[STEP]):
+            if step.device != self._device:
+                states[at][STEP] = columns[STEP][at] = step.to(self._device)
+        for name, shape in self._shapes.items():
+            self._check_shapes(function, shape, columns[name])
         batch = self._batch
         batch.wholes += self.params
         batch.params += self._parts(self.params)
         batch.grads += self._parts(self.grads)
-        for name, column in self._columns.items():
-            values = [state[name] for state in states]
-            self._check_shapes(function, name, values)
-            column += self._parts(values)
+        for name, values in columns.items():
+            self._columns[name] += self._parts(values)
         if self._cut is not None:
             batch.edges += [self._cut.edges] * len(self.params)
         if self.rounds:
@@ -78,10 +84,7 @@ class Kind:
     def _parts(self, tensors: Tensors) -> Iterable[torch.Tensor]:
         return tensors if self._is_plain else map(real, tensors)
 
-    def _check_shapes(self, function: str, name: str, values: Tensors) -> None:
-        shape = self._shapes.get(name)
-        if shape is None:
-            return
+    def _check_shapes(self, function: str, shape: torch.Size, values: Tensors) -> None:
         found = [value.shape for value in values]
         if found != [shape] * len(values):
             other = next(came for came in found if came != shape)
