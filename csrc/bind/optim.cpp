@@ -2,6 +2,7 @@
 #include "bind/optim.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "bind/quant8.h"
 #include "core/adam.h"
@@ -40,14 +41,18 @@ int64_t square_pieces(const std::vector<StepTensor>& tensors) {
 }
 #endif
 
+// What a step writes is let go of before the work: whoever sees what is written has the tensors too,
+// and after a step, when thousands of handles are no longer in the cache, it takes longer.
+void let_go(std::initializer_list<Tensors*> lists) {
+  for (Tensors* list : lists) list->clear();
+}
+
 // What all rules have in common: the tensors' addresses, once they are known to fit.
-//
-// The lists are let go of then: the caller has the tensors, and after a step, when thousands of
-// handles are no longer in the cache, it takes longer.
 class Work {
  public:
-  Work(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments, Tensors& absmaxes,
-       Tensors& steps, Tensors& edges, Tensors& places, size_t moments_each)
+  Work(const Tensors& params, const Tensors& grads, const Tensors& completions,
+       const Tensors& moments, const Tensors& absmaxes, const Tensors& steps, const Tensors& edges,
+       const Tensors& places, size_t moments_each)
       : like_(params[0]), count_(params.size()), roundings_(roundings_of(params, places)) {
     check_count(grads, count_);
     check_count(completions, completions.empty() ? 0 : count_);
@@ -97,9 +102,6 @@ class Work {
     }
     tensors_[count_].first_block = blocks;
     if (!roundings_.empty()) set_roundings();
-    for (Tensors* list : {&params, &grads, &completions, &moments, &absmaxes, &steps}) {
-      list->clear();
-    }
   }
 
   Scalars scalars(const OptionalTensor& lr, const OptionalTensor& ratios,
@@ -252,13 +254,15 @@ class Work {
   ParamCodec param_;
 };
 
-void step_adam(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
-               double beta1, double beta2, double eps, double weight_decay, bool decoupled,
-               OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
+void step_adam(Tensors& params, const Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, const Tensors& edges, const Tensors& places,
+               Tensor lr, double beta1, double beta2, double eps, double weight_decay,
+               bool decoupled, OptionalTensor grad_factor, OptionalTensor found_inf,
+               bool only_absmaxes) {
   if (params.empty()) return;
   const bool amsgrad = moments.size() == 3 * params.size();
   Work work(params, grads, completions, moments, absmaxes, steps, edges, places, amsgrad ? 3 : 2);
+  let_go({&params, &completions, &moments, &absmaxes, &steps});
   const Scalars scalars = work.scalars(lr, {}, grad_factor, found_inf);
   const AdamSettings settings{beta1, beta2, eps, weight_decay, decoupled};
   if (amsgrad) {
@@ -268,14 +272,15 @@ void step_adam(Tensors& params, Tensors& grads, Tensors& completions, Tensors& m
   }
 }
 
-void step_sgd(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-              Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
-              OptionalTensor ratios, double momentum, double dampening, double weight_decay,
-              bool nesterov, OptionalTensor grad_factor, OptionalTensor found_inf,
-              bool only_absmaxes) {
+void step_sgd(Tensors& params, const Tensors& grads, Tensors& completions, Tensors& moments,
+              Tensors& absmaxes, Tensors& steps, const Tensors& edges, const Tensors& places,
+              Tensor lr, OptionalTensor ratios, double momentum, double dampening,
+              double weight_decay, bool nesterov, OptionalTensor grad_factor,
+              OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   const size_t each = moments.empty() ? 0 : 1;
   Work work(params, grads, completions, moments, absmaxes, steps, edges, places, each);
+  let_go({&params, &completions, &moments, &absmaxes, &steps});
   const Scalars scalars = work.scalars(lr, ratios, grad_factor, found_inf);
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   if (each == 0) {
@@ -285,47 +290,49 @@ void step_sgd(Tensors& params, Tensors& grads, Tensors& completions, Tensors& mo
   }
 }
 
-void step_lion(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
-               double beta1, double beta2, double weight_decay, OptionalTensor grad_factor,
-               OptionalTensor found_inf, bool only_absmaxes) {
+void step_lion(Tensors& params, const Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, const Tensors& edges, const Tensors& places,
+               Tensor lr, double beta1, double beta2, double weight_decay,
+               OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   Work work(params, grads, completions, moments, absmaxes, steps, edges, places, 1);
+  let_go({&params, &completions, &moments, &absmaxes, &steps});
   const Scalars scalars = work.scalars(lr, {}, grad_factor, found_inf);
   work.step<Lion>(lion_step, {beta1, beta2, weight_decay}, scalars, only_absmaxes);
 }
 
-void step_lamb(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-               Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors& places, Tensor lr,
-               OptionalTensor ratios, double beta1, double beta2, double eps, double weight_decay,
-               bool bias_correction, bool averaged, OptionalTensor grad_factor,
+void step_lamb(Tensors& params, const Tensors& grads, Tensors& completions, Tensors& moments,
+               Tensors& absmaxes, Tensors& steps, const Tensors& edges, const Tensors& places,
+               Tensor lr, OptionalTensor ratios, double beta1, double beta2, double eps,
+               double weight_decay, bool bias_correction, bool averaged, OptionalTensor grad_factor,
                OptionalTensor found_inf, bool only_absmaxes) {
   if (params.empty()) return;
   Work work(params, grads, completions, moments, absmaxes, steps, edges, places, 2);
+  let_go({&params, &completions, &moments, &absmaxes, &steps});
   const Scalars scalars = work.scalars(lr, ratios, grad_factor, found_inf);
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
   work.step<Lamb>(lamb_step, settings, scalars, only_absmaxes);
 }
 
-Tensor measure_lamb(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-                    Tensors& absmaxes, Tensors& steps, Tensors& edges, Tensors&, double beta1,
-                    double beta2, double eps, double weight_decay, bool bias_correction,
-                    bool averaged, OptionalTensor grad_factor) {
+Tensor measure_lamb(const Tensors& params, const Tensors& grads, const Tensors& completions,
+                    const Tensors& moments, const Tensors& absmaxes, const Tensors& steps,
+                    const Tensors& edges, const Tensors&, double beta1, double beta2, double eps,
+                    double weight_decay, bool bias_correction, bool averaged,
+                    OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  Tensors unrounded;
-  Work work(params, grads, completions, moments, absmaxes, steps, edges, unrounded, 2);
+  Work work(params, grads, completions, moments, absmaxes, steps, edges, {}, 2);
   const Scalars scalars = work.scalars({}, {}, grad_factor, {});
   const LambSettings settings{beta1, beta2, eps, weight_decay, bias_correction, averaged};
   return work.measure<Lamb>(lamb_measure, settings, scalars);
 }
 
 // What LARS calls a step is the gradient alone.
-Tensor measure_sgd(Tensors& params, Tensors& grads, Tensors& completions, Tensors&, Tensors&,
-                   Tensors& steps, Tensors&, Tensors&, double momentum, double dampening,
-                   double weight_decay, bool nesterov, OptionalTensor grad_factor) {
+Tensor measure_sgd(const Tensors& params, const Tensors& grads, const Tensors& completions,
+                   const Tensors&, const Tensors&, const Tensors& steps, const Tensors&,
+                   const Tensors&, double momentum, double dampening, double weight_decay,
+                   bool nesterov, OptionalTensor grad_factor) {
   STD_TORCH_CHECK(!params.empty(), "there is no parameter");
-  Tensors none;
-  Work work(params, grads, completions, none, none, steps, none, none, 0);
+  Work work(params, grads, completions, {}, {}, steps, {}, {}, 0);
   const Scalars scalars = work.scalars({}, {}, grad_factor, {});
   const SgdSettings settings{momentum, dampening, weight_decay, nesterov};
   return work.measure<Gradient>(gradient_measure, settings, scalars);
