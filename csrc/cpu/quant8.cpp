@@ -35,9 +35,8 @@ void dequantize_block(const Dequantize8& a, int64_t block) {
   alignas(kVectorBytes) float values[kQuantBlock];
   decode_block(values, codes, at.count, a.is_signed);
   const F32 absmax = splat(a.absmax[block]);
-  for_vectors<float>(at.count, [&](int64_t i, auto place) {
-    store(y + i, load(values + i) * absmax, place);
-  });
+  for_vectors<float>(
+      at.count, [&](int64_t i, auto place) { store(y + i, load(values + i) * absmax, place); });
 }
 
 // call(T) with the float that elements are stored as.
