@@ -164,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return sum(len(other["params"]) for other in before)
 
     def _gathering(self, group: Group) -> Gathering:
-        """Parameters with a gradient; nothing is changed yet, but all is known to fit."""
+        """Parameters with a gradient, which is known to fit; nothing is changed yet."""
         codec = Codec(*[group[key] for key in _CODEC_KEYS])
         moments = functools.partial(self._moments, group)
         gathering = Gathering(type(self).__name__, codec, moments)
