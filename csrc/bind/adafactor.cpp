@@ -30,11 +30,14 @@ void check_average(const Tensor& t, const Tensor& param, int64_t count) {
 // `wholes` has the rows, columns and elements of each parameter, where other devices have parts.
 class Factoring {
  public:
-  Factoring(const Tensors& params, const Tensors& grads, const Tensors& completions,
-            const Tensors& moments, const Tensors& steps, const Tensor& lr,
-            const OptionalTensor& grad_factor, const OptionalTensor& found_inf,
-            const AdafactorSettings& settings, const Tensors& places, const Shape& wholes)
-      : like_(params[0]), tensors_(params.size()), roundings_(roundings_of(params, places)) {
+  Factoring(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+            const Tensors& steps, const Tensor& lr, const OptionalTensor& grad_factor,
+            const OptionalTensor& found_inf, const AdafactorSettings& settings,
+            const Tensors& places, const Shape& wholes)
+      : like_(params[0]),
+        fit_(params, completions),
+        tensors_(params.size()),
+        roundings_(roundings_of(params, places)) {
     const size_t count = params.size();
     const bool factored = like_.dim() > 1, with_momentum = settings.beta1 != 0;
     const size_t averages = factored ? 2 : 1;
@@ -48,18 +51,19 @@ class Factoring {
     args_.given = tensors_.data();
     args_.count = (int64_t)count;
     args_.settings = settings;
-    args_.lr = number(lr, like_);
-    args_.grad_factor = number_or(grad_factor, 1, like_);
-    args_.found_inf = number_or(found_inf, 0, like_);
+    args_.lr = number(lr, fit_.device);
+    args_.grad_factor = number_or(grad_factor, 1, fit_.device);
+    args_.found_inf = number_or(found_inf, 0, fit_.device);
     args_.dtype = dtype;
     args_.param = param_codec(completions, places, dtype);
     args_.factored = factored;
     for (size_t i = 0; i < count; ++i) {
+      packing_.pack(params, grads, completions, moments, i, /*in_any_order=*/false);
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
-      steps_.push_back(counter(steps[i], p));
+      steps_.push_back(counter(steps[i], fit_.device));
       FactoredTensor& t = tensors_[i];
-      set_param(t, params, grads, completions, i);
+      fit_.set_param(t, params, grads, completions, i);
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
       if (t.whole_elements == 0) continue;  // and there is nothing to average
       if (factored) {
@@ -72,7 +76,7 @@ class Factoring {
         t.moment[k] = moments[k * count + i].mutable_data_ptr();
       }
       if (!with_momentum) continue;
-      check_like(moments[averages * count + i], p, ScalarType::Float);
+      fit_.check(moments[averages * count + i], p.sizes(), ScalarType::Float);
       t.moment[2] = moments[averages * count + i].mutable_data_ptr();
     }
     args_.steps = steps_.data();
@@ -89,6 +93,7 @@ class Factoring {
     scale();
     measure();
     finish();
+    packing_.write_back();
   }
   // One of its passes, with all devices' sums from the passes before it.
   void pass(int64_t passed, const Tensor& sums) {
@@ -97,10 +102,22 @@ class Factoring {
                     "sums are not float64 numbers, as many as the passes have");
     STD_TORCH_CHECK(0 <= passed && passed < 4, "there are 4 passes");
     begin((double*)sums.mutable_data_ptr(), /*is_last=*/passed == 3);
-    if (passed == 0) return sum();
-    if (passed == 1) return average();
-    scale();
-    passed == 2 ? measure() : finish();
+    switch (passed) {
+      case 0:
+        sum();
+        break;
+      case 1:
+        average();
+        break;
+      case 2:
+        scale();
+        measure();
+        break;
+      default:
+        scale();
+        finish();
+    }
+    packing_.write_back();
   }
 
  private:
@@ -231,6 +248,8 @@ class Factoring {
   }
 
   const Tensor& like_;
+  Fit fit_;
+  Packing packing_;
   std::vector<FactoredTensor> tensors_;
   std::vector<Rounding> roundings_;
   std::vector<Number> steps_;
@@ -244,13 +263,13 @@ class Factoring {
 };
 
 // With `sums` one of its passes.
-void step_adafactor(const Tensors& params, const Tensors& grads, const Tensors& completions,
-                    const Tensors& moments, const Tensors& absmaxes, const Tensors& steps,
-                    const Tensors& edges, const Tensors& places, Tensor lr, double decay_rate,
-                    double eps_square, double eps_floor, double eps_scale, double clip,
-                    double beta1, double weight_decay, bool relative, bool warmup, bool scaled,
-                    bool scaled_decay, OptionalTensor grad_factor, OptionalTensor found_inf,
-                    bool only_absmaxes, OptionalTensor sums, Shape wholes, int64_t passed) {
+void step_adafactor(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
+                    const Tensors& absmaxes, const Tensors& steps, const Tensors& edges,
+                    const Tensors& places, Tensor lr, double decay_rate, double eps_square,
+                    double eps_floor, double eps_scale, double clip, double beta1,
+                    double weight_decay, bool relative, bool warmup, bool scaled, bool scaled_decay,
+                    OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes,
+                    OptionalTensor sums, Shape wholes, int64_t passed) {
   if (params.empty()) return;
   STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
                   "averages are not kept in blocks");
@@ -259,7 +278,7 @@ void step_adafactor(const Tensors& params, const Tensors& grads, const Tensors& 
                        relative, warmup, scaled, scaled_decay},
                       places, wholes);
 #if !defined(TW_CUDA)
-  if (number_or(found_inf, 0, params[0]).read() != 0) return;
+  if (number_or(found_inf, 0, device_of(params[0])).read() != 0) return;
 #endif
   sums ? factoring.pass(passed, *sums) : factoring.step();
 }

@@ -5,6 +5,7 @@
 
 #include "bind/dropout.h"
 #include "bind/launch.h"
+#include "bind/packing.h"
 #include "core/optim.h"
 
 // Its newer version, of glibc 2.29, differs in how it sets errno alone.
@@ -14,29 +15,28 @@ __asm__(".symver pow,pow@GLIBC_2.2.5");
 
 namespace torchweld {
 
-using Tensors = std::vector<Tensor>;
-
 // A number that is kept as a tensor, since it changes every step. Beside the parameters it is read
 // when they are stepped: nothing waits for a GPU here.
-inline Number number(const Tensor& t, const Tensor& param) {
-  STD_TORCH_CHECK(t.numel() == 1 && (t.is_cpu() || same_device(t, param)),
+inline Number number(const Tensor& t, const Device& of_params) {
+  const bool beside = device_of(t) == of_params;
+  STD_TORCH_CHECK(t.numel() == 1 && (beside || t.is_cpu()),
                   "a scalar is not one number, on the CPU or beside the parameters");
   const DType dtype = dtype_of(t);
   STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::f64,
                   "a scalar is neither float32 nor float64");
   const Number there{0, const_cast<void*>(data(t)), dtype == DType::f64};
-  return same_device(t, param) ? there : Number{there.read(), nullptr, false};
+  return beside ? there : Number{there.read(), nullptr, false};
 }
 // A tensor's steps, which are counted up there.
-inline Number counter(const Tensor& step, const Tensor& param) {
-  STD_TORCH_CHECK(same_device(step, param), "steps are not beside their parameters");
-  Number count = number(step, param);
+inline Number counter(const Tensor& step, const Device& of_params) {
+  Number count = number(step, of_params);
+  STD_TORCH_CHECK(count.at, "steps are not beside their parameters");
   count.at = step.mutable_data_ptr();
   return count;
 }
 inline Number known(double value) { return {value, nullptr, false}; }
-inline Number number_or(const OptionalTensor& t, double otherwise, const Tensor& param) {
-  return t ? number(*t, param) : known(otherwise);
+inline Number number_or(const OptionalTensor& t, double otherwise, const Device& of_params) {
+  return t ? number(*t, of_params) : known(otherwise);
 }
 
 // What tensors' items are: as many in each, and so much work in all of a tensor's.
@@ -77,23 +77,37 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
-inline void check_like(const Tensor& t, const Tensor& param, ScalarType dtype) {
-  STD_TORCH_CHECK(same_sizes(t.sizes(), param.sizes()) && same_device(t, param) &&
-                      t.is_contiguous() && t.scalar_type() == dtype,
-                  "a tensor does not fit its parameter, or is not contiguous");
-}
-// The addresses of parameter i, its gradient and what completes it, once they are known to fit.
-inline void set_param(StepTensor& t, const Tensors& params, const Tensors& grads,
-                      const Tensors& completions, size_t i) {
-  const Tensor& p = params[i];
-  check_like(p, p, params[0].scalar_type());
-  check_like(grads[i], p, params[0].scalar_type());
-  t.param = p.mutable_data_ptr();
-  t.grad = data(grads[i]);
-  if (completions.empty()) return;
-  check_like(completions[i], p, completions[0].scalar_type());
-  t.completion = completions[i].mutable_data_ptr();
-}
+// What fits parameters. What is so of all of them is asked once: a step has thousands of tensors.
+class Fit {
+ public:
+  Fit(const Tensors& params, const Tensors& completions)
+      : device(device_of(params[0])),
+        dtype_(params[0].scalar_type()),
+        completion_(completions.empty() ? dtype_ : completions[0].scalar_type()) {}
+
+  void check(const Tensor& t, Sizes sizes, ScalarType dtype) const {
+    STD_TORCH_CHECK(
+        same_sizes(t.sizes(), sizes) && device_of(t) == device && t.scalar_type() == dtype,
+        "a tensor does not fit its parameter");
+  }
+  // The addresses of parameter i, its gradient and what completes it.
+  void set_param(StepTensor& t, const Tensors& params, const Tensors& grads,
+                 const Tensors& completions, size_t i) const {
+    const Sizes sizes = params[i].sizes();
+    check(params[i], sizes, dtype_);
+    check(grads[i], sizes, dtype_);
+    t.param = params[i].mutable_data_ptr();
+    t.grad = data(grads[i]);
+    if (completions.empty()) return;
+    check(completions[i], sizes, completion_);
+    t.completion = completions[i].mutable_data_ptr();
+  }
+
+  const Device device;
+
+ private:
+  ScalarType dtype_, completion_;
+};
 // How parameters are rounded whose places these are: a parameter's number, that of its first element
 // in the whole tensor, and the whole tensor's strides. Steps are not known yet.
 inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& places) {

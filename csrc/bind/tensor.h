@@ -49,6 +49,16 @@ inline ScalarType accumulate_type(DType dtype) {
 // What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
 inline double default_epsilon(DType dtype) { return dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
 
+struct Device {
+  int32_t type, index;
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+};
+inline Device device_of(const Tensor& t) {
+  int32_t type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+  return {type, t.get_device_index()};
+}
+
 // TORCHWELD_POISON=1 fills new tensors with NaN, or with a byte that is no code in particular: a
 // kernel that leaves an element unwritten shows.
 inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
@@ -58,13 +68,12 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = stride;
-  int32_t device_type;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  const Device device = device_of(like);
   AtenTensorHandle result;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       sizes.size(), sizes.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
-      like.get_device_index(), &result));
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
+      device.index, &result));
   Tensor tensor(result);
   if (poison) torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 0xa5 : std::nan(""));
   return tensor;
@@ -91,9 +100,6 @@ inline bool same_sizes(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
-         a.get_device_index() == b.get_device_index();
-}
+inline bool same_device(const Tensor& a, const Tensor& b) { return device_of(a) == device_of(b); }
 
 }  // namespace torchweld

@@ -25,7 +25,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,12 +97,6 @@ class Batch:
         """Whether the dtypes are those that kernels are compiled for."""
         states = {m.dtype for m in self.moments[:: len(self.params)]}  # of one as of all
         return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
-
-    def packed(self) -> Batch:
-        """The same, with copies of what is not contiguous."""
-        names = ("params", "grads", "completions", "moments")
-        packed: Any = {name: _packed(getattr(self, name)) for name in names}
-        return replace(self, **packed)
 
     def lists(self) -> tuple[Tensors, ...]:
         """As an op takes them."""
@@ -193,22 +187,13 @@ class Rule:
             if not only_absmaxes:
                 torch.autograd.graph.increment_version(batch.wholes)
             return
-        packed = batch.packed()
         device = batch.params[0].device
         first = (lr,) if self._direction is None else (lr, ratios)
         scalars = [_readable(t, device) for t in (*first, grad_factor, found_inf)]
         if not only_absmaxes:
             # Before the kernel, after which a thousand tensors are no longer in the cache.
             batch.count_versions()
-        kernel(*packed.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
-        if only_absmaxes:
-            return
-        for originals, copies in zip(batch.lists(), packed.lists(), strict=True):
-            if originals is copies or originals is batch.grads:
-                continue
-            for original, copy in zip(originals, copies, strict=True):
-                if original is not copy:
-                    original.copy_(copy)
+        kernel(*batch.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
 
     def squares(
         self, batch: Batch, settings: Sequence[Any], grad_factor: torch.Tensor | None
@@ -221,7 +206,7 @@ class Rule:
         kernel = self._kernel(self._measure, batch)
         if kernel is not None:
             factor = _readable(grad_factor, batch.params[0].device)
-            return kernel(*batch.packed().lists(), *settings, factor)
+            return kernel(*batch.lists(), *settings, factor)
         rows = []
         for i in range(len(batch.params)):
             p, g, moments = self._read(batch, i, grad_factor)
@@ -331,13 +316,6 @@ def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | No
     return t if t is None or t.device.type == "cpu" else t.to(device)
 
 
-def _packed(tensors: Tensors) -> Tensors:
-    """The list itself, where there is nothing to copy."""
-    if all(map(torch.Tensor.is_contiguous, tensors)):
-        return tensors
-    return [t.contiguous() for t in tensors]
-
-
 # --- Parameter codecs -------------------------------------------------------------------------
 
 
@@ -384,5 +362,5 @@ def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
         if kernel is None:
             total = total + sum(g.double().square().sum() for g in same)
         else:
-            total = total + kernel(_packed(same))
+            total = total + kernel(same)
     return total

@@ -1,0 +1,66 @@
+// Tensors that a step goes through side by side, element by element of their storage.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "bind/tensor.h"
+
+namespace torchweld {
+
+using Tensors = std::vector<Tensor>;
+
+// Whether the elements fill their storage, in some order of the dimensions.
+inline bool is_dense(Sizes sizes, Sizes strides) {
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride and size
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1) steps.push_back({strides[d], sizes[d]});
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t filled = 1;
+  for (const auto& [stride, size] : steps) {
+    if (stride != filled) return false;
+    filled *= size;
+  }
+  return true;
+}
+
+// Puts contiguous copies where a parameter and what belongs to it do not lie alike.
+class Packing {
+ public:
+  // Those of parameter i; `in_any_order` where it is enough that all lie as it does, without gaps.
+  void pack(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments, size_t i,
+            bool in_any_order) {
+    const auto with_each = [&](auto&& act) {
+      act(params[i]);
+      act(grads[i]);
+      if (!completions.empty()) act(completions[i]);
+      for (size_t at = i; at < moments.size(); at += params.size()) act(moments[at]);
+    };
+    bool contiguous = true;
+    with_each([&](const Tensor& t) { contiguous &= t.is_contiguous(); });
+    if (contiguous) return;
+    if (in_any_order && is_dense(params[i].sizes(), params[i].strides())) {
+      bool alike = true;
+      with_each([&](const Tensor& t) { alike &= same_sizes(t.strides(), params[i].strides()); });
+      if (alike) return;
+    }
+    with_each([&](Tensor& t) {
+      if (t.is_contiguous()) return;
+      const Tensor copy = torch::stable::contiguous(t);
+      if (&t != &grads[i]) copies_.push_back({t, copy});
+      t = copy;
+    });
+  }
+  // What the step has written.
+  void write_back() {
+    for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
+  }
+
+ private:
+  std::vector<std::pair<Tensor, Tensor>> copies_;
+};
+
+}  // namespace torchweld

@@ -1,0 +1,142 @@
+"""Optimizers: parameters, gradients and states that lie in memory in any way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimizers import draw, maker, same
+from torchweld import optim
+
+SHAPE = (5, 6, 70)
+# An order of dimensions, and whether there is room between elements.
+LAYOUT = st.tuples(st.permutations(range(len(SHAPE))), st.booleans())
+# Adaptive ones add in the order in which elements lie, and are compared for themselves.
+KINDS = [
+    pytest.param(optim.AdamW, {}, torch.float32, torch.float32, False, id="float32"),
+    pytest.param(optim.AdamW, {}, torch.float32, "8bit", False, id="8bit"),
+    pytest.param(optim.AdamW, {}, torch.float16, torch.bfloat16, True, id="masters"),
+    pytest.param(optim.AdamW, {}, torch.bfloat16, torch.float32, "remainder", id="remainder"),
+    pytest.param(optim.Lion, {}, torch.float32, torch.float32, False, id="lion"),
+    pytest.param(
+        optim.AdamW,
+        {"stochastic_rounding": True},
+        torch.bfloat16,
+        torch.float32,
+        False,
+        id="stochastic",
+    ),
+    pytest.param(
+        optim.TransformersAdafactor,
+        {"lr": None, "beta1": 0.9},
+        torch.bfloat16,
+        torch.float32,
+        True,
+        id="adafactor",
+    ),
+    pytest.param(optim.LAMB, {}, torch.float32, torch.float32, False, id="lamb"),
+    pytest.param(optim.LARS, {"momentum": 0.9}, torch.float32, torch.float32, False, id="lars"),
+]
+
+
+def lay_out(t: torch.Tensor, order: list[int], gaps: bool) -> torch.Tensor:
+    """The same numbers, with dimensions in this order in memory."""
+    sizes = [t.shape[d] for d in order]
+    room = torch.full((*sizes, 2), 7, dtype=t.dtype)
+    there = room[..., 0] if gaps else torch.empty(sizes, dtype=t.dtype)
+    back = sorted(range(t.ndim), key=order.__getitem__)
+    return there.permute(back).copy_(t)
+
+
+@given(layouts=st.lists(LAYOUT, min_size=5, max_size=5))
+@pytest.mark.parametrize(("kind", "settings", "dtype", "state_dtype", "masters"), KINDS)
+def test_no_layout_changes_a_step(
+    kind: Any,
+    settings: Any,
+    dtype: torch.dtype,
+    state_dtype: Any,
+    masters: Any,
+    layouts: list[Any],
+    backend: str,
+) -> None:
+    """Each of the tensors of a parameter lies in its own way, or all in the same."""
+    results = []
+    for of_each in (None, layouts, layouts[:1] * len(layouts)):
+        p = draw(dtype, [SHAPE])[0]
+        optimizer = maker(kind, settings, state_dtype, masters)([p])
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            p.grad = torch.randn(SHAPE, generator=generator).to(dtype)
+            if of_each and seed == 1:
+                p.data, p.grad = (
+                    lay_out(t, *at) for t, at in zip((p, p.grad), of_each, strict=False)
+                )
+                state = optimizer.state[p]
+                like_p = [name for name, value in state.items() if value.shape == p.shape]
+                for name, at in zip(like_p, of_each[2:], strict=False):
+                    state[name] = lay_out(state[name], *at)
+                written = {name: state[name] for name in like_p}
+            optimizer.step()
+        if of_each:
+            assert all(optimizer.state[p][name] is t for name, t in written.items())
+        results.append([p.detach(), *optimizer.state[p].values()])
+    for found in results[1:]:
+        if kind in (optim.LAMB, optim.LARS):
+            torch.testing.assert_close(found, results[0], rtol=2**-22, atol=0)
+        else:
+            assert same(found, results[0])
+
+
+def test_what_lies_alike_is_not_copied() -> None:
+    """Channels-last weights and their gradients, as convolutions have them."""
+    p = draw(shapes=[(64, 32, 3, 3)])[0].detach().to(memory_format=torch.channels_last)
+    p.requires_grad_()
+    optimizer = optim.AdamW([p], max_grad_norm=1.0)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    for grad, copies in ((p.grad, set()), (p.grad.contiguous(), {"aten::contiguous"})):
+        p.grad = grad
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        assert {event.key for event in profile.key_averages()} & {"aten::contiguous"} == copies
+
+
+def test_any_layout_and_complex_numbers(backend: str) -> None:
+    """Transposed, strided, channels-last, expanded and shared gradients, complex parameters."""
+
+    def laid_out() -> list[torch.Tensor]:
+        made = draw(shapes=[(40, 30), (64, 20), (4, 8, 3, 3), (50, 6), (50, 6)])
+        with torch.no_grad():
+            views = [
+                made[0].t(),
+                made[1][:, ::2],
+                made[2].to(memory_format=torch.channels_last),
+                made[3],
+                torch.view_as_complex(made[4].reshape(50, 3, 2)),
+            ]
+        return [v.detach().clone(memory_format=torch.preserve_format) for v in views]
+
+    def gradients(made: list[torch.Tensor], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for p in made:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        made[3].grad = torch.randn(6, generator=generator).expand(50, 6)
+        made[0].grad = made[0].grad.t().contiguous().t()
+
+    for state_dtype in (torch.float32, torch.bfloat16, "8bit"):
+        made = [laid_out(), laid_out()]
+        ours = optim.AdamW(made[0], 1e-2, state_dtype=state_dtype, min_quantized_size=0)
+        theirs = torch.optim.AdamW(made[1], 1e-2)
+        for seed in range(3):
+            for each in made:
+                gradients(each, seed)
+            ours.step()
+            theirs.step()
+        atol = {torch.float32: 1e-7, torch.bfloat16: 1e-3}.get(state_dtype, 6e-3)
+        for p, q in zip(*made, strict=True):
+            assert p.stride() == q.stride()
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=atol)
