@@ -77,6 +77,25 @@ def test_tensors_that_lie_anywhere(
     assert same(*results)
 
 
+@STATES
+@pytest.mark.parametrize("alike", [True, False])
+def test_tensors_that_lie_across(state_dtype: Any, alike: bool, cuda_device: str) -> None:
+    """In channels-last, with gradients that lie alike or not."""
+    results = []
+    for backend in ("cuda", "eager"):
+        drawn = draw(shapes=[(16, 40, 3, 3), (8, 300, 1, 2)], device=cuda_device)
+        params = [p.detach().to(memory_format=torch.channels_last) for p in drawn]
+        optimizer = maker(optim.AdamW, {}, state_dtype)([p.requires_grad_() for p in params])
+        for seed in range(2):
+            draw_grads(params, seed)
+            for p in params if alike else ():
+                p.grad = p.grad.to(memory_format=torch.channels_last)
+            with torchweld.use_backend(backend):
+                optimizer.step()
+        results.append(snapshot(params, optimizer))
+    assert same(*results)
+
+
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.LAMB, optim.LARS])
 def test_more_tensors_than_a_launch_takes(kind: Any, cuda_device: str) -> None:
     """Of all sizes, none among them; each has its own number of steps."""
