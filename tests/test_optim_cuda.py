@@ -6,13 +6,16 @@ In the emulator, on CPU tensors, and on a GPU where there is one.
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import torchweld
+from conftest import EMULATED
 from optimizers import (
     CODECS,
     MATRICES,
@@ -96,24 +99,52 @@ def test_tensors_that_lie_across(state_dtype: Any, alike: bool, cuda_device: str
     assert same(*results)
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.LAMB, optim.LARS])
-def test_more_tensors_than_a_launch_takes(kind: Any, cuda_device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count", "rounding"),
+    [(optim.AdamW, 1100, False), (optim.AdamW, 400, True), (optim.LAMB, 1100, False)],
+)
+def test_more_tensors_than_a_launch_takes(
+    kind: Any, count: int, rounding: bool, cuda_device: str
+) -> None:
     """Of all sizes, none among them; each has its own number of steps."""
-    shapes = [(i * 7 % 300,) for i in range(170)] + [(0, 3), (40, 450), (0,)]
+    shapes = [(i * 7 % 60,) for i in range(count)] + [(0, 3), (40, 450), (0,)]
+    dtype = torch.bfloat16 if rounding else torch.float32
     results = []
     for backend in ("cuda", "eager"):
-        params = draw(shapes=shapes, device=cuda_device)
-        optimizer = kind(params, lr=1e-2)
-        for seed in range(3):
+        params = draw(dtype, shapes, cuda_device)
+        optimizer = kind(params, lr=1e-2, stochastic_rounding=rounding)
+        for seed in range(2):
             draw_grads(params, seed)
-            if seed == 0:
-                for p in params[::3]:
-                    p.grad = None
+            for p in params[::3] if seed == 0 else ():
+                p.grad = None
             with torchweld.use_backend(backend):
                 optimizer.step()
         results.append(snapshot(params, optimizer))
     assert same(*results)
-    assert {int(optimizer.state[p]["step"]) for p in params} == {2, 3}
+    assert {int(optimizer.state[p]["step"]) for p in params} == {1, 2}
+
+
+@STATES
+def test_600_small_tensors_are_three_launches(state_dtype: Any, cuda_device: str) -> None:
+    """Their rules are one, and two step them."""
+    params = draw(shapes=[(2, 16 + i % 3) for i in range(600)], device=cuda_device)
+    optimizer = maker(optim.AdamW, {}, state_dtype)(params)
+    draw_grads(params, 0)
+    optimizer.step()
+    assert _launches(optimizer.step, cuda_device) == 3
+
+
+def _launches(call: Callable[[], Any], device: str) -> int:
+    if device == "cpu":
+        counted = ctypes.c_int64.in_dll(ctypes.CDLL(str(EMULATED)), "emulator_launches")
+        before = counted.value
+        call()
+        return counted.value - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return sum(event.device_type == on_device for event in profile.events())
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
@@ -201,24 +232,29 @@ CUT = [
     ((4, 1024), (0, 256, 512, 768, 1024)),
     ((3, 0), (0,)),
     ((6, 4, 150), (0, 44, 300, 556, 600)),
-    *(((2, 3 * i), (0, i, 3 * i)) for i in range(1, 31)),
+    *(((2, 3 * i), (0, i, 3 * i)) for i in range(1, 6)),
 ]
 
 
 def _cut(
-    make: Any, dtype: torch.dtype, device: str, offset: int = 0, bad: float = 0.0
+    make: Any,
+    dtype: torch.dtype,
+    device: str,
+    offset: int = 0,
+    bad: float = 0.0,
+    rows: Any = CUT,
 ) -> tuple[Any, Any, list[torch.Tensor]]:
     """An optimizer after a step, its batch as if rows were cut, and the memory that this is in.
 
     Off by so many elements; one gradient in 7 is bad. What the absmax become nobody knows yet.
     """
     with torchweld.use_backend("eager"):
-        params, optimizer = run(make, 1, dtype, [shape for shape, _ in CUT], device)
+        params, optimizer = run(make, 1, dtype, [shape for shape, _ in rows], device)
     draw_grads(params, 1)
     (batch,) = optimizer._batches(optimizer._gathering(optimizer.param_groups[0]))  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(2)
     absmaxes = []
-    for shape, edges in CUT * (len(batch.moments) // len(params)):
+    for shape, edges in rows * (len(batch.moments) // len(params)):
         known = torch.rand(shape[0], len(edges) - 1, generator=generator) + 0.1
         absmaxes.append(torch.stack((known, torch.full_like(known, torch.nan))).to(device))
     buffers = []
@@ -236,7 +272,7 @@ def _cut(
     batch.params, batch.grads = place(batch.params), place(batch.grads)
     batch.completions, batch.moments = place(batch.completions), place(batch.moments)
     batch.absmaxes = place(absmaxes)
-    batch.edges = [torch.tensor(edges, device=device) for _, edges in CUT]
+    batch.edges = [torch.tensor(edges, device=device) for _, edges in rows]
     return optimizer, batch, [*buffers, *batch.steps]
 
 
@@ -273,6 +309,15 @@ def test_rows_that_shards_cut(dtype: torch.dtype, masters: Any, cuda_device: str
         with torchweld.use_backend("eager"):
             expected = _step_cut(_cut(make, dtype, cuda_device))
         assert same(found, expected), (kind, settings)
+
+
+def test_more_cut_rows_than_a_launch_takes(cuda_device: str) -> None:
+    rows = [((i, 3 * j), (0, j, 3 * j)) for i in range(1, 10) for j in range(1, 31)]
+    given = (maker(optim.AdamW, {}, "8bit"), torch.float32, cuda_device, 0, 0.0, rows)
+    found = _step_cut(_cut(*given))
+    with torchweld.use_backend("eager"):
+        expected = _step_cut(_cut(*given))
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, 1e30])

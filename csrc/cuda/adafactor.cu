@@ -26,11 +26,11 @@
 //    and measures four, and as many conversions. Vectors have a root and a division more, for 12 and 20
 //    bytes.
 //
-// 5. Launches. What is known of 12 tensors takes the 4 KB that a launch may have: a first kernel has
+// 5. Launches. What is known of 96 tensors fits the 32 KB that a launch may have: a first kernel has
 //    these by value and writes them to memory, where the others, a launch each for all tensors, find
 //    theirs by bisection. Nothing is copied to the device, and a graph has all of it. What depends on
 //    numbers that are there, rates and lengths, is made there, by a thread a tensor. A step of
-//    matrices is ten launches, of vectors five, and one for each 12 tensors more. The sum of a matrix's
+//    matrices is ten launches, of vectors five, and one for each 96 tensors more. The sum of a matrix's
 //    averages is one warp's: 8192 rows take some 20 us. Matrices of a few elements, as convolutions
 //    have them, leave most of a warp idle: what they cost is latency, not bytes.
 //
@@ -116,7 +116,7 @@ __device__ __forceinline__ void for_rows(const FactoredTensor& t, const Tile& ti
 // The sums of g^2 over what a tile has of each row and of each column.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads, kTileCtas<T>)
-    sum_tiles(const __grid_constant__ Adafactor a) {
+    sum_tiles(const Adafactor __grid_constant__ a) {
   const float grad_factor = (float)a.grad_factor.read();
   for_tile(a, [&](const FactoredTensor& t, const Tile& tile, int64_t) {
     double of_column[kTileGroups][4] = {};
@@ -161,7 +161,7 @@ __device__ __forceinline__ void for_average(const Adafactor& a, Body&& body) {
   body(t, at - t.first_average, t.matrices * t.height);
 }
 
-__global__ void __launch_bounds__(kStepThreads) add_partials(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) add_partials(const Adafactor __grid_constant__ a) {
   for_average(a, [](const FactoredTensor& t, int64_t i, int64_t rows) {
     const bool is_row = i < rows;
     const int64_t matrix = is_row ? 0 : (i - rows) / t.columns;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kStepThreads) add_partials(const __grid_consta
   });
 }
 
-__global__ void __launch_bounds__(kStepThreads) take_in_means(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) take_in_means(const Adafactor __grid_constant__ a) {
   for_average(a, [&](const FactoredTensor& t, int64_t i, int64_t rows) {
     const bool is_row = i < rows;
     float& average = is_row ? ((float*)t.moment[0])[i] : ((float*)t.moment[1])[i - rows];
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kStepThreads) take_in_means(const __grid_const
 }
 
 // A warp has a matrix.
-__global__ void __launch_bounds__(kStepThreads) sum_averages(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) sum_averages(const Adafactor __grid_constant__ a) {
   const int64_t at = (int64_t)blockIdx.x * kStepWarps + threadIdx.x / kWarp;
   if (at >= a.matrices || a.found_inf.read() != 0) return;
   const FactoredTensor& t =
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kStepThreads) sum_averages(const __grid_consta
 }
 
 // What both averages make of a gradient.
-__global__ void __launch_bounds__(kStepThreads) make_scales(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) make_scales(const Adafactor __grid_constant__ a) {
   for_average(a, [&](const FactoredTensor& t, int64_t i, int64_t rows) {
     if (i < rows) {
       const double of_averages = t.average_sums[i / t.height];
@@ -276,7 +276,7 @@ __device__ __forceinline__ void for_directions(const Adafactor& a, const Factore
 
 template <class Param, bool Factored>
 __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
-    measure_tiles(const __grid_constant__ Adafactor a) {
+    measure_tiles(const Adafactor __grid_constant__ a) {
   for_tile(a, [&](const FactoredTensor& t, const Tile& tile, int64_t block) {
     double of_param = 0, of_direction = 0;
     for_directions<Param, Factored>(a, t, tile, [&](const auto& row, int64_t, auto) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
 }
 
 // A block of threads has a tensor.
-__global__ void __launch_bounds__(kStepThreads) add_squares(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) add_squares(const Adafactor __grid_constant__ a) {
   if (a.found_inf.read() != 0) return;
   const FactoredTensor& t = a.tensors[blockIdx.x];
   const int64_t last = t.first_block + t.matrices * t.chunks * t.slices;
@@ -318,14 +318,14 @@ __global__ void __launch_bounds__(kStepThreads) add_squares(const __grid_constan
   }
 }
 
-__global__ void __launch_bounds__(kStepThreads) find_lengths(const __grid_constant__ Adafactor a) {
+__global__ void __launch_bounds__(kStepThreads) find_lengths(const Adafactor __grid_constant__ a) {
   const int64_t i = (int64_t)blockIdx.x * kStepThreads + threadIdx.x;
   if (i < a.count && a.found_inf.read() == 0) set_lengths(a, a.tensors[i]);
 }
 
 template <class Param, bool Factored>
 __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
-    step_tiles(const __grid_constant__ Adafactor a) {
+    step_tiles(const Adafactor __grid_constant__ a) {
   const float beta1 = (float)a.settings.beta1, taken = 1 - beta1;
   for_tile(a, [&](const FactoredTensor& t, const Tile& tile, int64_t) {
     const float decay = t.decay, length = t.length;
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
 // --- Launches -----------------------------------------------------------------------------------
 
 // Tensors by value, and what their numbers of steps make.
-constexpr int kTensorsAtOnce = 12;
+constexpr int kTensorsAtOnce = 96;
 struct Prepare {
   FactoredTensor tensors[kTensorsAtOnce];
   Number steps[kTensorsAtOnce];
@@ -369,8 +369,9 @@ struct Prepare {
   int count;
   bool counts;
 };
-static_assert(sizeof(Prepare) <= 4096);
-__global__ void __launch_bounds__(kWarp) prepare_tensors(const __grid_constant__ Prepare a) {
+static_assert(sizeof(Prepare) <= kLaunchBytes);
+__global__ void __launch_bounds__(kTensorsAtOnce)
+    prepare_tensors(const Prepare __grid_constant__ a) {
   const int i = (int)threadIdx.x;
   if (i >= a.count) return;
   const double number = a.steps[i].read() + 1;
@@ -406,25 +407,28 @@ cudaError_t prepare(const Adafactor& a, cudaStream_t stream) {
       some.tensors[i].in_fours = in_fours<T>(a, some.tensors[i]);
       some.steps[i] = a.steps[first + i];
     }
-    const cudaError_t error = launch(prepare_tensors, {dim3(1), dim3(kWarp)}, stream, some);
+    const cudaError_t error =
+        launch(prepare_tensors, {dim3(1), dim3(kTensorsAtOnce)}, stream, some);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
 // With so many blocks of threads that each has `each` items.
-cudaError_t launch_over(void (*kernel)(Adafactor), const Adafactor& a, int64_t items, int each,
-                        int threads, cudaStream_t stream) {
+template <class Kernel>
+cudaError_t launch_over(Kernel* kernel, const Adafactor& a, int64_t items, int each, int threads,
+                        cudaStream_t stream) {
   const int64_t blocks = (items + each - 1) / each;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   if (blocks == 0) return cudaSuccess;
   return launch(kernel, {dim3((unsigned)blocks), dim3((unsigned)threads)}, stream, a);
 }
-cudaError_t launch_tiles(void (*kernel)(Adafactor), const Adafactor& a, cudaStream_t stream) {
+template <class Kernel>
+cudaError_t launch_tiles(Kernel* kernel, const Adafactor& a, cudaStream_t stream) {
   return launch_over(kernel, a, a.blocks, kTileWarps, kTileThreads, stream);
 }
-cudaError_t launch_each(void (*kernel)(Adafactor), const Adafactor& a, int64_t items,
-                        cudaStream_t stream) {
+template <class Kernel>
+cudaError_t launch_each(Kernel* kernel, const Adafactor& a, int64_t items, cudaStream_t stream) {
   return launch_over(kernel, a, items, kStepThreads, kStepThreads, stream);
 }
 

@@ -18,6 +18,12 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 }
 #endif
 
+// What a launch's arguments may take.
+#if !defined(TW_EMULATED) && CUDART_VERSION < 12010
+#error "CUDA 12.1 is needed: before it a launch's arguments could take 4 KB alone"
+#endif
+constexpr size_t kLaunchBytes = 32764;
+
 struct Launch {
   dim3 grid, threads;
   size_t shared_bytes = 0;

@@ -6,13 +6,14 @@
 //    16 and 1/16 with 8-bit ones. At the 4.3 TB/s that a copy reaches on an H200, 10^9 parameters take
 //    6.5, 4.7 and 3.7 ms. A measure reads what its step reads; the norm of gradients reads those.
 //
-// 2. One launch for 40 tensors. Addresses come by value with the launch, within the 4 KB that it may
-//    have: nothing is copied to the device, and a graph has them. A block of threads has 16 blocks of
-//    256 elements of one tensor, which it finds by bisection. Learning rate, numbers of steps, ratios,
-//    scale and what a GradScaler found are read on the device, so that the host waits for nothing:
-//    a kernel of one thread a tensor makes the rules of them, powers in float64 included, which would
-//    take longer than all else in each block of threads, and counts the steps up. Where shards cut
-//    blocks a launch has 32 tensors, of kernels of their own: it also says where their pieces are.
+// 2. One launch for 320 tensors: a step of 600 is three. Addresses come by value with the launch,
+//    within the 32 KB that it may have: nothing is copied to the device, and a graph has them. A block
+//    of threads has 16 blocks of 256 elements of one tensor, which it finds by bisection, nine looks
+//    into constant memory. Learning rate, numbers of steps, ratios, scale and what a GradScaler found
+//    are read on the device, so that the host waits for nothing: a kernel of one thread a tensor, for
+//    1024 of them, makes the rules of them, powers in float64 included, which would take longer than
+//    all else in each block of threads, and counts the steps up. Where shards cut blocks a launch has
+//    256 tensors, of kernels of their own: it also says where their pieces are.
 //
 // 3. A warp has a block at a time, a lane eight of its elements as two groups of four: what a warp
 //    reads lies side by side, 16 bytes a lane of float32, 8 of 16 bits, 4 of codes. All of it is asked

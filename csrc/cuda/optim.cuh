@@ -259,18 +259,29 @@ class LaneOfBlock {
 
 // --- A launch and its tensors -------------------------------------------------------------------
 
-// Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. All
-// arguments of a launch take 4 KB at most.
+// Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. Each
+// block of threads has a piece of `piece` blocks, which lie in one tensor.
 template <class Tensor>
-constexpr int kBatchTensors = kIsCut<Tensor> ? 32 : 40;
+constexpr int kBatchTensors = kIsCut<Tensor> ? 256 : 320;
 template <class Tensor>
 struct StepBatch {
-  // first_block is that of the tensor's first piece: pieces of `piece` blocks, one for each block
-  // of threads, lie within tensors.
-  Tensor tensor[kBatchTensors<Tensor> + 1];
+  Tensor tensor[kBatchTensors<Tensor>];
   uint32_t blocks[kBatchTensors<Tensor>];
+  uint32_t first_piece[kBatchTensors<Tensor> + 1];
+  uint32_t aligned[kBatchTensors<Tensor> / 32];  // a bit for each tensor
   int count, piece;
-  uint64_t aligned;  // a bit for each tensor: groups of four elements can be accessed as one
+
+  // The tensor that a piece lies in; those without elements have none.
+  TW_HD int tensor_of(uint32_t at) const {
+    int low = 0, high = count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (first_piece[middle] <= at ? low : high) = middle;
+    }
+    return low;
+  }
+  // Whether groups of four elements can be accessed as one.
+  TW_HD bool is_aligned(int tensor) const { return aligned[tensor / 32] >> tensor % 32 & 1; }
 };
 
 // call(batch, number of its first tensor, of its first piece, pieces) for all tensors;
@@ -291,13 +302,12 @@ cudaError_t for_batches(const StepTensor* tensors, const CutRows* cuts, int64_t 
       if (blocks > INT32_MAX) return cudaErrorInvalidValue;
       (StepTensor&)batch.tensor[i] = t;
       if constexpr (kIsCut<Tensor>) batch.tensor[i].rows = cuts[first + i];
-      batch.tensor[i].first_block = pieces * piece;
       batch.blocks[i] = (uint32_t)blocks;
-      batch.aligned |= (uint64_t)is_aligned(t) << i;
+      batch.aligned[i / 32] |= (uint32_t)is_aligned(t) << i % 32;
       pieces += (blocks + piece - 1) / piece;
+      if (pieces > INT32_MAX) return cudaErrorInvalidValue;
+      batch.first_piece[i + 1] = (uint32_t)pieces;
     }
-    batch.tensor[batch.count].first_block = pieces * piece;
-    if (pieces > INT32_MAX) return cudaErrorInvalidValue;
     const cudaError_t error = call(batch, first, first_piece, (unsigned)pieces);
     if (error != cudaSuccess) return error;
     first_piece += pieces;
@@ -310,21 +320,18 @@ template <class Tensor, class Body>
 __device__ __forceinline__ void for_blocks_of_piece(const StepBatch<Tensor>& batch, int at,
                                                     Body&& body) {
   const Tensor& t = batch.tensor[at];
-  const uint32_t first = (uint32_t)((int64_t)blockIdx.x * batch.piece - t.first_block);
-  const uint32_t left = batch.blocks[at] - first, piece = (uint32_t)batch.piece;
+  const uint32_t piece = (uint32_t)batch.piece;
+  const uint32_t first = (blockIdx.x - batch.first_piece[at]) * piece;
+  const uint32_t left = batch.blocks[at] - first;
   const uint32_t count = left < piece ? left : piece;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kWarp; i < count; i += kStepWarps) body(t, first + i);
-}
-template <class Tensor>
-__device__ __forceinline__ int tensor_of_piece(const StepBatch<Tensor>& batch) {
-  return (int)step_tensor(batch.tensor, batch.count, (int64_t)blockIdx.x * batch.piece);
 }
 
 // --- Rules --------------------------------------------------------------------------------------
 
 // The rules of a step, each made by one thread, since it takes powers in float64.
-constexpr int kRulesAtOnce = 128;
+constexpr int kRulesAtOnce = 1024, kRulesThreads = 128;
 template <class Rule>
 struct MakeRules {
   typename Rule::Settings settings;
@@ -336,9 +343,9 @@ struct MakeRules {
   bool is_step;  // which is counted
 };
 template <class Rule>
-__global__ void __launch_bounds__(kRulesAtOnce)
-    make_rules(const __grid_constant__ MakeRules<Rule> a) {
-  const int i = (int)threadIdx.x;
+__global__ void __launch_bounds__(kRulesThreads)
+    make_rules(const MakeRules<Rule> __grid_constant__ a) {
+  const int i = (int)(blockIdx.x * kRulesThreads + threadIdx.x);
   if (i >= a.count) return;
   const double number = a.steps[i].read() + 1;
   const StepScalars now{a.lr.read(), number, a.ratios ? a.ratios[i] : 1};
@@ -359,23 +366,25 @@ cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
                          (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
                          !a.sums && !a.only_absmaxes};
     for (int i = 0; i < make.count; ++i) make.steps[i] = a.steps[first + i];
-    static_assert(sizeof make <= 4096);
-    const cudaError_t error = launch(make_rules<Rule>, {dim3(1), dim3(kRulesAtOnce)}, stream, make);
+    static_assert(sizeof make <= kLaunchBytes);
+    const auto blocks = (unsigned)((make.count + kRulesThreads - 1) / kRulesThreads);
+    const cudaError_t error =
+        launch(make_rules<Rule>, {dim3(blocks), dim3(kRulesThreads)}, stream, make);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
 // How the tensors of a step are rounded, and by which step: to where their completions are.
-constexpr int kRoundingsAtOnce = 24;
+constexpr int kRoundingsAtOnce = 192;
 struct MakeRoundings {
   Rounding roundings[kRoundingsAtOnce];
   Rounding* room[kRoundingsAtOnce];
   Number steps[kRoundingsAtOnce];
   int count;
 };
-static __global__ void __launch_bounds__(kWarp)
-    make_roundings(const __grid_constant__ MakeRoundings a) {
+static __global__ void __launch_bounds__(kRoundingsAtOnce)
+    make_roundings(const MakeRoundings __grid_constant__ a) {
   const int i = (int)threadIdx.x;
   if (i >= a.count) return;
   Rounding rounding = a.roundings[i];
@@ -395,8 +404,9 @@ cudaError_t launch_roundings(const Rounding* roundings, const Tensor* tensors, c
       make.room[i] = (Rounding*)tensors[first + i].completion;
       make.steps[i] = steps[first + i];
     }
-    static_assert(sizeof make <= 4096);
-    const cudaError_t error = launch(make_roundings, {dim3(1), dim3(kWarp)}, stream, make);
+    static_assert(sizeof make <= kLaunchBytes);
+    const cudaError_t error =
+        launch(make_roundings, {dim3(1), dim3(kRoundingsAtOnce)}, stream, make);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -411,8 +421,8 @@ struct StepLaunch {
   Number grad_factor, found_inf;
   double (*squares)[2];  // each piece's
 };
-static_assert(sizeof(StepLaunch<StepTensor, int>) <= 4096);
-static_assert(sizeof(StepLaunch<CutTensor, int>) + sizeof(bool) <= 4096);
+static_assert(sizeof(StepLaunch<StepTensor, int>) <= kLaunchBytes);
+static_assert(sizeof(StepLaunch<CutTensor, int>) + sizeof(bool) <= kLaunchBytes);
 
 // save(lane, maps) for each block, when its lanes have made their step.
 template <class Param, class State, class Tensor, class Rule, class Save>
@@ -420,10 +430,10 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
   using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
   __shared__ typename Lane::Maps maps;
   if (a.found_inf.read() != 0) return;
-  const int at = tensor_of_piece(a.batch);
+  const int at = a.batch.tensor_of(blockIdx.x);
   const Rule rule = a.rules[at];
   const float grad_factor = (float)a.grad_factor.read();
-  const bool is_aligned = a.batch.aligned >> at & 1;
+  const bool is_aligned = a.batch.is_aligned(at);
   maps.fill();
   for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
     Lane lane(t, block, is_aligned);
@@ -440,12 +450,12 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
 
 template <class Param, class State, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
-    step_pieces(const __grid_constant__ StepLaunch<StepTensor, Rule> a) {
+    step_pieces(const StepLaunch<StepTensor, Rule> __grid_constant__ a) {
   step_each<Param, State>(a, [](auto& lane, const auto& maps) { lane.save(maps); });
 }
 template <class Param, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
-    step_cut_pieces(const __grid_constant__ StepLaunch<CutTensor, Rule> a, bool only_absmaxes) {
+    step_cut_pieces(const StepLaunch<CutTensor, Rule> __grid_constant__ a, bool only_absmaxes) {
   step_each<Param, uint8_t>(a, [=](auto& lane, const auto& maps) {
     only_absmaxes ? lane.save_absmaxes() : lane.save(maps);
   });
@@ -477,13 +487,13 @@ __device__ __forceinline__ double sum_over_block(double value) {
 // What a step would be: nothing is written but a piece's squares.
 template <class Param, class State, class Tensor, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
-    measure_pieces(const __grid_constant__ StepLaunch<Tensor, Rule> a) {
+    measure_pieces(const StepLaunch<Tensor, Rule> __grid_constant__ a) {
   using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
   __shared__ typename Lane::Maps maps;
-  const int at = tensor_of_piece(a.batch);
+  const int at = a.batch.tensor_of(blockIdx.x);
   const Rule rule = a.rules[at];
   const float grad_factor = (float)a.grad_factor.read();
-  const bool is_aligned = a.batch.aligned >> at & 1;
+  const bool is_aligned = a.batch.is_aligned(at);
   maps.fill();
   double of_param = 0, of_step = 0;
   for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
@@ -505,14 +515,15 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
 }
 
 // The sums of `Numbers` numbers over pieces [first[i], first[i + 1]), by block i.
-constexpr int kRangesAtOnce = 256;
+constexpr int kRangesAtOnce = 1024;
 struct Ranges {
   const double* pieces;
   double* sums;
   int64_t first[kRangesAtOnce + 1];
 };
+static_assert(sizeof(Ranges) <= kLaunchBytes);
 template <int Numbers>
-__global__ void __launch_bounds__(kStepThreads) sum_ranges(const __grid_constant__ Ranges a) {
+__global__ void __launch_bounds__(kStepThreads) sum_ranges(const Ranges __grid_constant__ a) {
 #pragma unroll
   for (int n = 0; n < Numbers; ++n) {
     double sum = 0;
@@ -542,10 +553,10 @@ struct GradLaunch {
   double* sums;  // each piece's
 };
 template <class T>
-__global__ void __launch_bounds__(kStepThreads) grad_pieces(const __grid_constant__ GradLaunch a) {
+__global__ void __launch_bounds__(kStepThreads) grad_pieces(const GradLaunch __grid_constant__ a) {
   using Lane = LaneOfBlock<NoParam<T>, float, NoRule>;
-  const int at = tensor_of_piece(a.batch);
-  const bool is_aligned = a.batch.aligned >> at & 1;
+  const int at = a.batch.tensor_of(blockIdx.x);
+  const bool is_aligned = a.batch.is_aligned(at);
   double sum = 0;
   for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
     Lane lane(t, block, is_aligned);

@@ -210,9 +210,13 @@ bool run_blocks(std::vector<Block>& blocks) {
 
 }  // namespace
 
+// For tests that count them.
+extern "C" __attribute__((visibility("default"))) int64_t emulator_launches = 0;
+
 bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
          const std::function<void()>& body) {
   const std::lock_guard<std::mutex> lock(one_launch);
+  ++emulator_launches;
   const char* seed = std::getenv("TORCHWELD_EMULATOR_SEED");
   random_state = seed ? std::strtoull(seed, nullptr, 10) : 1;
   Fiber here;

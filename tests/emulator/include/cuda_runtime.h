@@ -14,7 +14,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
+#define __grid_constant__ &  // behind the type: all threads have the same, on none of their stacks
 #define __align__(n) alignas(n)
 // One block runs at a time, so that its variables can be everyone's; not so in cooperative
 // launches, which have to use dynamic shared memory.
