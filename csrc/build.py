@@ -6,7 +6,7 @@
 
 libtorchweld_cpu.so            bindings, registers the CPU ops with torch
 libtorchweld_cpu_<isa>.so      CPU kernels, one library per instruction set
-libtorchweld_cuda.so           bindings and CUDA kernels, where nvcc (of CUDA 12.1 or newer) is found
+libtorchweld_cuda.so           bindings and CUDA kernels, where nvcc 12.1 or newer is found
 
 Only torch's headers are needed: the stable ABI's symbols come from whatever torch is running, so
 the libraries are linked to empty stand-ins that carry torch's library names.
