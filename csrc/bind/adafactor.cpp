@@ -93,7 +93,6 @@ class Factoring {
     scale();
     measure();
     finish();
-    packing_.write_back();
   }
   // One of its passes, with all devices' sums from the passes before it.
   void pass(int64_t passed, const Tensor& sums) {
@@ -102,23 +101,13 @@ class Factoring {
                     "sums are not float64 numbers, as many as the passes have");
     STD_TORCH_CHECK(0 <= passed && passed < 4, "there are 4 passes");
     begin((double*)sums.mutable_data_ptr(), /*is_last=*/passed == 3);
-    switch (passed) {
-      case 0:
-        sum();
-        break;
-      case 1:
-        average();
-        break;
-      case 2:
-        scale();
-        measure();
-        break;
-      default:
-        scale();
-        finish();
-    }
-    packing_.write_back();
+    if (passed == 0) return sum();
+    if (passed == 1) return average();
+    scale();
+    passed == 2 ? measure() : finish();
   }
+  // What was not contiguous, after either.
+  void write_back() { packing_.write_back(); }
 
  private:
   void lay_out(FactoredTensor& t, Sizes sizes, int64_t elements, const int64_t* whole) {
@@ -281,6 +270,7 @@ void step_adafactor(Tensors& params, Tensors& grads, Tensors& completions, Tenso
   if (number_or(found_inf, 0, device_of(params[0])).read() != 0) return;
 #endif
   sums ? factoring.pass(passed, *sums) : factoring.step();
+  factoring.write_back();
 }
 
 }  // namespace

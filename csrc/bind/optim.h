@@ -77,7 +77,7 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
-// What fits parameters. What is so of all of them is asked once: a step has thousands of tensors.
+// Whether tensors fit their parameters. What is so of all is asked once: there are thousands.
 class Fit {
  public:
   Fit(const Tensors& params, const Tensors& completions)
