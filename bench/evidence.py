@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 from torchweld import _cache
@@ -18,11 +20,14 @@ from torchweld.registry import BACKENDS, OPS, Op
 
 Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
-# As tests/conftest.py names its targets on a GPU: test[layer_norm-gpu-cuda-float32] PASSED
-_OUTCOME = re.compile(r"\[(?P<op>\w+)-gpu-(?P<backend>[a-z]+)[^\]]*\] (?P<is>PASSED|FAILED|ERROR)")
+# As pytest-xdist says it of targets that tests/conftest.py names:
+# [gw0] [ 12%] PASSED tests/test_oracle.py::test[layer_norm-gpu-cuda-float32]
+_OUTCOME = re.compile(
+    r"^\[gw\d+\] \[ *\d+%\] (?P<is>PASSED|FAILED|ERROR) .*"
+    r"\[(?:(?P<op>\w+)-|[^\]]*)gpu-(?P<backend>[a-z]+)[^\]]*\]"
+)
 # Each of these tests is of every rule.
 _OF_RULES = "tests/test_optim_cuda.py"
-_RULES_OUTCOME = re.compile(r"\[[^\]]*gpu-(?P<backend>cuda)[^\]]*\] (?P<is>PASSED|FAILED|ERROR)")
 # Of a result, what the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
@@ -80,23 +85,28 @@ def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, s
     ops = {(op, backend) for op, backend in targets if op in OPS}
     if ops:
         wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in ops)
-        for found in _outcomes(root, _OUTCOME, wanted, "tests"):
+        for found in _outcomes(root, wanted, "tests"):
             if (found["op"], found["backend"]) in ops:
                 yield found["op"], found["backend"], found["is"] == "PASSED"
     rules = sorted(targets - ops)
     if rules:
-        for found in _outcomes(root, _RULES_OUTCOME, "gpu-cuda", _OF_RULES):
+        for found in _outcomes(root, "gpu-cuda", _OF_RULES):
             for rule, backend in rules:
                 yield rule, backend, found["is"] == "PASSED"
 
 
-def _outcomes(root: Path, outcome: re.Pattern[str], wanted: str, where: str) -> Iterator[Any]:
+def _outcomes(root: Path, wanted: str, where: str) -> Iterator[Any]:
     """Those of the tests that are wanted; whatever else they print goes to stderr."""
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, where]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as tests:
+    # Most of the time is that of compilers, on the CPU; what fills a GPU goes to one worker.
+    workers = max(1, min(8, (os.cpu_count() or 1) // 2))
+    command += ["-n", str(workers), "--dist", "loadgroup"]
+    # Inductor would start processes of its own in each.
+    serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with subprocess.Popen(command, cwd=root, env=serial, stdout=PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
-            found = outcome.search(line)
+            found = _OUTCOME.search(line)
             if found:
                 yield found
             if not found or found["is"] != "PASSED":

@@ -147,6 +147,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
     return sum(event.device_type == on_device for event in profile.events())
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
     """A block of rows again and again: each goes as one does alone.

@@ -186,23 +186,6 @@ def test_the_cuda_kernel_is_the_reference_to_the_bit(state_dtype: Any, cuda_devi
         assert same(snapshot(*run(make, 2, BF16, device=cuda_device)), expected), (kind, settings)
 
 
-def test_more_tensors_than_a_launch_takes(cuda_device: str) -> None:
-    """Each with its own number of steps."""
-    shapes = [(i * 7 % 300,) for i in range(100)] + [(0, 3), (40, 450), (0,)]
-    results = []
-    for backend in ("cuda", "eager"):
-        params = draw(BF16, shapes, cuda_device)
-        optimizer = optim.AdamW(params, 1e-2, **ROUNDED)
-        for seed in range(3):
-            draw_grads(params, seed)
-            for p in params[::3] if seed == 0 else ():
-                p.grad = None
-            with torchweld.use_backend(backend):
-                optimizer.step()
-        results.append(snapshot(params, optimizer))
-    assert same(*results)
-
-
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.TransformersAdafactor])
 def test_adafactor(kind: Any) -> None:
     """At any thread count the same bits; the reference's but for sums that meet a tie."""

@@ -132,6 +132,7 @@ def test_unwritten_memory_would_show(target: Target) -> None:
     assert statistics.isnan().all()
 
 
+@pytest.mark.xdist_group("large")
 def test_more_elements_than_31_bits_count(target: Target) -> None:
     """A block of rows again and again: each has the first one's results, and sums are as many.
 
