@@ -211,7 +211,9 @@ bool run_blocks(std::vector<Block>& blocks) {
 }  // namespace
 
 // For tests that count them.
-extern "C" __attribute__((visibility("default"))) int64_t emulator_launches = 0;
+extern "C" {
+__attribute__((visibility("default"))) int64_t emulator_launches = 0;
+}
 
 bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
          const std::function<void()>& body) {
