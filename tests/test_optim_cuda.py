@@ -140,7 +140,8 @@ def _launches(call: Callable[[], Any], device: str) -> int:
         before = counted.value
         call()
         return counted.value - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    of_device = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=of_device, acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA

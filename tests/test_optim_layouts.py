@@ -100,7 +100,7 @@ def test_what_lies_alike_is_not_copied() -> None:
     optimizer.step()
     for grad, copies in ((p.grad, set()), (p.grad.contiguous(), {"aten::contiguous"})):
         p.grad = grad
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             optimizer.step()
         assert {event.key for event in profile.key_averages()} & {"aten::contiguous"} == copies
 
