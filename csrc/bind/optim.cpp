@@ -69,8 +69,8 @@ class Work {
     state_ = state_codec(moments, absmaxes);
     param_ = param_codec(completions, places, dtype_);
     set_cuts(edges);
-    // Blocks and places are of rows.
     const ScalarType moment_dtype = (moments_each ? moments : params)[0].scalar_type();
+    // Blocks and places are of rows.
     const bool in_any_order = state_ != StateCodec::blocks && places.empty();
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {

@@ -77,6 +77,7 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
+
 // Whether tensors fit their parameters. What is so of all is asked once: there are thousands.
 class Fit {
  public:
@@ -108,6 +109,7 @@ class Fit {
  private:
   ScalarType dtype_, completion_;
 };
+
 // How parameters are rounded whose places these are: a parameter's number, that of its first element
 // in the whole tensor, and the whole tensor's strides. Steps are not known yet.
 inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& places) {

@@ -96,17 +96,22 @@ struct Step {
   const Rounding* roundings;
 };
 
+// The last of `count` things in order that has begun(i); the first one has.
+template <class Index, class Begun>
+TW_HD Index last_begun(Index count, Begun&& begun) {
+  Index low = 0, high = count;
+  while (high - low > 1) {
+    const Index middle = (low + high) / 2;
+    (begun(middle) ? low : high) = middle;
+  }
+  return low;
+}
 // The tensor that a block belongs to, or another item whose first one tensors have. Tensors without
 // elements have no blocks.
 template <class Tensor>
 TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
                           int64_t Tensor::* first = &Tensor::first_block) {
-  int64_t low = 0, high = count;  // first of low <= block < first of high
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (tensors[middle].*first <= block ? low : high) = middle;
-  }
-  return low;
+  return last_begun(count, [=](int64_t i) { return tensors[i].*first <= block; });
 }
 
 // An element whose last moment is not finite is skipped, and its moments start anew: blocks have no

@@ -273,12 +273,7 @@ struct StepBatch {
 
   // The tensor that a piece lies in; those without elements have none.
   TW_HD int tensor_of(uint32_t at) const {
-    int low = 0, high = count;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_piece[middle] <= at ? low : high) = middle;
-    }
-    return low;
+    return last_begun(count, [&](int i) { return first_piece[i] <= at; });
   }
   // Whether groups of four elements can be accessed as one.
   TW_HD bool is_aligned(int tensor) const { return aligned[tensor / 32] >> tensor % 32 & 1; }
