@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 from torchweld import _cache
@@ -27,7 +26,7 @@ _OUTCOME = re.compile(
     r"\[(?:(?P<op>\w+)-|[^\]]*)gpu-(?P<backend>[a-z]+)[^\]]*\]"
 )
 # Each of these tests is of every rule.
-_OF_RULES = "tests/test_optim_cuda.py"
+_OF_RULES = "tests/test_optim_cuda*.py"
 # Of a result, what the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
@@ -85,25 +84,26 @@ def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, s
     ops = {(op, backend) for op, backend in targets if op in OPS}
     if ops:
         wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in ops)
-        for found in _outcomes(root, wanted, "tests"):
+        for found in _outcomes(root, wanted, ["tests"]):
             if (found["op"], found["backend"]) in ops:
                 yield found["op"], found["backend"], found["is"] == "PASSED"
     rules = sorted(targets - ops)
     if rules:
-        for found in _outcomes(root, "gpu-cuda", _OF_RULES):
+        for found in _outcomes(root, "gpu-cuda", sorted(map(str, root.glob(_OF_RULES)))):
             for rule, backend in rules:
                 yield rule, backend, found["is"] == "PASSED"
 
 
-def _outcomes(root: Path, wanted: str, where: str) -> Iterator[Any]:
+def _outcomes(root: Path, wanted: str, where: list[str]) -> Iterator[Any]:
     """Those of the tests that are wanted; whatever else they print goes to stderr."""
-    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, where]
+    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, *where]
     # Most of the time is that of compilers, on the CPU; what fills a GPU goes to one worker.
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     command += ["-n", str(workers), "--dist", "loadgroup"]
     # Inductor would start processes of its own in each.
     serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with subprocess.Popen(command, cwd=root, env=serial, stdout=PIPE, text=True) as tests:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, env=serial, stdout=pipe, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             found = _OUTCOME.search(line)
