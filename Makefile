@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
 NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
 	tests/test_linear.py tests/test_quantize_8bit.py tests/test_optim.py tests/test_optim_adaptive.py \
-	tests/test_optim_adafactor.py tests/test_optim_cuda.py tests/test_optim_layouts.py \
+	tests/test_optim_adafactor.py $(wildcard tests/test_optim_cuda*.py) tests/test_optim_layouts.py \
 	tests/test_optim_rounding.py
 KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py tests/test_cublaslt.py \
 	tests/test_mlp_on_cuda.py

@@ -1,0 +1,157 @@
+"""The CUDA kernels of optimizers, for parameters whose rows shards cut.
+
+In the emulator, on CPU tensors, and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from optimizers import CODECS, RULES, draw_grads, maker, run, same
+from torchweld import optim
+
+# Parts of tensors whose rows other devices have parts of too, and where pieces of blocks begin and
+# end in them: of one element, of any number, not aligned, whole blocks, and none.
+CUT = [
+    ((3, 40), (0, 10, 40)),
+    ((70, 7), (0, 1, 2, 7)),
+    ((4, 515), (0, 3, 259, 515)),
+    ((1, 1), (0, 1)),
+    ((0, 5), (0, 5)),
+    ((4, 1024), (0, 256, 512, 768, 1024)),
+    ((3, 0), (0,)),
+    ((6, 4, 150), (0, 44, 300, 556, 600)),
+    *(((2, 3 * i), (0, i, 3 * i)) for i in range(1, 31)),
+]
+
+
+def _cut(
+    make: Any,
+    dtype: torch.dtype,
+    device: str,
+    offset: int = 0,
+    bad: float = 0.0,
+    rows: Any = CUT,
+) -> tuple[Any, Any, list[torch.Tensor]]:
+    """An optimizer after a step, its batch as if rows were cut, and the memory that this is in.
+
+    Off by so many elements; one gradient in 7 is bad. What the absmax become nobody knows yet.
+    """
+    with torchweld.use_backend("eager"):
+        params, optimizer = run(make, 1, dtype, [shape for shape, _ in rows], device)
+    draw_grads(params, 1)
+    (batch,) = optimizer._batches(optimizer._gathering(optimizer.param_groups[0]))  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(2)
+    absmaxes = []
+    for shape, edges in rows * (len(batch.moments) // len(params)):
+        known = torch.rand(shape[0], len(edges) - 1, generator=generator) + 0.1
+        absmaxes.append(torch.stack((known, torch.full_like(known, torch.nan))).to(device))
+    buffers = []
+
+    def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        placed = []
+        for t in tensors:
+            buffer = t.new_full((t.numel() + offset + 5,), 7, requires_grad=False)
+            placed.append(buffer[offset : offset + t.numel()].view(t.shape).copy_(t.detach()))
+            buffers.append(buffer)
+        return placed
+
+    for g in batch.grads if bad else ():
+        g.view(-1)[::7] = bad
+    batch.params, batch.grads = place(batch.params), place(batch.grads)
+    batch.completions, batch.moments = place(batch.completions), place(batch.moments)
+    batch.absmaxes = place(absmaxes)
+    batch.edges = [torch.tensor(edges, device=device) for _, edges in rows]
+    return optimizer, batch, [*buffers, *batch.steps]
+
+
+def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What is found of the pieces here, and what a step leaves, where other devices have larger."""
+    optimizer, batch, memory = made
+    settings = optimizer._settings(optimizer.param_groups[0], batch)
+    numbers = {"lr": torch.tensor(0.1), "grad_factor": torch.tensor(0.5)}
+    before = [t.clone() for t in memory]
+    optimizer._rule().step(batch, settings=settings, **numbers, only_absmaxes=True)
+    found = [absmax[1].clone() for absmax in batch.absmaxes]
+    for absmax, new in zip(batch.absmaxes, found, strict=True):
+        absmax[1] = torch.nan
+        assert new.isfinite().all()
+    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    generator = torch.Generator().manual_seed(3)
+    for absmax, new in zip(batch.absmaxes, found, strict=True):
+        larger = 1 + torch.rand(new.shape, generator=generator).to(new.device).round() / 4
+        absmax[1] = new * larger
+    optimizer._rule().step(batch, settings=settings, **numbers)
+    assert all(p.isfinite().all() for p in batch.params)
+    return [*found, *memory]
+
+
+@pytest.mark.parametrize(("dtype", "masters"), [(d, m) for d, s, m in CODECS if s == "8bit"])
+def test_rows_that_shards_cut(dtype: torch.dtype, masters: Any, cuda_device: str) -> None:
+    """By every rule, the reference's bits; nothing is written but what is here."""
+    roundings = (False, True) if dtype == torch.bfloat16 and not masters else (False,)
+    for (kind, settings), rounding in itertools.product(RULES, roundings):
+        make = maker(kind, settings | {"stochastic_rounding": rounding}, "8bit", masters)
+        if kind is optim.SGD and "momentum" not in settings:
+            continue
+        found = _step_cut(_cut(make, dtype, cuda_device))
+        with torchweld.use_backend("eager"):
+            expected = _step_cut(_cut(make, dtype, cuda_device))
+        assert same(found, expected), (kind, settings)
+
+
+def test_more_cut_rows_than_a_launch_takes(cuda_device: str) -> None:
+    rows = [((i, 3 * j), (0, j, 3 * j)) for i in range(1, 10) for j in range(1, 31)]
+    given = (maker(optim.LAMB, {}, "8bit"), torch.float32, cuda_device, 0, 0.0, rows)
+    found = _step_cut(_cut(*given)), _squares(*_cut(*given)[:2])
+    with torchweld.use_backend("eager"):
+        expected = _step_cut(_cut(*given)), _squares(*_cut(*given)[:2])
+    assert same(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-13, atol=0)
+
+
+def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
+    settings = optimizer._settings(optimizer.param_groups[0], batch)
+    return optimizer._rule().squares(batch, settings, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_cut_rows_that_lie_anywhere(offset: int, bad: float, cuda_device: str) -> None:
+    """What is not finite is skipped alone there too."""
+    for kind in (optim.AdamW, optim.Lion):
+        given = (maker(kind, {}, "8bit"), torch.float32, cuda_device, offset, bad)
+        found = _step_cut(_cut(*given))
+        with torchweld.use_backend("eager"):
+            expected = _step_cut(_cut(*given))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("masters", [False, True, "remainder"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_measures_of_cut_rows(dtype: torch.dtype, masters: Any, cuda_device: str) -> None:
+    """Within float64's roundings of the reference; nothing is written."""
+    make = maker(optim.LAMB, {"weight_decay": 0.1}, "8bit", masters)
+    optimizer, batch, memory = _cut(make, dtype, cuda_device, bad=torch.inf)
+    before = [t.clone() for t in memory]
+    found = _squares(optimizer, batch)
+    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    with torchweld.use_backend("eager"):
+        expected = _squares(optimizer, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+
+
+def test_cut_rows_under_a_scaler(cuda_device: str) -> None:
+    """Of a step that is left out nothing is found, and nothing counts."""
+    optimizer, batch, memory = _cut(maker(optim.AdamW, {}, "8bit"), torch.float32, cuda_device)
+    settings = optimizer._settings(optimizer.param_groups[0], batch)
+    before = [t.clone() for t in memory]
+    for only_absmaxes in (True, False):
+        numbers = {"lr": torch.tensor(0.1), "found_inf": torch.tensor(1.0, device=cuda_device)}
+        optimizer._rule().step(batch, settings=settings, **numbers, only_absmaxes=only_absmaxes)
+    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
