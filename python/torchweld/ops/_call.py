@@ -63,7 +63,9 @@ def call(op: Op, *inputs: Any) -> Any:
 
 
 def _too_small(op: Op, inputs: Sequence[Any]) -> bool:
-    return inputs[0].numel() < op.small and not op.draws(inputs)  # eager draws in many steps
+    if inputs[0].numel() >= op.small:
+        return False
+    return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
 
 
 def _run(op: Op, inputs: Sequence[Any]) -> Any:

@@ -85,10 +85,10 @@ def _softmax(scores, mask, scale, causal, whole, offset):
 
 
 def _reference(scores, mask, scale, causal, p, seed, whole, offset):
-    if mask is not None or whole or scores.dtype not in OP.dtypes or not scores.ndim:
-        _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
-    if mask is None and not causal and seed is None:
+    bare = mask is None and seed is None and not causal and not whole
+    if bare and scores.ndim and scores.dtype in OP.dtypes:
         return torch.softmax(scores if scale == 1 else scores * scale, -1)
+    _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
     y = _softmax(scores, mask, scale, causal, whole, offset)
     return drop(y, p, seed, whole, offset)
 
