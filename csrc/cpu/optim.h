@@ -8,16 +8,16 @@
 
 TW_NAMESPACE_BEGIN
 
-// Elements [begin, begin + count) of a tensor, which lie in its blocks from `first` on: in one, where
-// moments are in blocks, or in many.
+// Elements [begin, begin + count) of a tensor, which make up `blocks` of its blocks from `first` on.
+// Where moments are in blocks that is one, or narrow rows of one each.
 struct Span {
-  int64_t first, begin, count;
+  int64_t first, begin, count, blocks;
   int64_t next;  // from a block's absmax to what it becomes
 };
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
   const int64_t begin = quant_block(first, t.width).begin;
   const QuantBlock end = quant_block(last - 1, t.width);
-  return {first, begin, end.begin + end.count - begin, 0};
+  return {first, begin, end.begin + end.count - begin, last - first, 0};
 }
 // Of blocks that are counted from the first tensor's first; where rows are cut, of one.
 template <class Rule>
@@ -26,7 +26,7 @@ Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
   first -= t.first_block, last -= t.first_block;
   if (!a.cuts) return make_span(t, first, last);
   const QuantBlock piece = cut_block(a.cuts[at], first, t.width);
-  return {first, piece.begin, piece.count, a.cuts[at].all_pieces};
+  return {first, piece.begin, piece.count, 1, a.cuts[at].all_pieces};
 }
 
 // --- Moments ------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class PlainMoment {
   T* values_;
 };
 
-// A block is encoded when all of it is known, since that is when its absmax is.
+// A block is encoded when all of it is known, since that is when its absmax is; narrow rows together.
 class BlockMoment {
  public:
   static constexpr bool kInBlocks = true;
@@ -62,45 +62,43 @@ class BlockMoment {
     codes_ = (uint8_t*)t.moment[moment] + span.begin;
     absmax_ = t.absmax[moment] + span.first;
     count_ = span.count;
+    rows_ = span.blocks;
     is_signed_ = is_signed;
-    scale_ = splat(*absmax_);
-    decode_block(old_, codes_, count_, is_signed);
+    scale_ = splat(rows_ == 1 ? *absmax_ : 1.0f);
+    decode_block(old_.at, codes_, count_, is_signed);
+    if (rows_ > 1) scale_rows(old_, absmax_, rows_, t.width);
     largest_ = {};
-    // Two blocks ahead, as read() does.
-    for (int64_t i = 0; i < count_; i += 64) __builtin_prefetch(codes_ + 2 * kQuantBlock + i);
     absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return only(load(old_ + i) * scale_, place);
+    return present(load(old_.at + i) * scale_, place, 0.0f);  // code 0 is no zero
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
-    largest_.add(only(v, place));
-    store(new_ + i, v, place);
+    largest_.add(present(v, place, 0.0f));  // past a row's end is nothing to measure
+    store(new_.at + i, v, place);
   }
-  void measure() { *absmax_ = largest_.value(); }
+  void measure() {
+    if (rows_ > 1) return measure_rows(absmax_, new_, rows_, count_ / rows_);
+    *absmax_ = largest_.value();
+  }
   void leave() {
+    if (rows_ > 1) {
+      const auto encode = is_signed_ ? encode_rows<true> : encode_rows<false, true>;
+      return encode(codes_, new_, absmax_, rows_, count_ / rows_);
+    }
     const auto encode = is_signed_ ? encode_block<true> : encode_block<false, true>;
-    encode(codes_, new_, count_, *absmax_);
+    encode(codes_, new_.at, count_, *absmax_);
   }
 
  private:
-  static F32 only(F32 v, Whole) { return v; }
-  // Past a row's end measures count zeros, and code 0 is none.
-  static F32 only(F32 v, Part part) {
-    alignas(kVectorBytes) float lanes[kLanes<float>] = {};
-    store(lanes, v, part);
-    return load(lanes);
-  }
-
   F32 scale_;
   Largest largest_;
-  alignas(kVectorBytes) float old_[kQuantBlock];
-  alignas(kVectorBytes) float new_[kQuantBlock];
+  BlockRoom old_, new_;
   uint8_t* codes_;
   float* absmax_;
-  int64_t count_;
+  int64_t count_, rows_;
   bool is_signed_;
 };
 
@@ -143,15 +141,15 @@ struct MasteredParam {
 // The upper or lower halves of floats.
 inline U32 halves(const uint16_t* p, Whole) { return detail::widen(p); }
 inline U32 halves(const uint16_t* p, Part part) {
-  uint16_t buffer[kLanes<float>] = {};
-  std::memcpy(buffer, p, part.count * sizeof *p);
-  return detail::widen(buffer);
+  uint16_t lanes[kLanes<float>];
+  load_part(lanes, p, part);
+  return detail::widen(lanes);
 }
 inline void set_halves(uint16_t* p, U32 v, Whole) { detail::narrow(p, v); }
 inline void set_halves(uint16_t* p, U32 v, Part part) {
-  uint16_t buffer[kLanes<float>];
-  detail::narrow(buffer, v);
-  std::memcpy(p, buffer, part.count * sizeof *p);
+  uint16_t lanes[kLanes<float>];
+  detail::narrow(lanes, v);
+  store_part(p, lanes, part);
 }
 
 struct CompletedParam {
@@ -259,8 +257,10 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
   for (int64_t at = step_tensor(a.tensors, a.count, begin); begin < end; ++at) {
     const StepTensor& t = a.tensors[at];
     const int64_t next = a.tensors[at + 1].first_block;
-    for (const int64_t stop = next < end ? next : end; begin < stop;) {
-      const int64_t last = Moment::kInBlocks ? begin + 1 : stop;
+    const int64_t stop = next < end ? next : end;
+    const int64_t at_once = !Moment::kInBlocks ? stop - begin : a.cuts ? 1 : rows_at_once(t.width);
+    while (begin < stop) {
+      const int64_t last = begin + at_once < stop ? begin + at_once : stop;
       const Span span = make_span(a, at, begin, last);
       begin = last;
       if constexpr (Moment::kInBlocks) {

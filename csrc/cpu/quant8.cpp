@@ -12,31 +12,52 @@ namespace {
 
 using namespace torchweld;
 
+// Blocks from `first` on: one, or narrow rows.
 template <bool Signed, class T>
-void quantize_block(const Quantize8& a, int64_t block) {
-  const QuantBlock at = quant_block(block, a.width);
+void quantize_blocks(const Quantize8& a, int64_t first, int64_t blocks) {
+  const QuantBlock at = quant_block(first, a.width);
+  const int64_t count = at.count * blocks;
   const T* x = (const T*)a.x + at.begin;
-  alignas(kVectorBytes) float values[kQuantBlock];
+  uint8_t* codes = a.codes + at.begin;
+  float* absmax = a.absmax + first;
+  BlockRoom values;
   Largest largest;
-  for_vectors<float>(at.count, [&](int64_t i, auto place) {
-    const F32 value = load(x + i, place);
+  for_vectors<float>(count, [&](int64_t i, auto place) {
+    const F32 value = read(x + i, place);
     largest.add(value);
-    store(values + i, value);
+    store(values.at + i, value);
   });
-  a.absmax[block] = largest.value();
-  encode_block<Signed>(a.codes + at.begin, values, at.count, a.absmax[block]);
+  if (blocks == 1) {
+    *absmax = largest.value();
+    encode_block<Signed>(codes, values.at, count, *absmax);
+  } else {
+    measure_rows(absmax, values, blocks, at.count);
+    encode_rows<Signed>(codes, values, absmax, blocks, at.count);
+  }
 }
 
 template <class T>
-void dequantize_block(const Dequantize8& a, int64_t block) {
-  const QuantBlock at = quant_block(block, a.width);
+void dequantize_blocks(const Dequantize8& a, int64_t first, int64_t blocks) {
+  const QuantBlock at = quant_block(first, a.width);
+  const int64_t count = at.count * blocks;
   const uint8_t* codes = a.codes + at.begin;
   T* y = (T*)a.y + at.begin;
-  alignas(kVectorBytes) float values[kQuantBlock];
-  decode_block(values, codes, at.count, a.is_signed);
-  const F32 absmax = splat(a.absmax[block]);
-  for_vectors<float>(
-      at.count, [&](int64_t i, auto place) { store(y + i, load(values + i) * absmax, place); });
+  BlockRoom values;
+  decode_block(values.at, codes, count, a.is_signed);
+  if (blocks > 1) scale_rows(values, a.absmax + first, blocks, at.count);
+  const F32 absmax = splat(blocks > 1 ? 1.0f : a.absmax[first]);
+  for_vectors<float>(count, [&](int64_t i, auto place) {
+    store(y + i, load(values.at + i) * absmax, place);
+  });
+}
+
+// call(first, blocks) for all of a range, as many at once as may be.
+template <class Call>
+void for_blocks(int64_t width, int64_t begin, int64_t end, Call&& call) {
+  const int64_t at_once = rows_at_once(width);
+  for (; begin < end; begin += at_once) {
+    call(begin, end - begin < at_once ? end - begin : at_once);
+  }
 }
 
 // call(T) with the float that elements are stored as.
@@ -53,14 +74,15 @@ void dispatch_float(DType dtype, Call&& call) {
 TW_EXPORT void quantize_8bit(const Quantize8& a, int64_t begin, int64_t end) {
   dispatch_float(a.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    const auto quantize = a.is_signed ? quantize_block<true, T> : quantize_block<false, T>;
-    for (int64_t block = begin; block < end; ++block) quantize(a, block);
+    const auto quantize = a.is_signed ? quantize_blocks<true, T> : quantize_blocks<false, T>;
+    for_blocks(a.width, begin, end, [&](int64_t first, int64_t n) { quantize(a, first, n); });
   });
 }
 
 TW_EXPORT void dequantize_8bit(const Dequantize8& a, int64_t begin, int64_t end) {
   dispatch_float(a.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    for (int64_t block = begin; block < end; ++block) dequantize_block<T>(a, block);
+    for_blocks(a.width, begin, end,
+               [&](int64_t first, int64_t n) { dequantize_blocks<T>(a, first, n); });
   });
 }

@@ -36,9 +36,9 @@ inline U32 load_codes(const uint8_t* codes, Whole) {
 #endif
 }
 inline U32 load_codes(const uint8_t* codes, Part part) {
-  uint8_t buffer[kLanes<float>] = {};
-  std::memcpy(buffer, codes, part.count);
-  return load_codes(buffer, Whole{});
+  uint8_t lanes[kLanes<float>];
+  load_part(lanes, codes, part);
+  return load_codes(lanes, Whole{});
 }
 
 #if defined(__AVX512F__)
@@ -149,6 +149,8 @@ inline void decode_block(float* values, const uint8_t* codes, int64_t count, boo
   for_vectors<float>(count - done, [&](int64_t i, auto place) {
     store(values + done + i, of[load_codes(codes + done + i, place)]);
   });
+  // Two blocks ahead, as read() does.
+  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(codes + 2 * kQuantBlock + i);
 }
 
 // --- From floats to codes -----------------------------------------------------------------------
@@ -174,9 +176,9 @@ inline void store_codes(uint8_t* codes, U32 wide, Whole) {
 #endif
 }
 inline void store_codes(uint8_t* codes, U32 wide, Part part) {
-  uint8_t buffer[kLanes<float>];
-  store_codes(buffer, wide, Whole{});
-  std::memcpy(codes, buffer, part.count);
+  uint8_t lanes[kLanes<float>];
+  store_codes(lanes, wide, Whole{});
+  store_part(codes, lanes, part);
 }
 
 // Codes of the fractions value / divisor.
@@ -188,7 +190,12 @@ inline U32 encode_by_place(F32 value, F32 divisor) {
   return quant8_code<Signed>((U32)fraction, number);
 }
 
-// A block's codes: to be made before a loop, for a divisor whose inverse is finite.
+// What values are divided by, whose inverse is finite.
+struct Divisor {
+  F32 divisor, inverse;
+};
+
+// Codes of fractions: to be made before a loop.
 #if defined(__AVX512F__)
 // Without a look-up in memory and without a division: what lies between two decades' first
 // thresholds is nearest to one of the values of a decade, which are evenly spaced, so that the
@@ -246,11 +253,9 @@ inline constexpr Regions<Signed> kRegions = make_regions<Signed>();
 template <bool Signed>
 class Encoder {
  public:
-  explicit Encoder(float divisor) : divisor_(splat(divisor)), inverse_(splat(1 / divisor)) {}
-
   // The code of -1, which there is not, is -1: stored as 0, its neighbour.
-  U32 operator()(F32 value) const {
-    const __m512 fraction = (__m512)(value * inverse_);
+  U32 operator()(F32 value, const Divisor& by) const {
+    const __m512 fraction = (__m512)(value * by.inverse);
     // The lesser magnitude of the two, which for a NaN is 1.
     const __m512 least = _mm512_range_ps(fraction, _mm512_set1_ps(1), 0b1010);
     const __m512 x = _mm512_max_ps(least, _mm512_set1_ps(0x1p-31f));
@@ -268,7 +273,7 @@ class Encoder {
         _mm512_cvttps_epi32(_mm512_min_ps(line, _mm512_permutexvar_ps(region, upper_)));
     const __mmask16 close = _mm512_testn_epi32_mask(place, _mm512_set1_epi32(Table::kUnits - 2));
     if (__builtin_expect(!_kortestz_mask16_u8(close, at_begin), false)) {
-      return encode_by_place<Signed>(value, divisor_);
+      return encode_by_place<Signed>(value, by.divisor);
     }
     const __m512i number = _mm512_srli_epi32(place, Table::kUnitBits);
     if constexpr (!Signed) return (U32)number;
@@ -285,17 +290,13 @@ class Encoder {
   __m512i region_[2] = {words(r.region), words(r.region + 16)};
   __m512i next_[2] = {words(r.before_next), words(r.before_next + 16)};
   __m512 slope_ = floats(r.slope), offset_ = floats(r.offset), upper_ = floats(r.upper);
-  F32 divisor_, inverse_;
 };
 #else
 template <bool Signed>
-class Encoder {
- public:
-  explicit Encoder(float divisor) : divisor_(splat(divisor)) {}
-  U32 operator()(F32 value) const { return encode_by_place<Signed>(value, divisor_); }
-
- private:
-  F32 divisor_;
+struct Encoder {
+  U32 operator()(F32 value, const Divisor& by) const {
+    return encode_by_place<Signed>(value, by.divisor);
+  }
 };
 #endif
 
@@ -327,9 +328,8 @@ class Largest {
 };
 
 // `KeepsPositive`, for a second moment, whose root is a divisor: what is not zero does not become it.
-template <bool KeepsPositive, class Encode>
-inline U32 code_of(const Encode& encode, F32 value) {
-  const U32 code = encode(value);
+template <bool KeepsPositive>
+inline U32 keep_positive(U32 code, F32 value) {
   if constexpr (!KeepsPositive) return code;
 #if defined(__AVX512F__)
   const __mmask16 positive = _mm512_cmp_ps_mask((__m512)value, _mm512_setzero_ps(), _CMP_GT_OQ);
@@ -339,18 +339,14 @@ inline U32 code_of(const Encode& encode, F32 value) {
 #endif
 }
 
-// The codes of a block from its values and its absmax. The values may be changed.
-template <bool Signed, bool KeepsPositive = false>
-inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
-  float divisor = quant_divisor(absmax);
-  if (__builtin_expect(divisor < 0x1p-126f, false)) {  // subnormal; its inverse would be infinite
-    constexpr float kExact = 0x1p64f;                  // a power of two: the same fractions
-    for (int64_t i = 0; i < count; ++i) values[i] *= kExact;
-    divisor *= kExact;
-  }
-  const Encoder<Signed> encode(divisor);
+// The codes of values; divisor(i) is what those from i on are divided by.
+template <bool Signed, bool KeepsPositive, class DivisorAt>
+inline void encode_values(uint8_t* codes, const float* values, int64_t count,
+                          DivisorAt&& divisor) {
+  const Encoder<Signed> encode;
   const auto code = [&](int64_t i, auto place) {
-    return code_of<KeepsPositive>(encode, load(values + i, place));
+    const F32 value = load(values + i, place);
+    return keep_positive<KeepsPositive>(encode(value, divisor(i)), value);
   };
   int64_t done = 0;
 #if defined(__AVX512F__)
@@ -361,6 +357,97 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
 #endif
   for_vectors<float>(count - done, [&](int64_t i, auto place) {
     store_codes(codes + done + i, code(done + i, place), place);
+  });
+}
+
+// What a block's values are divided by. Where its inverse would be infinite, both are made larger by
+// a power of two: fractions stay the same.
+inline float make_divisor(float* values, int64_t count, float absmax) {
+  const float divisor = quant_divisor(absmax);
+  if (__builtin_expect(divisor >= 0x1p-126f, true)) return divisor;
+  constexpr float kExact = 0x1p64f;
+  for (int64_t i = 0; i < count; ++i) values[i] *= kExact;
+  return divisor * kExact;
+}
+
+// The codes of a block from its values and its absmax. The values may be changed.
+template <bool Signed, bool KeepsPositive = false>
+inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
+  const float number = make_divisor(values, count, absmax);
+  const Divisor divisor{splat(number), splat(1 / number)};
+  encode_values<Signed, KeepsPositive>(codes, values, count, [&](int64_t) { return divisor; });
+}
+
+// --- Narrow rows --------------------------------------------------------------------------------
+
+// Rows of a few elements are blocks that would take longer to begin and to end than to work on:
+// together as many as make a block, which lie side by side, are done as one, by vectors in which
+// each lane has its row's absmax.
+inline int64_t rows_at_once(int64_t width) {
+  return 2 * width <= kQuantBlock ? kQuantBlock / width : 1;
+}
+
+// Room for a block's elements, and for a vector that begins with the last.
+struct alignas(kVectorBytes) BlockRoom {
+  float at[kQuantBlock + kLanes<float>];
+};
+
+// Each element's number(row).
+template <class Number>
+inline void spread_rows(BlockRoom& to, int64_t rows, int64_t width, Number&& number) {
+  float* p = to.at;
+  for (int64_t row = 0; row < rows; ++row, p += width) {
+    const F32 of_row = splat(number(row));  // what it writes too much the next row replaces
+    for (int64_t i = 0; i < width; i += kLanes<float>) store(p + i, of_row);
+  }
+}
+
+inline void measure_rows(float* absmax, const BlockRoom& values, int64_t rows, int64_t width) {
+  if (width >= kLanes<float>) {
+    const float* p = values.at;
+    for (int64_t row = 0; row < rows; ++row, p += width) {
+      Largest largest;
+      for_vectors<float>(width, [&](int64_t i, auto place) { largest.add(load(p + i, place)); });
+      absmax[row] = largest.value();
+    }
+    return;
+  }
+  // By vectors of many rows: from each element on the largest of ever more, to a row's width.
+  BlockRoom largest;
+  const auto for_all = [&](auto&& most) {
+    for (int64_t i = 0; i < rows * width; i += kLanes<float>) store(largest.at + i, (F32)most(i));
+  };
+  for_all([&](int64_t i) { return magnitude_bits(load(values.at + i)); });
+  for (int64_t have = 1; have < width;) {
+    const int64_t more = have < width - have ? have : width - have;
+    for_all([&](int64_t i) {
+      const U32 here = (U32)load(largest.at + i), next = (U32)load(largest.at + i + more);
+      return here > next ? here : next;
+    });
+    have += more;
+  }
+  for (int64_t row = 0; row < rows; ++row) absmax[row] = largest.at[row * width];
+}
+
+// Values of rows by their absmax.
+inline void scale_rows(BlockRoom& values, const float* absmax, int64_t rows, int64_t width) {
+  BlockRoom scales;
+  spread_rows(scales, rows, width, [&](int64_t row) { return absmax[row]; });
+  for (int64_t i = 0; i < rows * width; i += kLanes<float>) {
+    store(values.at + i, load(values.at + i) * load(scales.at + i));
+  }
+}
+
+template <bool Signed, bool KeepsPositive = false>
+inline void encode_rows(uint8_t* codes, BlockRoom& values, const float* absmax, int64_t rows,
+                        int64_t width) {
+  BlockRoom divisors;
+  spread_rows(divisors, rows, width, [&](int64_t row) {
+    return make_divisor(values.at + row * width, width, absmax[row]);
+  });
+  encode_values<Signed, KeepsPositive>(codes, values.at, rows * width, [&](int64_t i) {
+    const F32 divisor = load(divisors.at + i);
+    return Divisor{divisor, 1 / divisor};
   });
 }
 

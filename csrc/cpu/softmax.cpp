@@ -18,17 +18,6 @@ namespace {
 
 using namespace torchweld;
 
-// The lanes that are there; in the others `fill`.
-template <class A>
-Vec<A> present(Vec<A> v, Whole, A) {
-  return v;
-}
-template <class A>
-Vec<A> present(Vec<A> v, Part part, A fill) {
-  for (int64_t i = part.count; i < kLanes<A>; ++i) v[i] = fill;
-  return v;
-}
-
 template <class A>
 constexpr A kExcluded = -__builtin_inff();
 

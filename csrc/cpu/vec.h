@@ -213,6 +213,67 @@ struct Part {
   int64_t count;
 };
 
+// A vector's lanes that are there; in the others `fill`.
+template <class A>
+inline Vec<A> present(Vec<A> v, Whole, A) {
+  return v;
+}
+template <class A>
+inline Vec<A> present(Vec<A> v, Part part, A fill) {
+  Bits<A> left;
+  for (int64_t i = 0; i < kLanes<A>; ++i) left[i] = part.count - i;
+  return choose<A>(left > 0, v, splat(fill));
+}
+
+// Between memory and N things of which a part is there. Not by memcpy: of a number that is not known
+// it is a call, which takes longer than all else that happens to a short row.
+template <int N, class T>
+inline void copy_part(T* to, const T* from, int64_t count) {
+  if constexpr (N > 1) {
+    constexpr int kHalf = N / 2;
+    if (count & kHalf) {
+      std::memcpy(to, from, kHalf * sizeof(T));
+      to += kHalf, from += kHalf;
+    }
+    copy_part<kHalf>(to, from, count);
+  }
+}
+template <int N, class T>
+inline void load_part(T (&lanes)[N], const T* from, Part part) {
+#if defined(__AVX512F__)
+  const unsigned there = (1u << part.count) - 1;
+  if constexpr (sizeof(T) == 8) {
+    _mm512_storeu_si512(lanes, _mm512_maskz_loadu_epi64((__mmask8)there, from));
+  } else if constexpr (sizeof(T) == 4) {
+    _mm512_storeu_si512(lanes, _mm512_maskz_loadu_epi32((__mmask16)there, from));
+  } else if constexpr (sizeof(T) == 2) {
+    _mm256_storeu_si256((__m256i*)lanes, _mm256_maskz_loadu_epi16((__mmask16)there, from));
+  } else {
+    _mm_storeu_si128((__m128i*)lanes, _mm_maskz_loadu_epi8((__mmask16)there, from));
+  }
+#else
+  std::memset(lanes, 0, sizeof lanes);
+  copy_part<N>(lanes, from, part.count);
+#endif
+}
+template <int N, class T>
+inline void store_part(T* to, const T (&lanes)[N], Part part) {
+#if defined(__AVX512F__)
+  const unsigned there = (1u << part.count) - 1;
+  if constexpr (sizeof(T) == 8) {
+    _mm512_mask_storeu_epi64(to, (__mmask8)there, _mm512_loadu_si512(lanes));
+  } else if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_epi32(to, (__mmask16)there, _mm512_loadu_si512(lanes));
+  } else if constexpr (sizeof(T) == 2) {
+    _mm256_mask_storeu_epi16(to, (__mmask16)there, _mm256_loadu_si256((const __m256i*)lanes));
+  } else {
+    _mm_mask_storeu_epi8(to, (__mmask16)there, _mm_loadu_si128((const __m128i*)lanes));
+  }
+#else
+  copy_part<N>(to, lanes, part.count);
+#endif
+}
+
 template <class T>
 inline Vec<Accumulate<T>> load(const T* p, Whole, Accumulate<T> = 0) {
   return load(p);
@@ -221,15 +282,9 @@ inline Vec<Accumulate<T>> load(const T* p, Whole, Accumulate<T> = 0) {
 template <class T>
 inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
   using A = Accumulate<T>;
-  T buffer[kLanes<A>] = {};
-  std::memcpy(buffer, p, part.count * sizeof(T));
-  const Vec<A> loaded = load(buffer);
-  A lane[kLanes<A>];
-  std::memcpy(lane, &loaded, sizeof lane);
-  for (int64_t i = part.count; i < kLanes<A>; ++i) lane[i] = fill;
-  Vec<A> v;
-  std::memcpy(&v, lane, sizeof v);
-  return v;
+  T lanes[kLanes<A>];
+  load_part(lanes, p, part);
+  return present(load(lanes), part, fill);
 }
 
 // The same of what is read once, from memory, by a loop that computes on it for longer than a
@@ -247,9 +302,9 @@ inline void store(T* p, Vec<Accumulate<T>> v, Whole) {
 }
 template <class T>
 inline void store(T* p, Vec<Accumulate<T>> v, Part part) {
-  T buffer[kLanes<Accumulate<T>>];
-  store(buffer, v);
-  std::memcpy(p, buffer, part.count * sizeof(T));
+  T lanes[kLanes<Accumulate<T>>];
+  store(lanes, v);
+  store_part(p, lanes, part);
 }
 
 // Past the caches: a result too large to stay in them is written without being read first, which
