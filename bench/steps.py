@@ -19,6 +19,7 @@ from torchweld.bench.cases import Case, Traffic
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
 from torchweld.ops._optimizer import RULES
+from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER
 
 Params = list[torch.Tensor]
@@ -61,12 +62,13 @@ class Kind:
     """A rule's step with one way to keep its states, and what it is compared with."""
 
     rule: str
-    reads: float  # bytes of a parameter that have to move
-    writes: float
+    reads: int  # bytes of a parameter that have to move
+    writes: int
     eager: Make  # torch's own, in the fastest of its ways
     ours: Make
     variant: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    of_block: tuple[int, int] = (0, 0)  # bytes that are read and written of a block besides
 
 
 def _fused(params: Params) -> torch.optim.Optimizer:
@@ -94,12 +96,13 @@ KINDS = (
     ),
     Kind(
         "adam",
-        10 + 1 / 32,
-        6 + 1 / 32,
+        10,
+        6,
         _fused,
         lambda p: optim.AdamW(p, state_dtype="8bit"),
         "8-bit states",
         {"bitsandbytes": _BITSANDBYTES, "torchao": _TORCHAO},
+        of_block=(8, 8),
     ),
     Kind(
         "sgd",
@@ -113,11 +116,12 @@ KINDS = (
     Kind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
     Kind(
         "lamb",
-        20 + 1 / 16,
-        6 + 1 / 32,
+        20,
+        6,
         lambda p: _Reference(optim.LAMB(p)),
         lambda p: optim.LAMB(p, state_dtype="8bit"),
         "8-bit states",
+        of_block=(16, 8),
     ),
     Kind(
         "adafactor",
@@ -139,6 +143,12 @@ def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
     return [*vectors, *matrices, (left // 1024, 1024)]
 
 
+def _adapters(rank: int, width: int, elements: int) -> list[tuple[int, ...]]:
+    """As LoRA has them: pairs of matrices, one of long rows and one of very short ones."""
+    pairs = elements // (2 * rank * width)
+    return [(rank, width), (width, rank)] * pairs
+
+
 @dataclass(frozen=True)
 class StepCase:
     """A kind of step over tensors of these shapes."""
@@ -158,9 +168,10 @@ class StepCase:
 
     def traffic(self) -> Traffic:
         """Bytes that have to move."""
+        blocks = sum(scales_shape(torch.Size(shape)).numel() for shape in self.shapes)
         return Traffic(
-            int(self.kind.reads * self.elements) // 4 * 4,
-            int(self.kind.writes * self.elements) // 4 * 4,
+            self.kind.reads * self.elements + self.kind.of_block[0] * blocks,
+            self.kind.writes * self.elements + self.kind.of_block[1] * blocks,
             in_place=True,
         )
 
@@ -185,6 +196,9 @@ def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
         mixed = _mixed(600, 2**24)
         kinds = [case.kind for case in found]
         found += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
+        adapters = _adapters(8, 4096, 2**24)
+        kinds = [kind for kind in kinds if kind.rule == "adam"]
+        found += [StepCase(kind, device, "LoRA", (), adapters) for kind in kinds]
     return found
 
 

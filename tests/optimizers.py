@@ -33,6 +33,17 @@ def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> Non
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
 
 
+def draw_grads_by_row(params: list[torch.Tensor], seed: int) -> None:
+    """Rows unlike their neighbours: none of a gradient, subnormal, large, with one not finite."""
+    draw_grads(params, seed)
+    for p in params:
+        assert p.grad is not None
+        magnitudes = torch.tensor([1.0, 0.0, 1e-42, 1e-20, 1e15, 1e-3], device=p.device)
+        p.grad *= magnitudes[torch.arange(len(p)) % 6].view(-1, 1)
+        p.grad[7::31, 0] = torch.nan
+        p.grad[11::31, -1] = torch.inf
+
+
 def run(
     make: Callable[[list[torch.Tensor]], Optimizer],
     steps: int = 6,

@@ -33,7 +33,9 @@ def test_a_step_is_timed_beside_torchs(kind: steps.Kind) -> None:
     assert all(result.status == "timed" and result.ms for result in found.values())
     assert found["cpu"].automatic
     elements = torch.Size(SHAPE).numel()
-    assert found["cpu"].bytes == pytest.approx((kind.reads + kind.writes) * elements, abs=8)
+    blocks = 3 * 8 * 3
+    expected = (kind.reads + kind.writes) * elements + sum(kind.of_block) * blocks
+    assert found["cpu"].bytes == expected
     assert found["cpu"].label == " ".join(filter(None, ["3x8x600", kind.variant]))
 
 
@@ -59,6 +61,12 @@ def test_cases_have_as_many_elements() -> None:
     assert 0.999 < mixed.elements / few.elements <= 1
     assert len(mixed.shapes) == 600
     assert str(mixed) == "lion 600 tensors"
+    adapters = steps.cases(["adam"], "cpu", quick=False)[-1]
+    assert str(adapters) == "adam LoRA 8-bit states"
+    assert adapters.elements == few.elements
+    # A row of 8 is a block, whose two absmax are read and written.
+    narrow = steps.StepCase(adapters.kind, "cpu", "", (), [(4096, 8)])
+    assert narrow.traffic().total == 4096 * (8 * 16 + 16)
 
 
 def test_the_command_measures_a_rule(

@@ -9,7 +9,19 @@ import pytest
 import torch
 
 import torchweld
-from optimizers import CODECS, RULES, Optimizer, U, draw, draw_grads, maker, run, same, snapshot
+from optimizers import (
+    CODECS,
+    RULES,
+    Optimizer,
+    U,
+    draw,
+    draw_grads,
+    draw_grads_by_row,
+    maker,
+    run,
+    same,
+    snapshot,
+)
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops._optimizer import read_param
@@ -184,6 +196,32 @@ def test_the_kernel_is_the_reference_to_the_bit(
                     assert same(snapshot(*run(make, 3, dtype)), expected)
         finally:
             torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 12, 15, 16, 17, 33, 64, 100, 127, 128, 129])
+def test_narrow_rows_are_blocks_of_their_own(width: int, backend: str) -> None:
+    """The reference's bits, however many are stepped together, wherever a thread begins."""
+    shapes = [(rows, width) for rows in (1, 75, 3, 40_000 // (width + 64))]  # for three threads
+    results = []
+    threads = torch.get_num_threads()
+    for name, count in (("eager", 1), (backend, 1), (backend, 3)):
+        params = draw(shapes=shapes)
+        optimizers = [
+            maker(optim.AdamW, {"amsgrad": True}, "8bit")(params[:2]),
+            maker(optim.Lion, {}, "8bit")(params[2:]),
+        ]
+        try:
+            torch.set_num_threads(count)
+            with torchweld.use_backend("cuda" if name == "emulator" else name):
+                for seed in range(3):
+                    draw_grads_by_row(params, seed)
+                    for optimizer in optimizers:
+                        optimizer.step()
+        finally:
+            torch.set_num_threads(threads)
+        results.append(snapshot(params[:2], optimizers[0]) + snapshot(params[2:], optimizers[1]))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 def test_an_8_bit_step_is_a_float32_step_between_codes() -> None:

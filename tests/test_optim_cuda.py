@@ -21,6 +21,7 @@ from optimizers import (
     SHAPES,
     draw,
     draw_grads,
+    draw_grads_by_row,
     maker,
     run,
     same,
@@ -92,6 +93,32 @@ def test_tensors_that_lie_across(state_dtype: Any, alike: bool, cuda_device: str
                 optimizer.step()
         results.append(snapshot(params, optimizer))
     assert same(*results)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+def test_narrow_rows_that_a_warp_takes_together(
+    dtype: torch.dtype, rounding: bool, cuda_device: str
+) -> None:
+    """With each of the rule's branches; of widths that are taken so and that are not."""
+    widths = [2, 4, 8, 12, 16, 32, 64, 100, 128]
+    shapes = [(rows, width) for width in widths for rows in (1, 150)]
+    for kind, settings in RULES:
+        # Where nothing is skipped, what is not finite spreads.
+        grads = draw_grads if kind in (optim.SGD, optim.LARS) else draw_grads_by_row
+        results = []
+        for backend in ("cuda", "eager"):
+            params = draw(dtype, shapes, cuda_device)
+            make = maker(kind, settings | {"stochastic_rounding": rounding}, "8bit")
+            optimizer = make(params)
+            for seed in range(2):
+                grads(params, seed)
+                with torchweld.use_backend(backend):
+                    optimizer.step()
+            results.append(snapshot(params, optimizer))
+        assert same(*results), (kind, settings)
 
 
 @pytest.mark.parametrize(

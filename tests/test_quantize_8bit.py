@@ -141,6 +141,25 @@ def test_what_is_not_finite_marks_its_block(signed: bool) -> None:
     assert (y[0, 2 * BLOCK :] == 1).all()
 
 
+@SIGNED
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 15, 16, 17, 40, 100, 127, 128, 129])
+def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
+    """However many are done together: zeros beside subnormal, large and not finite numbers."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(20_001 // width, width, generator=generator)
+    x *= torch.tensor([1.0, 0.0, 1e-42, 1e-20, 1e20])[torch.arange(len(x)) % 5].view(-1, 1)
+    x[7::31, 0] = torch.nan
+    x[11::31, -1] = -torch.inf
+    codes, absmax = quantize_8bit(x, signed=signed)
+    expected = quantize_reference(x, signed)
+    assert torch.equal(codes, expected[0])
+    torch.testing.assert_close(absmax, expected[1], rtol=0, atol=0, equal_nan=True)
+    y = dequantize_8bit(codes, absmax, signed=signed)
+    # NaNs' payloads are nobody's.
+    scaled = MAPS[signed][codes.long()] * absmax
+    torch.testing.assert_close(y, scaled, rtol=0, atol=0, equal_nan=True)
+
+
 def test_views_and_what_lies_around_them() -> None:
     base = torch.randn(40, 1200)
     view = base.t()[7:900:3, 5:38]

@@ -104,8 +104,8 @@ class Work {
       const int64_t own = !cuts_.empty()                 ? cuts_[i].all_pieces
                           : state_ == StateCodec::blocks ? rows.blocks()
                                                          : quant_blocks(t.width);
-      // A block of a narrow row has few elements, and is as much work to begin and to end.
-      constexpr int64_t kElementsOfBegin = 64;
+      // To begin and to end a block is work too, which shows in rows of few elements.
+      constexpr int64_t kElementsOfBegin = 8;
       amounts_.add(own, elements + kElementsOfBegin * own);
       blocks += own;
     }

@@ -46,9 +46,8 @@ void dequantize_blocks(const Dequantize8& a, int64_t first, int64_t blocks) {
   decode_block(values.at, codes, count, a.is_signed);
   if (blocks > 1) scale_rows(values, a.absmax + first, blocks, at.count);
   const F32 absmax = splat(blocks > 1 ? 1.0f : a.absmax[first]);
-  for_vectors<float>(count, [&](int64_t i, auto place) {
-    store(y + i, load(values.at + i) * absmax, place);
-  });
+  for_vectors<float>(
+      count, [&](int64_t i, auto place) { store(y + i, load(values.at + i) * absmax, place); });
 }
 
 // call(first, blocks) for all of a range, as many at once as may be.

@@ -341,8 +341,7 @@ inline U32 keep_positive(U32 code, F32 value) {
 
 // The codes of values; divisor(i) is what those from i on are divided by.
 template <bool Signed, bool KeepsPositive, class DivisorAt>
-inline void encode_values(uint8_t* codes, const float* values, int64_t count,
-                          DivisorAt&& divisor) {
+inline void encode_values(uint8_t* codes, const float* values, int64_t count, DivisorAt&& divisor) {
   const Encoder<Signed> encode;
   const auto code = [&](int64_t i, auto place) {
     const F32 value = load(values + i, place);
@@ -383,9 +382,8 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
 // Rows of a few elements are blocks that would take longer to begin and to end than to work on:
 // together as many as make a block, which lie side by side, are done as one, by vectors in which
 // each lane has its row's absmax.
-inline int64_t rows_at_once(int64_t width) {
-  return 2 * width <= kQuantBlock ? kQuantBlock / width : 1;
-}
+constexpr int64_t kNarrow = 64;  // from here on one at a time is as fast or faster
+inline int64_t rows_at_once(int64_t width) { return width < kNarrow ? kQuantBlock / width : 1; }
 
 // Room for a block's elements, and for a vector that begins with the last.
 struct alignas(kVectorBytes) BlockRoom {

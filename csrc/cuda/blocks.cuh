@@ -16,6 +16,13 @@ __device__ __forceinline__ int lane() { return (int)threadIdx.x % kWarp; }
 constexpr int kGroupStride = kWarp * 4;
 __device__ __forceinline__ int place(int group) { return group * kGroupStride + lane() * 4; }
 
+// Rows that are blocks of few elements would leave most lanes idle: as many as make a block are a
+// warp's together. Of powers of two, so that a row is the groups of lanes side by side.
+TW_HD uint32_t rows_of_warp(int64_t width) {
+  const bool narrow = width >= 4 && width < kQuantBlock && (width & (width - 1)) == 0;
+  return narrow ? (uint32_t)(kQuantBlock / width) : 1;
+}
+
 template <class T>
 using Four = Packed<T, 4>;
 

@@ -19,7 +19,10 @@
 //    reads lies side by side, 16 bytes a lane of float32, 8 of 16 bits, 4 of codes. All of it is asked
 //    for before anything is computed: at 80 registers or less 768 threads are there and have 98 KB in
 //    flight with float32 moments, 61 KB with 8-bit ones; 1 us at the copy bandwidth asks for 33 KB.
-//    Blocks that are not whole or not aligned go element by element through the same code.
+//    Blocks that are not whole or not aligned go element by element through the same code. Rows of 4
+//    to 128 elements that are 8-bit blocks of their own, as LoRA has them, are a warp's by as many as
+//    256 elements have, where their number is a power of two: a row's absmax is found by exchanging
+//    among its lanes. One at a time, rows of 8 would leave 30 lanes of 32 idle.
 //
 // 4. Instructions. 132 multiprocessors start 29.6e12 of a thread's in a second: at the copy bandwidth
 //    193 an element with float32 moments, 110 with 8-bit ones. Counted in the code of AdamW for sm_90:
@@ -178,8 +181,10 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
       &a.squares[0][0], &a.sums[0][0], a.count,
       [&](int64_t i) {
         for (; tensor < i; ++tensor) {
-          const int64_t blocks = a.tensors[tensor + 1].first_block - a.tensors[tensor].first_block;
-          piece += (blocks + kSquarePiece - 1) / kSquarePiece;
+          const StepTensor& t = a.tensors[tensor];
+          const int64_t blocks = a.tensors[tensor + 1].first_block - t.first_block;
+          piece += a.cuts ? pieces_of<CutTensor>(t, blocks, kSquarePiece)
+                          : pieces_of<StepTensor>(t, blocks, kSquarePiece);
         }
         return piece;
       },

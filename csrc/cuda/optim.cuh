@@ -120,18 +120,24 @@ struct CutTensor : StepTensor {
 template <class Tensor>
 constexpr bool kIsCut = std::is_same<Tensor, CutTensor>::value;
 
-// State is the type that moments are stored in: float, BFloat16, or bytes of codes.
-template <class Param, class State, class Rule, class Tensor = StepTensor>
+// What a warp has at a time: a block, or narrow rows that are one each.
+struct Turn {
+  uint32_t block, blocks;
+};
+
+// State is the type that moments are stored in: float, BFloat16, or bytes of codes. A Narrow turn is
+// of narrow rows.
+template <class Param, class State, class Rule, class Tensor = StepTensor, bool Narrow = false>
 class LaneOfBlock {
  public:
   static constexpr int N = Rule::kMoments;
   static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
   using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
 
-  __device__ __forceinline__ LaneOfBlock(const Tensor& t, uint32_t block, bool is_aligned)
+  __device__ __forceinline__ LaneOfBlock(const Tensor& t, Turn turn, bool is_aligned)
       : t_(t),
-        block_(block),
-        here_(locate(t, block)),
+        turn_(turn),
+        here_(locate(t, turn)),
         first_(here_.begin + place(0)),
         whole_(is_aligned && here_.count == kQuantBlock &&
                (!kIsCut<Tensor> || here_.begin % 4 == 0)) {
@@ -149,8 +155,10 @@ class LaneOfBlock {
       }
     });
     if constexpr (kInBlocks) {
+      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) absmax_[k] = t.absmax[k][block];
+        for (int k = 0; k < N; ++k) absmax_[k][at] = is_there ? t.absmax[k][block] : 0;
+      });
     }
   }
 
@@ -166,7 +174,7 @@ class LaneOfBlock {
         for_moments<N>([&](auto k) {
           if constexpr (kInBlocks) {
             const unsigned code = moment_[k][group].bits(i) & 0xffu;
-            m[k] = maps.template of<Rule::kSigned[k]>().value[code] * absmax_[k];
+            m[k] = maps.template of<Rule::kSigned[k]>().value[code] * absmax_[k][block_of(group)];
           } else {
             m[k] = moment_[k][group][i];
           }
@@ -183,13 +191,20 @@ class LaneOfBlock {
   __device__ __forceinline__ void save(const Maps& maps) {
     for_moments<N>([&](auto k) {
       if constexpr (kInBlocks) {
-        if constexpr (kIsCut<Tensor>) {
-          absmax_[k] = *new_absmax(k);  // known already, from all devices
-        } else {
-          absmax_[k] = largest_magnitude(m_[k]);
-        }
         constexpr bool kSigned = Rule::kSigned[k];
-        maps.template of<kSigned>().template encode<!kSigned>(moment_[k], m_[k], absmax_[k]);
+        constexpr int kTogether = kGroups / kBlocks;
+#pragma unroll
+        for (int at = 0; at < kBlocks; ++at) {
+          if constexpr (kIsCut<Tensor>) {
+            absmax_[k][at] = *new_absmax(k);  // known already, from all devices
+          } else if constexpr (Narrow) {
+            absmax_[k][at] = largest_magnitude(m_[k][at], lanes_of_row());
+          } else {
+            absmax_[k][at] = largest_magnitude(m_[k]);
+          }
+          maps.template of<kSigned>().template encode<kTogether, !kSigned>(
+              moment_[k] + at, m_[k] + at, absmax_[k][at]);
+        }
       } else {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -199,10 +214,11 @@ class LaneOfBlock {
     });
     if constexpr (kInBlocks && !kIsCut<Tensor>) {
       __syncwarp();  // all lanes have read the absmax that one of them replaces
-      if (lane() == 0) {
+      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
+        if (!is_there || lane() % lanes_of_row() != 0) return;
 #pragma unroll
-        for (int k = 0; k < N; ++k) t_.absmax[k][block_] = absmax_[k];
-      }
+        for (int k = 0; k < N; ++k) t_.absmax[k][block] = absmax_[k][at];
+      });
     }
     with_access([&](auto access_to) {
 #pragma unroll
@@ -226,14 +242,30 @@ class LaneOfBlock {
 
  private:
   __device__ __forceinline__ float* new_absmax(int k) const {
-    return t_.absmax[k] + t_.rows.all_pieces + block_;
+    return t_.absmax[k] + t_.rows.all_pieces + turn_.block;
   }
-  static __device__ __forceinline__ QuantBlock locate(const Tensor& t, uint32_t block) {
-    if constexpr (kIsCut<Tensor>) return cut_block(t.rows, block, t.width);
-    if constexpr (kInBlocks) return quant_block(block, t.width);
-    const int64_t begin = (int64_t)block * kQuantBlock, left = t.width - begin;
+  static __device__ __forceinline__ QuantBlock locate(const Tensor& t, Turn turn) {
+    if constexpr (Narrow) return {turn.block * t.width, turn.blocks * t.width};
+    if constexpr (kIsCut<Tensor>) return cut_block(t.rows, turn.block, t.width);
+    if constexpr (kInBlocks) return quant_block(turn.block, t.width);
+    const int64_t begin = (int64_t)turn.block * kQuantBlock, left = t.width - begin;
     return {begin, left < kQuantBlock ? left : kQuantBlock};
   }
+
+  // Blocks that a lane has elements of: narrow rows do not go on in another group.
+  static constexpr int kBlocks = Narrow ? kGroups : 1;
+  static __device__ __forceinline__ int block_of(int group) { return Narrow ? group : 0; }
+  __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }
+  // call(which of them, its number in the tensor, whether the turn has it)
+  template <class Call>
+  __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
+#pragma unroll
+    for (int at = 0; at < kBlocks; ++at) {
+      const uint32_t row = Narrow ? (uint32_t)(place(at) / (int)t_.width) : 0;
+      call(at, turn_.block + row, row < turn_.blocks);
+    }
+  }
+
   // call(group -> its Access): one branch for all that is read or written.
   template <class Call>
   __device__ __forceinline__ void with_access(Call&& call) const {
@@ -246,21 +278,33 @@ class LaneOfBlock {
   }
 
   const Tensor& t_;
-  const uint32_t block_;
+  const Turn turn_;
   const QuantBlock here_;
   const int64_t first_;  // element of the lane
   const bool whole_;
   Param param_[kGroups];
   Four<typename Param::Storage> grad_[kGroups];
   Four<State> moment_[N > 0 ? N : 1][kGroups];
-  float absmax_[N > 0 ? N : 1];
+  float absmax_[N > 0 ? N : 1][kBlocks];
   float p_[kGroups][4], m_[N > 0 ? N : 1][kGroups][4];
 };
 
 // --- A launch and its tensors -------------------------------------------------------------------
 
+// Blocks that a warp has at a time.
+template <class Tensor>
+TW_HD uint32_t blocks_of_turn(const StepTensor& t) {
+  return kIsCut<Tensor> ? 1 : rows_of_warp(t.width);
+}
+// Pieces of so many turns.
+template <class Tensor>
+int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
+  const int64_t of_piece = (int64_t)piece * blocks_of_turn<Tensor>(t);
+  return (blocks + of_piece - 1) / of_piece;
+}
+
 // Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. Each
-// block of threads has a piece of `piece` blocks, which lie in one tensor.
+// block of threads has a piece of `piece` turns, which lie in one tensor.
 template <class Tensor>
 constexpr int kBatchTensors = kIsCut<Tensor> ? 256 : 320;
 template <class Tensor>
@@ -299,7 +343,7 @@ cudaError_t for_batches(const StepTensor* tensors, const CutRows* cuts, int64_t 
       if constexpr (kIsCut<Tensor>) batch.tensor[i].rows = cuts[first + i];
       batch.blocks[i] = (uint32_t)blocks;
       batch.aligned[i / 32] |= (uint32_t)is_aligned(t) << i % 32;
-      pieces += (blocks + piece - 1) / piece;
+      pieces += pieces_of<Tensor>(t, blocks, piece);
       if (pieces > INT32_MAX) return cudaErrorInvalidValue;
       batch.first_piece[i + 1] = (uint32_t)pieces;
     }
@@ -310,17 +354,19 @@ cudaError_t for_batches(const StepTensor* tensors, const CutRows* cuts, int64_t 
   return cudaSuccess;
 }
 
-// The blocks of the piece that this block of threads has: body(tensor, block) in each warp.
+// The turns of the piece that this block of threads has: body(tensor, turn) in each warp.
 template <class Tensor, class Body>
-__device__ __forceinline__ void for_blocks_of_piece(const StepBatch<Tensor>& batch, int at,
-                                                    Body&& body) {
+__device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batch, int at,
+                                                   Body&& body) {
   const Tensor& t = batch.tensor[at];
-  const uint32_t piece = (uint32_t)batch.piece;
+  const uint32_t at_once = blocks_of_turn<Tensor>(t), piece = (uint32_t)batch.piece * at_once;
   const uint32_t first = (blockIdx.x - batch.first_piece[at]) * piece;
   const uint32_t left = batch.blocks[at] - first;
   const uint32_t count = left < piece ? left : piece;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x / kWarp; i < count; i += kStepWarps) body(t, first + i);
+  for (uint32_t i = threadIdx.x / kWarp * at_once; i < count; i += kStepWarps * at_once) {
+    body(t, Turn{first + i, count - i < at_once ? count - i : at_once});
+  }
 }
 
 // --- Rules --------------------------------------------------------------------------------------
@@ -419,27 +465,41 @@ struct StepLaunch {
 static_assert(sizeof(StepLaunch<StepTensor, int>) <= kLaunchBytes);
 static_assert(sizeof(StepLaunch<CutTensor, int>) + sizeof(bool) <= kLaunchBytes);
 
-// save(lane, maps) for each block, when its lanes have made their step.
+// call(Type<Lane>{}) with the lanes that the tensor's turns take.
+template <class Param, class State, class Tensor, class Rule, class Call>
+__device__ __forceinline__ void with_lanes(const Tensor& t, Call&& call) {
+  using Wide = LaneOfBlock<Param, State, Rule, Tensor>;
+  if constexpr (Wide::kInBlocks && !kIsCut<Tensor>) {
+    if (blocks_of_turn<Tensor>(t) > 1) {
+      return call(Type<LaneOfBlock<Param, State, Rule, Tensor, true>>{});
+    }
+  }
+  call(Type<Wide>{});
+}
+
+// save(lane, maps) at each turn, when its lanes have made their step.
 template <class Param, class State, class Tensor, class Rule, class Save>
 __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Save&& save) {
-  using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
-  __shared__ typename Lane::Maps maps;
+  __shared__ typename LaneOfBlock<Param, State, Rule, Tensor>::Maps maps;
   if (a.found_inf.read() != 0) return;
   const int at = a.batch.tensor_of(blockIdx.x);
   const Rule rule = a.rules[at];
   const float grad_factor = (float)a.grad_factor.read();
   const bool is_aligned = a.batch.is_aligned(at);
   maps.fill();
-  for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
-    Lane lane(t, block, is_aligned);
-    lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
-      const float before = p;
-      rule(p, g * grad_factor, m);
-      if constexpr (Lane::kInBlocks) {
-        skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
-      }
+  with_lanes<Param, State, Tensor, Rule>(a.batch.tensor[at], [&](auto type) {
+    using Lane = typename decltype(type)::type;
+    for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
+      Lane lane(t, turn, is_aligned);
+      lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
+        const float before = p;
+        rule(p, g * grad_factor, m);
+        if constexpr (Lane::kInBlocks) {
+          skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
+        }
+      });
+      save(lane, maps);
     });
-    save(lane, maps);
   });
 }
 
@@ -483,22 +543,24 @@ __device__ __forceinline__ double sum_over_block(double value) {
 template <class Param, class State, class Tensor, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     measure_pieces(const StepLaunch<Tensor, Rule> __grid_constant__ a) {
-  using Lane = LaneOfBlock<Param, State, Rule, Tensor>;
-  __shared__ typename Lane::Maps maps;
+  __shared__ typename LaneOfBlock<Param, State, Rule, Tensor>::Maps maps;
   const int at = a.batch.tensor_of(blockIdx.x);
   const Rule rule = a.rules[at];
   const float grad_factor = (float)a.grad_factor.read();
   const bool is_aligned = a.batch.is_aligned(at);
   maps.fill();
   double of_param = 0, of_step = 0;
-  for_blocks_of_piece(a.batch, at, [&](const Tensor& t, uint32_t block) {
-    Lane lane(t, block, is_aligned);
-    lane.for_elements(maps, [&](float& p, float g, float* m, bool is_there) {
-      double step = rule.direction(p, g * grad_factor, m);
-      if constexpr (Lane::kInBlocks) is_there &= is_finite(m[Lane::N - 1]);
-      if (!is_there) step = 0;
-      of_param += (double)p * p;
-      of_step += step * step;
+  with_lanes<Param, State, Tensor, Rule>(a.batch.tensor[at], [&](auto type) {
+    using Lane = typename decltype(type)::type;
+    for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
+      Lane lane(t, turn, is_aligned);
+      lane.for_elements(maps, [&](float& p, float g, float* m, bool is_there) {
+        double step = rule.direction(p, g * grad_factor, m);
+        if constexpr (Lane::kInBlocks) is_there &= is_finite(m[Lane::N - 1]);
+        if (!is_there) step = 0;
+        of_param += (double)p * p;
+        of_step += step * step;
+      });
     });
   });
   of_param = sum_over_block(of_param);
@@ -553,8 +615,8 @@ __global__ void __launch_bounds__(kStepThreads) grad_pieces(const GradLaunch __g
   const int at = a.batch.tensor_of(blockIdx.x);
   const bool is_aligned = a.batch.is_aligned(at);
   double sum = 0;
-  for_blocks_of_piece(a.batch, at, [&](const StepTensor& t, uint32_t block) {
-    Lane lane(t, block, is_aligned);
+  for_turns_of_piece(a.batch, at, [&](const StepTensor& t, Turn turn) {
+    Lane lane(t, turn, is_aligned);
     lane.for_elements({}, [&](float&, float g, float*, bool) { sum += (double)g * g; });
   });
   sum = sum_over_block(sum);

@@ -31,6 +31,18 @@ __device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups
   return __uint_as_float(__reduce_max_sync(0xffffffffu, most));
 }
 
+// Of the group's elements and those of as many lanes around it as have its row.
+__device__ __forceinline__ float largest_magnitude(const float (&group)[4], int lanes_of_row) {
+  unsigned most = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(group[i]) & ~kSignBit);
+#pragma unroll 1
+  for (int apart = lanes_of_row / 2; apart > 0; apart /= 2) {
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, apart));
+  }
+  return __uint_as_float(most);
+}
+
 // call(fraction), where fraction(x) is x / absmax, rounded once: by the three instructions that are
 // left of a division where its divisor's reciprocal is known, and nothing becomes too large or too
 // small for them: but for fractions below 2^-23, which are nearest to zero anyhow.
@@ -59,14 +71,15 @@ struct SharedMap {
     for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
     for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
   }
-  // Of all values that a lane has of a block; no lane's is larger than absmax. `KeepsPositive`, for
-  // a second moment, whose root is a divisor: what is not zero does not become it.
-  template <bool KeepsPositive = false>
-  __device__ __forceinline__ void encode(Four<uint8_t> (&to)[kGroups],
-                                         const float (&values)[kGroups][4], float absmax) const {
+  // Of the values that a lane has of a block, in so many groups; no lane's is larger than absmax.
+  // `KeepsPositive`, for a second moment, whose root is a divisor: what is not zero does not become
+  // it.
+  template <int Groups = kGroups, bool KeepsPositive = false>
+  __device__ __forceinline__ void encode(Four<uint8_t>* to, const float (*values)[4],
+                                         float absmax) const {
     with_fractions(absmax, [&](auto&& fraction_of) {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
+      for (int group = 0; group < Groups; ++group) {
         unsigned codes[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
