@@ -63,16 +63,17 @@ class BlockMoment {
     absmax_ = t.absmax[moment] + span.first;
     count_ = span.count;
     rows_ = span.blocks;
+    width_ = t.width;
     is_signed_ = is_signed;
     scale_ = splat(rows_ == 1 ? *absmax_ : 1.0f);
     decode_block(old_.at, codes_, count_, is_signed);
-    if (rows_ > 1) scale_rows(old_, absmax_, rows_, t.width);
+    if (rows_ > 1) scale_rows(old_, absmax_, rows_, width_);
     largest_ = {};
     absmax_ += span.next;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return present(load(old_.at + i) * scale_, place, 0.0f);  // code 0 is no zero
+    return present(load(old_.at + i) * scale_, place, 0.0f);  // code 0 is not always zero
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
@@ -80,13 +81,13 @@ class BlockMoment {
     store(new_.at + i, v, place);
   }
   void measure() {
-    if (rows_ > 1) return measure_rows(absmax_, new_, rows_, count_ / rows_);
+    if (rows_ > 1) return measure_rows(absmax_, new_, rows_, width_);
     *absmax_ = largest_.value();
   }
   void leave() {
     if (rows_ > 1) {
       const auto encode = is_signed_ ? encode_rows<true> : encode_rows<false, true>;
-      return encode(codes_, new_, absmax_, rows_, count_ / rows_);
+      return encode(codes_, new_, absmax_, rows_, width_);
     }
     const auto encode = is_signed_ ? encode_block<true> : encode_block<false, true>;
     encode(codes_, new_.at, count_, *absmax_);
@@ -98,7 +99,7 @@ class BlockMoment {
   BlockRoom old_, new_;
   uint8_t* codes_;
   float* absmax_;
-  int64_t count_, rows_;
+  int64_t count_, rows_, width_;
   bool is_signed_;
 };
 

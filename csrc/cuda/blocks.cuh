@@ -20,7 +20,7 @@ __device__ __forceinline__ int place(int group) { return group * kGroupStride + 
 // warp's together. Of powers of two, so that a row is the groups of lanes side by side.
 TW_HD uint32_t rows_of_warp(int64_t width) {
   const bool narrow = width >= 4 && width < kQuantBlock && (width & (width - 1)) == 0;
-  return narrow ? (uint32_t)(kQuantBlock / width) : 1;
+  return narrow ? (uint32_t)kQuantBlock / (uint32_t)width : 1;
 }
 
 template <class T>

@@ -215,7 +215,7 @@ class LaneOfBlock {
     if constexpr (kInBlocks && !kIsCut<Tensor>) {
       __syncwarp();  // all lanes have read the absmax that one of them replaces
       for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
-        if (!is_there || lane() % lanes_of_row() != 0) return;
+        if (!is_there || (lane() & (lanes_of_row() - 1)) != 0) return;
 #pragma unroll
         for (int k = 0; k < N; ++k) t_.absmax[k][block] = absmax_[k][at];
       });
@@ -261,7 +261,8 @@ class LaneOfBlock {
   __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
 #pragma unroll
     for (int at = 0; at < kBlocks; ++at) {
-      const uint32_t row = Narrow ? (uint32_t)(place(at) / (int)t_.width) : 0;
+      // Divided by a power of two.
+      const uint32_t row = Narrow ? (uint32_t)place(at) >> (__ffs((int)t_.width) - 1) : 0;
       call(at, turn_.block + row, row < turn_.blocks);
     }
   }
