@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.functional import dropout, layer_norm, rms_norm
 
-import torchweld
+from torchweld import functional
 
 SHAPE = (64,)
+NAMES = ("layer_norm", "rms_norm", "softmax_dropout")
+BUDGETS = (1.15, 1.5)  # of torch's time, without gradients and with them
+
+
+def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Ours and torch's. Where nothing is dropped a softmax goes to eager."""
+    x = torch.randn(1, *SHAPE, requires_grad=requires_grad)
+    weight = torch.ones(SHAPE, requires_grad=requires_grad)
+    if name == "softmax_dropout":
+        return (
+            lambda: functional.softmax_dropout(x, scale=0.125, p=0.1, training=False),
+            lambda: dropout(torch.softmax(x * 0.125, -1), 0.1, training=False),
+        )
+    ours, theirs = getattr(functional, name), {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
+    return lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight)
 
 
 def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
-    """Of times in turns that are so short that most are not interrupted: other tests run beside."""
+    """Of times in turns that are so short that most are not interrupted: other tests run beside.
+
+    The least of a few attempts, as noise only adds.
+    """
 
     def seconds(function: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -23,25 +45,29 @@ def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
             function()
         return time.perf_counter() - start
 
-    return statistics.median(seconds(ours) / seconds(theirs) for _ in range(501))
+    def attempt() -> float:
+        return statistics.median(seconds(ours) / seconds(theirs) for _ in range(101))
+
+    return min(attempt() for _ in range(5))
 
 
-@pytest.mark.parametrize(("requires_grad", "budget"), [(False, 1.6), (True, 1.6)])
-def test_small_softmaxes(requires_grad: bool, budget: float) -> None:
-    x = torch.randn(1, *SHAPE, requires_grad=requires_grad)
-    ours = torchweld.functional.softmax_dropout
-    ratio = _ratio(lambda: ours(x, scale=0.125), lambda: torch.softmax(x * 0.125, -1))
-    print(f"softmax_dropout: {ratio:.3f}x torch's time on 1 x 64")
-    assert ratio <= budget
+@pytest.fixture(scope="module")
+def ratios() -> dict[str, list[float]]:
+    """In a process of their own: after thousands of tests an interpreter's call sites have met
+    everything there is, and are slower than in anybody's training."""
+    ran = subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE)
+    found: dict[str, list[float]] = json.loads(ran.stdout)
+    return found
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize(("requires_grad", "budget"), [(False, 1.15), (True, 1.5)])
-def test_small_calls(name: str, requires_grad: bool, budget: float) -> None:
-    x = torch.randn(1, *SHAPE, requires_grad=requires_grad)
-    weight = torch.ones(SHAPE, requires_grad=requires_grad)
-    ours = getattr(torchweld.functional, name)
-    theirs = getattr(torch.nn.functional, name)
-    ratio = _ratio(lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight))
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_small_calls(name: str, requires_grad: bool, ratios: dict[str, list[float]]) -> None:
+    ratio = ratios[name][requires_grad]
     print(f"{name}: {ratio:.3f}x torch's time on 1 x 64")
-    assert ratio <= budget
+    assert ratio <= BUDGETS[requires_grad]
+
+
+if __name__ == "__main__":
+    both = {name: [_ratio(*_calls(name, grads)) for grads in (False, True)] for name in NAMES}
+    print(json.dumps(both))
