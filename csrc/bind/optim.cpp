@@ -30,7 +30,7 @@ struct Scalars {
 };
 
 #if defined(TW_CUDA)
-// Of all tensors, each in its own.
+// At most, of all tensors, each in its own; narrow rows make fewer.
 int64_t square_pieces(const std::vector<StepTensor>& tensors) {
   int64_t pieces = 0;
   for (size_t i = 0; i + 1 < tensors.size(); ++i) {
