@@ -24,16 +24,14 @@ EMULATOR_ASAN := build/emulator-asan/lib
 ASAN := build/asan/lib
 PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
-NUMBERS := tests/test_oracle.py tests/test_shapes.py tests/test_determinism.py tests/test_random.py \
-	tests/test_linear.py tests/test_quantize_8bit.py tests/test_optim.py tests/test_optim_adaptive.py \
-	tests/test_optim_adafactor.py $(wildcard tests/test_optim_cuda*.py) tests/test_optim_layouts.py \
-	tests/test_optim_rounding.py
-KERNELS := $(NUMBERS) tests/test_gradients.py tests/test_bad_input.py tests/test_cublaslt.py \
-	tests/test_mlp_on_cuda.py
-CONTRACT := $(KERNELS) tests/test_torch.py tests/test_nn.py tests/test_distributed.py \
-	tests/test_seams.py tests/test_gemm_act.py tests/test_seams_distributed.py \
-	tests/test_residual.py tests/test_batch_norm.py tests/test_batch_norm_distributed.py \
-	tests/test_optim_habits.py tests/test_optim_distributed.py tests/test_optim_sums_distributed.py
+CUDA_OPTIM := $(wildcard tests/optim/test_optim_cuda*.py)
+NUMBERS := $(addprefix tests/contract/,test_oracle.py test_shapes.py test_determinism.py test_random.py) \
+	$(addprefix tests/ops/,test_linear.py test_quantize_8bit.py) $(CUDA_OPTIM) \
+	$(addprefix tests/optim/,test_optim.py test_optim_adaptive.py test_optim_adafactor.py \
+	test_optim_layouts.py test_optim_rounding.py)
+KERNELS := $(NUMBERS) $(addprefix tests/contract/,test_gradients.py test_bad_input.py) \
+	$(addprefix tests/ops/,test_cublaslt.py test_mlp_on_cuda.py)
+CONTRACT := tests/contract tests/ops tests/optim tests/distributed tests/pytorch
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -84,11 +82,11 @@ test: emulator ## The package's own test suite
 
 .PHONY: test-contract
 test-contract: emulator ## The contract and the ahead-of-time compiles alone
-	@$(PYTEST) -n 2 --dist worksteal $(CONTRACT) tests/test_triton_aot.py $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal $(CONTRACT) tests/tools/test_triton_aot.py $(ARGS)
 
 .PHONY: test-isa
 test-isa: env ## The kernels' numbers on every CPU instruction set but the best, which `make test` runs on
-	@for isa in $$($(PY) -c 'from torchweld import _native; print(*_native.supported_isas()[1:])'); do \
+	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
 	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "not emulator and not interpreter and not compile" $(NUMBERS) || exit 1; \
 	done
@@ -152,7 +150,7 @@ SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=pr
 .PHONY: sanitize
 sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
 	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN) \
-	  --isa $$($(PY) -c 'from torchweld import _native; print(_native.supported_isas()[0])')
+	  --isa $$($(PY) -c 'from torchweld.dispatch import native; print(native.supported_isas()[0])')
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \

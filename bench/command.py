@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 
-from torchweld import _evidence
-from torchweld.bench import conditions, evidence, limits, sources, steps
+from torchweld.bench import conditions, limits, recording, sources, steps
 from torchweld.bench.cases import DIRECTIONS, DTYPES, MIDDLE, cases
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine
 from torchweld.bench.runner import Plan
-from torchweld.bench.table import Table, progress
 from torchweld.bench.timing import clock_for
-from torchweld.ops._optimizer import RULES
+from torchweld.dispatch import evidence
+from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
+from torchweld.table import Table, progress
 
 NAMED_DTYPES = {
     "fp32": torch.float32,
@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
     """Names of ops."""
-    names = ", ".join(evidence.PROVEN)
+    names = ", ".join(recording.PROVEN)
     parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {names}")
 
 
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _op(name: str) -> str:
-    if name not in evidence.PROVEN:
-        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(evidence.PROVEN)}")
+    if name not in recording.PROVEN:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(recording.PROVEN)}")
     return name
 
 
@@ -162,15 +162,15 @@ def _rules(options: argparse.Namespace) -> list[str]:
 
 def _prove(
     root: Path, report: Report, names: Sequence[str], backends: Sequence[str]
-) -> evidence.Record:
+) -> recording.Record:
     """The contract's part of the evidence."""
-    path = root / "bench" / "evidence" / _evidence.file_name(report.machine["name"])
-    record = evidence.Record(path, report.machine, root)
-    proven = [evidence.PROVEN[name] for name in names]
-    targets = {(op.name, b) for op in proven for b in evidence.gpu_backends(op) if b in backends}
+    path = root / "bench" / "evidence" / evidence.file_name(report.machine["name"])
+    record = recording.Record(path, report.machine, root)
+    proven = [recording.PROVEN[name] for name in names]
+    targets = {(op.name, b) for op in proven for b in recording.gpu_backends(op) if b in backends}
     for op, backend in targets:
-        record.begin(evidence.PROVEN[op], backend)
-    for op, backend, passed in evidence.contract(root, targets):
+        record.begin(recording.PROVEN[op], backend)
+    for op, backend, passed in recording.contract(root, targets):
         record.add_outcome(op, backend, passed)
     print(f"evidence: {record.path}")
     return record
@@ -184,7 +184,7 @@ def _read(path: Path) -> Report:
         return load(path)
     where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
     where |= {name: saved[name] for name in ("capability", "date", "versions")}
-    return Report(where, evidence.results(saved, sources.root()))
+    return Report(where, recording.results(saved, sources.root()))
 
 
 def _deliver(report: Report, options: argparse.Namespace) -> int:
@@ -219,7 +219,7 @@ def _check_evidence() -> int:
     if root is None:
         raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")
     table = Table(["op", "backend", "GPU", "evidence"], numbers_from=4)
-    for line in evidence.standing(root, _evidence.records()):
+    for line in recording.standing(root, evidence.records()):
         table.add(*line)
     table.show()
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._call import call
+from torchweld.dispatch.call import call
 from torchweld.registry import EAGER, Op
 
 COMPILE = "compile"

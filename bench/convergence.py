@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from torchweld import optim
-from torchweld.bench.table import Table, progress
+from torchweld.table import Table, progress
 
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 64, 16
 LAST = 50  # steps whose mean is the final loss

@@ -13,8 +13,8 @@ import torch
 import torchweld
 from torchweld.bench.cases import Case, Problem
 from torchweld.bench.timing import Clock, Run, Sample, interleaved, wall_time
-from torchweld.ops._call import call
-from torchweld.registry import Op, Seam
+from torchweld.dispatch.call import call
+from torchweld.registry import Composite, Op
 
 DIRECTIONS = ("no gradients", "with gradients", "and backward")
 CALLS = 50  # in a block, which is timed as a whole
@@ -57,7 +57,7 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
 
 def _as_users_call(op: Op) -> Callable[..., Any]:
     """The public function, on the forward's arguments: a seed is drawn at every call."""
-    if op.inputs is None and not isinstance(op, Seam):
+    if op.inputs is None and not isinstance(op, Composite):
         return getattr(torchweld.functional, op.name)
 
     def function(*inputs: Any) -> Any:

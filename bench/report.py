@@ -12,8 +12,8 @@ from typing import Any
 from torchweld.bench import overhead
 from torchweld.bench.overhead import Overhead
 from torchweld.bench.runner import Result
-from torchweld.bench.table import Table
 from torchweld.registry import EAGER
+from torchweld.table import Table
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torchweld.bench.cases import Case, Problem, Traffic, name
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
-from torchweld.ops._call import automatic
+from torchweld.dispatch.call import automatic
 from torchweld.registry import EAGER
 
 

@@ -8,7 +8,7 @@ import re
 import tokenize
 from pathlib import Path
 
-from torchweld.ops._optimizer import Rule
+from torchweld.ops.optimizer.rule import Rule
 from torchweld.registry import Op
 
 # Strings and character literals are kept: they may hold what looks like a comment.

@@ -18,7 +18,7 @@ from torchweld.bench import runner
 from torchweld.bench.cases import Case, Traffic
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
-from torchweld.ops._optimizer import RULES
+from torchweld.ops.optimizer.rule import RULES
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER
 
@@ -234,8 +234,8 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
             not_timed.append(result)
 
     enter(EAGER, case.kind.eager)
-    rule, device = RULES[case.kind.rule], torch.device(case.device)
-    for backend in rule.backends(device):
+    rule, param = RULES[case.kind.rule], torch.empty(0, device=case.device)
+    for backend in rule.backends(param):
         if backend in plan.backends:
             enter(backend, case.kind.ours, backend)
     for name, peer in case.kind.peers.items():
@@ -245,7 +245,7 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
                 lambda params, peer=peer: peer.make(importlib.import_module(peer.module))(params),
             )
     with torchweld.use_backend(None):
-        chosen = rule.automatic(device)
+        chosen = rule.automatic(param)
     results = compare(runs, case.traffic(), case.device, plan, clock, case.blank)
     for result in results:
         result.automatic = result.contender == chosen

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchweld import optim
-from torchweld.registry import OPS, Op, Seam
+from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops
 
@@ -20,7 +20,7 @@ def table() -> str:
     parts = [HEADER]
     for op in OPS.values():
         backends = "; ".join(f"{name}: `{files[0]}`" for name, files in op.sources.items())
-        about = _seam(op, backends) if isinstance(op, Seam) else _kernel(op, backends)
+        about = _seam(op, backends) if isinstance(op, Composite) else _kernel(op, backends)
         parts.append(
             f"""## {op.name}
 
@@ -45,7 +45,7 @@ def _kernel(op: Op, backends: str) -> str:
 - saved for backward: {", ".join(saved)}{", as far as it is needed" if op.unsaved else ""}"""
 
 
-def _seam(op: Seam, backends: str) -> str:
+def _seam(op: Composite, backends: str) -> str:
     return f"""
 - {op.made_of.format(backends)}
 - saved for backward: {op.saves}"""

@@ -23,7 +23,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 import torchweld  # noqa: E402
-from torchweld.registry import BACKENDS, OPS, Op, Seam  # noqa: E402
+from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
 
 settings.register_profile(
     "torchweld",
@@ -87,7 +87,7 @@ PLACES = _places()
 # A seam has no kernel of its own: what is not marked with `seams` is in tests/test_seams.py. What
 # the interpreter and the emulator could find is found in the ops' own tests; so is what a backend
 # has that serves a part of the samples.
-KERNELS = [op for op in OPS.values() if not isinstance(op, Seam)]
+KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
 TARGETS = [
     Target(op, backend, place, device)
     for place, (backend, device, missing) in PLACES.items()

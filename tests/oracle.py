@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchweld._autograd import as_tuple
-from torchweld.ops._call import call
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
 from torchweld.registry import Op, TensorSpec, materialize
 
 Results = dict[str, torch.Tensor]

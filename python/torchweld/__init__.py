@@ -1,15 +1,13 @@
 """torchweld: fused kernels for transformer training that drop into the PyTorch stack you run."""
 
-from torchweld import _native
-
-__version__ = "0.1.0"
-
-# Schemas come before what implements them.
 from torchweld import functional, nn, optim, random
+from torchweld.dispatch import native
+from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError
-from torchweld.ops._call import Explanation, backends, explain, use_backend
+from torchweld.explanation import Explanation, explain
+from torchweld.version import __version__
 
-_native.load()
+native.load()  # implements the schemas, which the imports above have defined
 
 __all__ = [
     "ArgumentError",

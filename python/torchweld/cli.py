@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 import torchweld
-from torchweld import doctor
+from torchweld import doctor, tune
 from torchweld.bench import command as bench
-from torchweld.bench import tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,11 +11,10 @@ import textwrap
 
 import torch
 
-from torchweld import _evidence, _native
-from torchweld.bench.machine import cpu_name, versions
-from torchweld.bench.table import Table
-from torchweld.ops import _call
+from torchweld.dispatch import choice, evidence, native
+from torchweld.machine import cpu_name, versions
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
+from torchweld.table import Table
 
 WIDTH = 100
 Facts = list[tuple[str, str]]
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
         "Versions": _versions(),
         "CPU": _cpu(),
         "GPU": _gpus(),
-        f"Native libraries, in {_native.DIRECTORY}": _libraries(),
+        f"Native libraries, in {native.DIRECTORY}": _libraries(),
         "Evidence from GPUs": _evidence_here(),
         "Backends": [("in force", _in_force())],
     }
@@ -57,12 +56,12 @@ def _versions() -> Facts:
 
 
 def _cpu() -> Facts:
-    how = os.environ.get(_native.ISA_VARIABLE)
-    how = f"{_native.ISA_VARIABLE}={how}" if how else "the best; TORCHWELD_CPU_ISA forces another"
+    how = os.environ.get(native.ISA_VARIABLE)
+    how = f"{native.ISA_VARIABLE}={how}" if how else "the best; TORCHWELD_CPU_ISA forces another"
     return [
         ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
-        ("instruction set", f"{_native.cpu_isa or 'none'} ({how})"),
-        ("supported", ", ".join(_native.supported_isas())),
+        ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
+        ("supported", ", ".join(native.supported_isas())),
     ]
 
 
@@ -93,11 +92,11 @@ def _libraries() -> Facts:
     facts = []
     for library in ("torchweld_cpu", "torchweld_cuda"):
         state = "loaded"
-        if library in _native.missing:
-            state = f"not loaded: {_native.missing[library]}"
-        elif library == "torchweld_cuda" and _native.cuda_built_with:
-            major, minor = divmod(_native.cuda_built_with // 10, 100)
-            oldest = _native.OLDEST_DRIVER.get(major, "unknown")
+        if library in native.missing:
+            state = f"not loaded: {native.missing[library]}"
+        elif library == "torchweld_cuda" and native.cuda_built_with:
+            major, minor = divmod(native.cuda_built_with // 10, 100)
+            oldest = native.OLDEST_DRIVER.get(major, "unknown")
             state += f"; built with CUDA {major}.{minor}, which needs driver >= {oldest}"
         facts.append((library, state))
     return facts
@@ -107,9 +106,9 @@ def _evidence_here() -> Facts:
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     facts = [
         (gpu + (" (this one)" if gpu == here else ""), f"recorded {record.get('date', '')}")
-        for gpu, record in _evidence.records().items()
+        for gpu, record in evidence.records().items()
     ]
-    if tuned := _evidence.own(here):
+    if tuned := evidence.own(here):
         facts.append((f"{here} (this one)", f"`torchweld tune`, {tuned['date']}"))
     elif here:
         facts.append((here, "not tuned here: `torchweld tune` takes a minute"))
@@ -118,13 +117,13 @@ def _evidence_here() -> Facts:
 
 
 def _in_force() -> str:
-    if _call.forced is None:
-        return f"the automatic choice; {_call.BACKEND_VARIABLE} or use_backend() forces one"
+    if choice.forced is None:
+        return f"the automatic choice; {choice.BACKEND_VARIABLE} or use_backend() forces one"
     try:
-        _call._check_name(_call.BACKEND_VARIABLE, "the environment variable", _call.forced)
+        choice.check_names(choice.BACKEND_VARIABLE, "the environment variable", choice.forced)
     except ValueError as error:
         return str(error)
-    return f"{_call.forced} for every op, by {_call.BACKEND_VARIABLE}"
+    return f"{', '.join(choice.forced)} for every op, by {choice.BACKEND_VARIABLE}"
 
 
 # --- Op x backend -----------------------------------------------------------------------------
@@ -168,6 +167,6 @@ def _serves(op: Op, backend: str) -> tuple[str, str | None]:
     x = torch.zeros(1, dtype=torch.bfloat16, device="cpu" if on_cpu else "cuda").expand(8192, 1024)
     if reason := op.why_not(backend, [x]):
         return "no", reason
-    if reason := _call.why_not_automatic(op, backend, [x]):
+    if reason := choice.why_not_automatic(op, backend, [x]):
         return "by name", f"{reason} (bfloat16, 8192 x 1024)"
     return "yes", None

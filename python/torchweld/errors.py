@@ -15,10 +15,15 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for by name cannot serve: says why."""
+    """No backend that was asked for by name can serve: says why, one by one."""
 
-    def __init__(self, op: str, backend: str, reason: str) -> None:
-        super().__init__(f"{op}: the {backend} backend cannot serve: {reason}")
+    def __init__(self, op: str, reasons: dict[str, str]) -> None:
         self.op = op
-        self.backend = backend
-        self.reason = reason
+        self.reasons = reasons
+        self.backend = ", ".join(reasons)
+        if len(reasons) == 1:
+            self.reason = reasons[self.backend]
+            super().__init__(f"{op}: the {self.backend} backend cannot serve: {self.reason}")
+        else:
+            self.reason = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+            super().__init__(f"{op}: none of these backends can serve: {self.reason}")

@@ -1,18 +1,18 @@
 """The public functions, in the manner of torch.nn.functional."""
 
-from torchweld.ops.batch_norm_act import batch_norm_act
-from torchweld.ops.bias_act import bias_act
-from torchweld.ops.bias_dropout_add import bias_dropout_add
-from torchweld.ops.dropout_add_layer_norm import dropout_add_layer_norm
-from torchweld.ops.dropout_add_rms_norm import dropout_add_rms_norm
-from torchweld.ops.gated_act import gated_act
-from torchweld.ops.layer_norm import layer_norm
-from torchweld.ops.linear_act import linear_act, linear_gelu
-from torchweld.ops.linear_batch_norm_act import linear_batch_norm_act
-from torchweld.ops.mlp import gated_mlp, mlp
-from torchweld.ops.normalize_act import normalize_act
+from torchweld.ops.activation.bias_act import bias_act
+from torchweld.ops.activation.gated_act import gated_act
+from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
+from torchweld.ops.batch_norm.normalize_act import normalize_act
+from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
+from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
+from torchweld.ops.gemm.mlp import gated_mlp, mlp
+from torchweld.ops.norm.layer_norm import layer_norm
+from torchweld.ops.norm.rms_norm import rms_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
-from torchweld.ops.rms_norm import rms_norm
+from torchweld.ops.residual.bias_dropout_add import bias_dropout_add
+from torchweld.ops.residual.dropout_add_layer_norm import dropout_add_layer_norm
+from torchweld.ops.residual.dropout_add_rms_norm import dropout_add_rms_norm
 from torchweld.ops.softmax_dropout import softmax_dropout
 
 __all__ = [

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.checks import NUMBER
+from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
-from torchweld.ops._check import NUMBER
-from torchweld.registry import LIBRARY
 
 LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchweld import functional
-from torchweld.ops.batch_norm_act import is_first
+from torchweld.ops.batch_norm.batch_norm_act import is_first
 
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
 

@@ -1,11 +1,10 @@
-"""One file per op: its declaration, reference, check and public function.
+"""One file per op: its declaration, reference, check and public function; families in folders.
 
-Importing the package imports, and so registers, every op that has a file here.
+Importing the package imports, and so registers, every op.
 """
 
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.startswith("_"):
-        importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

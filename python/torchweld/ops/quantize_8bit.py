@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from torchweld import checks
+from torchweld.dispatch.bare import BareOp
 from torchweld.errors import ArgumentError
-from torchweld.ops import _check
-from torchweld.ops._plain import PlainOp
 
 BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,9 +29,9 @@ def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor
         NaN or an infinity is its block's absmax, and nothing that comes back from such a block is
         finite. No gradient flows.
     """
-    _check.dense("quantize_8bit", "x", x, _FLOATS)
+    checks.dense("quantize_8bit", "x", x, _FLOATS)
     with torch.no_grad():
-        kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x.device)
+        kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x)
         return (kernel or quantize_reference)(x, signed)
 
 
@@ -53,9 +53,9 @@ def dequantize_8bit(
     Returns:
         A tensor of codes' shape: map[code] * absmax, in float32, then rounded to dtype.
     """
-    _check.dense("dequantize_8bit", "codes", codes, [torch.uint8])
-    _check.dense("dequantize_8bit", "absmax", absmax, [torch.float32])
-    _check.like("dequantize_8bit", "absmax", absmax, codes, "codes")
+    checks.dense("dequantize_8bit", "codes", codes, [torch.uint8])
+    checks.dense("dequantize_8bit", "absmax", absmax, [torch.float32])
+    checks.like("dequantize_8bit", "absmax", absmax, codes, "codes")
     if absmax.shape != scales_shape(codes.shape):
         accepted = f"{list(scales_shape(codes.shape))}, for codes of shape {list(codes.shape)}"
         raise ArgumentError("dequantize_8bit", "absmax", f"of shape {list(absmax.shape)}", accepted)
@@ -63,7 +63,7 @@ def dequantize_8bit(
         names = " or ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
         raise ArgumentError("dequantize_8bit", "dtype", dtype, names)
     with torch.no_grad():
-        kernel = None if dtype == torch.float64 else _DEQUANTIZE.kernel(codes.device)
+        kernel = None if dtype == torch.float64 else _DEQUANTIZE.kernel(codes)
         return (kernel or dequantize_reference)(codes, absmax, signed, dtype)
 
 
@@ -202,14 +202,14 @@ def _dequantize_fake(
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-_QUANTIZE = PlainOp(
+_QUANTIZE = BareOp(
     "quantize_8bit",
     "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)",
     _quantize_fake,
     ("cpu", "cuda"),
     proof="adam",
 )
-_DEQUANTIZE = PlainOp(
+_DEQUANTIZE = BareOp(
     "dequantize_8bit",
     "(Tensor codes, Tensor absmax, bool signed, ScalarType dtype) -> Tensor",
     _dequantize_fake,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from torchweld import checks
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
-from torchweld.ops import _check as checks
-from torchweld.ops._call import call
 from torchweld.random import Shard, drawn, drop, place
-from torchweld.registry import SEED, Numerics, Op, activation, boolean, constant
+from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant
 
 
 def softmax_dropout(
@@ -204,7 +205,7 @@ OP = Op(
     unsaved=_unsaved,
     check=_check,
     fake=_fake,
-    columns=lambda *_: 1,
+    sharding=ROWS,
     sources={
         "cpu": (
             "csrc/cpu/softmax.cpp",
@@ -251,3 +252,4 @@ OP = Op(
     small=2**14,
     autocast={"cuda": torch.float32},
 )
+define(OP)

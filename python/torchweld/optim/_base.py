@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import Batch, Rule, sum_of_squares
+from torchweld.ops.optimizer.rule import Batch, Rule, sum_of_squares
 from torchweld.optim import _cut, _shards
 from torchweld.optim._codecs import STEP, Codec, Moments, State
 from torchweld.optim._gather import Gathering, cuts, real

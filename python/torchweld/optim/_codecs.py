@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import read_param, split_param
+from torchweld.ops.optimizer.rule import read_param, split_param
 from torchweld.ops.quantize_8bit import keep_positive, scales_shape
 from torchweld.optim import _cut
 from torchweld.optim._shards import is_one, like, local, placements, zeros_of

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.dispatch.dtensor import indices, is_one
 from torchweld.errors import ArgumentError
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_8bit import (
@@ -23,7 +24,7 @@ from torchweld.ops.quantize_8bit import (
     quantize_reference,
     scales_shape,
 )
-from torchweld.optim._shards import from_part, indices, is_one, local, placements
+from torchweld.optim._shards import from_part, local, placements
 
 # Which dimensions of a parameter those of its absmax are: a row's blocks are of none.
 ABSMAX_DIMS = (0, None)

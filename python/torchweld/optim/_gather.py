@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import Batch, Tensors
+from torchweld.ops.optimizer.rule import Batch, Tensors
 from torchweld.optim import _cut, _places, _shards
 from torchweld.optim._codecs import STEP, Codec, Entries, Moments, State
 from torchweld.optim._shards import is_one, layout, local

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.dispatch.dtensor import indices, is_one
 from torchweld.errors import ArgumentError
-from torchweld.optim._shards import indices, is_one, local
+from torchweld.optim._shards import local
 
 
 class _Part(NamedTuple):

@@ -7,24 +7,14 @@ from typing import Any
 
 import torch
 
-from torchweld.distributed.dtensor import is_one
+from torchweld.dispatch.dtensor import is_one, moved
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import Sums
+from torchweld.ops.optimizer.rule import Sums
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
     """This device's part."""
     return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
-
-
-def indices(shape: Sequence[int], mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
-    """Of a dimension of a tensor that is so sharded: those that this device has."""
-    here = torch.arange(shape[dim]).view(*[1] * dim, shape[dim])
-    for at, placement in enumerate(placements):
-        if getattr(placement, "dim", None) == dim:
-            parts = placement._split_tensor(here, mesh.size(at), with_padding=False)[0]
-            here = parts[mesh.get_coordinate()[at]]
-    return here.flatten()
 
 
 def is_sharded(p: torch.Tensor) -> bool:
@@ -61,17 +51,14 @@ def zeros_of(
 
 def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
     """Of a tensor whose dimensions are these of p, a DTensor; None is one that p has not."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
-    def moved(placement: Any) -> Any:
+    def of_dim(placement: Any) -> Any:
         if placement.is_replicate() or placement.dim not in dims:
             return Replicate()
-        at = dims.index(placement.dim)
-        if hasattr(placement, "split_factor"):
-            return type(placement)(at, split_factor=placement.split_factor)
-        return Shard(at)
+        return moved(placement, dims.index(placement.dim))
 
-    return tuple(moved(placement) for placement in p.placements)  # type: ignore[attr-defined]
+    return tuple(of_dim(placement) for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import Batch, Rule
-from torchweld.ops.adafactor import ADAFACTOR
+from torchweld.ops.optimizer.adafactor import ADAFACTOR
+from torchweld.ops.optimizer.rule import Batch, Rule
 from torchweld.optim import _shards
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moment, Moments

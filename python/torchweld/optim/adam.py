@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Batch, Rule
-from torchweld.ops.adam import ADAM
+from torchweld.ops.optimizer.adam import ADAM
+from torchweld.ops.optimizer.rule import Batch, Rule
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 

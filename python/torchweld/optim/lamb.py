@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops._optimizer import Batch, Rule
-from torchweld.ops.lamb import LAMB as RULE
+from torchweld.ops.optimizer.lamb import LAMB as RULE
+from torchweld.ops.optimizer.rule import Batch, Rule
 from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Batch
+from torchweld.ops.optimizer.rule import Batch
 from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim.sgd import SgdStep
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Batch, Rule
-from torchweld.ops.lion import LION
+from torchweld.ops.optimizer.lion import LION
+from torchweld.ops.optimizer.rule import Batch, Rule
 from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moments
 

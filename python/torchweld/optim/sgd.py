@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchweld.ops._optimizer import Batch, Rule
-from torchweld.ops.sgd import SGD as RULE
+from torchweld.ops.optimizer.rule import Batch, Rule
+from torchweld.ops.optimizer.sgd import SGD as RULE
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import SIGNED, Moments, State
 

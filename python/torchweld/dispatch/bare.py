@@ -1,0 +1,58 @@
+"""Ops outside the registry: those without a gradient, and those that write to their arguments.
+
+They have an overload for each backend, as all ops do, and are chosen by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.choice import choose
+from torchweld.dispatch.library import define_overload
+from torchweld.registry import BACKENDS, EAGER
+
+
+class BareOp:
+    """The definition of such an op; `fake` is left out where it returns nothing.
+
+    `triton` is the file that has its kernel, where there is one. `proof` names the rule whose
+    evidence its GPU kernels go by; without it they serve only by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        fake: Callable[..., Any] = lambda *_: None,
+        backends: tuple[str, ...] = ("cpu",),
+        triton: str | None = None,
+        proof: str | None = None,
+    ) -> None:
+        self.name = name
+        self.proof = proof
+        self.backends = (*backends, "triton") if triton else backends
+        self._overloads = {
+            backend: define_overload(name, backend, schema, fake, triton)
+            for backend in self.backends
+        }
+
+    def kernel(self, *inputs: Any) -> Any:
+        """The overload that serves these inputs, or None where the reference does.
+
+        Raises BackendError if none of the backends that were asked for by name can serve.
+        """
+        return self._overloads.get(choose(self, inputs))
+
+    def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
+        """Why this backend has no kernel for these inputs; the first one's device decides."""
+        if backend == EAGER:
+            return None
+        if backend not in self.backends:
+            return f"{self.name} has no {backend} kernel"
+        device: torch.device = inputs[0].device
+        if device.type not in BACKENDS[backend].devices:
+            return f"the tensors are on {device}"
+        return BACKENDS[backend].missing()

@@ -1,0 +1,79 @@
+"""The one path of a call: check, choice of a backend, autocast, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from torchweld.dispatch import choice, dtensor
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.choice import choose
+from torchweld.errors import ArgumentError
+from torchweld.registry import EAGER, Composite, Op
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def call(op: Op, *inputs: Any) -> Any:
+    """Run an op on the backend that was asked for, or on the one that is best for these inputs."""
+    try:
+        if choice.forced is None and not is_compiling() and too_small(op, inputs):
+            return op.reference(*inputs)
+        return _run(op, inputs)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if not isinstance(error, ArgumentError):
+            op.check(*inputs)  # raises an error that names the argument, if one is at fault
+        raise
+
+
+def too_small(op: Op, inputs: Sequence[Any]) -> bool:
+    """Whether eager is as fast."""
+    if inputs[0].numel() >= op.small:
+        return False
+    return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
+
+
+def _run(op: Op, inputs: Sequence[Any]) -> Any:
+    if isinstance(op, Composite):
+        backend = choose(op, inputs)
+        return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
+    if _is_dtensor(inputs[0]):
+        return dtensor.on_shards(op, inputs, _run)
+    return run_on(op, choose(op, inputs), inputs)
+
+
+def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
+    """Run an op on this backend, which can serve these inputs."""
+    if backend == EAGER:
+        return op.reference(*inputs)
+    if _is_dtensor(inputs[0]):
+        return dtensor.on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
+    dtype = op.autocast.get(inputs[0].device.type)
+    if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
+        inputs = [_cast(value, dtype) for value in inputs]
+    kernel = op.kernels[backend]
+    if torch.is_grad_enabled() and any(_requires_grad(v) for v in inputs):
+        return kernel.function.apply(*inputs)
+    return kernel.public(as_tuple(kernel.forward(*inputs)))
+
+
+def _is_dtensor(x: Any) -> bool:
+    return type(x) not in _PLAIN and dtensor.is_one(x)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def automatic(op: Op, inputs: Sequence[Any]) -> str:
+    """The backend that a call takes: eager where there is too little to gain."""
+    return EAGER if choice.forced is None and too_small(op, inputs) else choose(op, inputs)

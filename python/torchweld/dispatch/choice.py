@@ -1,0 +1,109 @@
+"""Which backend serves a call: the one place where that is decided.
+
+Ops, composites, bare ops and so optimizer steps come here. What can be chosen for has a `name`, its
+`backends` in order of preference, and `why_not(backend, inputs)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torchweld.dispatch import evidence
+from torchweld.errors import ArgumentError, BackendError
+from torchweld.registry import BACKENDS, EAGER
+
+BACKEND_VARIABLE = "TORCHWELD_BACKEND"
+# A name for several backends, in order of preference.
+GROUPS = {"gpu": ("cuda", "triton")}
+
+
+class Choosable(Protocol):
+    """An op of the registry, or a bare one."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    def backends(self) -> Sequence[str]:
+        """Those that it has kernels for, the preferred one first."""
+
+    def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
+        """Why the backend cannot serve these inputs; None if it can."""
+
+
+def _listed(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(backend for name in names for backend in GROUPS.get(name, (name,)))
+
+
+def _from_environment() -> tuple[str, ...] | None:
+    names = os.environ.get(BACKEND_VARIABLE)
+    return _listed([name.strip() for name in names.split(",")]) if names else None
+
+
+# The backends that were asked for by name, in order of preference; None: the automatic choice. A
+# plain module attribute, since that is what torch.compile guards on.
+forced: tuple[str, ...] | None = _from_environment()
+
+
+@contextmanager
+def use_backend(*names: str | None) -> Iterator[None]:
+    """Within it every op runs on the first of these backends that can serve it.
+
+    Raises BackendError, with every reason, where none can. Names are those of
+    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice.
+    """
+    global forced
+    asked = None if names == (None,) else _listed([str(name) for name in names])
+    check_names("use_backend", "name", asked)
+    previous, forced = forced, asked
+    try:
+        yield
+    finally:
+        forced = previous
+
+
+def check_names(function: str, argument: str, names: Sequence[str] | None) -> None:
+    """Raise ArgumentError if one of them is no backend's."""
+    known = [EAGER, *BACKENDS]
+    if names is not None and not (names and set(names) <= set(known)):
+        accepted = " or ".join([*known, *GROUPS])
+        raise ArgumentError(function, argument, repr(",".join(names)), accepted)
+
+
+def choose(op: Choosable, inputs: Sequence[Any]) -> str:
+    """The backend for these inputs; raises BackendError if none of those asked for can serve."""
+    if forced is not None:
+        return _by_name(op, inputs, forced)
+    for backend in op.backends:
+        if why_not_automatic(op, backend, inputs) is None:
+            return backend
+    return EAGER
+
+
+def _by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
+    check_names(BACKEND_VARIABLE, "the environment variable", names)
+    reasons = {}
+    for backend in names:
+        reason = op.why_not(backend, inputs)
+        if reason is None:
+            return backend
+        reasons[backend] = reason
+    raise BackendError(op.name, reasons)
+
+
+def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str | None:
+    """Why the automatic choice does not take this backend."""
+    reason = op.why_not(backend, inputs)
+    if reason is None and BACKENDS[backend].devices != {"cpu"}:
+        reason = evidence.against(op, backend, inputs)
+    return reason
+
+
+def backends() -> dict[str, str]:
+    """Every backend: "available", or why it is not."""
+    status = {EAGER: "available"}
+    return status | {name: b.missing() or "available" for name, b in BACKENDS.items()}

@@ -1,0 +1,82 @@
+"""Makes an op's kernels: an overload of its schemas for each backend, fakes and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.autograd import Differentiable, autograd_function
+from torchweld.dispatch.library import define_overload
+from torchweld.registry import Op
+
+
+def define(op: Op) -> None:
+    """Make the kernels of a declared op, one for each backend that it has sources for."""
+    op.kernels.update({backend: Kernel(op, backend) for backend in op.sources})
+
+
+class Kernel:
+    """One backend's implementation of an op: its two overloads and its autograd function."""
+
+    def __init__(self, op: Op, backend: str) -> None:
+        source = op.sources[backend][0]
+        backward = f"{op.name}_backward"
+        self.backend = backend
+        self.forward = define_overload(op.name, backend, op.forward, _fake_forward(op), source)
+        self.backward = define_overload(backward, backend, op.backward, _fake_backward(op), source)
+        results = op.forward_signature.results
+        self._public_at = [results.index(name) for name in op.public]
+        self.function = autograd_function(Differentiable.of(op), self)
+
+    def public(self, results: tuple[torch.Tensor, ...]) -> Any:
+        """Of the forward's results those that the public function returns."""
+        if len(self._public_at) == 1:
+            return results[self._public_at[0]]
+        return tuple([results[i] for i in self._public_at])
+
+
+def _fake_forward(op: Op) -> Callable[..., Any]:
+    """The declared fake, once it is sure that no argument is on the meta device by mistake."""
+
+    def fake(*inputs: Any) -> Any:
+        devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{op.name}: arguments are on several devices: {devices}")
+        return _bare_if_single(op.fake(*inputs))
+
+    return fake
+
+
+def _fake_backward(op: Op) -> Callable[..., Any]:
+    """Gradients are like the inputs they belong to, and empty where they are not wanted.
+
+    An input that was not saved is like the first result, or the gradient of that.
+    """
+    types = zip(op.forward_signature.arguments, op.forward_signature.types, strict=True)
+    optional = {name for name, kind in types if "Optional" in kind}
+
+    def fake(*inputs: Any) -> Any:
+        given = dict(zip(op.backward_signature.arguments, inputs, strict=True))
+        first = op.public[0]
+        flowing = given[f"grad_{first}"] if given.get(first) is None else given[first]
+
+        def gradient(name: str) -> torch.Tensor:
+            value = given.get(name)
+            absent = name in given and value is None and name in optional
+            if absent or not given.get(f"need_{name}", True):
+                return flowing.new_empty(0)
+            like = flowing if value is None else value
+            dtype = given.get(f"{name}_dtype", like.dtype)
+            return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+        results = op.backward_signature.results
+        return _bare_if_single(tuple(gradient(name.removeprefix("grad_")) for name in results))
+
+    return fake
+
+
+def _bare_if_single(results: tuple[torch.Tensor, ...]) -> Any:
+    """Results as torch has them: a single one without a tuple."""
+    return results if len(results) > 1 else results[0]

@@ -1,0 +1,39 @@
+"""The torch.library that all ops of torchweld are defined in."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("torchweld", "DEF")
+LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
+# Draws from torch's generator of the device of `fresh`, which is not read: a new tensor at every
+# call keeps compilers from taking two calls for one.
+LIBRARY.define("seed(Tensor fresh) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def define_overload(
+    name: str, backend: str, schema: str, fake: Callable[..., Any], triton: str | None = None
+) -> Any:
+    """Define `torchweld::name.backend`; `triton` is the file with its Triton kernel."""
+    LIBRARY.define(f"{name}.{backend}{schema}")
+    torch.library.register_fake(f"torchweld::{name}.{backend}", fake, lib=LIBRARY)
+    if backend == "triton":
+        assert triton is not None
+        _implement_in_triton(name, triton)
+    return getattr(getattr(torch.ops.torchweld, name), backend)
+
+
+def _implement_in_triton(name: str, source: str) -> None:
+    """The function of that name in `source`, a module that is imported at the first call."""
+
+    def implementation(*inputs: Any) -> Any:
+        module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
+        return getattr(module, name)(*inputs)
+
+    LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
+    LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter

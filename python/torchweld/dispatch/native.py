@@ -1,0 +1,125 @@
+"""Loads the native libraries. What cannot be loaded is recorded with its reason, never raised."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+from pathlib import Path
+
+import torch
+
+from torchweld.registry import BACKENDS
+
+ISA_VARIABLE = "TORCHWELD_CPU_ISA"
+DIRECTORY = Path(os.environ.get("TORCHWELD_LIB", Path(__file__).parent.parent / "lib"))
+
+# Instruction sets with a kernel library, best first.
+_X86 = {"avx512": "AVX512", "avx2": "AVX2", "baseline": ""}
+_ARM = {"neon": ""}
+ISAS = tuple(_ARM if platform.machine() in ("aarch64", "arm64") else _X86)
+BASELINE = ISAS[-1]
+
+# Library -> why it is not loaded; a library that is loaded is not in it.
+missing: dict[str, str] = {}
+BACKENDS["cpu"].missing = lambda: missing.get("torchweld_cpu")
+BACKENDS["cuda"].missing = lambda: missing.get("torchweld_cuda")
+cpu_isa: str | None = None
+# The CUDA that the CUDA library was built with, as 13000; and what drivers that takes.
+cuda_built_with: int | None = None
+OLDEST_DRIVER = {12: 525, 13: 580}
+
+
+def supported_isas() -> list[str]:
+    """Instruction sets that this machine runs, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    levels = ["AVX512", "AVX2", ""]
+    reached = next(i for i, level in enumerate(levels) if capability.startswith(level))
+    return [isa for isa in ISAS if levels.index(_X86.get(isa, "")) >= reached]
+
+
+def _path(library: str) -> Path:
+    return DIRECTORY / f"lib{library}.so"
+
+
+def _load_cpu() -> str:
+    """Load the CPU bindings and the kernels of one instruction set; returns its name."""
+    supported = supported_isas()
+    isa = os.environ.get(ISA_VARIABLE) or supported[0]
+    if isa not in supported:
+        raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {supported}")
+    handles = [_open(f"torchweld_cpu_{name}")._handle for name in (isa, BASELINE)]
+    _open("torchweld_cpu")
+    torch.ops.torchweld.use_cpu_kernels(*handles)
+    return isa
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file reaches to its section headers: loading a cut-off one kills the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    (offset,), (size, count) = (
+        struct.unpack_from("<Q", header, 40),
+        struct.unpack_from("<HH", header, 58),
+    )
+    return path.stat().st_size >= offset + size * count
+
+
+def _open(library: str) -> ctypes.CDLL:
+    path = _path(library)
+    if not _is_whole(path):
+        raise OSError(f"{path} is truncated or not a library; reinstall torchweld")
+    return ctypes.CDLL(str(path))
+
+
+def cuda_driver() -> int:
+    """The CUDA version that the driver is for, as 13000 is 13.0; 0 without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def _load_cuda() -> None:
+    """Load the CUDA library, unless its kernels would fail under this driver."""
+    global cuda_built_with
+    built_with: int = _open("torchweld_cuda").torchweld_cuda_version()
+    cuda_built_with, driver = built_with, cuda_driver()
+    if 0 < driver // 1000 < built_with // 1000:
+        needed = OLDEST_DRIVER.get(built_with // 1000, "a newer one")
+        raise OSError(
+            f"it was built with CUDA {built_with // 1000} and needs driver >= {needed}, this"
+            f" one is for CUDA {driver // 1000}: update it, or let Triton serve"
+        )
+
+
+def _try(library: str, load, hint: str):
+    if not _path(library).exists():
+        missing[library] = f"{_path(library)} does not exist: {hint}"
+        return None
+    try:
+        return load()
+    except (OSError, RuntimeError) as error:
+        missing[library] = f"{error}"
+        return None
+
+
+def load() -> None:
+    """Load whatever is there."""
+    global cpu_isa
+    cpu_isa = _try(
+        "torchweld_cpu", _load_cpu, "it was built without a C++ compiler; install g++ and reinstall"
+    )
+    if torch.version.cuda is None:
+        missing["torchweld_cuda"] = "this torch is a build without CUDA"
+        return
+    _try(
+        "torchweld_cuda",
+        _load_cuda,
+        "it was built without nvcc; install the CUDA toolkit and reinstall",
+    )

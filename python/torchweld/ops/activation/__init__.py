@@ -1,0 +1,1 @@
+"""Activations, with a bias or a gate."""

@@ -1,0 +1,92 @@
+"""gated_act: activation(gate) * up, the middle of a gated MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld import checks
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.errors import ArgumentError
+from torchweld.ops.activation import common as activations
+from torchweld.registry import ELEMENTS, Numerics, Op, activation
+
+
+def gated_act(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str = "silu",
+    approximate: str = "none",
+) -> torch.Tensor:
+    """activation(gate) * up in one pass, forward and backward; only its inputs are saved.
+
+    Args:
+        gate: [*, width]; float32, bfloat16, float16 (or float64). It and up may be the halves of
+            one tensor, which are read where they are.
+        up: of gate's shape and dtype.
+        activation: "silu" (SwiGLU), "gelu" (GeGLU) or "relu" (ReGLU).
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+
+    Returns:
+        A tensor of gate's shape and dtype.
+    """
+    return call(OP, gate, up, activation, approximate)
+
+
+def _reference(gate, up, activation, approximate):
+    if gate.shape != up.shape or gate.dtype is not up.dtype or gate.ndim == 0:
+        _check_all(gate, up, activation, approximate)
+    return activations.activate(OP, gate, activation, approximate) * up
+
+
+def _check_all(gate, up, activation, approximate):
+    checks.dense(OP.name, "gate", gate, OP.dtypes)
+    if gate.ndim == 0:
+        raise ArgumentError(OP.name, "gate", "of no dimensions", "[*, width]")
+    checks.dense(OP.name, "up", up, [gate.dtype])
+    checks.like(OP.name, "up", up, gate, "gate")
+    if up.shape != gate.shape:
+        accepted = f"the shape of gate, {list(gate.shape)}"
+        raise ArgumentError(OP.name, "up", f"of shape {list(up.shape)}", accepted)
+    activations.check(OP, activation, approximate)
+
+
+def _fake(gate, up, activation, approximate):
+    _check_all(gate, up, activation, approximate)
+    return (torch.empty_like(gate, memory_format=torch.contiguous_format),)
+
+
+def _terms(gate, up, activation, approximate, grad_y):
+    """act(gate) is gate times a factor in [0, 1], whose derivative is below 1 as well."""
+    gate, up, grad = gate.double().abs(), up.double().abs(), grad_y.double().abs()
+    return {"y": gate * up, "grad_gate": grad * up * (1 + gate), "grad_up": grad * gate}
+
+
+def _arguments(shape, *kind):
+    return (activation(*shape), activation(*shape), *kind)
+
+
+def _samples():
+    found = [_arguments(shape, "silu", "none") for shape in activations.SHAPES]
+    kinds = [kind for kind in activations.KINDS if kind[0] != "silu"]
+    return (*found, *(_arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in kinds))
+
+
+OP = Op(
+    name="gated_act",
+    forward="(Tensor gate, Tensor up, str activation, str approximate) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor gate, Tensor up, str activation, str approximate)"
+    " -> (Tensor grad_gate, Tensor grad_up)",
+    reference=_reference,
+    check=_check_all,
+    fake=_fake,
+    sources=activations.SOURCES,
+    sharding=ELEMENTS,
+    samples=_samples(),
+    benchmarks=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED),
+    benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED_ON_GPU),
+    tiny=_arguments((1, 64), "silu", "none"),
+    numerics=Numerics(fp32=dict.fromkeys(("y", "grad_gate", "grad_up"), 2.0), terms=_terms),
+    small=131072,
+)
+define(OP)

@@ -1,0 +1,378 @@
+"""batch_norm_act: batch normalisation of the columns of a matrix, then an activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.dispatch.autograd import Differentiable, autograd_function
+from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.columns import added, added_with_gradient, gathered
+from torchweld.errors import ArgumentError
+from torchweld.ops.activation import common as activations
+from torchweld.ops.batch_norm import common as batch_norms
+from torchweld.ops.batch_norm import normalize_act
+from torchweld.registry import (
+    BACKENDS,
+    WHOLE,
+    Composite,
+    Numerics,
+    activation,
+    constant,
+    parameter,
+    variance,
+)
+
+
+def batch_norm_act(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float | torch.Tensor = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_group: Any = None,
+    activation: str = "gelu",
+    approximate: str = "none",
+) -> torch.Tensor:
+    """activation(batch_norm(x)), as torch.nn.functional.batch_norm: every column is a channel.
+
+    Where it trains, x is read once for the statistics and once for the result, and for the backward
+    x is saved. The running statistics are not updated where a checkpoint computes anew what it did
+    not keep: once for each batch.
+
+    Args:
+        x: [*, width], every leading dimension a part of the batch; float32, bfloat16, float16 (or
+            float64).
+        running_mean, running_var: [width], in x's dtype or float32 under a 16-bit x; used in
+            evaluation, where they have to be there, and updated in training, where they need not.
+        weight, bias: [width], in x's dtype or float32 under a 16-bit x.
+        training: normalise with the statistics of x.
+        momentum: the share of these in the running statistics' new values; a tensor of one element
+            where it changes from step to step.
+        eps: added to the variance, >= 0.
+        process_group: in training the statistics are those of all its processes' rows, however many
+            each has; None: of this process alone. Gradients of weight and bias are this process's
+            share of the sum, as torch.nn.SyncBatchNorm has them.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    columns = (running_mean, running_var, weight, bias)
+    how = (training, momentum, eps, process_group, activation, approximate)
+    return call(OP, x, *columns, *how)
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def _fake_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = batch_norms.wide(x.new_empty(x.shape[-1]))
+    return mean, torch.empty_like(mean)
+
+
+_TRITON = batch_norms.SOURCES["triton"][0]
+BareOp(
+    "column_statistics",
+    "(Tensor x) -> (Tensor mean, Tensor var)",
+    _fake_statistics,
+    triton=_TRITON,
+)
+BareOp(
+    "batch_norm_act_grad_x",
+    "(Tensor grad_y, Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias,"
+    " Tensor mean_g, Tensor mean_g_x_hat, float eps, str activation, str approximate) -> Tensor",
+    lambda grad_y, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    triton=_TRITON,
+)
+
+
+class _Training:
+    """Forward and backward of a step on one backend, each of two passes over x.
+
+    Between the two, processes exchange what belongs to columns.
+    """
+
+    def __init__(self, backend):
+        ops = torch.ops.torchweld
+        self.backend = backend
+        self._statistics = getattr(ops.column_statistics, backend)
+        self._grad_x = getattr(ops.batch_norm_act_grad_x, backend)
+        self._given = normalize_act.OP.kernels[backend]
+        self.function = autograd_function(Differentiable.of(OP), self)
+
+    def forward(
+        self, x, running_mean, running_var, weight, bias, training, momentum, eps, group, *kind
+    ):
+        mean, var = self._statistics(x)
+        count = mean.new_full((), x.shape[:-1].numel())
+        if group is not None:
+            mean, var, count = _of_all(mean, var, count, group)
+        y = self._given.forward(x, mean, var, weight, bias, eps, *kind)
+        return y, mean, var, count
+
+    def backward(self, grad_y, x, mean, var, count, weight, bias, eps, group, *rest):
+        *kind, need_x, need_weight, need_bias = rest
+        # What is summed stays in the sums' precision, and is there where parameters are not.
+        wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        columns = (mean, var, wide_weight, wide_bias)
+        _, grad_weight, grad_bias = self._given.backward(
+            grad_y, x, *columns, eps, *kind, False, True, True
+        )
+        grad_x = None
+        if need_x:
+            sums = torch.stack([grad_bias, grad_weight])
+            mean_g, mean_g_x_hat = (added(sums, group) / count).unbind()
+            grad_x = self._grad_x(grad_y, x, *columns, mean_g, mean_g_x_hat, eps, *kind)
+        return (
+            grad_x,
+            grad_weight.to(weight.dtype) if need_weight else None,
+            grad_bias.to(bias.dtype) if need_bias else None,
+        )
+
+    def public(self, results):
+        """The statistics too, without a gradient: the running ones are updated with them."""
+        return results
+
+
+def _of_all(mean, var, count, group):
+    """The statistics and the count of all processes' rows, from each one's own."""
+    own = torch.cat([mean, var, count.reshape(1)])
+    sizes = [mean.numel(), var.numel(), 1]
+    means, variances, counts = gathered(own, group).split(sizes, 1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    var = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean, var, count
+
+
+def trained(
+    backend: str,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float | torch.Tensor,
+    eps: float,
+    process_group: Any,
+    *kind: str,
+    offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A training step's result on this backend; `offset` was left out of x, which takes it out."""
+    given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
+    training = _TRAINING[backend]
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        y, mean, var, count = training.function.apply(*given)
+    else:
+        y, mean, var, count = training.forward(*given)
+    if x.numel() > 0 or process_group is not None:
+        mean = mean if offset is None else mean + offset
+        _track(running_mean, running_var, mean, var, count, momentum)
+    return y
+
+
+def is_first() -> bool:
+    """Not a checkpoint's second time, which is within a backward."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+@torch.no_grad()
+def _track(running_mean, running_var, mean, var, count, momentum):
+    if running_mean is None or not is_first():
+        return
+    _move(running_mean, mean, momentum)
+    _move(running_var, var * (count / (count - 1)), momentum)
+
+
+def _move(running: torch.Tensor, to: torch.Tensor, momentum: float | torch.Tensor) -> None:
+    if isinstance(momentum, torch.Tensor):
+        momentum = momentum.to(to.dtype)
+    if running.dtype is to.dtype:
+        running.lerp_(to, momentum)
+    else:
+        running.copy_(torch.lerp(running.to(to.dtype), to, momentum))
+
+
+# --- The seam -------------------------------------------------------------------------------------
+
+
+def _fused(
+    backend, x, running_mean, running_var, weight, bias, training, momentum, eps, group, *kind
+):
+    columns = (running_mean, running_var, weight, bias)
+    if not training:
+        return run_on(normalize_act.OP, backend, (x, *columns, eps, *kind))
+    if not trains(x, running_mean, running_var, group):
+        _check_all(x, *columns, training, momentum, eps, group, *kind)
+    return trained(backend, x, *columns, momentum, eps, group, *kind)
+
+
+def trains(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    group: Any,
+) -> bool:
+    """Whether there are rows enough, and running statistics that fit, which no kernel looks at."""
+    alone = group is None or group.size() == 1
+    if x.ndim == 0 or (alone and x.shape[:-1].numel() == 1):
+        return False
+    if running_mean is None or running_var is None:
+        return running_mean is running_var
+    return all(
+        running.shape == x.shape[-1:] and running.dtype in checks.beside(x)
+        for running in (running_mean, running_var)
+    )
+
+
+def _reference(x, running_mean, running_var, weight, bias, training, *how):
+    columns = (running_mean, running_var, weight, bias)
+    wrong = not how[1] >= 0 or (training and not trains(x, *columns[:2], how[2]))
+    if wrong or batch_norms.mixed(x, *columns):
+        _check_all(x, *columns, training, *how)
+    return reference(OP, x, *columns, training, *how)
+
+
+def reference(
+    op, x, running_mean, running_var, weight, bias, training, momentum, eps, group, *kind
+):
+    """In eager torch, of what fits."""
+    columns = (running_mean, running_var, weight, bias)
+    if training and running_mean is not None and not is_first():
+        columns = (running_mean.clone(), running_var.clone(), weight, bias)
+    plain = not isinstance(momentum, torch.Tensor) and group is None and x.numel() > 0
+    if plain or not training:
+        return batch_norms.reference(op, x, *columns, training, momentum, eps, *kind)
+    rows = batch_norms.rows_of(batch_norms.wide(x))
+    count = added(rows.new_full((), rows.shape[0]), group)
+    mean = added_with_gradient(rows.sum(0), group) / count
+    var = added_with_gradient((rows - mean).square().sum(0), group) / count
+    if x.numel() > 0 or group is not None:
+        _track(running_mean, running_var, mean, var, count, momentum)
+    z = batch_norms.normalized(x, mean, var, weight, bias, eps)
+    return activations.activate(op, z, *kind)
+
+
+def _backward_reference(grad_y, x, mean, var, count, weight, bias, eps, group, *rest):
+    *kind, need_x, need_weight, need_bias = rest
+    y = reference(OP, x, None, None, weight, bias, True, 0.0, eps, group, *kind)
+    needs = {0: (x, need_x), 1: (weight, need_weight), 2: (bias, need_bias)}
+    wanted = {at: value for at, (value, need) in needs.items() if need}
+    found = torch.autograd.grad(y, list(wanted.values()), grad_y, create_graph=True)
+    by_position = dict(zip(wanted, found, strict=True))
+    return tuple([by_position.get(at) for at in needs])
+
+
+def _check_all(x, running_mean, running_var, weight, bias, training, momentum, eps, group, *kind):
+    running = {"running_mean": running_mean, "running_var": running_var}
+    batch_norms.check(OP, x, eps, kind, running, {"weight": weight, "bias": bias})
+    check_training(OP, x, running, training, momentum, group)
+
+
+def check_training(op, x, running, training, momentum, group):
+    """Rows enough, running statistics where they are needed, a momentum and a process group."""
+    for (name, value), other in zip(running.items(), reversed(running.values()), strict=True):
+        if value is None and (other is not None or not training):
+            accepted = "a tensor: only both are left out, and only where training is True"
+            raise ArgumentError(op.name, name, "None", accepted)
+    if not (
+        isinstance(momentum, checks.NUMBER)
+        or (isinstance(momentum, torch.Tensor) and momentum.numel() == 1)
+    ):
+        came = repr(momentum)
+        raise ArgumentError(op.name, "momentum", came, "a number, or a tensor of one element")
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        came, accepted = f"a {type(group).__name__}", "a torch.distributed.ProcessGroup or None"
+        raise ArgumentError(op.name, "process_group", came, accepted)
+    if training and x.shape[:-1].numel() == 1 and (group is None or group.size() == 1):
+        accepted = "more than 1 value per channel when training"
+        raise ArgumentError(op.name, "x", f"of shape {list(x.shape)}", accepted)
+
+
+def _fake(x, *_):
+    mean, var = _fake_statistics(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, mean, var, mean.new_empty(())
+
+
+def _terms(x, running_mean, running_var, weight, bias, training, momentum, eps, *_, grad_y):
+    mean, var = (None, None) if training else (running_mean, running_var)
+    return batch_norms.terms(x, x.double().abs(), mean, var, weight, bias, eps, grad_y)
+
+
+def _arguments(shape, training, *kind, tracked=True, affine=True):
+    width = shape[-1]
+    running = (constant(width), variance(width)) if tracked else (None, None)
+    parameters = (parameter(width), parameter(width)) if affine else (None, None)
+    return (activation(*shape), *running, *parameters, training, 0.1, 1e-5, None, *kind)
+
+
+# Rows and widths as activations.SHAPES, but for what has a single row.
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (3, 1),
+    (5, 7),
+    (2, 3, 31),
+    (2, 1, 3, 1, 48),
+    (33, 64),
+    (256, 67),
+    (17, 1000),
+    (3, 1, 2, 4096),
+    (2, 8193),
+    (1031, 13),
+    (0, 64),
+    (2, 0, 3, 7),
+    (3, 0),
+)
+
+
+def _samples():
+    found = [_arguments(shape, True, "gelu", "none", tracked=shape != (5, 7)) for shape in _SHAPES]
+    found += [
+        _arguments(s, True, *kind) for s in ((5, 7), (256, 67)) for kind in activations.KINDS[1:]
+    ]
+    found += [_arguments(s, False, "gelu", "none") for s in ((1, 5), (5, 7), (256, 67), (0, 64))]
+    return (*found, _arguments((6, 10), True, "silu", "none", affine=False))
+
+
+_RESULTS = ("y", "grad_x", "grad_weight", "grad_bias")
+
+OP = Composite(
+    name="batch_norm_act",
+    forward="(Tensor x, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias,"
+    " bool training, float momentum, float eps, Any process_group, str activation,"
+    " str approximate) -> (Tensor y, Tensor mean, Tensor var, Tensor count)",
+    backward="(Tensor grad_y, Tensor x, Tensor mean, Tensor var, Tensor count, Tensor? weight,"
+    " Tensor? bias, float eps, Any process_group, str activation, str approximate, bool need_x,"
+    " bool need_weight, bool need_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    reference=_reference,
+    backward_reference=_backward_reference,
+    fused=_fused,
+    made_of="passes of {}, between which processes exchange their statistics",
+    saves="x, weight, bias, the statistics",
+    check=_check_all,
+    fake=_fake,
+    sharding=WHOLE,
+    sources=batch_norms.SOURCES,
+    samples=_samples(),
+    benchmarks=tuple(_arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED),
+    benchmarks_on_gpu=tuple(
+        _arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU
+    ),
+    tiny=_arguments((2, 64), True, "gelu", "none"),
+    numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms),
+    small=2**15,
+)
+
+_TRAINING = {name: _Training(name) for name in BACKENDS if name in OP.sources}

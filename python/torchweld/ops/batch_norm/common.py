@@ -1,0 +1,150 @@
+"""What ops that normalise columns have in common beside their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.errors import ArgumentError
+from torchweld.ops.activation import common as activations
+from torchweld.registry import Op
+
+SOURCES = {
+    "cpu": (
+        "csrc/cpu/batch_norm.cpp",
+        "csrc/cpu/chunks.h",
+        "csrc/cpu/vec.h",
+        "csrc/core/batch_norm.h",
+        "csrc/core/act.h",
+        "csrc/core/norm.h",
+        "csrc/core/chunks.h",
+    ),
+    "triton": (
+        "triton_kernels/batch_norm.py",
+        "triton_kernels/act.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/tensors.py",
+        "triton_kernels/launch.py",
+    ),
+}
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """As [rows, width]; the sizes are not inferred, since one of them may be 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In what it is computed in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def mixed(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
+    """Whether one of them is of another dtype than x, which only some may be."""
+    return any(t is not None and t.dtype is not x.dtype for t in columns)
+
+
+def normalized(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """The definition, in x's dtype at the end."""
+    z = (x - mean) * torch.rsqrt(wide(var) + eps)
+    z = z if weight is None else z * weight
+    return (z if bias is None else z + bias).to(x.dtype)
+
+
+def reference(
+    op, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, approximate
+):
+    """Eager torch on rows; the running statistics are updated where it trains."""
+    if x.numel() == 0:  # torch has no batch_norm of no columns
+        z = normalized(x, running_mean, running_var, weight, bias, eps)
+        return activations.activate(op, z, activation, approximate)
+    columns = (running_mean, running_var, weight, bias)
+    if mixed(x, *columns):  # torch takes no others than float32 beside 16 bits
+        widened = [None if t is None else wide(t) for t in columns]
+        if training:  # in place
+            widened[:2] = columns[:2]
+        running_mean, running_var, weight, bias = widened
+    z = torch.nn.functional.batch_norm(
+        rows_of(x), running_mean, running_var, weight, bias, training, momentum, eps
+    )
+    return activations.activate(op, z, activation, approximate).view(x.shape)
+
+
+def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
+    """A tensor with a row, and what goes along with its columns."""
+    checks.dense(op.name, "x", x, op.dtypes)
+    if x.ndim == 0:
+        raise ArgumentError(op.name, "x", "of no dimensions", "[*, width]")
+    check_columns(op, x, x.shape[-1:], "the last size of x", eps, kind, *pairs)
+
+
+def check_columns(
+    op: Op,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    meaning: str,
+    eps: Any,
+    kind: Sequence[Any],
+    *pairs: dict[str, Any],
+) -> None:
+    """Pairs of tensors of this shape, as far as they are given, each pair of one dtype."""
+    for pair in pairs:
+        given = {name: value for name, value in pair.items() if value is not None}
+        for name, value in given.items():
+            checks.dense(op.name, name, value, checks.beside(x))
+            checks.like(op.name, name, value, x, "x")
+            checks.shaped(op.name, name, value, shape, meaning)
+        if len({value.dtype for value in given.values()}) > 1:
+            first, second = given
+            came, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
+            raise ArgumentError(op.name, second, came, accepted)
+    checks.epsilon(op.name, eps)
+    activations.check(op, *kind)
+
+
+def terms(z, size, mean, var, weight, bias, eps, grad_y):
+    """Sums of the magnitudes that each result is made of, in float64.
+
+    `size` is that of z, which is what is normalised; without mean and var by its own.
+    """
+    width = z.shape[-1]
+    rows, size = rows_of(z.double()), rows_of(size)
+    grad_y = rows_of(grad_y.double().abs())
+    own = mean is None or var is None
+    if own:
+        mean_size, rstd = _mean(size), (_mean((rows - _mean(rows)).square()) + eps).rsqrt()
+    else:
+        mean_size, rstd = mean.double().abs(), (var.double() + eps).rsqrt()
+    scale = 1.0 if weight is None else weight.double().abs()
+    x_hat = (size + mean_size) * rstd
+    y = x_hat * scale + (0.0 if bias is None else bias.double().abs())
+    g = grad_y * (1 + y)  # the activation's derivative is below 1.13, and so is that of it
+    grad_x = g
+    if own:
+        grad_x = g + _mean(g) + x_hat * _mean(g * x_hat)
+    grad_x = grad_x * rstd * scale
+    return {
+        "y": y.view(z.shape),
+        "grad_x": grad_x.view(z.shape),
+        "grad_weight": (g * x_hat).sum(0).view(width),
+        "grad_bias": g.sum(0).view(width),
+    }
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    return values.mean(0) if values.shape[0] else values.sum(0)
+
+
+# [rows, width] that are measured: small, a layer of a classifier or a projection head, and wide.
+MEASURED: Sequence[tuple[int, int]] = ((64, 256), (2048, 3072), (1024, 11008))
+MEASURED_ON_GPU: Sequence[tuple[int, int]] = ((4096, 4096), (8192, 16384))

@@ -1,0 +1,101 @@
+"""normalize_act: batch normalisation with statistics that are given, then an activation."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.errors import ArgumentError
+from torchweld.ops.activation import common as activations
+from torchweld.ops.batch_norm import common as batch_norms
+from torchweld.registry import ELEMENTS, Numerics, Op, activation, constant, parameter, variance
+
+
+def normalize_act(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "gelu",
+    approximate: str = "none",
+) -> torch.Tensor:
+    """activation((x - mean) / sqrt(var + eps) * weight + bias), forward and backward a pass each.
+
+    Args:
+        x: [*, width]; float32, bfloat16, float16 (or float64).
+        mean, var: [width], in x's dtype or float32 under a 16-bit x; they get no gradient.
+        weight, bias: [width], in x's dtype or float32 under a 16-bit x.
+        eps: added to the variance, >= 0.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    return call(OP, x, mean, var, weight, bias, eps, activation, approximate)
+
+
+def _reference(x, mean, var, weight, bias, eps, activation, approximate):
+    if not eps >= 0 or x.ndim == 0 or batch_norms.mixed(x, mean, var, weight, bias):
+        _check(x, mean, var, weight, bias, eps, activation, approximate)
+    columns = (mean, var, weight, bias)
+    return batch_norms.reference(OP, x, *columns, False, 0.0, eps, activation, approximate)
+
+
+def _check(x, mean, var, weight, bias, eps, activation, approximate):
+    for name, value in (("mean", mean), ("var", var)):
+        if value is None:
+            raise ArgumentError(OP.name, name, "None", "a tensor")
+    pairs = {"mean": mean, "var": var}, {"weight": weight, "bias": bias}
+    batch_norms.check(OP, x, eps, (activation, approximate), *pairs)
+
+
+def _fake(x, mean, var, weight, bias, eps, activation, approximate):
+    _check(x, mean, var, weight, bias, eps, activation, approximate)
+    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
+
+
+def _terms(x, mean, var, weight, bias, eps, activation, approximate, grad_y):
+    size = x.double().abs()
+    return batch_norms.terms(x, size, mean, var, weight, bias, eps, grad_y)
+
+
+def _arguments(shape, *kind):
+    columns = (constant(shape[-1]), variance(shape[-1]), parameter(shape[-1]), parameter(shape[-1]))
+    return (activation(*shape), *columns, 1e-5, *kind)
+
+
+def _samples():
+    found = [_arguments(shape, "gelu", "none") for shape in activations.SHAPES]
+    found += [
+        _arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in activations.KINDS[1:]
+    ]
+    x, mean, var, weight, bias, *rest = _arguments((5, 48), "silu", "none")
+    return (*found, *((x, mean, var, w, b, *rest) for w in (None, weight) for b in (None, bias)))
+
+
+_RESULTS = ("y", "grad_x", "grad_weight", "grad_bias")
+
+OP = Op(
+    name="normalize_act",
+    forward="(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
+    " str activation, str approximate) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias,"
+    " float eps, str activation, str approximate, bool need_x, bool need_weight, bool need_bias)"
+    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    reference=_reference,
+    check=_check,
+    fake=_fake,
+    sources=batch_norms.SOURCES,
+    sharding=ELEMENTS,
+    samples=_samples(),
+    benchmarks=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED),
+    benchmarks_on_gpu=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU),
+    tiny=_arguments((1, 64), "gelu", "none"),
+    numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms),
+    small=2**15,
+)
+define(OP)

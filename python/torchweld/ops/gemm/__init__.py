@@ -1,0 +1,1 @@
+"""GEMMs of torch's with what precedes and follows them fused."""

@@ -1,0 +1,158 @@
+"""torch's linear; in 16 bits on the CPU by oneDNN's GEMM, with a backward of ours.
+
+torch's own copies the bias to every row first, which oneDNN adds to the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.autograd import where_it_goes
+from torchweld.dispatch.bare import BareOp
+
+_TRANSPOSED = BareOp(
+    "transposed", "(Tensor x) -> Tensor", lambda x: x.new_empty((x.shape[1], x.shape[0]))
+)
+
+# With fewer products than these the node costs what it gains.
+_SMALLEST = 2**30
+# What pays for the transposition of an element: as many products, see weight_gradient.
+_PRODUCTS_OF_AN_ELEMENT = 512
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch.nn.functional.linear."""
+    if (
+        torch.compiler.is_compiling()  # where the number of rows is not to become a guard
+        or x.numel() * weight.shape[:1].numel() < _SMALLEST
+        or not served_by_onednn(x, weight, bias)
+    ):
+        return torch.nn.functional.linear(x, weight, bias)
+    if trained(x, weight, bias):
+        return _OneDNN.apply(x, weight, bias)
+    return _onednn(x, weight, bias)
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def trained(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient of one of them is wanted."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# --- Which calls ----------------------------------------------------------------------------------
+
+
+def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether oneDNN's 16-bit GEMM can take these: not where it is traced, or dtypes are cast."""
+    if torch.compiler.is_compiling() or not (x.is_cpu and _onednn_has(x.dtype)):
+        return False
+    if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
+        return False
+    given = [t for t in (x, weight, bias) if t is not None]
+    return (
+        all(t.is_cpu and t.dtype is x.dtype for t in given)
+        and misfit(x, weight, bias) is None
+        and x.ndim > 1
+        and 0 not in (*x.shape, *weight.shape)
+    )
+
+
+def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why these are no arguments of a GEMM: torch's finds out what is wrong."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
+        return "a tensor is of a class of its own"
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        return "x and weight do not fit"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return "weight and bias do not fit"
+    return None
+
+
+@functools.cache
+def _onednn_has(dtype: torch.dtype) -> bool:
+    """Whether this CPU and this torch have a GEMM of it."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+# --- Autograd -------------------------------------------------------------------------------------
+
+
+class LinearNode(torch.autograd.Function):
+    """The backward of a linear layer, which saved x and weight; a schedule can run it in parts.
+
+    Its first three inputs are x, weight and bias, and its first result theirs.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, (x, weight) = grads[0], ctx.saved_tensors
+        to_x, to_weight, to_bias, *_ = goes_on = where_it_goes(ctx)
+        found: list[Any] = [None] * len(goes_on)
+        if grad is None:
+            return tuple(found)
+        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        if to_x:
+            found[0] = grad @ weight
+        if to_weight:
+            found[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
+        if to_bias:
+            found[2] = rows.sum(0)
+        return tuple(found)
+
+
+class _OneDNN(LinearNode):
+    """The layer by oneDNN, which saves a factor only where its product is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        to_x, to_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        return _onednn(x, weight, bias)
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """grad.t() @ x, of two matrices.
+
+    oneDNN's GEMM with AMX rearranges a first factor that is there transposed, for every panel of
+    the second one's columns: at (2048, 3072).t() @ (2048, 768) that is half of its 10 ms. A pass
+    reads and writes each element once: of grad, or, where those are fewer, of x and the result.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a graph is wanted of torch's ops
+        return grad.t() @ x
+    (rows, out), inner = grad.shape, x.shape[1]
+    of_grad, of_the_others = rows * out, (rows + out) * inner
+    if not _gains(grad, x, min(of_grad, of_the_others)):
+        return grad.t() @ x
+    transposed = torch.ops.torchweld.transposed.cpu
+    if of_grad <= of_the_others:
+        return transposed(grad) @ x
+    return transposed(transposed(x) @ grad)
+
+
+def _gains(grad: torch.Tensor, x: torch.Tensor, elements: int) -> bool:
+    """Whether that GEMM gains by the transposition of as many elements.
+
+    With fewer products for each thread oneDNN leaves one of two without work, which it does not do
+    where it rearranges; and without AMX a GEMM takes ten times as long, and rearranging no longer.
+    """
+    least = max(_SMALLEST * torch.get_num_threads(), _PRODUCTS_OF_AN_ELEMENT * elements)
+    if grad.shape[1] * x.numel() < least or not (grad.is_contiguous() and x.is_contiguous()):
+        return False
+    wanted = grad.dtype is x.dtype is torch.bfloat16 and _has_amx()
+    return wanted and _TRANSPOSED.why_not("cpu", (grad,)) is None
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,219 @@
+"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import call, run_on
+from torchweld.ops.activation import common as activations
+from torchweld.ops.batch_norm import batch_norm_act, normalize_act
+from torchweld.ops.batch_norm import common as batch_norms
+from torchweld.ops.gemm import linear as gemm
+from torchweld.ops.gemm import linear_act
+from torchweld.registry import ROWS, Composite, Numerics, constant, parameter, variance
+
+
+def linear_batch_norm_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    bn_weight: torch.Tensor | None = None,
+    bn_bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float | torch.Tensor = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_group: Any = None,
+    activation: str = "gelu",
+    approximate: str = "none",
+    recompute: bool = False,
+) -> torch.Tensor:
+    """activation(batch_norm(linear(x, weight, bias))), every output feature a channel.
+
+    For the backward x and the GEMM's result are saved. In training no bias is added, since the mean
+    would take it out again: it is in the running mean, and its gradient is zero.
+
+    Args:
+        x: [*, in_features], every leading dimension a part of the batch; float32, bfloat16, float16
+            (or float64).
+        weight: [out_features, in_features].
+        bias: [out_features].
+        running_mean, running_var: [out_features], in x's dtype or float32 under a 16-bit x; used in
+            evaluation, where they have to be there, and updated in training, where they need not.
+        bn_weight, bn_bias: [out_features], in x's dtype or float32 under a 16-bit x.
+        training: normalise with the statistics of this batch.
+        momentum: the share of these in the running statistics' new values; a tensor of one element
+            where it changes from step to step.
+        eps: added to the variance, >= 0.
+        process_group: in training the statistics are those of all its processes' rows, see
+            batch_norm_act; None: of this process alone.
+        activation: "gelu", "relu" or "silu".
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        recompute: save x alone, and compute the rest again in the backward.
+
+    Returns:
+        A tensor [*, out_features].
+    """
+    how = (training, momentum, eps, process_group, activation, approximate)
+
+    # What is updated is no argument of it: checkpoints watch their arguments for changes in place.
+    def run(x, weight, bias, bn_weight, bn_bias):
+        return call(OP, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how)
+
+    learnt = (weight, bias, bn_weight, bn_bias)
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(run, x, *learnt, use_reentrant=False, preserve_rng_state=False)
+    return run(x, *learnt)
+
+
+# The same pass over what nobody else holds: no new pages, and half the lines in the caches.
+BareOp(
+    "normalize_act_",
+    "(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
+    " str activation, str approximate) -> ()",
+)
+
+
+def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
+    training, momentum, eps, group, *kind = how
+    given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
+    if not _is_linear(weight, bias):
+        _check(*given, *how)
+    if not training:
+        return _evaluated(backend, *given, eps, *kind)
+    z = gemm.linear(x, weight)
+    if not batch_norm_act.trains(z, running_mean, running_var, group):
+        _check(*given, *how)
+    if bias is not None:  # its gradient is zero, and there
+        bn_bias = bias * 0 if bn_bias is None else bn_bias.add(bias, alpha=0)
+    columns = (running_mean, running_var, bn_weight, bn_bias)
+    return batch_norm_act.trained(backend, z, *columns, momentum, eps, group, *kind, offset=bias)
+
+
+def _is_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return weight.ndim == 2 and (
+        bias is None or (bias.shape == weight.shape[:1] and bias.dtype is weight.dtype)
+    )
+
+
+def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind):
+    learnt = (x, weight, bias, bn_weight, bn_bias)
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learnt)
+    z = gemm.linear(x, weight, bias if trained else None)
+    if bias is not None and not trained:  # what is added to z may as well be taken from its mean
+        mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
+    given = (z, mean, var, bn_weight, bn_bias, eps, *kind)
+    if backend == "cpu" and not trained and linear_act.is_ours(z):
+        torch.ops.torchweld.normalize_act_.cpu(*given)
+        return z
+    return run_on(normalize_act.OP, backend, given)
+
+
+def _reference(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
+    given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
+    training, _, eps, group, *_ = how
+    if not _is_linear(weight, bias) or not eps >= 0:
+        _check(*given, *how)
+    z = linear(x, weight, bias)
+    wrong = training and not batch_norm_act.trains(z, running_mean, running_var, group)
+    if wrong or batch_norms.mixed(z, *given[3:]):
+        _check(*given, *how)
+    return batch_norm_act.reference(OP, z, running_mean, running_var, bn_weight, bn_bias, *how)
+
+
+def _check(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
+    training, momentum, eps, group, *kind = how
+    linear_act.check(OP.name, x, weight=weight, bias=bias)
+    running = {"running_mean": running_mean, "running_var": running_var}
+    pairs = running, {"bn_weight": bn_weight, "bn_bias": bn_bias}
+    batch_norms.check_columns(OP, x, weight.shape[:1], "the rows of weight", eps, kind, *pairs)
+    batch_norm_act.check_training(OP, x, running, training, momentum, group)
+
+
+def _fake(x, weight, *_):
+    return (x.new_empty((*x.shape[:-1], weight.shape[0])),)
+
+
+def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how, grad_y):
+    """batch_norm_act's, with every product of the GEMMs a term."""
+    training, _, eps, *_ = how
+    x, weight = x.double(), weight.double()
+    bias = x.new_zeros(()) if bias is None else bias.double()
+    z = linear(x, weight) + bias
+    x, weight = x.abs(), weight.abs()
+    size = linear(x, weight) + bias.abs()
+    mean, var = (None, None) if training else (running_mean, running_var)
+    found = batch_norms.terms(z, size, mean, var, bn_weight, bn_bias, eps, grad_y)
+    grad_z = found["grad_x"]
+    return {
+        "y": found["y"],
+        "grad_x": grad_z @ weight,
+        "grad_weight": linear_act.outer(grad_z, x),
+        "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
+        "grad_bn_weight": found["grad_weight"],
+        "grad_bn_bias": found["grad_bias"],
+    }
+
+
+def _arguments(rows, width, features, training, *kind, bias=False, tracked=True):
+    x, weight, with_bias = linear_act.arguments(rows, width, features)
+    running = (constant(features), variance(features)) if tracked else (None, None)
+    columns = (*running, parameter(features), parameter(features))
+    how = (training, 0.1, 1e-5, None)
+    return (x, weight, with_bias if bias else None, *columns, *how, *kind)
+
+
+def _samples():
+    """What is trained without a bias: its gradient is zero, and eager's is rounding alone.
+
+    Without relu, whose derivative jumps where a 16-bit z is rounded: tests/test_batch_norm.py.
+    """
+    gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
+    shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
+    found = [_arguments(*s, True, *gelu, tracked=s[2] != 7) for s in (*shapes, ((0,), 8, 5))]
+    found += [_arguments(*shapes[3], True, *kind) for kind in others]
+    evaluated = (((1,), 3, 5), ((3,), 5, 4096), *shapes, ((0,), 8, 5))
+    found += [_arguments(*s, False, *gelu, bias=True) for s in evaluated]
+    return (*found, _arguments(*shapes[3], False, "silu", "none"))
+
+
+_RESULTS = ("y", "grad_x", "grad_weight", "grad_bias", "grad_bn_weight", "grad_bn_bias")
+
+OP = Composite(
+    name="linear_batch_norm_act",
+    forward="(Tensor x, Tensor weight, Tensor? bias, Tensor? running_mean, Tensor? running_var,"
+    " Tensor? bn_weight, Tensor? bn_bias, bool training, float momentum, float eps,"
+    " Any process_group, str activation, str approximate) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor? bn_weight,"
+    " Tensor? bn_bias, bool training, float eps, Any process_group, str activation,"
+    " str approximate) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias,"
+    " Tensor grad_bn_weight, Tensor grad_bn_bias)",
+    reference=_reference,
+    fused=_fused,
+    check=_check,
+    fake=_fake,
+    sharding=ROWS,
+    sources=batch_norms.SOURCES,
+    samples=_samples(),
+    benchmarks=tuple(
+        _arguments((rows,), *features, True, "gelu", "none", bias=True)
+        for rows, *features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
+    ),
+    benchmarks_on_gpu=tuple(
+        _arguments((8192,), *features, True, "gelu", "none", bias=True)
+        for features in ((1024, 4096), (4096, 16384))
+    ),
+    tiny=_arguments((2,), 64, 64, True, "gelu", "none", bias=True),
+    # A 16-bit z, or its gradient, is rounded before the result is.
+    numerics=Numerics(
+        fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
+    ),
+    small=65536,
+)

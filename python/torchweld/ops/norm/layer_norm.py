@@ -1,0 +1,77 @@
+"""layer_norm: normalise the last dimensions, then scale and shift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.errors import ArgumentError
+from torchweld.ops.norm import common as norms
+from torchweld.registry import Op, Rows
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Layer normalisation with the semantics of torch.nn.functional.layer_norm.
+
+    Args:
+        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        normalized_shape: the last dimensions of x, over which it is normalised.
+        weight, bias: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        eps: added to the variance, >= 0.
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    return call(OP, x, normalized_shape, weight, bias, eps)
+
+
+def _reference(x, normalized_shape, weight, bias, eps):
+    if not eps >= 0:
+        raise ArgumentError("layer_norm", "eps", repr(eps), "a number >= 0")
+    parameter = bias if weight is None else weight
+    if parameter is not None and parameter.dtype is not x.dtype:  # eager cannot train with this
+        _check(x, normalized_shape, weight, bias, eps)
+        weight, bias = norms.as_float32(weight), norms.as_float32(bias)
+        return torch.layer_norm(x.float(), normalized_shape, weight, bias, eps).to(x.dtype)
+    return torch.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def _check(x, normalized_shape, weight, bias, eps):
+    norms.check(OP, x, normalized_shape, eps, weight=weight, bias=bias)
+
+
+def _fake(x, normalized_shape, weight, bias, eps):
+    statistics = norms.statistics(x, normalized_shape)
+    return norms.result(x), statistics, torch.empty_like(statistics)
+
+
+OP = Op(
+    name="layer_norm",
+    forward="(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    backward="(Tensor grad_y, Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
+    " float eps, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
+    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    reference=_reference,
+    check=_check,
+    fake=_fake,
+    sharding=Rows(norms.columns),
+    sources=norms.SOURCES,
+    samples=norms.samples(2, 1e-5),
+    benchmarks=norms.benchmarks(norms.MEASURED, 2, 1e-5),
+    benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
+    tiny=norms.benchmarks([(1, 64)], 2, 1e-5)[0],
+    numerics=norms.numerics(centered=True),
+    small=2**19,
+    autocast={"cuda": torch.float32},
+)
+define(OP)

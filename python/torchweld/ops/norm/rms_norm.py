@@ -1,0 +1,76 @@
+"""rms_norm: divide by the root mean square over the last dimensions, then scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.errors import ArgumentError
+from torchweld.ops.norm import common as norms
+from torchweld.registry import Op, Rows
+
+
+def rms_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Root mean square normalisation with the semantics of torch.nn.functional.rms_norm.
+
+    Args:
+        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        normalized_shape: the last dimensions of x, over which it is normalised.
+        weight: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        eps: added to the mean square, >= 0; None is, as in torch, the machine
+            epsilon of what x is computed in: 2^-23, for float64 2^-52.
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    return call(OP, x, normalized_shape, weight, eps)
+
+
+def _reference(x, normalized_shape, weight, eps):
+    if eps is not None and not eps >= 0:
+        raise ArgumentError("rms_norm", "eps", repr(eps), "a number >= 0 or None")
+    if weight is not None and weight.dtype is not x.dtype:  # eager warns of this
+        _check(x, normalized_shape, weight, eps)
+        return torch.rms_norm(x.float(), normalized_shape, weight, eps).to(x.dtype)
+    return torch.rms_norm(x, normalized_shape, weight, eps)
+
+
+def _check(x, normalized_shape, weight, eps):
+    norms.check(OP, x, normalized_shape, 0.0 if eps is None else eps, weight=weight)
+
+
+def _fake(x, normalized_shape, weight, eps):
+    return norms.result(x), norms.statistics(x, normalized_shape)
+
+
+# Later torches than 2.11 compute it in float32 under CUDA's autocast.
+_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+OP = Op(
+    name="rms_norm",
+    forward="(Tensor x, SymInt[] normalized_shape, Tensor? weight, float? eps)"
+    " -> (Tensor y, Tensor rstd)",
+    backward="(Tensor grad_y, Tensor x, SymInt[] normalized_shape, Tensor? weight, float? eps,"
+    " Tensor rstd, bool need_weight) -> (Tensor grad_x, Tensor grad_weight)",
+    reference=_reference,
+    check=_check,
+    fake=_fake,
+    sharding=Rows(norms.columns),
+    sources=norms.SOURCES,
+    samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],
+    benchmarks=norms.benchmarks(norms.MEASURED, 1, 1e-6),
+    benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),
+    tiny=norms.benchmarks([(1, 64)], 1, 1e-6)[0],
+    numerics=norms.numerics(centered=False),
+    small=8192,
+    autocast={"cuda": torch.float32} if _AUTOCAST else {},
+)
+define(OP)

@@ -1,0 +1,1 @@
+"""Optimizer steps, one rule a file."""

@@ -1,0 +1,44 @@
+"""The step of Adam and AdamW."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.ops.optimizer.rule import Rule, Tensors
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> tuple[torch.Tensor, Tensors]:
+    step_size = (lr / (1 - beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - beta2**t).sqrt()).to(p.dtype)
+    if decoupled:
+        p = p * (1 - lr * weight_decay).to(p.dtype)
+    elif weight_decay != 0:
+        g = g + p * weight_decay
+    exp_avg = moments[0] + (g - moments[0]) * (1 - beta1)
+    exp_avg_sq = moments[1] * beta2 + g * g * (1 - beta2)
+    new = [exp_avg, exp_avg_sq]
+    if len(moments) == 3:  # amsgrad
+        new.append(torch.maximum(moments[2], exp_avg_sq))
+    # In float64, since torch leaves the last bit of a float32 root to a library.
+    root = new[-1].double().sqrt().to(p.dtype)
+    return p - exp_avg / (root * root_scale + eps) * step_size, new
+
+
+ADAM = Rule(
+    "adam",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled",
+    # The third is amsgrad's, the largest second moment so far.
+    signed=(True, False, False),
+    update=_update,
+)

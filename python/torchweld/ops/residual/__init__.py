@@ -1,0 +1,1 @@
+"""What a residual stream goes through: bias, dropout, addition, norm."""

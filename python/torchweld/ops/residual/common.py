@@ -1,0 +1,244 @@
+"""What dropout_add_layer_norm and dropout_add_rms_norm have in common beside their kernels."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.errors import ArgumentError
+from torchweld.ops.norm import common as norms
+from torchweld.random import Shard, drawn, drop, place
+from torchweld.registry import SEED, Numerics, Op, activation, parameter, residual
+
+SOURCES: dict[str, tuple[str, ...]] = {
+    "cpu": (
+        "csrc/cpu/dropout_add_norm.cpp",
+        "csrc/cpu/norm.h",
+        "csrc/cpu/chunks.h",
+        "csrc/cpu/dropout.h",
+        "csrc/cpu/philox.h",
+        "csrc/cpu/scratch.h",
+        "csrc/cpu/vec.h",
+        "csrc/core/dropout_add_norm.h",
+        "csrc/core/norm.h",
+        "csrc/core/chunks.h",
+        "csrc/core/dropout.h",
+        "csrc/core/philox.h",
+        "csrc/core/rows.h",
+    ),
+    "triton": (
+        "triton_kernels/dropout_add_norm.py",
+        "triton_kernels/chunks.py",
+        "triton_kernels/dropout.py",
+        "triton_kernels/launch.py",
+        "triton_kernels/norm_rows.py",
+        "triton_kernels/rows.py",
+        "triton_kernels/tensors.py",
+    ),
+}
+
+
+def columns(x: Any, residual: Any, normalized_shape: Sequence[int], *_: Any) -> int:
+    """The normalised dimensions make a row."""
+    return len(normalized_shape)
+
+
+# Where nothing is dropped, x and residual have the same gradient.
+SAME_GRADIENT = {
+    "x": (
+        "grad_residual",
+        lambda x, residual, *rest: (
+            residual is not None and residual.dtype is x.dtype and rest[-3] is None
+        ),
+    )
+}
+
+
+def inputs(
+    op: Op,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    parameters: Sequence[torch.Tensor | None],
+    p: float,
+    eps: float | None,
+    training: bool,
+    seed: torch.Tensor | int | None,
+    shard: Shard | None,
+    normalized_shape: Sequence[int] | None,
+) -> tuple[Any, ...]:
+    """The forward's arguments from the public function's."""
+    p, seed = drawn(op.name, "x", x, p, training, seed)
+    if normalized_shape is None:  # what has no shape is named by the check
+        like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
+        normalized_shape = getattr(like, "shape", ())[dims]
+    return x, residual, normalized_shape, *parameters, p, eps, seed, *place(shard)
+
+
+def plainly_right(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    parameters: Sequence[torch.Tensor | None],
+    eps: float | None,
+    whole: Sequence[int],
+) -> bool:
+    """Whether a whole check would be a waste of time: torch itself would take more."""
+    return (
+        (residual is None or (residual.shape == x.shape and residual.dtype is x.dtype))
+        and all(value is None or value.dtype is x.dtype for value in parameters)
+        and (eps is None or eps >= 0)
+        and not whole
+    )
+
+
+def stream(dropped: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """z from what dropout left of x."""
+    return dropped if residual is None else (dropped + residual).to(residual.dtype)
+
+
+def normalized(
+    norm: Op,
+    z: torch.Tensor,
+    dtype: torch.dtype,
+    normalized_shape: Sequence[int],
+    parameters: Sequence[torch.Tensor | None],
+    eps: float | None,
+) -> torch.Tensor:
+    """y, of the dtype of x, by the plain norm's eager torch."""
+    if z.dtype is not dtype:
+        parameters = [None if value is None else value.to(z.dtype) for value in parameters]
+    return norm.reference(z, normalized_shape, *parameters, eps).to(dtype)
+
+
+def gradients(
+    grad_z: torch.Tensor | None,
+    grad_y: torch.Tensor | None,
+    z: torch.Tensor,
+    normalized_shape: Sequence[int],
+    parameters: Sequence[torch.Tensor | None],
+    p: float,
+    eps: float | None,
+    seed: torch.Tensor | None,
+    whole: Sequence[int],
+    offset: Sequence[int],
+    x_dtype: torch.dtype,
+    *,
+    centered: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Of x, residual and the parameters, in eager torch: what a second derivative is taken of."""
+    kind = torch.promote_types(z.dtype, torch.float32)
+    rows, dims = norms.split(z, normalized_shape)
+    wide = z.to(kind)
+    grad = torch.zeros_like(wide) if grad_y is None else grad_y.to(kind)
+    if centered:
+        wide = wide - wide.mean(dims, keepdim=True)
+    eps = torch.finfo(kind).eps if eps is None else eps
+    rstd = (wide.square().mean(dims, keepdim=True) + eps).rsqrt()
+    x_hat = wide * rstd
+    g = grad if parameters[0] is None else grad * parameters[0].to(kind)
+    found = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+    if centered:
+        found = found - g.mean(dims, keepdim=True)
+    found = found * rstd
+    if grad_z is not None:
+        found = found + grad_z
+    grad_x = drop(found, p, seed, whole, offset, len(normalized_shape)).to(x_dtype)
+    sums = [
+        None if value is None else (term.sum(rows) if rows else term).to(value.dtype)
+        for value, term in zip(parameters, (grad * x_hat, grad), strict=False)
+    ]
+    return grad_x, found.to(z.dtype), *sums
+
+
+def check(
+    op: Op,
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    eps: Any,
+    seed: Any,
+    whole: Any,
+    offset: Any,
+    **parameters: torch.Tensor | None,
+) -> None:
+    """What both ops accept."""
+    checks.dense(op.name, "x", x, op.dtypes)
+    if (weight := parameters["weight"]) is not None:  # normalized_shape may be from there
+        checks.dense(op.name, "weight", weight, checks.beside(x))
+        meaning = f"the last dimensions of x, whose shape is {list(x.shape)}: for instance"
+        checks.shaped(op.name, "weight", weight, x.shape[x.ndim - weight.ndim :], meaning)
+    norms.check(op, x, normalized_shape, eps, **parameters)
+    if residual is not None:
+        checks.dense(op.name, "residual", residual, checks.beside(x))
+        checks.like(op.name, "residual", residual, x, "x")
+        checks.shaped(op.name, "residual", residual, x.shape, "x's shape")
+    checks.dropout(op.name, "x", x, seed, whole, offset)
+    if whole and list(whole[x.ndim - len(normalized_shape) :]) != list(normalized_shape):
+        accepted = f"whole rows: ending in {list(normalized_shape)}"
+        raise ArgumentError(op.name, "shard", f"of sizes {list(whole)}", accepted)
+
+
+def fake(x, residual, normalized_shape):
+    """z, y and a statistic."""
+    z = norms.result(x if residual is None else residual)
+    return z, norms.result(x), norms.statistics(x, normalized_shape)
+
+
+def _terms(x, residual, normalized_shape, weight, *rest, grad_z, grad_y, centered):
+    """Sums of the magnitudes that each result is made of, in float64."""
+    *bias, p, _, seed, whole, offset = rest
+    kept = functools.partial(
+        drop, p=p, seed=seed, whole=whole, offset=offset, trailing=len(normalized_shape)
+    )
+    z, size = kept(x.double()), kept(x.double().abs())
+    if residual is not None:
+        z, size = z + residual, size + residual.double().abs()
+    found = norms.terms(z, size, normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
+    grad = found["grad_x"] + grad_z.double().abs()
+    return found | {"z": size, "grad_residual": grad, "grad_x": kept(grad)}
+
+
+def numerics(centered: bool) -> Numerics:
+    """Roundings a term goes through: docs/numerics.md counts them."""
+    results = ("y", "grad_x", "grad_residual", "grad_weight", "grad_bias")
+    return Numerics(
+        fp32={"z": 2.0, **dict.fromkeys(results, 2.5)},
+        terms=functools.partial(_terms, centered=centered),
+        rounding={"grad_weight": 2.0},  # z was saved in 16 bits
+    )
+
+
+def _arguments(leading, shape, parameters, p, eps, *, with_residual=True, whole=(), offset=()):
+    added = residual(*leading, *shape) if with_residual else None
+    seed = SEED if p else None
+    x = activation(*leading, *shape)
+    return (x, added, list(shape), *parameters, p, eps, seed, list(whole), list(offset))
+
+
+def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
+    """Over the norms' shapes, with dropout and without, then what may be absent, then a part."""
+    found = [
+        _arguments(leading, shape, [parameter(*shape)] * parameters, p, eps)
+        for (leading, shape), p in zip(norms.SHAPES, itertools.cycle((0.1, 0.0, 0.5)))
+    ]
+    for with_residual, p, rows in ((False, 0.25, 110), (True, 0.25, 5), (True, 0.0, 5)):
+        for given in itertools.product([None, parameter(48)], repeat=parameters):
+            found.append(_arguments((rows,), (48,), given, p, eps, with_residual=with_residual))
+    shard = {"whole": (2, 6, 9, 4, 5), "offset": (0, 3, 5, 0, 0)}
+    found.append(_arguments((2, 2, 4), (4, 5), [parameter(4, 5)] * parameters, 0.3, eps, **shard))
+    return tuple(found)
+
+
+def benchmarks(
+    shapes: Sequence[tuple[int, int]], parameters: int, eps: float | None
+) -> tuple[tuple[Any, ...], ...]:
+    """Arguments over shapes worth a measurement, with dropout and without."""
+    return tuple(
+        _arguments((rows,), (width,), [parameter(width)] * parameters, p, eps)
+        for rows, width in shapes
+        for p in (0.0, 0.1)
+    )

@@ -1,0 +1,138 @@
+"""dropout_add_layer_norm: dropout, the residual connection and layer_norm in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.ops.norm import common as norms
+from torchweld.ops.norm import layer_norm
+from torchweld.ops.residual import common
+from torchweld.random import Shard, drop
+from torchweld.registry import Op, Rows
+
+
+def dropout_add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    training: bool = True,
+    return_residual: bool = False,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    normalized_shape: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """layer_norm(z) with z = dropout(x, p) + residual.
+
+    Post-norm goes on with the result alone; pre-norm takes z too, the residual stream:
+
+        x, stream = dropout_add_layer_norm(x, stream, weight, bias, p=0.1, return_residual=True)
+
+    Args:
+        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        residual: of x's shape, in x's dtype or float32 under a 16-bit x; None: zeros.
+        weight, bias: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        p: probability of an element of x to be dropped, where training is true.
+        eps: added to the variance, >= 0.
+        training: False drops nothing.
+        return_residual: return (y, z).
+        seed: what to drop, see torchweld.random; None draws one from torch's generator.
+        shard: where x lies in a larger tensor of which it is a part: of the dimensions before
+            normalized_shape alone.
+        normalized_shape: the last dimensions of x, over which it is normalised; None: those of
+            weight, or without one the last.
+
+    Returns:
+        y of x's dtype; z of residual's. Under autocast too.
+    """
+    given = _inputs(x, residual, weight, bias, p, eps, training, seed, shard, normalized_shape)
+    if residual is None and not OP.draws(given):
+        z, y = x, call(layer_norm.OP, x, given[2], weight, bias, eps)
+    else:
+        z, y = call(OP, *given)
+    return (y, z) if return_residual else y
+
+
+def _inputs(x, residual, weight, bias, p, eps, training, seed, shard, normalized_shape, **_):
+    return common.inputs(
+        OP, x, residual, (weight, bias), p, eps, training, seed, shard, normalized_shape
+    )
+
+
+def _reference(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset):
+    if not common.plainly_right(x, residual, (weight, bias), eps, whole):
+        _check(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset)
+    z = common.stream(drop(x, p, seed, whole, offset, len(normalized_shape)), residual)
+    return z, common.normalized(layer_norm.OP, z, x.dtype, normalized_shape, (weight, bias), eps)
+
+
+def _plain(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset):
+    z = common.stream(torch.nn.functional.dropout(x, p, seed is not None), residual)
+    return z, common.normalized(layer_norm.OP, z, x.dtype, normalized_shape, (weight, bias), eps)
+
+
+def _backward_reference(
+    grad_z, grad_y, z, normalized_shape, weight, bias, p, eps, seed, whole, offset, *rest
+):
+    x_dtype = rest[2]
+    return common.gradients(
+        grad_z,
+        grad_y,
+        z,
+        normalized_shape,
+        (weight, bias),
+        p,
+        eps,
+        seed,
+        whole,
+        offset,
+        x_dtype,
+        centered=True,
+    )
+
+
+def _check(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset):
+    common.check(
+        OP, x, residual, normalized_shape, eps, seed, whole, offset, weight=weight, bias=bias
+    )
+
+
+def _fake(x, residual, normalized_shape, *_):
+    z, y, statistic = common.fake(x, residual, normalized_shape)
+    return z, y, statistic, torch.empty_like(statistic)
+
+
+OP = Op(
+    name="dropout_add_layer_norm",
+    forward="(Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
+    " float p, float eps, Tensor? seed, SymInt[] whole, SymInt[] offset)"
+    " -> (Tensor z, Tensor y, Tensor mean, Tensor rstd)",
+    backward="(Tensor? grad_z, Tensor? grad_y, Tensor z, SymInt[] normalized_shape,"
+    " Tensor? weight, Tensor? bias, float p, float eps, Tensor? seed, SymInt[] whole,"
+    " SymInt[] offset, Tensor mean, Tensor rstd, ScalarType x_dtype, bool need_x,"
+    " bool need_residual, bool need_weight, bool need_bias)"
+    " -> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+    inputs=_inputs,
+    reference=_reference,
+    plain=_plain,
+    backward_reference=_backward_reference,
+    same_gradient=common.SAME_GRADIENT,
+    check=_check,
+    fake=_fake,
+    sharding=Rows(common.columns),
+    sources=common.SOURCES,
+    samples=common.samples(2, 1e-5),
+    benchmarks=common.benchmarks(norms.MEASURED, 2, 1e-5),
+    benchmarks_on_gpu=common.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
+    tiny=common.benchmarks([(1, 64)], 2, 1e-5)[0],
+    numerics=common.numerics(centered=True),
+    small=2**19,
+)
+define(OP)

@@ -1,0 +1,59 @@
+"""What an op is: one declaration, from which everything else is derived.
+
+An op is declared once, in its file under `ops/`, as an `Op`: two schemas, an eager reference, a
+check, a fake. Each backend has its own overload of the schemas (`torchweld::layer_norm.cpu`,
+`.cuda`, `.triton`), so that the choice of a backend is a choice of an op, visible in graphs and to
+checkpointing policies. The argument names of the two schemas say how forward and backward belong
+together, and the autograd function is built from them:
+
+* `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
+  one of the public results; the forward's other outputs are kept for the backward alone;
+* an argument named like a forward's input or output is that value, saved; where an input is not
+  among them, the declaration has a `backward_reference`;
+* `x_dtype` is the dtype of input `x`, and `need_weight` whether the gradient of input `weight` is
+  wanted;
+* `grad_x` in the backward's results is the gradient of input `x`, and is like `x`.
+"""
+
+from torchweld.registry.backends import BACKENDS, EAGER, Backend
+from torchweld.registry.composite import Composite
+from torchweld.registry.op import OPS, Numerics, Op
+from torchweld.registry.samples import (
+    SEED,
+    TensorSpec,
+    activation,
+    boolean,
+    constant,
+    materialize,
+    parameter,
+    residual,
+    variance,
+    weight,
+)
+from torchweld.registry.schema import Signature
+from torchweld.registry.sharding import ELEMENTS, ROWS, WHOLE, Rows
+
+__all__ = [
+    "BACKENDS",
+    "EAGER",
+    "ELEMENTS",
+    "OPS",
+    "ROWS",
+    "SEED",
+    "WHOLE",
+    "Backend",
+    "Composite",
+    "Numerics",
+    "Op",
+    "Rows",
+    "Signature",
+    "TensorSpec",
+    "activation",
+    "boolean",
+    "constant",
+    "materialize",
+    "parameter",
+    "residual",
+    "variance",
+    "weight",
+]

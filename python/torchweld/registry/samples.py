@@ -1,0 +1,97 @@
+"""Sample inputs of ops: what kind of tensor an argument is, and its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor argument of a sample: its shape, and what kind of tensor it is."""
+
+    shape: tuple[int, ...]
+    kind: str = "activation"
+
+    @property
+    def parameter(self) -> bool:
+        """Whether it has the trailing sizes of what flows alone."""
+        return self.kind in ("parameter", "boolean", "constant", "variance")
+
+
+def activation(*shape: int) -> TensorSpec:
+    """A tensor that flows: of the tested dtype."""
+    return TensorSpec(shape)
+
+
+def parameter(*shape: int) -> TensorSpec:
+    """A tensor that is learnt: of the tested dtype, or float32 under a 16-bit one."""
+    return TensorSpec(shape, "parameter")
+
+
+def residual(*shape: int) -> TensorSpec:
+    """A tensor that flows, of a dtype as parameters have it."""
+    return TensorSpec(shape, "residual")
+
+
+def weight(*shape: int) -> TensorSpec:
+    """A factor of a GEMM, of the tested dtype: so small that sums of products are as what flows."""
+    return TensorSpec(shape, "weight")
+
+
+def constant(*shape: int) -> TensorSpec:
+    """A tensor like a parameter that gets no gradient."""
+    return TensorSpec(shape, "constant")
+
+
+def variance(*shape: int) -> TensorSpec:
+    """A constant that is not negative."""
+    return TensorSpec(shape, "variance")
+
+
+def boolean(*shape: int) -> TensorSpec:
+    """A tensor of which most elements are True."""
+    return TensorSpec(shape, "boolean")
+
+
+# What dropout draws from: a number that uses both halves of its 64 bits.
+SEED = TensorSpec((1,), "seed")
+_SEED = 0x1234_5678_9ABC_DEF0
+
+
+def materialize(
+    arguments: Sequence[Any],
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    *,
+    param_dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    seed: int = 0,
+) -> list[Any]:
+    """The sample's arguments with its tensors drawn from a normal distribution."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(argument: Any) -> Any:
+        if not isinstance(argument, TensorSpec):
+            return argument
+        if argument.kind == "seed":
+            return torch.full(argument.shape, _SEED + seed, dtype=torch.int64, device=device)
+        values = torch.randn(argument.shape, generator=generator, device=device)
+        if argument.kind == "boolean":
+            return values > -0.7
+        if argument.kind == "weight":
+            values = values / max(argument.shape[-1], 1) ** 0.5
+        else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.
+            values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
+        if argument.kind == "variance":
+            values = values.abs()
+        wide = argument.parameter or argument.kind == "residual"
+        values = values.to((param_dtype or dtype) if wide else dtype)
+        return values.requires_grad_(
+            requires_grad and argument.kind not in ("constant", "variance")
+        )
+
+    return [draw(argument) for argument in arguments]

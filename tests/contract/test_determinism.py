@@ -1,0 +1,44 @@
+"""Contract 6 and 8: the same bits at every run and thread count, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import Target
+from oracle import reshaped, run
+from torchweld.dispatch.call import call
+from torchweld.registry import materialize
+
+
+@pytest.mark.not_at("interpreter")  # one thread, in order: nothing there could differ
+def test_bitwise_the_same(target: Target) -> None:
+    """Twice with one thread, then with others: work is split by the shape alone."""
+    threads = torch.get_num_threads()
+    try:
+        for arguments in target.op.samples + target.op.benchmarks[:1]:
+            inputs = materialize(arguments, torch.float32, target.device)
+            torch.set_num_threads(1)
+            first, second = run(target.op, inputs), run(target.op, inputs)
+            torch.set_num_threads(3)
+            third = run(target.op, inputs)
+            for name, value in first.items():
+                assert torch.equal(value, second[name])
+                assert torch.equal(value, third[name])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_cuda_graph_replay_equals_eager(target: Target) -> None:
+    """Captured once, replayed on new values."""
+    if target.device != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    arguments = reshaped(target.op, (4, 5), (768,))
+    inputs = materialize(arguments, torch.bfloat16, target.device)
+    call(target.op, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(target.op, *inputs)
+    inputs[0].normal_()
+    graph.replay()
+    assert torch.equal(captured, call(target.op, *inputs))

@@ -1,0 +1,107 @@
+"""Contract 2: derivatives in float64, first and second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from conftest import Target
+from oracle import incoming, is_floating, run, total
+from torchweld.dispatch.call import call
+from torchweld.registry import Op, materialize
+
+
+def _small_samples(op: Op) -> list[list[Any]]:
+    samples = [materialize(s, torch.float64, requires_grad=True) for s in op.samples]
+    tensors = [[v for v in s if isinstance(v, torch.Tensor)] for s in samples]
+    sizes = [[t.numel() for t in found] for found in tensors]
+    return [s for s, found in zip(samples, sizes, strict=True) if found[0] > 0 and max(found) <= 64]
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _check(op: Op, inputs: list[Any], check: Any) -> None:
+    tensors = [v for v in inputs if _requires_grad(v)]
+
+    def function(*given: torch.Tensor) -> Any:
+        replacement = iter(given)
+        return call(op, *[next(replacement) if _requires_grad(v) else v for v in inputs])
+
+    assert check(function, tensors, nondet_tol=0.0)
+
+
+@pytest.mark.seams
+def test_gradcheck_of_the_cpu_kernel(op: Op) -> None:
+    """The baseline instruction set has kernels for float64."""
+    samples = _small_samples(op)
+    assert samples
+    with torchweld.use_backend("cpu"):
+        for inputs in samples:
+            _check(op, inputs, torch.autograd.gradcheck)
+
+
+@pytest.mark.seams
+def test_gradcheck_of_the_reference(op: Op) -> None:
+    with torchweld.use_backend("eager"):
+        for inputs in _small_samples(op):
+            _check(op, inputs, torch.autograd.gradcheck)
+
+
+@pytest.mark.seams
+def test_second_derivatives_are_right(op: Op) -> None:
+    """With create_graph=True the reference is differentiated."""
+    inputs = next(s for s in _small_samples(op) if s[0].numel() > 1)
+    with torchweld.use_backend("cpu"):
+        _check(op, inputs, torch.autograd.gradgradcheck)
+
+
+@pytest.mark.seams
+def test_float64_equals_the_reference(op: Op) -> None:
+    """To a few units in the last place: no float32 anywhere on the way."""
+    for arguments in op.samples:
+        inputs = materialize(arguments, torch.float64)
+        with torchweld.use_backend("cpu"):
+            ours = run(op, inputs)
+        eager = run(op, inputs, op.reference)
+        grads = {f"grad_{name}": incoming(eager[name]) for name in op.public}
+        sums = op.numerics.terms(*inputs, **grads)
+        for name, expected in eager.items():
+            tolerance = 64 * 2**-53 * sums[name].max() if sums[name].numel() else 0
+            assert torch.all((ours[name] - expected).abs() <= tolerance), (name, arguments)
+
+
+@pytest.mark.seams
+def test_frozen_parameters_get_no_gradient(target: Target) -> None:
+    """What does not require a gradient is neither computed nor returned."""
+    arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)
+    inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
+    for frozen in [v for v in inputs[1:] if isinstance(v, torch.Tensor)]:
+        frozen.requires_grad_(False)
+    total(call(target.op, *inputs)).backward()
+    assert inputs[0].grad is not None
+    assert all(v.grad is None for v in inputs[1:] if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.seams
+def test_changing_a_saved_tensor_is_noticed(target: Target) -> None:
+    """Autograd watches what was saved."""
+    arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)
+    inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
+    result = total(call(target.op, *inputs))
+    unsaved = target.op.unsaved(*inputs) if target.op.unsaved else ()
+    saved = next(
+        value
+        for name, value in zip(target.op.forward_signature.arguments, inputs, strict=True)
+        if name in target.op.backward_signature.arguments
+        and name not in unsaved
+        and is_floating(value)
+    )
+    with torch.no_grad():
+        saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()

@@ -1,0 +1,324 @@
+"""Contract 7: one random stream, the same in every backend, shard, recomputation and graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import torchweld
+from conftest import Target
+from oracle import assert_right, reshaped, run, saved_bytes
+from torchweld import functional, random
+from torchweld.random import Shard
+from torchweld.registry import Op, materialize
+
+drawing = pytest.mark.drawing
+
+
+# --- The numbers ------------------------------------------------------------------------------
+
+# Of the paper's own implementation: counter, key, result.
+KNOWN = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    words = random.philox([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
+    assert [word.item() for word in words] == expected
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+@pytest.mark.parametrize("row", [0, 2**31 - 1, 2**32, 2**40 + 12345])
+def test_words_are_uniform(row: int, shift: int) -> None:
+    """Chi-square of each byte of 2^20 words of a row: 255 degrees of freedom, five sigma."""
+    group, rest = torch.arange(2**18), torch.tensor(row)
+    counter = (group, rest & 0xFFFFFFFF, rest >> 32, torch.tensor(0))
+    words = torch.stack(random.philox(counter, (torch.tensor(42), torch.tensor(7))))
+    counts = ((words.flatten() >> shift) & 255).bincount(minlength=256).double()
+    expected = words.numel() / 256
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_rate(p: float) -> None:
+    """Four sigma of a binomial over ten million elements."""
+    with torchweld.use_backend("cpu"):
+        y = functional.softmax_dropout(torch.zeros(10_000, 1000), p=p, seed=1)
+    n = y.numel()
+    dropped = (y == 0).sum().item()
+    assert abs(dropped - n * p) < 4 * (n * p * (1 - p)) ** 0.5
+    torch.testing.assert_close(y.max().item(), 1e-3 / (1 - p))
+
+
+def test_all_and_almost_nothing() -> None:
+    with torchweld.use_backend("cpu"):
+        x = torch.zeros(300, 1000)
+        assert not functional.softmax_dropout(x, p=1.0, seed=1).any()
+        assert functional.softmax_dropout(x, p=1e-12, seed=1).all()
+
+
+# --- One mask everywhere ------------------------------------------------------------------------
+
+
+@drawing
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 700)),
+    before=st.tuples(st.integers(0, 2**20), st.integers(0, 2**16), st.integers(0, 9)),
+    after=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    p=st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_part_drops_what_the_whole_would(
+    target: Target,
+    sizes: tuple[int, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    p: float,
+    seed: int,
+) -> None:
+    """Any shape anywhere in a whole of any size: as the reference, whose formula is the whole's."""
+    op = target.op
+    inputs = materialize(reshaped(op, sizes[:-1], sizes[-1:]), torch.float32, target.device)
+    named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    whole_columns = op.sharding.columns(*inputs)
+    named["p"], named["seed"] = p, torch.tensor([seed], device=target.device)
+    named["offset"] = [b if d < 3 - whole_columns else 0 for d, b in enumerate(before)]
+    named["whole"] = [
+        o + n + (a if d < 3 - whole_columns else 0)
+        for d, (o, n, a) in enumerate(zip(named["offset"], sizes, after, strict=True))
+    ]
+    assert_right(op, list(named.values()))
+
+
+def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
+    """Rows beyond 2^32, columns that begin within a group of four."""
+    whole = random.kept([6, 5, 40], 0.4, 7)
+    part = random.kept([2, 3, 21], 0.4, 7, shard=Shard([6, 5, 40], [3, 1, 13]))
+    assert torch.equal(part, whole[3:5, 1:4, 13:34])
+    far = random.kept([2, 8], 0.5, 7, shard=Shard([2**33, 8], [2**32, 0]))
+    assert not torch.equal(far, random.kept([2, 8], 0.5, 7))
+    several = random.kept([4, 2, 12], 0.3, 7, trailing=2)
+    assert torch.equal(several.view(4, 24), random.kept([4, 24], 0.3, 7))
+
+
+# --- Whose numbers ------------------------------------------------------------------------------
+
+
+def _call(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The op as a user calls it: a seed is drawn every time."""
+    inputs = materialize(reshaped(op, (4, 8), (64,)), torch.float32)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        given = [x, *inputs[1:]]
+        given[op.seed_at] = random.seed()  # type: ignore[index]
+        result = torchweld.dispatch.call.call(op, *given)
+        return result[0] if isinstance(result, tuple) else result
+
+    return function
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+
+def _results(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Result and gradient after torch.manual_seed."""
+    x = _x()
+    torch.manual_seed(5)
+    y = function(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+@drawing
+def test_manual_seed_governs(op: Op) -> None:
+    function = _call(op)
+    with torchweld.use_backend("cpu"):
+        first, again = _results(function), _results(function)
+        other = function(_x())
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other)
+
+
+def test_a_given_seed_repeats_and_draws_nothing() -> None:
+    x = _x()
+    state = torch.get_rng_state()
+    calls = [functional.softmax_dropout(x, p=0.5, seed=seed) for seed in (9, 9, 10)]
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(calls[0], calls[1])
+    assert not torch.equal(calls[0], calls[2])
+    as_tensor = functional.softmax_dropout(x, p=0.5, seed=torch.tensor(9))
+    assert torch.equal(as_tensor, calls[0])
+    assert torch.equal(calls[0] != 0, random.kept(x.shape, 0.5, 9))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager", None])
+def test_nothing_is_drawn_where_nothing_is_dropped(backend: str | None) -> None:
+    module = torchweld.nn.SoftmaxDropout(p=0.5).eval()
+    with torchweld.use_backend(backend):
+        state = torch.get_rng_state()
+        assert torch.equal(module(_x()), functional.softmax_dropout(_x()))
+        assert torch.equal(state, torch.get_rng_state())
+        module.train()(_x())
+        assert not torch.equal(state, torch.get_rng_state())
+
+
+# --- Recomputation and graphs -------------------------------------------------------------------
+
+
+@drawing
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_drops_the_same(op: Op, use_reentrant: bool) -> None:
+    function = _call(op)
+    with torchweld.use_backend("cpu"):
+        expected = _results(function)
+        found = _results(lambda x: checkpoint(function, x, use_reentrant=use_reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@drawing
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_calls_drop_as_eager_ones(op: Op, compiler: str) -> None:
+    """Two in one graph draw two seeds, in order; the bits are those of the calls outside one."""
+    torch._dynamo.reset()
+    function = _call(op)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([function(x), function(x)])
+
+    with torchweld.use_backend("cpu"):
+        compiled = torch.compile(twice, fullgraph=True, backend=compiler)
+        expected, found = _results(twice), _results(compiled)
+        assert not torch.equal(found[0][0], found[0][1])
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+        assert not torch.equal(compiled(_x()), compiled(_x()))
+
+
+@drawing
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_checkpoints_drop_the_same_twice(op: Op, compiler: str) -> None:
+    """The forward's mask is the backward's: seen in the gradient."""
+    torch._dynamo.reset()
+    function = _call(op)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda v: function(function(v.sin()).cos()), x, use_reentrant=False)
+
+    with torchweld.use_backend("cpu"):
+        expected = _results(block)
+        found = _results(torch.compile(block, fullgraph=True, backend=compiler))
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_seed_op_passes_opcheck() -> None:
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.torchweld.seed.default, (torch.empty(1),), test_utils=checks)
+
+
+# --- What softmax_dropout says of masks ----------------------------------------------------------
+
+
+@pytest.mark.of("softmax_dropout")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
+    """However they are, and beside rows that see something."""
+    x = torch.randn(3, 7, device=target.device)
+    excluded = torch.zeros(3, 7, device=target.device)
+    excluded[1] = -torch.inf
+    ops = [target.op.reference, None]
+    for mask in (excluded, excluded == 0):
+        seed = torch.tensor([3], device=target.device) if p else None
+        for function in ops:
+            found = run(target.op, [x, mask, 1.0, False, p, seed, [], []], function)
+            assert not found["y"][1].any()
+            assert not found["grad_scores"][1].any()
+            assert found["y"][0].any()
+            assert found["grad_scores"].isfinite().all()
+
+
+@pytest.mark.of("softmax_dropout")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_nan_fills_its_row(target: Target, p: float) -> None:
+    """What is not visible too, as in torch."""
+    x = torch.randn(20, 40, device=target.device)
+    x[3, 2] = torch.nan
+    seed = torch.tensor([3], device=target.device) if p else None
+    for function in (target.op.reference, None):
+        y = run(target.op, [x, None, 1.0, True, p, seed, [], []], function)["y"]
+        assert torch.equal(y.isnan().any(1), y.isnan().all(1))
+        assert y.isnan().any(1).tolist() == [row == 3 for row in range(20)]
+
+
+@pytest.mark.of("softmax_dropout")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
+    """As torch has it: no mask took them away."""
+    x = torch.randn(3, 7, device=target.device)
+    x[1] = -torch.inf
+    seed = torch.tensor([3], device=target.device) if p else None
+    for function in (target.op.reference, None):
+        found = run(target.op, [x, None, 1.0, False, p, seed, [], []], function)
+        for value in found.values():
+            assert value[1].isnan().all()
+            assert value[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_mask_that_is_learnt_gets_its_gradient(p: float) -> None:
+    """As a relative position bias is: broadcast over the batch."""
+    x = torch.randn(2, 3, 5, 31)
+    found = []
+    for backend in ("cpu", "eager"):
+        bias = torch.ones(3, 5, 31).cumsum(-1).mul(0.1).requires_grad_()
+        with torchweld.use_backend(backend):
+            y = functional.softmax_dropout(x, bias, scale=0.5, p=p, seed=3)
+        found.append(torch.autograd.grad(y.square().sum(), bias)[0])
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+def test_masks_are_scaled_dot_product_attentions() -> None:
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (5, 9, 9))
+    mask = torch.rand(2, 1, 5, 9) > 0.3
+    mask[..., 0] = True
+    with torchweld.use_backend("cpu"):
+        attention = functional.softmax_dropout(q @ k.mT, mask, scale=0.25)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.25)
+    torch.testing.assert_close(attention @ v, expected)
+
+
+def test_float32_masks_keep_16_bit_scores() -> None:
+    x, mask = torch.randn(4, 33).bfloat16(), torch.randn(33)
+    with torchweld.use_backend("cpu"):
+        y = functional.softmax_dropout(x, mask)
+    assert y.dtype == torch.bfloat16
+    expected = torch.softmax(x.double() + mask, -1)
+    assert torch.all((y - expected).abs() <= (2**-8 + 2**-20) * expected)
+
+
+def test_saved_bytes() -> None:
+    """No mask: the scores and two numbers a row; where nothing is dropped, y alone."""
+    x = torch.randn(64, 512).bfloat16().requires_grad_()
+    with torchweld.use_backend("cpu"):
+        seed, rows = 8, 64 * 2 * 4
+        assert (
+            saved_bytes(lambda: functional.softmax_dropout(x, p=0.1)) == 2 * x.numel() + rows + seed
+        )
+        assert saved_bytes(lambda: functional.softmax_dropout(x)) == 2 * x.numel()
+        assert saved_bytes(lambda: functional.softmax_dropout(x, x > 0)) == 2 * x.numel()

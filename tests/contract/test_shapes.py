@@ -1,0 +1,166 @@
+"""Contract 4 and 5: any layout of memory, every element written, special values as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import Target
+from oracle import assert_right, exact, reshaped, run, takes_several_trailing_dimensions
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.registry import materialize
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    "padded rows": lambda t: torch.nn.functional.pad(t, (3, 5), value=torch.nan)[..., 3:-5],
+    "expanded": lambda t: t[:1].expand_as(t),
+    "offset by one element": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(target: Target, layout: str) -> None:
+    """Each tensor argument in turn, in each layout; the gradient too."""
+    arguments = reshaped(target.op, (2, 3), (31,))
+    plain = materialize(arguments, torch.float32, target.device)
+    for position, value in enumerate(plain):
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            inputs = list(plain)
+            inputs[position] = LAYOUTS[layout](value)
+            assert inputs[position].shape == value.shape
+            assert_right(target.op, inputs)
+    leaves = materialize(arguments, torch.float32, target.device, requires_grad=True)
+    results = as_tuple(call(target.op, *leaves))
+    grads = [LAYOUTS[layout](torch.randn_like(result)) for result in results]
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+    found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
+    expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_all_is_written_and_nothing_else(
+    target: Target, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are views into larger buffers; neither they nor what is around them change.
+
+    What Triton's wrappers allocate is poisoned, as the bindings poison it: see
+    test_unwritten_memory_would_show.
+    """
+    if target.backend == "triton":
+        _poison_new_tensors(monkeypatch)
+    for arguments in target.op.samples:
+        values = materialize(arguments, dtype, target.device)
+        buffers: list[torch.Tensor] = []
+
+        def view(value: Any, buffers: list[torch.Tensor] = buffers) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            buffer = torch.full((value.numel() + 67,), 7.0, dtype=value.dtype, device=value.device)
+            buffers.append(buffer)
+            inside = buffer[33 : 33 + value.numel()].view_as(value)
+            return inside.copy_(value)
+
+        inputs = [view(value) for value in values]
+        before = [buffer.clone() for buffer in buffers]
+        results = run(target.op, inputs)
+        assert all(torch.equal(b, a) for b, a in zip(before, buffers, strict=True))
+        if inputs[0].numel():
+            assert not any(value.isnan().any() for value in results.values())
+
+
+def _poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like", "empty_strided"):
+        original = getattr(torch, name)
+
+        def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
+            result = original(*args, **kwargs)
+            return result.fill_(torch.nan) if result.is_floating_point() else result
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+@given(
+    leading=st.lists(st.integers(0, 5), max_size=3),
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    wide=st.integers(0, 3000),
+    seed=st.integers(0, 2**16),
+)
+def test_random_shapes(
+    target: Target, leading: list[int], shape: list[int], wide: int, seed: int
+) -> None:
+    """Property: right at any shape."""
+    if not takes_several_trailing_dimensions(target.op):
+        shape = shape[-1:]
+    shape = [*shape[:-1], shape[-1] + (wide if len(leading) < 2 else 0)]
+    arguments = reshaped(target.op, tuple(leading), tuple(shape))
+    assert_right(target.op, materialize(arguments, torch.float32, target.device, seed=seed))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_special_values_come_out_as_eagers(
+    target: Target, dtype: torch.dtype, special: float
+) -> None:
+    """NaN and infinity reach the elements that eager lets them reach, and no others.
+
+    Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
+    """
+    arguments = reshaped(target.op, (33,), (64,))
+    inputs = materialize(arguments, dtype, target.device)
+    inputs[0][3, 17] = special
+    inputs[0][32, 63] = special
+    ours, eager = run(target.op, inputs), exact(target.op, inputs)
+    for name, value in eager.items():
+        assert torch.equal(ours[name].isnan(), value.isnan()), name
+        assert torch.equal(ours[name].isinf(), value.isinf()), name
+
+
+def test_unwritten_memory_would_show(target: Target) -> None:
+    """The suite runs with new tensors full of NaN: an op of no width writes nothing but them."""
+    if target.backend == "triton":
+        pytest.skip("torch.empty allocates: see test_all_is_written_and_nothing_else")
+    if len(target.op.forward_signature.results) == 1:
+        pytest.skip("without statistics, no width leaves nothing to look at")
+    inputs = materialize(reshaped(target.op, (3,), (0,)), torch.float32, target.device)
+    statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
+    assert statistics.isnan().all()
+
+
+@pytest.mark.xdist_group("large")
+def test_more_elements_than_31_bits_count(target: Target) -> None:
+    """A block of rows again and again: each has the first one's results, and sums are as many.
+
+    Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
+    """
+    (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
+    dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
+    names = target.op.forward_signature.arguments
+    arguments = dict(zip(names, reshaped(target.op, (rows,), (width,)), strict=True))
+    arguments |= {name: off for name, off in (("p", 0.0), ("seed", None)) if name in names}
+    block = dict(zip(names, materialize(arguments.values(), dtype, target.device), strict=True))
+    tiled = {
+        name: v.repeat(copies, 1) if isinstance(v, torch.Tensor) and v.ndim == 2 else v
+        for name, v in block.items()
+    }
+
+    def both_ways(inputs: dict[str, Any]) -> list[torch.Tensor]:
+        """Results and gradients."""
+        wanted = [inputs[name].requires_grad_() for name in target.op.differentiable]
+        results = as_tuple(call(target.op, *inputs.values()))
+        grads = torch.autograd.grad(results, wanted, [r.detach() for r in results])
+        return [*[r.detach() for r in results], *grads]
+
+    for one, many in zip(both_ways(block), both_ways(tiled), strict=True):
+        if one.ndim == 2:
+            assert target.device != "cuda" or many.numel() > 2**31
+            assert torch.equal(many.view(copies, rows, width), one.expand(copies, rows, width))
+        else:
+            largest = one.double().abs().max().item() * copies
+            off = (many.double() - one.double() * copies).abs().max().item()
+            assert off <= 2 * torch.finfo(dtype).eps * largest

@@ -1,0 +1,201 @@
+"""Rules with sums over whole tensors, and clipping, on sharded parameters, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from conftest import PLACES, running_at
+from processes import processes
+from sharded_optimizers import FACTORED, assert_near, drawn, placer, reductions, run, whole_of
+from torchweld import optim
+from torchweld.ops.optimizer.adafactor import ADAFACTOR
+
+
+def _adaptive(rank: int) -> None:
+    """Norms are those of whole tensors, summed in another order."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
+        expected, _ = run({}, lambda t: t, range(1, 5), kind=kind)
+        placements = itertools.cycle((Shard(-1), Replicate(), Shard(0)))
+        wholes = drawn(0, torch.float32)
+        params = [
+            torch.nn.Parameter(distribute_tensor(value, mesh, [at]))
+            for value, at in zip(wholes, placements, strict=False)
+        ]
+        optimizer = kind(params, 1e-2)
+        for seed in range(1, 5):
+            for p, g in zip(params, drawn(seed, torch.float32), strict=True):
+                p.grad = distribute_tensor(g * 0.1, mesh, p.placements)
+            optimizer.step()
+        for p, e in zip(params, expected, strict=True):
+            torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
+
+
+# Which of a matrix's dimensions averages are over; one of each element is over none.
+AVERAGED = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col": -2}
+AVERAGED |= {"variance": 0, "exp_avg_sq": 0}
+
+
+def _assert_averages_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Bit for bit, where none is over a dimension that is sharded."""
+    for p, e in zip(found[0], expected[0], strict=True):
+        sharded = {getattr(at, "dim", None) for at in p.placements}  # type: ignore[attr-defined]
+        for name, value in expected[1].state[e].items():
+            if name in AVERAGED and (not AVERAGED[name] or p.ndim + AVERAGED[name] not in sharded):
+                assert torch.equal(whole_of(found[1].state[p][name]), value), name
+
+
+@contextlib.contextmanager
+def _kernels_alone() -> Iterator[None]:
+    """Within it eager torch serves no step of Adafactor's."""
+
+    def reference(*_: Any) -> None:
+        raise AssertionError("eager served")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ADAFACTOR, "_reference", reference)
+        yield
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _factored(rank: int) -> None:
+    """Averages and norms are those of whole tensors, and kept as parts of whole averages."""
+    with _kernels_alone():
+        _factored_on(True, None)
+        _factored_on(True, 0.5)
+    with torchweld.use_backend("eager"):
+        _factored_on(False, 0.5)
+
+
+def _factored_on(kernel: bool, limit: float | None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    world = torch.distributed.get_world_size()
+    grid = init_device_mesh("cpu", (2, world // 2) if world > 2 else (world,))
+    placed: Any = [(0,), (None,), (1,), (2,)] if world == 2 else [(0, 1), (1, 1)]
+    for kind, settings in FACTORED:
+        settings = settings | {"max_grad_norm": limit}
+        expected = run(settings, lambda t: t, range(1, 5), kind=kind)
+        for dims in placed:
+            place = placer(grid, *dims)
+            with reductions() as made:
+                found = run(settings, place, range(1, 5), kind=kind)
+            # A step's sums, the kinds of them, matrices and vectors; and the norm's of two layouts.
+            assert len(made) <= 4 * (3 * 4 + (limit is not None) * 2 * len(dims))
+            assert_near(found, expected)
+            if kernel and limit is None:
+                _assert_averages_same(found, expected)
+            for p in found[0]:
+                for name, value in found[1].state[p].items():
+                    assert isinstance(value, DTensor) == (name != "step")
+            half = run(settings, place, range(1, 3), kind=kind)
+            saved = ([whole_of(p.detach()) for p in half[0]], half[1].state_dict())
+            with _threads(3 if kernel else 1):
+                again = run(settings, place, range(3, 5), saved, kind=kind)
+            for p, q in zip(found[0], again[0], strict=True):
+                assert torch.equal(p.to_local(), q.to_local())
+
+
+def _rounded_sums(rank: int) -> None:
+    """Of rules with sums over whole tensors: roundings are one device's but where a sum's is not.
+
+    A sum that is made in another order moves a parameter by a few of float32's roundings, of which
+    there are 2^16 in one of bfloat16's: as many elements are rounded to the other side in a step.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
+        settings = {"stochastic_rounding": True}
+        expected, _ = run(settings, lambda t: t, range(1, 5), kind=kind)
+        unrounded, _ = run({"master_weights": True}, lambda t: t, range(1, 5), kind=kind)
+        for dim in (0, 1):
+            found, _ = run(settings, placer(mesh, dim), range(1, 5), kind=kind)
+            others = [
+                (whole_of(p.detach()) != e).sum() for p, e in zip(found, expected, strict=True)
+            ]
+            assert sum(others) <= 1e-3 * sum(e.numel() for e in expected), kind
+        # Few elements of a small one are rounded to the other side, or none.
+        for e, u in zip(expected, unrounded, strict=True):
+            assert e.numel() < 100 or (e != u).any()
+
+
+def _clipping(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    settings = {"max_grad_norm": 0.5}
+    params, whole = run(settings, lambda t: t, range(1, 3))
+    found, sharded = run(settings, lambda t: distribute_tensor(t, mesh, [Shard(0)]), range(1, 3))
+    torch.testing.assert_close(sharded.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
+    for p, e in zip(found, params, strict=True):
+        torch.testing.assert_close(p.full_tensor(), e, rtol=1e-5, atol=1e-7)
+    # Replicas count once, and plain tensors beside DTensors too.
+    values = drawn(0, torch.float32)
+    mixed = [
+        torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0) if i % 2 else Replicate()]))
+        for i, v in enumerate(values[:-1])
+    ]
+    mixed.append(torch.nn.Parameter(values[-1]))
+    optimizer = optim.AdamW(mixed, max_grad_norm=0.5)
+    for p, g in zip(mixed, drawn(2, torch.float32), strict=True):
+        p.grad = g * 0.1 if p is mixed[-1] else distribute_tensor(g * 0.1, mesh, p.placements)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
+
+
+def _emulated(rank: int) -> None:
+    """Adafactor's CUDA kernels."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for kind, settings in FACTORED:
+        expected = run(settings, lambda t: t, range(1, 4), kind=kind)
+        for dims in (0, 1), (1, 1):
+            place = placer(mesh, *dims)
+            with (
+                _kernels_alone(),
+                pytest.MonkeyPatch.context() as patch,
+                running_at("emulator", patch),
+            ):
+                found = run(settings, place, range(1, 4), kind=kind)
+            assert_near(found, expected)
+            _assert_averages_same(found, expected)
+
+
+@pytest.mark.parametrize("scenario", [_adaptive, _factored, _rounded_sums, _clipping])
+def test_two_processes_equal_one(scenario: Callable[[int], None]) -> None:
+    with processes(2) as started:
+        started.run(None, scenario)
+
+
+def test_averages_on_four_processes() -> None:
+    with processes(4) as started:
+        started.run(None, _factored)
+
+
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+def test_averages_in_the_emulator() -> None:
+    with processes(4) as started:
+        started.run(None, _emulated)

@@ -1,0 +1,337 @@
+"""linear_act as one GEMM of cuBLASLt's: its numbers, its graph, and when it is chosen.
+
+On a GPU by the real one, else by the emulator's, which computes what the descriptors say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import gelu, linear
+
+import torchweld
+from conftest import GPU, PLACES, running_at
+from oracle import assert_bounded, exact, run
+from torchweld import functional
+from torchweld.dispatch import cache
+from torchweld.dispatch.call import call
+from torchweld.ops.activation import bias_act
+from torchweld.ops.gemm import epilogue, mlp_backward, timing
+from torchweld.ops.gemm.linear_act import arguments
+from torchweld.registry import OPS, Op, TensorSpec, activation, materialize, weight
+
+LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
+TANH = ("gelu", "tanh")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+WHERE = [place for place in ("emulator", "gpu-cuda") if PLACES[place][2] is None]
+
+
+@pytest.fixture(params=WHERE)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tensors are, with the backend asked for by name."""
+    yield from running(request.param, monkeypatch)
+
+
+# As tests/conftest.py names its targets, which evidence counts.
+@pytest.fixture(
+    params=[pytest.param((op, p), id=f"{op}-{p}") for op in (LINEAR, MLP) for p in WHERE]
+)
+def placed(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Op, str]]:
+    """An op, and where its tensors are."""
+    op, place = request.param
+    for device in running(place, monkeypatch):
+        yield op, device
+
+
+def running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tensors are at that place, with the backend asked for by name."""
+    if place == "emulator":  # the CPU's passes: the interpreter truncates to bfloat16
+        monkeypatch.setitem(epilogue.PASSES, "cuda", "cpu")
+        backward = bias_act.OP.kernels["cpu"].backward
+        monkeypatch.setattr(epilogue._Activation, "backward", backward)
+    with running_at(place, monkeypatch):
+        yield PLACES[place][1]
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call runs the kernels, whatever is faster."""
+    in_one(monkeypatch, forward=True, backward=True)
+
+
+def in_one(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
+    """The activation is in the GEMM, or in a pass, whatever is faster."""
+    tiles = [epilogue._PLAIN if fused else None for fused in (forward, backward)]
+    monkeypatch.setattr(epilogue, "choose", lambda *_: tiles[0])
+    monkeypatch.setattr(mlp_backward, "_why_not", lambda *_: None)
+    monkeypatch.setattr(epilogue, "chosen", lambda *_: tiles[1])
+
+
+def _kernel(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, save_z: bool = True, tile: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.torchweld.linear_act.cuda(x, w, bias, *TANH, tile, save_z)
+
+
+def _unfused(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    z = linear(x, w, bias)
+    return gelu(z, approximate="tanh"), z
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+# Leading sizes, in_features, features behind the activation, and for mlp out_features: one element
+# of what cuBLASLt takes in each direction, one size that it does not take, and as many as the pools
+# of errors ask for.
+_SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
+    *(((), 8, 8, 8), ((2, 3), 16, 24, 40), ((2, 1, 3, 1), 24, 16, 5), ((160,), 72, 152, 64)),
+    *(((2,), 8, 10008, 16), ((16,), 8, 64, 10008)),
+)
+
+
+def _samples(op: Op) -> list[tuple[Any, ...]]:
+    first = [(*arguments(*shape), out) for *shape, out in _SHAPES]
+    if op is MLP:
+        return [
+            (x, w, bias, weight(out, w.shape[0]), activation(out), *TANH, False)
+            for x, w, bias, out in first
+        ]
+    return [(x, w, b, *TANH) for x, w, bias, _ in first for b in (bias, None)]
+
+
+@DTYPES
+def test_errors_are_bounded(placed: tuple[Op, str], fused: None, dtype: torch.dtype) -> None:
+    """Contract 1 of the kernel, and not of what is faster."""
+    op, device = placed
+    drawn = [materialize(s, dtype, device, seed=seed) for seed, s in enumerate(_samples(op))]
+    assert_bounded(op, drawn)
+
+
+@DTYPES
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
+    """y and the sum before it; the same y where the sum is not wanted."""
+    x, w, bias = materialize(arguments((3, 5), 48, 40), dtype, device)
+    bias = bias if with_bias else None
+    y, z = _kernel(x, w, bias)
+    wide = [t if t is None else t.double() for t in (x, w, bias)]
+    for found, exact_one in zip((y, z), _unfused(*wide), strict=True):
+        eps = max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(found.double(), exact_one, rtol=2 * eps, atol=8 * eps)
+    alone, nothing = _kernel(x, w, bias, save_z=False)
+    assert torch.equal(alone, y)
+    assert nothing.numel() == 0
+
+
+def test_layouts(device: str) -> None:
+    """Strides, offsets, one row for all; what lies around is neither read nor changed."""
+    x, w, bias = materialize(arguments((24,), 16, 32), torch.float32, device)
+    expected = _kernel(x, w, bias)
+
+    def within(t: torch.Tensor, offset: int, step: int) -> torch.Tensor:
+        sizes = [size * step + 2 * offset for size in t.shape]
+        place = [slice(offset, offset + size * step, step) for size in t.shape]
+        whole = torch.full(sizes, torch.nan, device=device)
+        whole[tuple(place)] = t
+        return whole[tuple(place)]
+
+    for given in (
+        (within(x, 4, 1), within(w, 8, 1), within(bias, 4, 1)),
+        (within(x, 1, 2), within(w, 3, 2), bias),
+        (x.t().contiguous().t(), w.t().contiguous().t(), bias),
+        (x, w, within(bias, 1, 1)),  # at an address that cuBLASLt does not take
+        (x, w, within(bias, 4, 1)),  # at one that it does, and no more than that
+        (within(x.flatten(), 1, 1).view(24, 16), w, bias),
+    ):
+        before = [t._base.clone() if t._base is not None else t.clone() for t in given]
+        for found, right in zip(_kernel(*given), expected, strict=True):
+            torch.testing.assert_close(found, right)
+        after = [t._base if t._base is not None else t for t in given]
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    one = _kernel(x[:1].expand(24, 16), w, bias)[0]
+    assert torch.equal(one, one[:1].expand(24, 32))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *((5, 7, 16), (5, 16, 7), (0, 16, 8), (3, 0, 8), (3, 8, 0), (1, 1, 1)),
+        (4, 104, 8),  # of the emulator's no algorithm
+    ],
+    ids=str,
+)
+def test_what_cublaslt_does_not_serve_is_torchs(device: str, sizes: tuple[int, ...]) -> None:
+    rows, width, features = sizes
+    x, w, bias = materialize(arguments((rows,), width, features), torch.float32, device)
+    for given in (bias, None):
+        for found, right in zip(_kernel(x, w, given), _unfused(x, w, given), strict=True):
+            torch.testing.assert_close(found, right)
+
+
+@DTYPES
+def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
+    """Were it not served, the numbers would be right all the same."""
+
+    def is_torchs(features: int) -> bool:
+        x, w, bias = materialize(arguments((64,), 128, features), dtype, device)
+        on_cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=on_cpu, acc_events=True) as profile:
+            for given, save_z in ((bias, True), (bias, False), (None, True), (None, False)):
+                _kernel(x, w, given, save_z)
+        return any(event.name == "aten::gelu" for event in profile.events())
+
+    assert is_torchs(65)
+    assert not is_torchs(64)
+
+
+def test_float32_as_tf32(device: str) -> None:
+    """Only where it is asked for."""
+    x, w, bias = materialize(arguments((64,), 256, 64), torch.float32, device)
+    right = _unfused(*[t.double() for t in (x, w, bias)])[0]
+    plain, rounded = (
+        (_kernel(x, w, bias, tile=tile)[0] - right).abs().max().item() for tile in (0, 1)
+    )
+    assert plain < 1e-4 < rounded < 2e-2
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    x, w, bias = materialize(arguments((4,), 8, 16), torch.float32, device)
+    for wrong in (
+        *((x[:, 1:], w, bias), (x, w.half(), bias), (x, w[0], bias)),
+        *((x, w, bias[1:]), (x, w, bias.half())),
+    ):
+        with pytest.raises(RuntimeError, match="fit"):
+            _kernel(*wrong)
+    with pytest.raises(RuntimeError, match="algorithm"):
+        _kernel(x, w, bias, tile=2)
+    with pytest.raises(RuntimeError, match="gelu by tanh"):
+        torch.ops.torchweld.linear_act.cuda(x, w, bias, "relu", "none", 0, True)
+
+
+def test_the_op(device: str) -> None:
+    """Its fake tells the truth, with z and without."""
+    x, w, bias = materialize(arguments((3, 4), 8, 16), torch.float32, device)
+    for save_z in (True, False):
+        given = (x, w, bias, *TANH, 0, save_z)
+        torch.library.opcheck(torch.ops.torchweld.linear_act.cuda, given)
+
+
+# --- The graph ------------------------------------------------------------------------------------
+
+
+def _inputs(op: Op, rows: int, device: str, dtype: torch.dtype = torch.float32) -> list[Any]:
+    _, *rest = _samples(op)[1 if op is MLP else 2]
+    return materialize([TensorSpec((rows, 16)), *rest], dtype, device)
+
+
+def test_compiled(placed: tuple[Op, str], fused: None) -> None:
+    """In one graph, of any number of rows, what eager gives."""
+    op, device = placed
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *given: call(op, *given), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for position, rows in enumerate((25, 17, 9)):
+        inputs = _inputs(op, rows, device)
+        with torch._dynamo.config.patch(error_on_recompile=position > 0):
+            found = run(op, inputs, compiled)
+        for name, value in run(op, inputs).items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_autocast(placed: tuple[Op, str], fused: None) -> None:
+    """Eager's dtypes, and no larger an error."""
+    op, device = placed
+    inputs = _inputs(op, 256, device)
+    oracle = exact(op, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        ours, eager = run(op, inputs), run(op, inputs, op.reference)
+    for name, value in eager.items():
+        assert ours[name].dtype == value.dtype
+        error, theirs = ((v.double() - oracle[name]).square().mean() for v in (ours[name], value))
+        assert error <= 1.1**2 * theirs, name
+
+
+def test_second_derivatives(device: str, fused: None) -> None:
+    """They are the reference's."""
+    x, w, bias = materialize(arguments((3,), 8, 16), torch.float32, device, requires_grad=True)
+
+    def second(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = (x, w, bias)
+        first = torch.autograd.grad(function(x, w, bias).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    def ours(*given: torch.Tensor) -> torch.Tensor:
+        return functional.linear_gelu(*given, approximate="tanh")
+
+    for a, b in zip(second(ours), second(lambda *t: _unfused(*t)[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+# --- Choice ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ({}, "no such epilogue"),
+        ({"activation": "silu"}, "no such epilogue"),
+        ({"activation": "relu"}, "makes 0 of NaN"),
+    ],
+)
+def test_other_activations_are_refused(device: str, kind: dict[str, str], reason: str) -> None:
+    x, w, bias = materialize(arguments((4,), 8, 16), torch.float32, device)
+    with pytest.raises(torchweld.BackendError, match=reason):
+        functional.linear_act(x, w, bias, **kind)
+    with torchweld.use_backend(None):
+        assert reason in torchweld.explain("linear_act", x, w, bias, **kind).reasons["cuda"]
+
+
+def test_the_faster_is_chosen(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One kernel or two, as they were timed; the two where cuBLASLt does not serve."""
+    if GPU:
+        pytest.skip("a GPU has a clock of its own")
+    times = [2.0, 1.0]
+
+    def clock(contenders: list[Callable[[], Any]]) -> list[float]:
+        unfused, one = (run() for run in contenders)
+        torch.testing.assert_close(one[0], unfused, rtol=1e-2, atol=2e-3)
+        return times
+
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(timing, "_medians", clock)
+    monkeypatch.setattr(epilogue, "_may_time", lambda x: True)
+    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    monkeypatch.setattr(timing, "_all_kept", lambda conditions, kept={}: kept)
+    x, w, bias = materialize(arguments((24,), 16, 32), torch.float16, device)
+
+    def explained(*given: torch.Tensor, op: str = "linear_act") -> str:
+        functional.linear_gelu(*given[:3], approximate="tanh")
+        return torchweld.explain(op, *given, approximate="tanh").detail
+
+    assert "one kernel for all, measured at 2.00x" in explained(x, w, bias)
+    assert "one kernel for all, measured at 2.00x" in explained(x, w, bias, w.t(), None, op="mlp")
+    times = [1.0, 1.0]
+    assert "one kernel for all was measured at 1.00x" in explained(x, w, None)
+    assert "multiples of 8" in explained(x, w[1:], bias[1:])
+    assert "multiples of 16 bytes" in explained(x.flatten()[4:-12].view(-1, 16), w, bias)
+
+
+def test_float32_is_multiplied_as_torch_may(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision, dtype, chosen in (
+        ("ieee", torch.float32, epilogue._PLAIN),
+        ("tf32", torch.float32, epilogue._TF32),
+        ("tf32", torch.bfloat16, epilogue._PLAIN),
+    ):
+        monkeypatch.setattr(timing.kernels(), "precision", lambda found=precision: found)
+        assert epilogue.contenders("cuda", dtype, 64) == (chosen,)

@@ -1,0 +1,377 @@
+"""linear_act as one GEMM in Triton: its numbers, its graph, and when it is chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_seams
+import torch
+
+import torchweld
+from conftest import GPU, PLACES, running_at
+from oracle import assert_bounded, exact, incoming
+from torchweld import functional
+from torchweld.dispatch import cache
+from torchweld.ops.activation import common as activations
+from torchweld.ops.gemm import epilogue, timing
+from torchweld.ops.gemm.linear_act import arguments
+from torchweld.registry import OPS, Composite, materialize
+
+LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
+BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
+WHERE = [place for place in ("interpreter", "gpu-triton") if PLACES[place][2] is None]
+# In a kernel's table of tiles: the one that takes whatever comes.
+LAST = -1
+
+
+# As tests/conftest.py names its targets, which evidence counts.
+@pytest.fixture(params=[pytest.param(p, id=f"linear_act-{p}") for p in WHERE])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tensors are for Triton here, with Triton asked for by name."""
+    with running_at(request.param, monkeypatch):
+        yield PLACES[request.param][1]
+
+
+@pytest.fixture(params=[place for place in WHERE if place == "interpreter"])
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same on tensors of the CPU, where they are interpreted."""
+    with running_at(request.param, monkeypatch):
+        yield
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Every call runs the kernel, whatever is faster: with the last tile, or what is named."""
+
+    def by(tile: int) -> None:
+        monkeypatch.setattr(epilogue, "choose", lambda *_: tile)
+
+    by(LAST)
+    return by
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+# Nothing in each direction, one element, sizes that no tile divides, and as many as the pools of
+# errors ask for.
+_SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    *(((), 1, 1), ((2, 3), 31, 13), ((2, 1, 3, 1), 17, 19), ((160,), 67, 151)),
+    *(((2,), 5, 10001), ((0,), 8, 5), ((3,), 0, 4), ((3,), 4, 0)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
+    """Contract 1 of the kernel, and not of what is faster."""
+    fused(-2)
+    if dtype == torch.bfloat16 and not GPU:
+        pytest.skip("the interpreter truncates to bfloat16")
+    samples = [(*arguments(*shape), "gelu", "none") for shape in _SHAPES]
+    x, weight, bias = arguments((33,), 35, 70)
+    samples += [(x, weight, b, *kind) for b in (bias, None) for kind in activations.KINDS[1:]]
+    drawn = [materialize(s, dtype, device, seed=seed) for seed, s in enumerate(samples)]
+    assert_bounded(LINEAR, drawn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
+    """One and a bit of each in both directions; of the last, rows past a band of them."""
+    from torchweld.triton_kernels import linear_act
+
+    for tile, (rows, columns, *_) in enumerate(linear_act.tiles(dtype)):
+        fused(tile)
+        rows = rows if tile == 0 else 8 * rows
+        sizes = arguments((rows + 9,), 72, columns + 5)
+        inputs = materialize((*sizes, "gelu", "none"), dtype, device)
+        oracle = exact(LINEAR, inputs)["y"]
+        terms = LINEAR.numerics.terms(*inputs, grad_y=incoming(oracle))["y"]
+        with torch.no_grad():
+            found = functional.linear_act(*inputs[:3])
+        assert torch.all((found - oracle).abs() <= 8 * torch.finfo(dtype).eps * terms)
+
+
+@pytest.mark.parametrize("matrix", [0, 1])
+def test_strides(device: str, matrix: int) -> None:
+    """Columns that are not one element apart, rows past an offset, and rows that are one row."""
+    x, weight, bias = materialize(arguments((70,), 33, 41), torch.float32, device)
+    kernel = torch.ops.torchweld.linear_act.triton
+    expected = kernel(x, weight, bias, "gelu", "none", LAST, True)
+    given = [x, weight]
+    plain = given[matrix]
+    wide = torch.full((plain.shape[0] + 1, 2 * plain.shape[1]), torch.nan, device=device)
+    wide[1:, ::2] = plain
+    for like in (plain.t().contiguous().t(), wide[1:, ::2]):
+        given[matrix] = like
+        found = kernel(*given, bias, "gelu", "none", LAST, True)
+        torch.testing.assert_close(found, expected)
+    one = x[:1].expand(70, 33)
+    found = kernel(one, weight, bias, "gelu", "none", LAST, False)[0]
+    assert torch.equal(found, found[:1].expand(70, 41))
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    x, weight, bias = materialize(arguments((4,), 8, 6), torch.float32, device)
+    kernel = torch.ops.torchweld.linear_act.triton
+    for wrong in (
+        (x[:, 1:], weight, bias),
+        (x, weight.half(), bias),
+        (x, weight, bias[1:]),
+        (x, weight, bias.half()),
+    ):
+        with pytest.raises(ValueError, match="fit"):
+            kernel(*wrong, "gelu", "none", LAST, True)
+
+
+def test_the_op(interpreted: None) -> None:
+    """Its fake tells the truth, with z and without."""
+    x, weight, bias = materialize(arguments((3, 4), 8, 6), torch.float32)
+    for save_z in (True, False):
+        given = (x, weight, bias, "gelu", "none", LAST, save_z)
+        torch.library.opcheck(torch.ops.torchweld.linear_act.triton, given)
+
+
+# --- The graph ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seam", BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda seam: test_seams.test_compile_equals_eager(seam, "aot_eager"),
+        test_seams.test_no_recompilation,
+        lambda seam: test_seams.test_autocast(seam, torch.float16),
+        test_seams.test_transposed,
+        test_seams.test_recomputing_changes_no_bit,
+        pytest.param(
+            test_seams.test_a_split_backward_runs_nothing_twice,
+            marks=test_seams.splits_backwards,
+        ),
+    ],
+    ids=["compile", "dynamic", "autocast", "transposed", "recomputing", "split"],
+)
+def test_what_holds_of_seams(
+    interpreted: None, fused: Any, seam: Composite, holds: Callable[[Composite], None]
+) -> None:
+    holds(seam)
+
+
+def test_what_holds_of_linear_act(interpreted: None, fused: Any) -> None:
+    test_seams.test_what_is_saved()
+    test_seams.test_a_kept_graph_gives_every_gradient_again()
+
+
+@pytest.mark.parametrize("kind", activations.KINDS, ids="-".join)
+def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]) -> None:
+    """They are the reference's."""
+    inputs = materialize((*arguments((3,), 5, 7), *kind), torch.float32, requires_grad=True)
+    leaves = inputs[:3]
+
+    def second(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(function(*inputs).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    def ours(x: Any, weight: Any, bias: Any, activation: str, approximate: str) -> torch.Tensor:
+        kind = {"activation": activation, "approximate": approximate}
+        return functional.linear_act(x, weight, bias, **kind)
+
+    for a, b in zip(second(ours), second(LINEAR.reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+# --- Choice ---------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Stands for the GPU's: runs every contender, and says the times that it was given."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.calls = 0
+
+    def __call__(self, contenders: list[Callable[[], Any]]) -> list[float]:
+        self.calls += 1
+        results = [run() for run in contenders]
+        for y, _ in results[1:]:
+            torch.testing.assert_close(y, results[0], rtol=1e-2, atol=2e-3)
+        return [*self.times, *[9.0] * (len(contenders) - len(self.times))]
+
+
+@pytest.fixture
+def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Clock]:
+    """A GPU's clock, a cache of its own, and no shape too small."""
+    clock = _Clock()
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(timing, "_medians", clock)
+    monkeypatch.setattr(epilogue, "_may_time", lambda x: True)
+    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    timing._all_kept.cache_clear()
+    yield clock
+    timing._all_kept.cache_clear()
+
+
+@pytest.fixture
+def launched(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[..., Any]], bool]:
+    """Whether what is called launches the kernel."""
+    module, launches = timing.kernels(), []
+    kernel = module.linear_act
+    monkeypatch.setattr(module, "linear_act", lambda *a: launches.append(a) or kernel(*a))
+
+    def launched(function: Callable[..., Any], *given: Any) -> bool:
+        launches.clear()
+        function(*given)
+        return bool(launches)
+
+    return launched
+
+
+def test_the_faster_is_chosen_once_and_kept(
+    clock: _Clock, launched: Callable[..., bool], tmp_path: Path
+) -> None:
+    x, weight, bias = materialize(arguments((24,), 8, 7), torch.float16)
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return functional.linear_act(x, weight, bias)
+
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        return functional.linear_act(x, weight, bias, activation="relu")
+
+    clock.times = [2.0, 1.0]
+    assert "not timed yet" in str(torchweld.explain("linear_act", x, weight, bias))
+    gelu(x)
+    assert launched(gelu, x)
+    assert launched(gelu, x[:17])  # 17 and 24 have as many bits
+    assert clock.calls == 1
+    explained = str(torchweld.explain("linear_act", x, weight, bias))
+    assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
+    block = torchweld.explain("mlp", x, weight, bias, weight.t(), None)
+    assert "measured at 2.00x" in block.detail
+    ((conditions, found),) = json.loads((tmp_path / "gemm.json").read_text()).items()
+    assert "triton" in conditions
+    assert list(found.values()) == [[0, 1.0, 2.0]]
+
+    clock.times = [1.0, 0.99]
+    relu(x)
+    assert not launched(relu, x)
+    assert clock.calls == 2
+    explained = torchweld.explain("linear_act", x, weight, bias, activation="relu").detail
+    assert "one kernel for all was measured at 1.01x its speed" in explained
+
+    # Another process reads what this one wrote; what it cannot read is not there.
+    timing._all_kept.cache_clear()
+    assert launched(gelu, x)
+    assert clock.calls == 2
+    (tmp_path / "gemm.json").write_text("{")
+    timing._all_kept.cache_clear()
+    gelu(x)
+    assert clock.calls == 3
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_compiles_takes_what_is_kept(
+    clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
+) -> None:
+    """Of any number of rows: the choice is part of the graph."""
+    x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
+
+    def compiled() -> bool:
+        torch._dynamo.reset()
+        function = torch.compile(
+            functional.linear_act, fullgraph=True, backend="aot_eager", dynamic=dynamic
+        )
+        found = launched(function, x, weight, bias)
+        for rows in (20, 19):
+            with torch._dynamo.config.patch(error_on_recompile=bool(dynamic) or rows == 19):
+                assert launched(function, x[:rows], weight, bias) == found
+        return found
+
+    clock.times = [2.0, 1.0]
+    assert not compiled()
+    functional.linear_act(x, weight, bias)
+    assert compiled()
+    clock.times = [1.0, 2.0]
+    functional.linear_act(x[:3], weight, bias)
+    assert not compiled()
+    assert clock.calls == 2
+
+
+def test_what_the_kernel_cannot_serve_is_unfused(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.times = [2.0, 1.0]
+    x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
+    masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
+    monkeypatch.setattr(epilogue, "_may_time", lambda x: False)
+    for given in ((masked, weight, bias), (x, weight, bias)):
+        functional.linear_act(*given)
+    assert clock.calls == 0
+    monkeypatch.undo()
+    assert "too small" in epilogue.explain("triton", x, weight, bias, "gelu", "none")
+    with pytest.raises(torchweld.ArgumentError, match="bias"):
+        functional.linear_act(x, weight, bias[1:])
+
+
+def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contender's own, in turns; what does not fit the GPU is never the fastest."""
+    now, order = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Stream:
+        def synchronize(self) -> None:
+            order.append("synchronize")
+
+    def contender(ms: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(ms)
+            now[0] += ms
+
+        return run
+
+    def too_large() -> None:
+        raise pytest.importorskip("triton").OutOfResources(2, 1, "shared memory")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    found = timing._medians([contender(2.0), too_large, contender(1.0)])
+    assert found == [2.0, float("inf"), 1.0]
+    assert order[-3:] == [2.0, 1.0, "synchronize"]
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("backend", epilogue.ONE_KERNEL)
+def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was timed is right, whichever runs; nothing is timed while a graph is captured."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    timing._all_kept.cache_clear()
+    given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    tanh = {"approximate": "tanh"}
+    with torchweld.use_backend(backend):
+        monkeypatch.setattr(timing, "timing", False)
+        expected = functional.linear_act(*given, **tanh)  # compiles what is to be captured
+        monkeypatch.setattr(timing, "timing", True)
+        with torch.cuda.graph(graph):
+            captured = functional.linear_act(*given, **tanh)
+        assert "not timed yet" in torchweld.explain("linear_act", *given, **tanh).detail
+        graph.replay()
+        found = functional.linear_act(*given, **tanh)
+        explained = torchweld.explain("linear_act", *given, **tanh).detail
+    print(explained)
+    assert "measured at" in explained
+    torch.testing.assert_close(captured, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    timing._all_kept.cache_clear()

@@ -1,0 +1,170 @@
+"""The ops of the residual stream: float32 streams, unused results, what is saved, modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from oracle import exact, incoming, run, saved_bytes
+from torchweld import functional, nn, random
+from torchweld.dispatch.call import call
+from torchweld.registry import OPS, materialize
+
+NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """The kernels, also for what is too small to gain."""
+    with torchweld.use_backend("cpu"):
+        yield
+
+
+def _drawn(name: str, dtype: torch.dtype = torch.float32, dropping: bool = True) -> list[Any]:
+    """A sample of 64 x 256."""
+    op = OPS[name]
+    arguments = next(s for s in op.benchmarks if op.draws(s) == dropping)
+    return materialize(arguments, dtype, requires_grad=True)
+
+
+def _leaves(inputs: list[Any]) -> list[torch.Tensor]:
+    return [v for v in inputs if isinstance(v, torch.Tensor) and v.requires_grad]
+
+
+@pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
+def test_a_float32_stream_is_not_rounded(name: str) -> None:
+    """Beside a 16-bit x and parameters it and its gradient are exact to float32."""
+    op, inputs = OPS[name], _drawn(name, torch.bfloat16)
+    stream = op.forward_signature.arguments.index("residual")
+    inputs[stream] = inputs[stream].detach().float() * 1.2345
+    oracle = exact(op, inputs)
+    terms = op.numerics.terms(*inputs, **{f"grad_{n}": incoming(oracle[n]) for n in op.public})
+    found = run(op, inputs)
+    for result in (op.public[0], "grad_residual"):
+        assert found[result].dtype == torch.float32
+        assert torch.all((found[result] - oracle[result]).abs() <= 2**-21 * terms[result])
+    assert found["grad_x"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("used", [0, 1], ids=["z", "y"])
+def test_either_result_alone(name: str, used: int) -> None:
+    """The gradient of the one that is not used is taken for zero, compiled too."""
+    torch._dynamo.reset()
+    op, inputs = OPS[name], _drawn(name)
+
+    def gradients(function: Any) -> tuple[torch.Tensor, ...]:
+        result = function(*inputs)[used]
+        return torch.autograd.grad(
+            result, _leaves(inputs), incoming(result), materialize_grads=True
+        )
+
+    expected = gradients(op.reference)
+    compiled = torch.compile(lambda *given: call(op, *given), fullgraph=True, backend="aot_eager")
+    for function in (lambda *given: call(op, *given), compiled):
+        for gradient, wanted in zip(gradients(function), expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_that_are_others_are_not_written() -> None:
+    """Where nothing is dropped, x has the stream's gradient: the same memory."""
+    x, bias, residual = _leaves(_drawn("bias_dropout_add", dropping=False))
+    grad = torch.randn_like(x)
+    y = functional.bias_dropout_add(x, bias, residual)
+    found = torch.autograd.grad(y, [x, residual], grad)
+    assert [g.data_ptr() for g in found] == [grad.data_ptr()] * 2
+    x, residual, weight, bias = _leaves(_drawn("dropout_add_layer_norm", dropping=False))
+    y = functional.dropout_add_layer_norm(x, residual, weight, bias)
+    found = torch.autograd.grad(y, [x, residual], grad)
+    assert found[0].data_ptr() == found[1].data_ptr()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_nothing_to_add_and_nothing_to_drop_is_the_norm(name: str) -> None:
+    """Bit for bit, and x itself is the stream."""
+    x, _, *parameters = _leaves(_drawn(name))
+    norm = getattr(functional, name.removeprefix("dropout_add_"))
+    y, z = getattr(functional, name)(x, None, *parameters, eps=1e-3, return_residual=True)
+    assert torch.equal(y, norm(x, [256], *parameters, eps=1e-3))
+    assert z is x
+
+
+def test_saved_bytes() -> None:
+    """No mask, no x, no residual: the seed and the bias; of norms z, the statistics, parameters."""
+    x, bias, residual = _leaves(_drawn("bias_dropout_add", torch.bfloat16))
+    seed, parameter, statistic = 8, 2 * 256, 4 * 64
+    add = functional.bias_dropout_add
+    assert saved_bytes(lambda: add(x, bias, residual, 0.1)) == parameter + seed
+    assert saved_bytes(lambda: add(x, bias, residual)) == parameter
+    norm = functional.dropout_add_layer_norm
+    x, residual, weight, bias = _leaves(_drawn("dropout_add_layer_norm", torch.bfloat16))
+    kept = 2 * x.numel() + 2 * parameter + 2 * statistic
+    assert saved_bytes(lambda: norm(x, residual, weight, bias, p=0.1)) == kept + seed
+    assert saved_bytes(lambda: norm(x, residual, weight, bias)) == kept
+    rms = functional.dropout_add_rms_norm
+    kept = 2 * x.numel() + parameter + statistic
+    assert saved_bytes(lambda: rms(x, residual, weight, p=0.1)) == kept + seed
+
+
+# --- Modules --------------------------------------------------------------------------------------
+
+PAIRS = [
+    (nn.DropoutAddLayerNorm, torch.nn.LayerNorm),
+    (nn.DropoutAddRMSNorm, torch.nn.RMSNorm),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("shape", [64, (8, 64)])
+def test_norms_are_torchs_after_dropout_and_addition(ours: Any, theirs: Any, shape: Any) -> None:
+    """State dicts load either way; pre-norm and post-norm, in training and in eval."""
+    module, norm = ours(shape, p=0.4, eps=1e-3, return_residual=True), theirs(shape, eps=1e-3)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    module.load_state_dict(norm.state_dict())
+    norm.load_state_dict(module.state_dict())
+    x, residual = torch.randn(2, 30, 8, 64)
+    torch.manual_seed(7)
+    y, z = module(x, residual)
+    torch.manual_seed(7)
+    trailing = len(norm.normalized_shape)
+    kept = random.kept(x.shape, 0.4, random.seed(), trailing=trailing)
+    torch.testing.assert_close(z, x * kept / 0.6 + residual)
+    torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
+    module.eval()
+    y, z = module(x, residual)
+    assert torch.equal(z, x + residual)
+    torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
+    module.return_residual = False
+    assert torch.equal(module(x, residual), y)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_options_of_norms(ours: Any, theirs: Any) -> None:
+    """No affine parameters, no bias, dtype and device."""
+    assert not isinstance(ours(8), theirs)  # it takes two arguments where that takes one
+    assert list(ours(8).state_dict()) == list(theirs(8).state_dict())
+    bare = ours((4, 8), elementwise_affine=False)
+    x = torch.randn(30, 4, 8)
+    assert not list(bare.parameters())
+    torch.testing.assert_close(bare(x, x), theirs((4, 8), elementwise_affine=False)(x + x))
+    assert next(ours(8, dtype=torch.bfloat16, device="meta").parameters()).is_meta
+    assert list(nn.DropoutAddLayerNorm(8, bias=False).state_dict()) == ["weight"]
+    assert "p=0.1" in repr(ours(8, p=0.1))
+
+
+def test_bias_dropout_add_module() -> None:
+    module = nn.BiasDropoutAdd(0.4)
+    x, residual, bias = torch.randn(30, 64), torch.randn(30, 64), torch.randn(64)
+    torch.manual_seed(7)
+    y = module(x, bias, residual)
+    torch.manual_seed(7)
+    kept = random.kept(x.shape, 0.4, random.seed())
+    torch.testing.assert_close(y, (x + bias) * kept / 0.6 + residual)
+    assert torch.equal(module.eval()(x, None, residual), x + residual)
+    assert repr(module) == "BiasDropoutAdd(p=0.4)"

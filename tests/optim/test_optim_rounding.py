@@ -1,0 +1,347 @@
+"""Stochastic rounding of bfloat16 parameters: its numbers, and the same ones everywhere."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import torchweld
+from optimizers import (
+    RULES,
+    SHAPES,
+    assert_a_saved_run_goes_on,
+    draw,
+    draw_grads,
+    maker,
+    run,
+    same,
+    snapshot,
+)
+from torchweld import optim
+from torchweld.ops.optimizer.rounding import random_bits, rounded, rounded_at
+
+STATES = [torch.float32, torch.bfloat16, "8bit"]
+ROUNDED = {"stochastic_rounding": True}
+BF16 = torch.bfloat16
+
+
+@torch.no_grad()
+def _step(optimizer: Any, place: list[int], number: int = 1) -> None:
+    """The step of this number, of the only parameter as if it lay elsewhere."""
+    (group,) = optimizer.param_groups
+    (batch,) = optimizer._batches(optimizer._gathering(group))
+    batch.places = [torch.tensor(place)]
+    batch.steps[0].fill_(number - 1)
+    settings = optimizer._settings(group, batch)
+    optimizer._rule().step(batch, torch.tensor(group["lr"]).double(), settings)
+
+
+def _moved(value: float, by: float, count: int) -> torch.Tensor:
+    """So many parameters of this value, after a step of SGD to value + by."""
+    p = torch.full((count,), value, dtype=BF16, requires_grad=True)
+    p.grad = torch.full_like(p, -1.0 if by > 0 else 1.0)
+    optim.SGD([p], abs(by), **ROUNDED).step()
+    return p.detach()
+
+
+# --- The numbers ------------------------------------------------------------------------------
+
+# Worked out in Python's integers: first element, parameter, step, bits.
+KNOWN = [
+    (0, 0, 1, [0x2DC1, 0xDEDD, 0xA45A, 0x8F19, 0x0613, 0xF0B9, 0x0426, 0x7122]),
+    (2**36 + 5, 3, 1000, [0x7158, 0xAE6B, 0x7762, 0x8B59, 0x13A0, 0x20D0]),
+]
+
+
+@pytest.mark.parametrize(("first", "number", "step", "expected"), KNOWN)
+def test_known_answers(first: int, number: int, step: int, expected: list[int]) -> None:
+    rows = torch.tensor([[first]])
+    found = random_bits(rows, len(expected), number, torch.tensor(step))
+    assert found.tolist() == [expected]
+
+
+@pytest.mark.parametrize(("first", "number", "step", "expected"), KNOWN)
+def test_kernels_have_the_known_answers(
+    first: int, number: int, step: int, expected: list[int], backend: str
+) -> None:
+    """An element goes up where its bits and those that are cut off carry."""
+    for cut in (0x0001, 0x2000, 0x8000, 0xA000, 0xF100):
+        p = torch.ones(len(expected), dtype=BF16, requires_grad=True)
+        p.grad = -torch.ones_like(p)
+        # Of floats above 1 the last bit is 2^-23.
+        _step(optim.SGD([p], cut * 2.0**-23, **ROUNDED), [number, first, 1], step)
+        ups = [bits + cut >= 0x10000 for bits in expected]
+        assert (p > 1).tolist() == ups
+
+
+@pytest.mark.parametrize(
+    "bits", [0x3F800000, 0x3F812345, 0xBF81FFFF, 0x00000001, 0x80018000, 0x7F7E0001, 0xFF7EFFFF]
+)
+def test_every_random_number_makes_it_right_on_average(bits: int) -> None:
+    """Of all 2^16 exactly as many go away from zero as there are bits beyond the lower one."""
+    value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    random = torch.arange(2**16, dtype=torch.int32)
+    found = rounded(value.expand(2**16), random).view(torch.int16).int() & 0xFFFF
+    assert set(found.tolist()) <= {bits >> 16, (bits >> 16) + 1}
+    assert (found != bits >> 16).sum() == bits & 0xFFFF
+
+
+@pytest.mark.parametrize("fraction", [2.0**-16, 0.01, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_probabilities(fraction: float, sign: int, backend: str) -> None:
+    """Four sigma of a binomial; neighbours, near and far, are independent."""
+    n = 2**16
+    found = _moved(1.5 * sign, fraction * 2.0**-7 * sign, n)
+    up = found.abs() > 1.5
+    assert set(found.abs().tolist()) <= {1.5, 1.5 + 2.0**-7}
+    p = round(fraction * 2**16) / 2**16
+    assert (up.sum() - n * p).abs() <= max(4 * (n * p * (1 - p)) ** 0.5, 4)
+    for lag in (1, 2, 4, 7, 8, 256):
+        both = (up[lag:] & up[:-lag]).sum()
+        assert (both - n * p * p).abs() <= max(5 * (n * p * p * (1 - p * p)) ** 0.5, 5)
+
+
+def test_bytes_of_the_bits_are_uniform() -> None:
+    """Chi-square with 255 degrees of freedom, five sigma: over elements, steps and parameters."""
+    zero = torch.tensor([[0]])
+    samples = [
+        random_bits(zero, 2**18, 0, torch.tensor(1)).flatten(),
+        torch.cat([random_bits(zero, 64, n, torch.tensor(1)).flatten() for n in range(2048)]),
+        torch.cat([random_bits(zero, 64, 0, torch.tensor(t)).flatten() for t in range(2048)]),
+    ]
+    for bits, shift in itertools.product(samples, (0, 8)):
+        counts = (bits >> shift & 255).bincount(minlength=256).double()
+        expected = bits.numel() / 256
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
+
+
+def test_what_is_exact_or_not_finite(backend: str) -> None:
+    """Stays; beyond the largest number rounding is to the nearest, as it is without randomness."""
+    largest = torch.finfo(BF16).max
+    values = [0.0, -0.0, 1.0, -1.5, 2.0**-133, largest, -largest, torch.inf, -torch.inf, torch.nan]
+    p = torch.tensor(values).repeat(50).to(BF16)
+    p.view(torch.int16)[p.isnan()] = 0x7FC0
+    before = p.clone()
+    p.requires_grad_().grad = torch.zeros_like(p)
+    optimizer = optim.SGD([p], 1.0, **ROUNDED)
+    for _ in range(3):
+        optimizer.step()
+    assert torch.equal(p.view(torch.int16), before.view(torch.int16))
+    gap = 2.0**120
+    for by, after in ((0.49 * gap, largest), (0.51 * gap, torch.inf)):
+        assert _moved(largest, by, 400).unique().tolist() == [after]
+        assert _moved(-largest, -by, 400).unique().tolist() == [-after]
+
+
+def test_steps_too_small_for_the_nearest_number(backend: str) -> None:
+    """They are lost without it; with it the mean moves as float32 would, within four sigma."""
+    steps, lr, count = 100, 1e-5, 2**14
+    means = []
+    for rounding in (False, True):
+        p = torch.ones(count, dtype=BF16, requires_grad=True)
+        p.grad = torch.ones_like(p)
+        optimizer = optim.SGD([p], lr, stochastic_rounding=rounding)
+        for _ in range(steps):
+            optimizer.step()
+        means.append(p.double().mean().item())
+    assert means[0] == 1
+    # A step's variance is at most its size times the gap below 1.
+    sigma = (steps * lr * 2.0**-8 / count) ** 0.5
+    assert abs(means[1] - (1 - steps * lr)) < 4 * sigma < 0.1 * steps * lr
+
+
+# --- The same everywhere ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+def test_the_kernel_is_the_reference_to_the_bit(state_dtype: Any) -> None:
+    """With each of the rules' branches, at any thread count."""
+    threads = torch.get_num_threads()
+    for kind, settings in RULES:
+        make = maker(kind, settings | ROUNDED, state_dtype)
+        with torchweld.use_backend("eager"):
+            expected = snapshot(*run(make, 3, BF16))
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                with torchweld.use_backend("cpu"):
+                    assert same(snapshot(*run(make, 3, BF16)), expected), (kind, settings)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+def test_the_cuda_kernel_is_the_reference_to_the_bit(state_dtype: Any, cuda_device: str) -> None:
+    for kind, settings in RULES:
+        make = maker(kind, settings | ROUNDED, state_dtype)
+        with torchweld.use_backend("eager"):
+            expected = snapshot(*run(make, 2, BF16, device=cuda_device))
+        assert same(snapshot(*run(make, 2, BF16, device=cuda_device)), expected), (kind, settings)
+
+
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.TransformersAdafactor])
+def test_adafactor(kind: Any) -> None:
+    """At any thread count the same bits; the reference's but for sums that meet a tie."""
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for backend, count in (("eager", 1), ("cpu", 1), ("cpu", 3)):
+            torch.set_num_threads(count)
+            with torchweld.use_backend(backend):
+                results.append(run(lambda p: kind(p, **ROUNDED), 1, BF16, (*SHAPES, (9000,)))[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert same(results[1], results[2])
+    for p, e, start in zip(results[1], results[0], draw(BF16, (*SHAPES, (9000,))), strict=True):
+        assert (p != e).sum() <= max(1, 1e-3 * p.numel())
+        assert p.numel() < 100 or (p != start).any()
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 300)),
+    before=st.tuples(st.integers(0, 2**20), st.integers(0, 2**16), st.integers(0, 9)),
+    after=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    state_dtype=st.sampled_from(STATES),
+)
+@example((3, 4, 16), (5, 8, 4), (1, 0, 8), "8bit")
+@example((4, 6, 1), (0, 0, 2), (0, 0, 5), torch.float32)
+@example((4, 6, 300), (2**20, 2**16, 0), (0, 0, 0), "8bit")
+def test_a_part_is_rounded_as_in_the_whole(
+    backend: str,
+    sizes: tuple[int, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    state_dtype: Any,
+) -> None:
+    """Any part of a whole of any size: by all kernels as by the reference."""
+    rows, columns = (b + n + a for b, n, a in list(zip(before, sizes, after, strict=True))[1:])
+    strides = [rows * columns, columns, 1]
+    place = [5, sum(b * s for b, s in zip(before, strides, strict=True)), *strides]
+    results = []
+    for name in (None, "eager"):
+        params = draw(BF16, [sizes])
+        optimizer = maker(optim.Lion, ROUNDED, state_dtype)(params)
+        draw_grads(params, 0)
+        if name is None:
+            _step(optimizer, place)
+        else:
+            with torchweld.use_backend(name):
+                _step(optimizer, place)
+        results.append(snapshot(params, optimizer))
+    assert same(*results)
+
+
+def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
+    whole = torch.randn(6, 5, 44, generator=torch.Generator().manual_seed(0))
+    strides, step = list(whole.stride()), torch.tensor(4.0)
+    expected = rounded_at(whole, torch.tensor([2, 0, *strides]), step)
+    assert not torch.equal(expected, whole.bfloat16())
+    for part in ((3, 1, 13), (0, 0, 0), (5, 4, 43)):
+        first = sum(b * s for b, s in zip(part, strides, strict=True))
+        here = tuple(slice(b, None) for b in part)
+        found = rounded_at(whole[here], torch.tensor([2, first, *strides]), step)
+        assert torch.equal(found, expected[here])
+
+
+def test_any_layout(backend: str) -> None:
+    """Transposed and strided parameters are rounded as contiguous ones of their shape."""
+    results = []
+    for lay_out in (
+        lambda t: t.contiguous(),
+        lambda t: t.t().contiguous().t(),
+        lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    ):
+        p = lay_out(draw(BF16, [(40, 33)])[0].detach()).requires_grad_()
+        optimizer = optim.AdamW([p], 1e-2, **ROUNDED)
+        for seed in range(3):
+            draw_grads([p], seed)
+            optimizer.step()
+        results.append(p.detach().contiguous())
+    assert same(results[:1], results[1:2])
+    assert same(results[:1], results[2:])
+
+
+# --- Whose numbers ------------------------------------------------------------------------------
+
+
+def test_steps_and_parameters_draw_their_own() -> None:
+    """By its number among all that the optimizer has, with a gradient or without."""
+    values = torch.full((4096,), 1.0)
+    made = [values.to(BF16).requires_grad_() for _ in range(4)]
+    optimizer = optim.SGD([{"params": made[:2]}, {"params": made[2:3]}], 2.0**-8, **ROUNDED)
+    optimizer.add_param_group({"params": made[3:]})
+    for p in (made[0], made[2], made[3]):
+        p.grad = torch.full_like(p, 0.5)
+    optimizer.step()
+    moved = values - values.new_tensor(0.5 * 2.0**-8)
+    for number in (0, 2, 3):
+        expected = rounded_at(moved, torch.tensor([number, 0, 1]), torch.tensor(1))
+        assert torch.equal(made[number], expected)
+    assert torch.equal(made[1], values)
+    assert not torch.equal(made[0], made[2])
+    first = made[0].detach().clone()
+    with torch.no_grad():
+        made[0].fill_(1.0)
+    optimizer.step()
+    assert not torch.equal(made[0], first)
+
+
+def test_torchs_generators_are_left_alone(backend: str) -> None:
+    """Ranks seed theirs differently, and replicas have to go the same way."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append(snapshot(*run(maker(optim.AdamW, ROUNDED), 2, BF16)))
+        assert torch.equal(before, torch.get_rng_state())
+    assert same(*found)
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+def test_a_saved_run_goes_on(state_dtype: Any, tmp_path: Any) -> None:
+    """Through a file, with the bits that it would have had."""
+    make = maker(optim.AdamW, ROUNDED, state_dtype)
+    second = assert_a_saved_run_goes_on(make, BF16, tmp_path)
+    # A copy too, and what a state without it was kept by.
+    third = copy.deepcopy(second)
+    assert third.param_groups[0]["stochastic_rounding"]
+    second.load_state_dict(run(maker(optim.AdamW, {}), dtype=BF16)[1].state_dict())
+    assert second.param_groups[0]["stochastic_rounding"]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)
+def test_a_step_that_is_left_out_changes_nothing(state_dtype: Any, backend: str) -> None:
+    (p,), optimizer = run(maker(optim.AdamW, ROUNDED, state_dtype), 2, BF16, [(16, 300)])
+    before = snapshot([p], optimizer)
+    draw_grads([p], 5)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert same(snapshot([p], optimizer), before)
+    if state_dtype == "8bit":  # an element alone
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        p.grad[3, 7] = torch.inf
+        optimizer.step()
+        assert p[3, 7] == before[0][3, 7]
+        assert (p != before[0]).any()
+
+
+def test_other_dtypes() -> None:
+    """Nothing is rounded of float32 and float64; float16 is refused before anything is written."""
+    for dtype in (torch.float32, torch.float64):
+        plain, asked = (snapshot(*run(maker(optim.AdamW, s), 2, dtype)) for s in ({}, ROUNDED))
+        assert same(plain, asked)
+    params = [torch.ones(4, dtype=dtype, requires_grad=True) for dtype in (BF16, torch.float16)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = optim.AdamW(params, **ROUNDED)
+    with pytest.raises(torchweld.ArgumentError, match=r"float16.*bfloat16"):
+        optimizer.step()
+    assert all((p == 1).all() for p in params)
+    assert not optimizer.state

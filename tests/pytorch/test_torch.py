@@ -1,0 +1,258 @@
+"""Contract 3: torch's own machinery, from opcheck to torch.compile, autocast and functorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchweld
+from conftest import Target
+from oracle import incoming, is_floating, reshaped, run, total
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
+
+
+def _sample(op: Op, **kwargs: Any) -> list[Any]:
+    return materialize(reshaped(op, (4, 5), (768,)), **kwargs)
+
+
+def _overloads(target: Target) -> tuple[Any, Any]:
+    kernel = target.op.kernels[target.backend]
+    return kernel.forward, kernel.backward
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    pairs = zip(as_tuple(found), as_tuple(expected), strict=True)
+    return all(torch.equal(f, e) for f, e in pairs)
+
+
+def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
+    values = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    values |= dict(zip(op.forward_signature.results, as_tuple(results), strict=True))
+    values |= {f"grad_{name}": incoming(values[name]) for name in op.public}
+    values |= {f"{name}_dtype": value.dtype for name, value in values.items() if is_floating(value)}
+    values |= {f"need_{name}": values[name] is not None for name in op.forward_signature.arguments}
+    return [values[name] for name in op.backward_signature.arguments]
+
+
+def test_opcheck(target: Target, dtype: torch.dtype) -> None:
+    """Schema, fake and functionalisation agree with the implementation, dynamic shapes included."""
+    forward, backward = _overloads(target)
+    for arguments in [s for s in target.op.samples if len(s[0].shape) == 2][:4]:
+        inputs = materialize(arguments, dtype, target.device)
+        torch.library.opcheck(forward, inputs)
+        torch.library.opcheck(backward, _backward_arguments(target.op, inputs, forward(*inputs)))
+
+
+def test_fakes_agree_with_every_sample(target: Target) -> None:
+    """Shape, dtype and strides of every result, zero rows and widths included."""
+    forward, backward = _overloads(target)
+    for arguments in target.op.samples:
+        inputs = materialize(arguments, torch.float32, target.device)
+        results = forward(*inputs)
+        calls = [(forward, inputs, results)]
+        backward_inputs = _backward_arguments(target.op, inputs, results)
+        calls.append((backward, backward_inputs, backward(*backward_inputs)))
+        for overload, given, real in calls:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
+                for imagined, actual in zip(as_tuple(overload(*fake)), as_tuple(real), strict=True):
+                    assert imagined.shape == actual.shape
+                    assert imagined.dtype == actual.dtype
+                    assert imagined.stride() == actual.stride()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_equals_eager(target: Target, compiler: str) -> None:
+    """One graph, and the same bits."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: call(target.op, *inputs), fullgraph=True, backend=compiler
+    )
+    inputs = _sample(target.op, dtype=torch.float32, device=target.device)
+    eager = run(target.op, inputs)
+    for name, value in run(target.op, inputs, compiled).items():
+        assert torch.equal(value, eager[name]), name
+
+
+# Of the call and the fakes, which are the same wherever kernels are imitated.
+@pytest.mark.not_at("interpreter", "emulator")
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
+    """dynamic=True compiles once; by default the second size compiles again and no later one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: call(target.op, *inputs),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    for position, rows in enumerate((4, 6, 9, 12)):
+        settled = position >= (1 if dynamic else 2)
+        inputs = materialize(
+            reshaped(target.op, (rows, 5), (768,)), torch.float32, target.device, requires_grad=True
+        )
+        with torch._dynamo.config.patch(error_on_recompile=settled):
+            total(compiled(*inputs)).backward()
+
+
+def test_compiled_choice_can_change(op: Op) -> None:
+    """The backend in force is guarded on: another one compiles again instead of being ignored."""
+    torch._dynamo.reset()
+    graphs: list[set[Any]] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    compiled = torch.compile(lambda *inputs: call(op, *inputs), fullgraph=True, backend=record)
+    inputs = _sample(op, dtype=torch.float32)
+    for backend in ("eager", "cpu"):
+        with torchweld.use_backend(backend):
+            compiled(*inputs)
+    kernel = op.kernels["cpu"].forward
+    assert [kernel in graph for graph in graphs] == [False, True]
+
+
+def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph also where evidence is asked about a GPU backend, and for any size."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(BACKENDS["cpu"], "missing", lambda: "not here")
+    for backend in ("cuda", "triton"):
+        monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+        monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu", "cuda"})
+    compiled = torch.compile(
+        lambda *inputs: call(op, *inputs), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for rows, recompiles in ((4, True), (6, False)):
+        inputs = materialize(reshaped(op, (rows, 5), (768,)), torch.float32)
+        with torch._dynamo.config.patch(error_on_recompile=not recompiles):
+            torch.testing.assert_close(compiled(*inputs), op.reference(*inputs))
+
+
+@contextmanager
+def _autocast(device: str) -> Iterator[None]:
+    """torch.autocast to bfloat16, for CUDA without CUDA too: fake tensors follow its rules."""
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+def _empty(argument: Any, dtype: torch.dtype, device: str) -> Any:
+    if not isinstance(argument, TensorSpec):
+        return argument
+    kinds = {"boolean": torch.bool, "seed": torch.int64}
+    return torch.empty(argument.shape, dtype=kinds.get(argument.kind, dtype), device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_has_eagers_dtype(
+    op: Op, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each device the result under autocast is of the dtype that eager's is."""
+    backend = next((b for b in op.sources if device in BACKENDS[b].devices), None)
+    if backend is None:
+        pytest.skip(f"{op.name} has no kernel for {device}")
+    monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+    with FakeTensorMode(), _autocast(device):
+        inputs = [_empty(v, dtype, device) for v in reshaped(op, (4, 5), (768,))]
+        with torchweld.use_backend(backend):
+            plain = op.plain or op.reference  # the reference's words ask for a device that is there
+            ours, eager = as_tuple(call(op, *inputs)), as_tuple(plain(*inputs))
+            assert [result.dtype for result in ours] == [result.dtype for result in eager]
+
+
+def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
+    inputs = materialize(reshaped(op, (5,), (768,)), torch.float32)
+    x = torch.randn(4, 5, 768)
+    batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
+    expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(x)
+    assert _equal(batched(x), expected)
+    with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError, match=r"torch\.func"):
+        batched(x)
+
+
+def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:
+    """Never a silent zero."""
+    inputs = _sample(op, dtype=torch.float32)
+    x, tangent = inputs[0], torch.randn_like(inputs[0])
+    for function in (torch.func.jvp, _dual_jvp):
+        found = function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))[1]
+        expected = function(lambda x: op.reference(x, *inputs[1:]), (x,), (tangent,))[1]
+        assert _equal(found, expected)
+        assert all(derivative.any() for derivative in as_tuple(found))
+        with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError):
+            function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))
+
+
+def _dual_jvp(function: Any, primals: Any, tangents: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(primals[0], tangents[0])
+        results = [torch.autograd.forward_ad.unpack_dual(r) for r in as_tuple(function(dual))]
+        return tuple(result[0] for result in results), tuple(result[1] for result in results)
+
+
+def test_checkpoint_policies_see_the_op(target: Target) -> None:
+    """MUST_SAVE runs the forward once, recomputation twice."""
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    forward, _ = _overloads(target)
+    seen: list[Any] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(op)
+        keep = op is forward
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
+    results = checkpoint(
+        lambda *given: call(target.op, *given),
+        *inputs,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    total(results).backward()
+    assert forward in seen
+    expected = run(target.op, inputs)
+    assert _equal(results, tuple(expected[name] for name in target.op.public))
+
+
+def test_schema_and_implementation_agree(target: Target) -> None:
+    """The stable ABI does not check argument types: distinct values must arrive where they belong.
+
+    Every argument is changed in turn, and the result must change as the reference's does.
+    """
+    op = target.op
+    inputs = _sample(op, dtype=torch.float32, device=target.device)
+    base = op.reference(*inputs)
+    for position, value in enumerate(inputs):
+        changed = list(inputs)
+        if is_floating(value):
+            changed[position] = value.flip(-1)  # adding a number would change no softmax
+        elif isinstance(value, torch.Tensor):
+            changed[position] = value + 1
+        elif isinstance(value, bool):
+            changed[position] = not value
+        elif isinstance(value, float):
+            changed[position] = value + 0.25
+        else:
+            continue
+        expected = op.reference(*changed)
+        same = zip(as_tuple(expected), as_tuple(base), strict=True)
+        unchanged = all(torch.allclose(e, b) for e, b in same)
+        assert not unchanged, op.forward_signature.arguments[position]
+        torch.testing.assert_close(call(op, *changed), expected)

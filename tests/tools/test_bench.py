@@ -1,0 +1,556 @@
+"""The benchmark: what it counts, how it times, what it refuses, what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import cli, tune
+from torchweld.bench import command, conditions, limits, recording, report, runner, sources
+from torchweld.bench.cases import DIRECTIONS, MIDDLE, Case, Traffic, cases
+from torchweld.bench.contenders import Contender
+from torchweld.bench.overhead import overhead
+from torchweld.bench.report import Report
+from torchweld.bench.runner import Plan, Result
+from torchweld.bench.timing import Sample, interleaved, wall_time
+from torchweld.dispatch import cache, evidence
+from torchweld.registry import OPS, Op, activation, parameter
+from torchweld.table import Table
+
+LAYER_NORM = OPS["layer_norm"]
+SMALL = (activation(8, 16), [16], parameter(16), parameter(16), 1e-5)
+CASE = Case(LAYER_NORM, SMALL, torch.float32, "cpu")
+PLAN = Plan(DIRECTIONS, ["cpu"], [], seconds=0.0, rounds=(2, 3))
+
+
+# --- What is counted --------------------------------------------------------------------------
+
+
+def test_traffic_follows_from_the_schemas() -> None:
+    x, row, statistic = 8 * 16 * 4, 16 * 4, 8 * 4
+    problem = CASE.draw()
+    forward = Traffic(x + 2 * row, x + 2 * statistic)
+    backward = Traffic(2 * x + 2 * row + 2 * statistic, x + 2 * row)
+    assert problem.traffic("fwd") == forward
+    assert problem.traffic("bwd") == backward
+    assert problem.traffic("full").total == forward.total + backward.total
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes"), [(1, 1), (2, 1), (3, 2), (7, 2), (1, 3), (5, 0), (0, 4)]
+)
+def test_stream_has_the_mix_of_reads_and_writes(reads: int, writes: int) -> None:
+    added, copied, summed, filled = limits.mix(reads, writes)
+    assert min(added, copied, summed, filled) >= 0
+    assert 2 * added + copied + summed == reads
+    assert added + copied + filled == writes
+    assert not (summed and filled)
+
+
+def test_stream_runs_and_is_left_out_where_it_would_measure_calls() -> None:
+    stream = limits.stream(Traffic(3 * 2**20, 2**20), "cpu")
+    assert stream is not None
+    stream()
+    assert limits.stream(Traffic(1000, 1000), "cpu") is None
+    in_place = limits.stream(Traffic(3 * 2**20, 2**20, in_place=True), "cpu")
+    assert in_place is not None
+    changed, summed = in_place()
+    assert (changed.numel(), float(changed[0]), float(summed)) == (2**18, 2, 2 * 2**18)
+
+
+def test_quick_has_the_shape_of_the_acceptance() -> None:
+    for op in OPS.values():
+        (case,) = cases([op], "cpu", [torch.float32], [MIDDLE])
+        assert case.shape in {(8192, 1024), (4, 8, 512, 512), (2048, 3072), (2048, 768)}
+
+
+# --- How it times -----------------------------------------------------------------------------
+
+
+def _scripted(samples: list[Sample]) -> Callable[[Any], Sample]:
+    """A run whose warm-up and rounds take what the script says."""
+    left = iter([Sample(99), *samples])
+    return lambda clock: next(left)
+
+
+def test_disturbed_calls_are_left_out() -> None:
+    quiet, disturbed = Sample(1.0), Sample(9.0, waited=8.0)
+    runs = [_scripted([quiet, disturbed] * 5), _scripted([Sample(2.0)] * 10)]
+    first, second = interleaved(runs, wall_time, seconds=60, at_least=5, at_most=10)
+    assert (first.ms, first.disturbed, first.reliable) == ([1.0] * 5, 5, True)
+    assert (second.ms, second.disturbed, second.reliable) == ([2.0] * 10, 0, True)
+
+
+def test_disturbed_calls_count_for_all_where_one_has_no_others() -> None:
+    """Else a disturbed contender would be compared with an undisturbed one."""
+    mixed = [Sample(1.0)] * 9 + [Sample(9.0, waited=8.0)]
+    runs = [_scripted([Sample(9.0, waited=8.0)] * 10), _scripted(mixed)]
+    first, second = interleaved(runs, wall_time, seconds=60, at_least=5, at_most=10)
+    assert not first.reliable
+    assert not second.reliable
+    assert len(first.ms) == len(second.ms) == 10
+
+
+def test_nobody_always_follows_the_same_contender() -> None:
+    order: list[int] = []
+
+    def run(at: int) -> Callable[[Any], Sample]:
+        return lambda clock: order.append(at) or Sample(1.0)  # type: ignore[func-returns-value]
+
+    interleaved([run(0), run(1), run(2)], wall_time, seconds=60, at_least=3, at_most=3)
+    assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]  # the first three warm up
+
+
+def test_a_case_is_measured_in_every_direction() -> None:
+    found = [result for results in runner.measure(CASE, PLAN, wall_time) for result in results]
+    assert {(r.contender, r.direction) for r in found} == {
+        (contender, direction) for contender in ("eager", "cpu") for direction in DIRECTIONS
+    }
+    for result in found:
+        assert result.status == "timed", result.reason
+        assert result.ms
+        assert result.ms > 0
+        assert result.automatic == (result.contender == "eager")  # so small a tensor
+
+
+def test_overhead_of_a_call() -> None:
+    lines = overhead(LAYER_NORM, "cpu", ["cpu"], seconds=0.0)
+    assert [line.shape for line in lines] == [[1, 64]] * 3
+    for line in lines:
+        assert min(line.torch_us, line.automatic_us, line.backend_us["cpu"]) > 0
+
+
+# --- What it refuses --------------------------------------------------------------------------
+
+
+def _off_by_a_percent(x, shape, weight, bias, eps):
+    return LAYER_NORM.reference(x, shape, weight, bias, eps) * 1.01
+
+
+def _one_element_off(x, shape, weight, bias, eps):
+    one = torch.zeros_like(x)
+    one[3, 5] = 1e-3
+    return LAYER_NORM.reference(x, shape, weight, bias, eps) + one
+
+
+def _one_element_unwritten(x, shape, weight, bias, eps):
+    y = LAYER_NORM.reference(x, shape, weight, bias, eps)
+    return y.index_fill(0, torch.tensor([7]), float("nan"))
+
+
+def _wrong_gradient(x, shape, weight, bias, eps):
+    right = LAYER_NORM.reference(x, shape, weight, bias, eps)
+    return right + (x - x.detach())
+
+
+def _wrong_shape(x, shape, weight, bias, eps):
+    return LAYER_NORM.reference(x, shape, weight, bias, eps)[None]
+
+
+def _broken(x, shape, weight, bias, eps):
+    raise RuntimeError("no kernel image\nand more")
+
+
+WRONG = [
+    (_off_by_a_percent, "wrong result: y"),
+    (_one_element_off, "wrong result: y"),
+    (_one_element_unwritten, "wrong result: y"),
+    (_wrong_gradient, "wrong result: grad_x"),
+    (_wrong_shape, "RuntimeError"),
+    (_broken, "RuntimeError: no kernel image"),
+]
+
+
+@pytest.mark.parametrize(("function", "reason"), WRONG)
+def test_a_wrong_kernel_is_not_timed(
+    function: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = [Contender("eager", LAYER_NORM.reference), Contender("planted", function)]
+    monkeypatch.setattr(runner, "contenders", lambda *_: (planted, {}))
+    for results in runner.measure(CASE, PLAN, wall_time):
+        eager, wrong = results
+        assert (eager.contender, eager.status) == ("eager", "timed")
+        assert (wrong.contender, wrong.status) == ("planted", "refused")
+        assert wrong.ms is None
+        assert wrong.speed_up is None
+        assert wrong.reason
+        assert wrong.reason.startswith(reason)
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def _undisturbed(call: Callable[[], Any]) -> Sample:
+    """Else the machine's other work would decide which rows a table leaves out."""
+    return wall_time(call)._replace(waited=0.0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchweld bench` in this process, on one tiny case."""
+    monkeypatch.setattr(conditions, "settle", lambda **_: None)
+    monkeypatch.setattr(command, "cases", lambda *_, **__: [CASE])
+    monkeypatch.setattr(command, "clock_for", lambda device: _undisturbed)
+    monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
+    monkeypatch.setattr(command, "overhead", lambda op, *_: overhead(op, "cpu", ["cpu"], 0.0))
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_prints_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, table = tmp_path / "new" / "results.json", tmp_path / "table.md"
+    arguments = ["bench", "layer_norm", "--quick", "--device", "cpu"]
+    arguments += ["--json", str(saved), "--markdown", str(table)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    for words in ("torch " + torch.__version__, "8x16", "full", "eager *", "us a call", str(saved)):
+        assert words in printed
+    content = json.loads(saved.read_text())
+    assert {"date", "name", "threads", "isa", "conditions", "copy_gbps"} <= set(content["machine"])
+    assert content["machine"]["versions"]["torchweld"] == torchweld.__version__
+    assert len(content["results"]) == 4
+    assert table.read_text().count("\n| `layer_norm` | 8 x 16 | float32 |") == 2
+
+    assert report.load(saved).results[0].shape == [8, 16]
+    assert cli.main(["bench", "--from", str(saved)]) == 0
+    assert capsys.readouterr().out.strip() in printed
+
+
+def test_the_readme_has_no_doubtful_figures() -> None:
+    sound, doubtful = _result("cpu", 1.0), _result("cpu", 0.01)
+    sound.automatic = doubtful.automatic = True
+    doubtful.reliable = False
+    assert report.markdown([sound, doubtful]).count("`layer_norm`") == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_wrong_result_shows_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = [Contender("eager", LAYER_NORM.reference), Contender("cpu", _off_by_a_percent)]
+    monkeypatch.setattr(runner, "contenders", lambda *_: (planted, {"liger": "not installed"}))
+    assert cli.main(["bench", "--device", "cpu", "--direction", "fwd"]) == 1
+    printed = capsys.readouterr().out
+    assert "refused: cpu (layer_norm 8x16 float32): wrong result: y is off by" in printed
+    assert "absent: liger: not installed" in printed
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from torchweld.bench.plot import plot
+
+    results = [
+        _result(contender=contender, ms=ms, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for contender, ms in (("eager", 2.0), ("cuda", 1.0))
+    ]
+    path = tmp_path / "new" / "speed.png"
+    plot(Report({"name": "a GPU", "date": "", "versions": torchweld_versions()}, results), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def torchweld_versions() -> dict[str, str]:
+    return {"torchweld": "1", "torch": "2"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "arguments", [["--record"], ["--device", "cuda"], ["--from", "nowhere.json"]]
+)
+def test_what_cannot_be_done_is_refused_in_a_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("torchweld bench: ")
+    assert told.err.count("\n") == 1
+
+
+def test_plot_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--plot", "speed.png"]) == 2
+    assert "pip install torchweld[bench]" in capsys.readouterr().err
+
+
+def test_the_process_starts_again_under_fair_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        os, "execve", lambda path, arguments, environment: started.append(environment)
+    )
+    monkeypatch.setenv("TORCHWELD_POISON", "1")
+    conditions.settle(default_allocator=False)
+    (environment,) = started
+    assert "TORCHWELD_POISON" not in environment
+    assert {**conditions.RESIDENT, **conditions.BOUND}.items() <= environment.items()
+
+    monkeypatch.setattr(os, "environ", environment)
+    conditions.settle(default_allocator=False)
+    assert len(started) == 1
+
+
+def test_plain_table() -> None:
+    table = Table(["op", "ms"], numbers_from=1)
+    table.add("a", "1.0", group=True)
+    table.add("bcd", "10.0", group=True)
+    assert table.plain() == "op     ms\n---  ----\na     1.0\n\nbcd  10.0"
+
+
+# --- Evidence ---------------------------------------------------------------------------------
+
+
+def _result(contender: str, ms: float, dtype: str = "bfloat16", direction: str = "full") -> Result:
+    result = Result("layer_norm", [8192, 1024], dtype, direction, contender, 2**23, 2**26)
+    result.ms, result.eager_ms, result.speed_up, result.limit_ms = ms, 2.0, 2.0 / ms, 0.9
+    return result
+
+
+MACHINE = {
+    "name": "NVIDIA H200",
+    "capability": "9.0",
+    "date": "2026-01-01",
+    "versions": {},
+    "copy_gbps": 4000.0,
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Sources of layer_norm's kernels, as they might be."""
+    for files in LAYER_NORM.sources.values():
+        for name in files:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x = 1\n" if name.endswith(".py") else "int x = 1;\n")
+    return tmp_path
+
+
+def test_sources_hash_ignores_comments_alone(repository: Path) -> None:
+    before = {b: sources.sources_hash(LAYER_NORM, b, repository) for b in LAYER_NORM.sources}
+    kernel, triton = (repository / LAYER_NORM.sources[b][0] for b in ("cuda", "triton"))
+    kernel.write_text("// one\n\n/* two\n lines */ int x = 1;  // three\n")
+    triton.write_text("# one\n\nx = 1  # two\n")
+    after = {b: sources.sources_hash(LAYER_NORM, b, repository) for b in LAYER_NORM.sources}
+    assert sources.stripped(kernel).split() == ["int", "x", "=", "1;"]
+    assert after["triton"] == before["triton"]
+    assert after["cpu"] == before["cpu"]
+    kernel.write_text("int x = 2;\n")
+    assert sources.sources_hash(LAYER_NORM, "cuda", repository) != before["cuda"]
+
+
+def test_sources_are_all_that_a_triton_kernel_imports(op: Op) -> None:
+    root, files = sources.root(), op.sources.get("triton", ())
+    assert root is not None
+    imported = {
+        f"triton_kernels/{module}.py"
+        for file in files
+        for module in re.findall(r"^from \.(\w+) import", (root / file).read_text(), re.MULTILINE)
+    }
+    assert imported | {*files[:1]} == {*files}
+
+
+def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:
+    c, python = tmp_path / "a.cu", tmp_path / "a.py"
+    c.write_text('auto a = "http://x"; auto b = "\\"/*"; char c = \'"\'; // gone')
+    python.write_text("a = '# stays'  # gone\n")
+    assert sources.stripped(c) == 'auto a = "http://x"; auto b = "\\"/*"; char c = \'"\';'
+    assert sources.stripped(python) == "a = '# stays'"
+
+
+def _shipped(repository: Path) -> Path:
+    return repository / "bench" / "evidence" / evidence.file_name(MACHINE["name"])
+
+
+def test_the_record_is_whole_after_every_step(repository: Path) -> None:
+    record = recording.Record(_shipped(repository), MACHINE, repository)
+    record.begin(LAYER_NORM, "triton")
+    record.add_outcome("layer_norm", "triton", True)
+    record.add_outcome("layer_norm", "triton", False)
+    assert record.path == repository / "bench" / "evidence" / "nvidia-h200.json"
+    record.add_results([_result("eager", 2.0), _result("triton", 1.0), _result("compile", 1.5)])
+    content = json.loads(record.path.read_text())
+    assert (content["gpu"], content["limits"]) == ("NVIDIA H200", {"copy_gbps": 4000.0})
+    proof = content["ops"]["layer_norm"]["triton"]
+    assert (proof["passed"], proof["failed"]) == (1, 1)
+    (kept,) = proof["results"]
+    assert kept["rivals_ms"] == {"eager": 2.0, "compile": 1.5}
+    assert (kept["ms"], kept["eager_ms"], kept["elements"]) == (1.0, 2.0, 2**23)
+
+    # Another op's run keeps this one's; this op's next run forgets what older sources did.
+    recording.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "cuda")
+    assert json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"] == proof
+    recording.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "triton")
+    again = json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"]
+    assert (again["passed"], again["results"]) == (0, [])
+
+
+def test_standing_of_evidence(repository: Path) -> None:
+    def standing() -> dict[tuple[str, str], str]:
+        content = {"NVIDIA H200": json.loads(record.path.read_text())}
+        return {line[:2]: line[3] for line in recording.standing(repository, content)}
+
+    record = recording.Record(_shipped(repository), MACHINE, repository)
+    record.begin(LAYER_NORM, "triton")
+    record.add_outcome("layer_norm", "triton", True)
+    assert standing()["layer_norm", "triton"] == "current (1 passed, 0 failed, 0 times)"
+    assert standing()["layer_norm", "cuda"] == "never run on a GPU"
+    (repository / LAYER_NORM.sources["triton"][0]).write_text("x = 2\n")
+    assert standing()["layer_norm", "triton"].startswith("stale: its sources changed since")
+
+
+def test_evidence_reads_as_results(repository: Path) -> None:
+    record = recording.Record(_shipped(repository), MACHINE, repository)
+    for backend, ms in (("cuda", 1.0), ("triton", 0.8)):
+        record.begin(LAYER_NORM, backend)
+        record.add_results([_result("eager", 2.0), _result(backend, ms)])
+    (repository / LAYER_NORM.sources["cuda"][0]).write_text("int x = 2;\n")
+    found = recording.results(json.loads(record.path.read_text()), repository)
+    chosen = {r.contender: (r.speed_up, r.automatic) for r in found}
+    assert chosen == {"cuda (stale)": (2.0, False), "triton": (2.5, True)}
+    assert "| triton | 2.50x |" in report.markdown(found)
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_the_contract_is_counted_from_pytest(outcome: bool, tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_it.py").write_text(
+        "import pytest\n"
+        "IDS = ['layer_norm-gpu-cuda-float32', 'layer_norm-gpu-triton', 'layer_norm-cpu']\n"
+        "@pytest.mark.parametrize('x', [1, 2, 3], ids=IDS)\n"
+        f"def test_it(x): assert {outcome}\n"
+    )
+    counted = list(recording.contract(tmp_path, {("layer_norm", "cuda")}))
+    assert counted == [("layer_norm", "cuda", outcome)]
+
+
+# --- What the automatic choice makes of it ----------------------------------------------------
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Evidence of a GPU, to be changed by the test."""
+    proofs: dict[str, Any] = {}
+    record = {"gpu": "NVIDIA H200", "ops": {"layer_norm": proofs}}
+    monkeypatch.setattr(evidence, "records", lambda: {"NVIDIA H200": record})
+    evidence._verdict.cache_clear()
+    yield proofs
+    evidence._verdict.cache_clear()
+
+
+def _proof(ms: float, passed: int = 9, failed: int = 0) -> dict[str, Any]:
+    result = {
+        "direction": "full",
+        "dtype": "bfloat16",
+        "elements": 2**23,
+        "ms": ms,
+        "eager_ms": 2.0,
+    }
+    return {"passed": passed, "failed": failed, "results": [result]}
+
+
+@pytest.mark.parametrize(
+    ("proofs", "reason"),
+    [
+        ({}, "it has run on no GPU"),
+        ({"cuda": _proof(1.0)}, None),
+        ({"cuda": _proof(2.5)}, "measured at 0.80x eager's speed"),
+        (
+            {"cuda": _proof(1.0), "triton": _proof(0.8)},
+            "measured at 2.00x eager's speed, triton at",
+        ),
+        ({"cuda": _proof(1.0), "triton": _proof(0.8, failed=1)}, None),
+        ({"cuda": _proof(1.0, failed=1)}, "it has run on no GPU"),
+        ({"cuda": _proof(1.0, passed=0)}, "it has run on no GPU"),
+    ],
+)
+def test_verdict_on_a_backend(
+    proofs: dict[str, Any], reason: str | None, planted: dict[str, Any]
+) -> None:
+    planted.update(proofs)
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    verdict = evidence.against(LAYER_NORM, "cuda", ("cuda", "triton"), x)
+    assert verdict is None if reason is None else str(verdict).startswith(reason)
+
+
+def test_verdict_is_of_the_dtype_measured(planted: dict[str, Any]) -> None:
+    planted["cuda"] = _proof(1.0)
+    assert evidence.against(LAYER_NORM, "cuda", ("cuda",), torch.empty(8192, 1024)) is not None
+
+
+def test_verdict_is_among_what_can_serve(planted: dict[str, Any]) -> None:
+    planted.update({"cuda": _proof(1.0), "triton": _proof(0.8)})
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    assert evidence.against(LAYER_NORM, "cuda", ("cuda",), x) is None
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_what_tuning_finds_is_gone_by(
+    faulty: bool, planted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this GPU, with this torch; a kernel that was wrong is not taken, whatever is shipped."""
+    gpu = MACHINE["name"]
+    planted["cpu"] = _proof(2.5)
+    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu)
+    if faulty:
+        wrong = {"cpu": "wrong"}
+        monkeypatch.setattr(runner, "_fault", lambda judge, contender: wrong.get(contender.name))
+    record = recording.Record(evidence.own_path(gpu), MACHINE | {"versions": versions}, None)
+    record.begin(LAYER_NORM, "cpu")
+    results = tune.check_and_time(CASE, ["cpu"], record, wall_time)
+    assert {result.direction for result in results} == {"full"}
+
+    def verdict() -> str | None:
+        evidence._verdict.cache_clear()
+        evidence.own.cache_clear()
+        return evidence._verdict("layer_norm", "cpu", ("cpu",), 0, torch.float32, 7)
+
+    if faulty:
+        assert str(verdict()).startswith("it has run on no GPU")
+    else:
+        (ours,) = [result for result in results if result.contender == "cpu"]
+        assert ours.ms is not None
+        assert ours.eager_ms is not None
+        ratio = ours.eager_ms / ours.ms
+        slower = f"measured at {ratio:.2f}x eager's speed"
+        assert verdict() == (None if ratio >= 1 else slower)
+    # Another torch, another time.
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert str(verdict()).startswith("it has run on no GPU")  # of float32; bfloat16 is planted
+    evidence.own.cache_clear()
+
+
+@pytest.mark.parametrize("torch_version", [torch.__version__, "9.9"])
+def test_tuning_goes_on_with_what_this_torch_found(
+    torch_version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    evidence.own.cache_clear()
+    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    earlier = MACHINE | {"versions": versions | {"torch": torch_version}}
+    recording.Record(evidence.own_path(MACHINE["name"]), earlier, None).begin(LAYER_NORM, "cuda")
+    record = tune.own_record(MACHINE | {"versions": versions})
+    record.begin(OPS["rms_norm"], "cuda")
+    kept = set(json.loads(record.path.read_text())["ops"])
+    assert kept == {"rms_norm"} | ({"layer_norm"} if torch_version == torch.__version__ else set())
+    evidence.own.cache_clear()
+
+
+def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    assert cli.main(["tune"]) == 2
+    assert "torchweld tune: torch sees no GPU here" in capsys.readouterr().err

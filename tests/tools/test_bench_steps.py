@@ -1,0 +1,166 @@
+"""The benchmark of optimizer steps, and the evidence that their GPU kernels go by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchweld import cli, optim, tune
+from torchweld.bench import command, conditions, limits, recording, steps
+from torchweld.bench.runner import Plan, Result
+from torchweld.bench.timing import wall_time
+from torchweld.dispatch import evidence
+from torchweld.ops.optimizer.rule import RULES
+
+PLAN = Plan([], ["cpu"], [], seconds=0, rounds=(1, 1))
+ADAM = steps.KINDS[0]
+SHAPE = (3, 8, 600)
+
+
+def _measured(kind: steps.Kind, plan: Plan = PLAN) -> dict[str, Result]:
+    (found,) = steps.measure(steps.few(kind, "cpu", SHAPE), plan, wall_time)
+    return {result.contender: result for result in found}
+
+
+@pytest.mark.parametrize("kind", steps.KINDS, ids=lambda kind: f"{kind.rule} {kind.variant}")
+def test_a_step_is_timed_beside_torchs(kind: steps.Kind) -> None:
+    found = _measured(kind)
+    assert list(found) == ["eager", "cpu"]
+    assert all(result.status == "timed" and result.ms for result in found.values())
+    assert found["cpu"].automatic
+    elements = torch.Size(SHAPE).numel()
+    blocks = 3 * 8 * 3
+    expected = (kind.reads + kind.writes) * elements + sum(kind.of_block) * blocks
+    assert found["cpu"].bytes == expected
+    assert found["cpu"].label == " ".join(filter(None, ["3x8x600", kind.variant]))
+
+
+def test_a_wrong_step_is_refused() -> None:
+    wrong = dataclasses.replace(ADAM, ours=lambda params: optim.AdamW(params, lr=2e-3))
+    found = _measured(wrong)
+    assert found["eager"].status == "timed"
+    assert found["cpu"].status == "refused"
+    assert str(found["cpu"].reason).startswith("ValueError: wrong result: off by 1.0e-03")
+
+
+def test_a_peer_that_fails_ends_nothing() -> None:
+    peers = {"broken": steps.Peer("json", lambda module: module.no_such_optimizer)}
+    plan = dataclasses.replace(PLAN, rivals=["broken"])
+    found = _measured(dataclasses.replace(ADAM, peers=peers), plan)
+    assert found["cpu"].status == "timed"
+    assert "no_such_optimizer" in str(found["broken"].reason)
+
+
+def test_cases_have_as_many_elements() -> None:
+    few, mixed = steps.cases(["lion"], "cpu", quick=False)
+    assert few.elements == 2**24
+    assert 0.999 < mixed.elements / few.elements <= 1
+    assert len(mixed.shapes) == 600
+    assert str(mixed) == "lion 600 tensors"
+    adapters = steps.cases(["adam"], "cpu", quick=False)[-1]
+    assert str(adapters) == "adam LoRA 8-bit states"
+    assert adapters.elements == few.elements
+    # A row of 8 is a block, whose two absmax are read and written.
+    narrow = steps.StepCase(adapters.kind, "cpu", "", (), [(4096, 8)])
+    assert narrow.traffic().total == 4096 * (8 * 16 + 16)
+
+
+def test_the_command_measures_a_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conditions, "settle", lambda **_: None)
+    monkeypatch.setattr(command, "clock_for", lambda device: wall_time)
+    monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
+    cases = [steps.few(ADAM, "cpu", SHAPE)]
+    monkeypatch.setattr(steps, "cases", lambda rules, *_: cases if rules == ["adam"] else [])
+    saved = tmp_path / "results.json"
+    options = ["--quick", "--device", "cpu", "--json", str(saved)]
+    assert cli.main(["bench", "adam", *options]) == 0
+    assert "step" in capsys.readouterr().out
+    assert {r["op"] for r in json.loads(saved.read_text())["results"]} == {"adam"}
+
+
+# --- Evidence ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_the_tests_of_rules_count_for_each(outcome: bool, tmp_path: Path) -> None:
+    tests = tmp_path / "tests" / "optim"
+    tests.mkdir(parents=True)
+    (tests / "test_optim_cuda.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('x', [1, 2], ids=['0-gpu-cuda', '0-emulator'])\n"
+        f"def test_it(x): assert {outcome}\n"
+    )
+    counted = list(recording.contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
+    assert counted == [("adam", "cuda", outcome), ("lion", "cuda", outcome)]
+
+
+@pytest.mark.parametrize(
+    ("shipped", "own", "taken"),
+    [
+        ({}, None, False),
+        ({"NVIDIA H100": (3, 0)}, None, True),  # another GPU's, where this one has none
+        ({"NVIDIA H200": (3, 1), "NVIDIA H100": (3, 0)}, None, False),
+        ({"NVIDIA H200": (3, 0)}, (0, 1), False),  # what was found here counts for more
+        ({"NVIDIA H200": (3, 1)}, (1, 0), True),
+    ],
+)
+def test_a_step_is_taken_by_evidence(
+    shipped: dict[str, Any], own: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(passed: int, failed: int) -> dict[str, Any]:
+        return {"ops": {"adam": {"cuda": {"passed": passed, "failed": failed}}}}
+
+    records = {gpu: record(*counts) for gpu, counts in shipped.items()}
+    monkeypatch.setattr(evidence, "records", lambda: records)
+    monkeypatch.setattr(evidence, "own", lambda gpu: own and record(*own))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    rule, param = RULES["adam"], SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(rule._op, "why_not", lambda backend, _: "" if backend == "cpu" else None)
+    evidence._is_proven.cache_clear()
+    assert rule.automatic(param) == ("cuda" if taken else "eager")
+    evidence._is_proven.cache_clear()
+
+
+def test_evidence_is_asked_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled code does that quantizes."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU known")
+    monkeypatch.setattr(evidence, "records", dict)
+    evidence._is_proven.cache_clear()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if evidence.is_proven("adam", "cuda", x.device.index) else x + 2
+
+    assert asks(torch.zeros(())) == 2
+    evidence._is_proven.cache_clear()
+
+
+def test_every_rule_is_measured_and_listed() -> None:
+    assert {kind.rule for kind in steps.KINDS} == set(RULES)
+    root = Path(__file__).parents[2]
+    listed = {line[:2] for line in recording.standing(root, {})}
+    sources = {
+        (rule.name, b): files for rule in RULES.values() for b, files in rule.sources.items()
+    }
+    assert sources.keys() <= listed
+    assert all((root / path).exists() for files in sources.values() for path in files)
+
+
+@pytest.mark.parametrize("lr", [1e-3, 2e-3])
+def test_tuning_keeps_what_came_of_a_step(lr: float, tmp_path: Path) -> None:
+    machine = {"name": "A GPU", "capability": "9.0", "date": "", "versions": {}, "copy_gbps": 1.0}
+    record = recording.Record(tmp_path / "own.json", machine, None)
+    record.begin(RULES["adam"], "cpu")
+    kind = dataclasses.replace(ADAM, ours=lambda params: optim.AdamW(params, lr=lr))
+    tune.check_and_time(steps.few(kind, "cpu", SHAPE), ["cpu"], record, wall_time)
+    kept = json.loads(record.path.read_text())["ops"]["adam"]["cpu"]
+    right = lr == 1e-3
+    assert (kept["passed"], kept["failed"], len(kept["results"])) == (right, not right, right)

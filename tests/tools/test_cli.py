@@ -1,0 +1,73 @@
+"""The command line as users meet it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import cli
+from torchweld.dispatch import native
+from torchweld.registry import OPS
+
+
+def _run(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "torchweld", *arguments]
+    finished = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    return finished.stdout
+
+
+def _row(printed: str, name: str) -> list[str]:
+    """The cells of the op's line in the doctor's table."""
+    return next(line.split() for line in printed.splitlines() if line.strip().startswith(name))
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "doctor" in printed
+    assert "bench" in printed
+
+
+def test_doctor() -> None:
+    printed = _run("doctor")
+    for words in (torchweld.__version__, torch.__version__, "glibc", "instruction set", "GPU"):
+        assert words in printed
+    for op in OPS:
+        served = "yes" if "torchweld_cpu" not in native.missing else "no"
+        assert _row(printed, op)[1:3] == ["yes", served]
+    assert "the automatic choice" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_doctor_without_libraries(tmp_path: Path) -> None:
+    printed = _run("doctor", TORCHWELD_LIB=str(tmp_path))
+    assert "not loaded" in printed
+    assert "does not exist" in printed
+    assert "install g++" in printed
+    assert _row(printed, "layer_norm")[1:4] == ["yes", "no", "(1)"]
+
+
+def test_doctor_on_what_is_forced() -> None:
+    isa = native.BASELINE
+    printed = _run("doctor", TORCHWELD_CPU_ISA=isa, TORCHWELD_BACKEND="eager")
+    assert f"instruction set {isa} (TORCHWELD_CPU_ISA={isa})" in printed
+    assert "eager for every op, by TORCHWELD_BACKEND" in printed
+
+
+def test_doctor_on_what_cannot_be_forced() -> None:
+    printed = _run("doctor", TORCHWELD_CPU_ISA="mmx", TORCHWELD_BACKEND="fastest")
+    assert "TORCHWELD_CPU_ISA is 'mmx'; accepted on this machine" in printed
+    assert "is 'fastest'; accepted: eager or cpu" in printed
+    assert _row(printed, "rms_norm")[2] == "no"

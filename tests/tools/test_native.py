@@ -1,0 +1,147 @@
+"""The libraries: instruction sets, what happens without them, what they need of the system."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchweld.dispatch import native
+
+LIBRARIES = sorted(native.DIRECTORY.glob("*.so"))
+# A forward and a backward, printed exactly.
+PROGRAM = """
+import torch, torchweld
+torch.manual_seed(0)
+x, w, b = (torch.randn(*s, requires_grad=True) for s in ((3000, 200), (200,), (200,)))
+y = torchweld.functional.layer_norm(x, (200,), w, b)
+y.sum().backward()
+print(torchweld.dispatch.native.cpu_isa, torchweld.explain("layer_norm", x, [200]).chosen)
+print(f"{y.sum().item():.4f} {w.grad.norm().item():.4f}")
+"""
+
+
+def _run(program: str = PROGRAM, **environment: str) -> list[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("isa", native.supported_isas())
+def test_every_instruction_set_can_be_forced(isa: str) -> None:
+    """The library of that name serves, and the numbers are the same to rounding."""
+    which, numbers = _run(TORCHWELD_CPU_ISA=isa)
+    assert which == f"{isa} cpu"
+    expected = _run(TORCHWELD_LIB="/nonexistent")[1]
+    assert np.allclose(
+        [float(n) for n in numbers.split()], [float(n) for n in expected.split()], rtol=1e-4
+    )
+
+
+def test_without_libraries_eager_serves() -> None:
+    """Import works, the reason is recorded."""
+    assert _run(TORCHWELD_LIB="/nonexistent")[0] == "None eager"
+    program = "import torchweld; print(torchweld.backends()['cpu'])"
+    assert "does not exist" in _run(program, TORCHWELD_LIB="/nonexistent")[0]
+    assert "'sse9'" in _run(program, TORCHWELD_CPU_ISA="sse9")[0]
+
+
+def test_a_broken_library_is_recorded(tmp_path: Path) -> None:
+    """Each of them, cut in half."""
+    for broken in LIBRARIES:
+        for library in LIBRARIES:
+            shutil.copy(library, tmp_path)
+        content = (tmp_path / broken.name).read_bytes()
+        (tmp_path / broken.name).write_bytes(content[: len(content) // 2])
+        program = "import torchweld; print(torchweld.backends()['cpu'])"
+        (status,) = _run(program, TORCHWELD_LIB=str(tmp_path), TORCHWELD_CPU_ISA=native.ISAS[0])
+        concerns_cpu = broken.stem in (
+            "libtorchweld_cpu",
+            f"libtorchweld_cpu_{native.ISAS[0]}",
+            f"libtorchweld_cpu_{native.BASELINE}",
+        )
+        assert (status != "available") == concerns_cpu, (broken, status)
+
+
+def test_an_unknown_backend_in_the_environment_is_named() -> None:
+    program = """
+import torch, torchweld
+try:
+    torchweld.functional.layer_norm(torch.ones(2, 4), [4])
+except torchweld.ArgumentError as error:
+    print(error)
+"""
+    (message,) = _run(program, TORCHWELD_BACKEND="gpu")
+    assert message.startswith("TORCHWELD_BACKEND: the environment variable is 'gpu'")
+
+
+def _symbols(library: Path, *flags: str) -> str:
+    command = ["nm", "-D", *flags, str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+def test_what_the_libraries_need(library: Path) -> None:
+    """glibc 2.28, gcc 8's libstdc++ and torch's stable C shims: none of torch's C++, no CPython."""
+    undefined = _symbols(library, "--undefined-only")
+    for name, newest in (("GLIBC", (2, 28, 0)), ("GLIBCXX", (3, 4, 25)), ("CXXABI", (1, 3, 11))):
+        for version in re.findall(rf"@{name}_([\d.]+)", undefined):
+            assert tuple(int(part) for part in version.split(".")) <= newest, undefined
+    assert not re.findall(r"\b(_ZN\d*K?(?:c10|at|torch)\S*|Py[A-Z]\w*)", undefined)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+def test_what_the_libraries_export(library: Path) -> None:
+    """Kernels by their plain names: no weak C++ symbol that another library could replace."""
+    defined = [line.split()[-1] for line in _symbols(library, "--defined-only").splitlines()]
+    assert not [name for name in defined if name.startswith("_Z")]
+    if "cpu_" in library.stem:
+        assert {"layer_norm_forward", "rms_norm_backward"} <= set(defined)
+
+
+@pytest.mark.skipif(native.BASELINE != "baseline", reason="x86 only")
+def test_variants_stay_within_their_instruction_set() -> None:
+    """The baseline holds no AVX, AVX2 holds no AVX-512."""
+    for variant, forbidden in (("baseline", r"%[yz]mm|\tv"), ("avx2", r"%zmm|%k[0-7]")):
+        library = native.DIRECTORY / f"libtorchweld_cpu_{variant}.so"
+        code = subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", str(library)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert len(code) > 10_000
+        assert not re.search(forbidden, code), variant
+
+
+def test_half_conversions_without_f16c_are_exact() -> None:
+    """The baseline converts by hand: all 65536 halves through an identity of its kernel.
+
+    A row of one element under RMSNorm with a huge eps and as large a weight keeps only the
+    conversions: y = x * rstd * weight = x * 2^-12 * 2^12.
+    """
+    program = """
+import torch, torchweld
+x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).reshape(-1, 1)
+x = x[x.isfinite()].reshape(-1, 1)
+weight = torch.full((1,), 2.0**12, dtype=torch.float32)
+with torchweld.use_backend("cpu"):
+    y = torchweld.functional.rms_norm(x, (1,), weight, 2.0**24)
+# rstd is 2^-12 only where x^2 vanishes beside 2^24, and within a rounding of it elsewhere.
+exact = (x.double() * 2.0**12 / (x.double() ** 2 + 2.0**24).sqrt())
+print(torch.equal(y, exact.to(torch.float32).half()), (y != exact.half()).sum().item())
+"""
+    (line,) = _run(program, TORCHWELD_CPU_ISA=native.BASELINE)
+    equal, different = line.split()
+    assert int(different) <= 8 or equal == "True", line
