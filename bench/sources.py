@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import re
@@ -15,6 +16,8 @@ from torchweld.registry import Op
 _C_TOKEN = re.compile(
     r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
 )
+_INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
 
 
 def root() -> Path | None:
@@ -23,19 +26,48 @@ def root() -> Path | None:
     return folder if (folder / "csrc").is_dir() and (folder / "tests").is_dir() else None
 
 
+def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
+    """All files that decide what the backend's kernels do, derived from includes and imports.
+
+    Native kernels have a binding of their file's name, and the compiler's flags.
+    """
+    roots = [folder / name for name in op.sources[backend]]
+    native = [path for path in roots if path.suffix != ".py"]
+    roots += [folder / "csrc" / "bind" / f"{path.stem}.cpp" for path in native]
+    roots += [folder / "csrc" / "flags.py"] if native else []
+    found: dict[Path, None] = {}
+    while roots:
+        path = roots.pop()
+        if path not in found and path.exists():
+            found[path] = None
+            roots += _uses(path, folder)
+    return sorted(found)
+
+
+def _uses(path: Path, folder: Path) -> list[Path]:
+    """What a file includes or imports from this repository's kernels."""
+    text = stripped(path)
+    if path.suffix == ".py":
+        return [path.parent / f"{module}.py" for module in _IMPORT.findall(text)]
+    return [folder / "csrc" / name for name in _INCLUDE.findall(text)]
+
+
 def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:
-    """SHA-256 of the backend's kernel sources, comments and blank lines aside."""
+    """SHA-256 of the backend's sources without comments and blank lines."""
     digest = hashlib.sha256()
-    for path in (folder / name for name in op.sources[backend]):
-        text = stripped(path) if path.exists() else "no such file"
-        digest.update(f"{path.name}\n{text}\n".encode())
+    for path in sources_of(op, backend, folder):
+        digest.update(f"{path.relative_to(folder)}\n{stripped(path)}\n".encode())
     return digest.hexdigest()
 
 
 def stripped(path: Path) -> str:
     """The file's text without comments and blank lines."""
-    text = path.read_text()
-    if path.suffix == ".py":
+    return _stripped(path.read_text(), path.suffix == ".py")
+
+
+@functools.cache
+def _stripped(text: str, is_python: bool) -> str:
+    if is_python:
         text = _without_python_comments(text)
     else:
         text = _C_TOKEN.sub(lambda token: token[1] or " ", text)

@@ -26,38 +26,22 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from flags import (
+    CXX_FLAGS,
+    EMULATOR_FLAGS_OF,
+    KERNEL_FLAGS,
+    KERNEL_FLAGS_OF,
+    NVCC_FLAGS,
+    TORCH_FLAGS,
+    VARIANTS,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
-
-# Instruction sets, the baseline first. Never -march=native: a wheel runs on other machines.
-X86_VARIANTS = {
-    "baseline": "",
-    "avx2": "-mavx2 -mfma -mf16c -mbmi -mbmi2",
-    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2",
-}
-ARM_VARIANTS = {"neon": ""}
-VARIANTS = ARM_VARIANTS if platform.machine() in ("aarch64", "arm64") else X86_VARIANTS
-
-# gcc 12 warns inside its own AVX-512 headers.
-WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"
-CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS} -I{CSRC}"
-# No math errno and no traps: both would keep loops from becoming vectors. NaN and infinity stay.
-KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
-# Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
-# does: no multiplication is fused with an addition.
-KERNEL_FLAGS_OF = {
-    "optim.cpp": "-ffp-contract=off",
-    "adafactor.cpp": "-ffp-contract=off",
-    "optim.cu": "-fmad=false",
-    "adafactor.cu": "-fmad=false",
-}
-EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=off")
-# TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
-# out that came after gcc 8 and glibc 2.28.
-TORCH_FLAGS = f"-DTORCH_TARGET_VERSION=0x020a000000000000 -I{CSRC / 'bind' / 'compat'}"
 
 
 class BuildError(RuntimeError):
@@ -133,7 +117,7 @@ def _bindings(rule: str, flags: str) -> tuple[tuple[Path, str, str], ...]:
     if "-DTW_CUDA" in flags:  # those whose kernels are there; an op may have Triton's instead
         sources = [s for s in sources if (CSRC / "cuda" / s.name).with_suffix(".cu").exists()]
     sources += sorted((CSRC / "bind" / "compat").glob("*.cpp"))
-    include = f"{TORCH_FLAGS} -isystem {torch_include()} {flags}"
+    include = f"{TORCH_FLAGS} -I{CSRC / 'bind' / 'compat'} -isystem {torch_include()} {flags}"
     return tuple((source, rule, include) for source in sources)
 
 
@@ -196,11 +180,11 @@ def planted_library(sanitize: str) -> Library:
 
 def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: str) -> Path:
     """build.ninja for these libraries; returns its path."""
-    flags = CXX_FLAGS
+    flags = f"{CXX_FLAGS} -I{CSRC}"
     if sanitize:
         flags += f" -O1 -g1 -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
     host = ",".join(CXX_FLAGS.split()[2:4])
-    nvcc_flags = f"-std=c++17 -O3 -lineinfo -Xcompiler {host} -I{CSRC}"
+    nvcc_flags = f"{NVCC_FLAGS} -Xcompiler {host} -I{CSRC}"
     exports = f"--version-script={CSRC / 'exports.map'}"
     link = f"-shared -Wl,--no-as-needed -Wl,-z,now -Wl,{exports} -L$stubs $in -o $out"
     nvcc_path = nvcc() or "nvcc"

@@ -74,7 +74,8 @@ def test_a_broken_library_is_recorded(tmp_path: Path) -> None:
         assert (status != "available") == concerns_cpu, (broken, status)
 
 
-def test_an_unknown_backend_in_the_environment_is_named() -> None:
+@pytest.mark.parametrize("names", ["gqu", "cpu,gqu"])
+def test_an_unknown_backend_in_the_environment_is_named(names: str) -> None:
     program = """
 import torch, torchweld
 try:
@@ -82,8 +83,8 @@ try:
 except torchweld.ArgumentError as error:
     print(error)
 """
-    (message,) = _run(program, TORCHWELD_BACKEND="gpu")
-    assert message.startswith("TORCHWELD_BACKEND: the environment variable is 'gpu'")
+    (message,) = _run(program, TORCHWELD_BACKEND=names)
+    assert message.startswith(f"TORCHWELD_BACKEND: the environment variable is '{names}'")
 
 
 def _symbols(library: Path, *flags: str) -> str:

@@ -10,21 +10,7 @@ from torch.nn.functional import gelu, relu, silu
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op
 
-SOURCES = {
-    "cpu": (
-        "csrc/cpu/act.cpp",
-        "csrc/cpu/chunks.h",
-        "csrc/cpu/vec.h",
-        "csrc/core/act.h",
-        "csrc/core/chunks.h",
-    ),
-    "triton": (
-        "triton_kernels/act.py",
-        "triton_kernels/chunks.py",
-        "triton_kernels/launch.py",
-        "triton_kernels/tensors.py",
-    ),
-}
+SOURCES = {"cpu": ("csrc/cpu/act.cpp",), "triton": ("triton_kernels/act.py",)}
 
 # Every (activation, approximate) there is.
 KINDS = (("gelu", "none"), ("gelu", "tanh"), ("relu", "none"), ("silu", "none"))

@@ -13,22 +13,8 @@ from torchweld.ops.activation import common as activations
 from torchweld.registry import Op
 
 SOURCES = {
-    "cpu": (
-        "csrc/cpu/batch_norm.cpp",
-        "csrc/cpu/chunks.h",
-        "csrc/cpu/vec.h",
-        "csrc/core/batch_norm.h",
-        "csrc/core/act.h",
-        "csrc/core/norm.h",
-        "csrc/core/chunks.h",
-    ),
-    "triton": (
-        "triton_kernels/batch_norm.py",
-        "triton_kernels/act.py",
-        "triton_kernels/chunks.py",
-        "triton_kernels/tensors.py",
-        "triton_kernels/launch.py",
-    ),
+    "cpu": ("csrc/cpu/batch_norm.cpp",),
+    "triton": ("triton_kernels/batch_norm.py",),
 }
 
 

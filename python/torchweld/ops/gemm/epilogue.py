@@ -29,8 +29,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "cpu": activations.SOURCES["cpu"],
     "cuda": (
         "csrc/cuda/linear_act.cu",
-        "csrc/cuda/linear_act.h",
-        "csrc/cuda/cublaslt.h",
         *activations.SOURCES["triton"],
     ),
     "triton": (_SOURCE, *activations.SOURCES["triton"]),

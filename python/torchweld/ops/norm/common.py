@@ -14,29 +14,9 @@ from torchweld.errors import ArgumentError
 from torchweld.registry import Numerics, Op, activation, parameter
 
 SOURCES = {
-    "cpu": (
-        "csrc/cpu/norm.cpp",
-        "csrc/cpu/norm.h",
-        "csrc/cpu/chunks.h",
-        "csrc/cpu/vec.h",
-        "csrc/core/norm.h",
-        "csrc/core/chunks.h",
-    ),
-    "cuda": (
-        "csrc/cuda/norm.cu",
-        "csrc/cuda/launch.cuh",
-        "csrc/cuda/reduce.cuh",
-        "csrc/cuda/vec.cuh",
-        "csrc/core/norm.h",
-        "csrc/core/chunks.h",
-    ),
-    "triton": (
-        "triton_kernels/norm.py",
-        "triton_kernels/chunks.py",
-        "triton_kernels/launch.py",
-        "triton_kernels/norm_rows.py",
-        "triton_kernels/tensors.py",
-    ),
+    "cpu": ("csrc/cpu/norm.cpp",),
+    "cuda": ("csrc/cuda/norm.cu",),
+    "triton": ("triton_kernels/norm.py",),
 }
 
 

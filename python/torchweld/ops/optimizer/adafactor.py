@@ -28,18 +28,7 @@ class _Factored(Rule):
     """
 
     _more = ", Tensor(f!)? sums=None, int[] wholes=[], int passed=0"
-    _cuda_sources = (
-        "csrc/cuda/adafactor.cu",
-        "csrc/cuda/optim.cuh",
-        "csrc/cuda/blocks.cuh",
-        "csrc/cuda/rounding.cuh",
-        "csrc/cuda/vec.cuh",
-        "csrc/core/chunks.h",
-        "csrc/core/optim.h",
-        "csrc/core/philox.h",
-        "csrc/core/rounding.h",
-        "csrc/core/rows.h",
-    )
+    _cuda_source = "csrc/cuda/adafactor.cu"
 
     def _kernel(self, op: BareOp, batch: Batch) -> Any:
         kernel = super()._kernel(op, batch)

@@ -50,21 +50,6 @@ _LISTS = (
 )
 _READ_LISTS = re.sub(r"\(.!\)", "", _LISTS)
 _BACKENDS = ("cpu", "cuda")
-# What the GPU kernels of rules of elements are made of.
-_CUDA_SOURCES = (
-    "csrc/cuda/optim.cu",
-    "csrc/cuda/optim.cuh",
-    "csrc/cuda/blocks.cuh",
-    "csrc/cuda/quant8.cu",
-    "csrc/cuda/quant8.cuh",
-    "csrc/cuda/rounding.cuh",
-    "csrc/cuda/vec.cuh",
-    "csrc/core/optim.h",
-    "csrc/core/philox.h",
-    "csrc/core/quant8.h",
-    "csrc/core/rounding.h",
-    "csrc/core/rows.h",
-)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
@@ -124,9 +109,9 @@ class Rule:
     arguments but lr and ratio, returns what its measure squares, and the new moments.
     """
 
-    # Of a kind of rules: what their ops take besides, and what their GPU kernels are made of.
+    # What the ops of a kind of rules take besides, and the file with their GPU kernels.
     _more = ""
-    _cuda_sources: tuple[str, ...] = _CUDA_SOURCES
+    _cuda_source = "csrc/cuda/optim.cu"
 
     def __init__(
         self,
@@ -140,7 +125,7 @@ class Rule:
         tail = f"{settings}, Tensor? grad_factor"
         RULES[name] = self
         self.name = name
-        self.sources = {"cuda": (*self._cuda_sources, f"csrc/core/{name}.h")}
+        self.sources = {"cuda": (self._cuda_source,)}
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction

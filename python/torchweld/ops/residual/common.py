@@ -16,30 +16,8 @@ from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import SEED, Numerics, Op, activation, parameter, residual
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "cpu": (
-        "csrc/cpu/dropout_add_norm.cpp",
-        "csrc/cpu/norm.h",
-        "csrc/cpu/chunks.h",
-        "csrc/cpu/dropout.h",
-        "csrc/cpu/philox.h",
-        "csrc/cpu/scratch.h",
-        "csrc/cpu/vec.h",
-        "csrc/core/dropout_add_norm.h",
-        "csrc/core/norm.h",
-        "csrc/core/chunks.h",
-        "csrc/core/dropout.h",
-        "csrc/core/philox.h",
-        "csrc/core/rows.h",
-    ),
-    "triton": (
-        "triton_kernels/dropout_add_norm.py",
-        "triton_kernels/chunks.py",
-        "triton_kernels/dropout.py",
-        "triton_kernels/launch.py",
-        "triton_kernels/norm_rows.py",
-        "triton_kernels/rows.py",
-        "triton_kernels/tensors.py",
-    ),
+    "cpu": ("csrc/cpu/dropout_add_norm.cpp",),
+    "triton": ("triton_kernels/dropout_add_norm.py",),
 }
 
 

@@ -1,0 +1,31 @@
+"""The compilers' flags. They decide what kernels compute, so evidence of a kernel names them."""
+
+import platform
+
+# Instruction sets, the baseline first. Never -march=native: a wheel runs on other machines.
+X86_VARIANTS = {
+    "baseline": "",
+    "avx2": "-mavx2 -mfma -mf16c -mbmi -mbmi2",
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2",
+}
+ARM_VARIANTS = {"neon": ""}
+VARIANTS = ARM_VARIANTS if platform.machine() in ("aarch64", "arm64") else X86_VARIANTS
+
+# gcc 12 warns inside its own AVX-512 headers.
+WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"
+CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS}"
+# No math errno and no traps: both would keep loops from becoming vectors. NaN and infinity stay.
+KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
+# Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
+# does: no multiplication is fused with an addition.
+KERNEL_FLAGS_OF = {
+    "optim.cpp": "-ffp-contract=off",
+    "adafactor.cpp": "-ffp-contract=off",
+    "optim.cu": "-fmad=false",
+    "adafactor.cu": "-fmad=false",
+}
+EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=off")
+# TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
+# out that came after gcc 8 and glibc 2.28.
+TORCH_FLAGS = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+NVCC_FLAGS = "-std=c++17 -O3 -lineinfo"

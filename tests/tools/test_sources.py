@@ -1,0 +1,100 @@
+"""Which files decide what a kernel does: derived from includes and imports, and all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchweld.bench import sources
+from torchweld.ops.optimizer.rule import RULES
+from torchweld.registry import OPS, Composite, Op
+
+ROOT = Path(__file__).resolve().parents[2]
+PROVEN = {**OPS, **RULES}
+KERNELS = [
+    (name, backend, ROOT / files[0])
+    for name, op in PROVEN.items()
+    for backend, files in op.sources.items()
+]
+NATIVE = sorted({path for _, _, path in KERNELS if path.suffix != ".py"})
+
+
+def _named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "source", sorted({p for _, _, p in KERNELS if p.suffix != ".py"}), ids=_named
+)
+def test_headers_are_those_the_compiler_reads(source: Path) -> None:
+    """CUDA's are read with the emulator in CUDA's place."""
+    emulator = ROOT / "tests" / "emulator" / "include"
+    flags = ["-std=c++17", f"-I{ROOT / 'csrc'}", "-x", "c++"]
+    flags += ["-DTW_EMULATED", f"-I{emulator}"] if source.suffix == ".cu" else ["-DTW_VARIANT=avx2"]
+    command = [os.environ.get("CXX", "g++"), "-MM", *flags, str(source)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    read = {
+        Path(os.path.normpath(word)) for word in printed.partition(":")[2].split() if word != "\\"
+    }
+    wanted = {p for p in read if p.is_relative_to(ROOT / "csrc")}
+    name, backend, _ = next(kernel for kernel in KERNELS if kernel[2] == source)
+    derived = set(sources.sources_of(PROVEN[name], backend, ROOT))
+    assert wanted <= derived
+
+
+@pytest.mark.parametrize(("name", "backend"), [(n, b) for n, b, p in KERNELS if p.suffix != ".py"])
+def test_the_binding_and_the_flags_are_among_them(name: str, backend: str) -> None:
+    found = sources.sources_of(PROVEN[name], backend, ROOT)
+    assert ROOT / "csrc" / "flags.py" in found
+    text = "".join(path.read_text() for path in found if path.parent.name == "bind")
+    if not isinstance(PROVEN[name], Composite):
+        assert f'TW_OVERLOAD("{name}")' in text
+
+
+TRITON = [op for op in OPS.values() if "triton" in op.sources]
+
+
+@pytest.mark.parametrize("declared", TRITON, ids=str)
+def test_a_triton_kernel_names_its_functions(declared: Op) -> None:
+    """Its file has the functions of the op's schemas, and what it imports comes along."""
+    op = declared
+    found = sources.sources_of(op, "triton", ROOT)
+    assert [path for path in found if path.suffix == ".py"] == found
+    if not isinstance(op, Composite):
+        text = (ROOT / op.sources["triton"][0]).read_text()
+        assert f"def {op.name}(" in text
+        assert f"def {op.name}_backward(" in text
+
+
+def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: Path) -> None:
+    for folder in ("csrc", "triton_kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+
+    def hashes() -> dict[tuple[str, str], str]:
+        return {
+            (name, backend): sources.sources_hash(op, backend, tmp_path)
+            for name, op in PROVEN.items()
+            for backend in op.sources
+        }
+
+    parts = {
+        key: {p.relative_to(tmp_path) for p in sources.sources_of(PROVEN[key[0]], key[1], tmp_path)}
+        for key in hashes()
+    }
+    before = hashes()
+    for path in sorted(set().union(*parts.values())):
+        file = tmp_path / path
+        text = file.read_text()
+        comment, line = ("# one", "one = 1") if path.suffix == ".py" else ("// one", "int one;")
+        file.write_text(f"{text}\n{comment}\n")
+        assert hashes() == before, path
+        file.write_text(f"{text}\n{line}\n")
+        after = hashes()
+        assert {key for key in before if after[key] != before[key]} == {
+            key for key, files in parts.items() if path in files
+        }, path
+        file.write_text(text)
