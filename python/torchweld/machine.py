@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-import torchweld
+from torchweld.version import __version__
 
 
 def versions() -> dict[str, str | None]:
     """Versions of what a time, or a failure, depends on."""
     return {
-        "torchweld": torchweld.__version__,
+        "torchweld": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _triton_version(),

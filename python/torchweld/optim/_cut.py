@@ -15,12 +15,13 @@ import torch
 
 from torchweld.dispatch.dtensor import indices, is_one
 from torchweld.errors import ArgumentError
-from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_8bit import (
     BLOCK,
     MAPS,
     absmax_reference,
+    dequantize_8bit,
     dequantize_reference,
+    quantize_8bit,
     quantize_reference,
     scales_shape,
 )

@@ -16,8 +16,14 @@ import warnings
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.functional import dequantize_8bit, quantize_8bit
-from torchweld.ops.quantize_8bit import BLOCK, MAPS, keep_positive, scales_shape
+from torchweld.ops.quantize_8bit import (
+    BLOCK,
+    MAPS,
+    dequantize_8bit,
+    keep_positive,
+    quantize_8bit,
+    scales_shape,
+)
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import ABSMAX, CODES, Moment, State
 from torchweld.optim._shards import is_one

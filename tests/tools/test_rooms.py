@@ -1,0 +1,112 @@
+"""The house: imports and includes point down only, never in a circle, and files are short."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a room may import, besides itself; a module at the top of the package is a room of its own.
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "table": set(),
+    "machine": {"version"},
+    "registry": {"errors"},
+    "dispatch": {"registry", "errors", "version"},
+    "checks": {"errors"},
+    "random": {"dispatch", "checks", "errors"},
+    "ops": {"dispatch", "registry", "random", "checks", "errors", "version"},
+    "functional": {"ops"},
+    "explanation": {"functional", "dispatch", "registry", "errors"},
+    "nn": {"functional", "ops", "checks", "errors"},
+    "optim": {"ops", "dispatch", "checks", "errors"},
+    "triton_kernels": set(),
+}
+# The commands, which may use whatever is above; the package itself gathers the public names.
+COMMANDS = {"bench", "tune", "doctor", "cli", "__main__", "__init__"}
+CSRC = {"core": set(), "cpu": {"core"}, "cuda": {"core"}, "bind": {"core", "cpu", "cuda"}}
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name below torchweld -> file."""
+    found = {}
+    for folder, prefix in (
+        ("python/torchweld", ""),
+        ("bench", "bench."),
+        ("triton_kernels", "triton_kernels."),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = prefix + ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
+            found[name.removesuffix(".__init__") or "__init__"] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(name: str) -> set[str]:
+    """The modules of torchweld that a module imports, wherever in it."""
+    path, found = MODULES[name], set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.partition(".")[0] == "torchweld"}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                module = ".".join(filter(None, ["torchweld", package, module]))
+            if module.partition(".")[0] == "torchweld":
+                full = {f"{module}.{a.name}" for a in node.names}
+                found |= {f if f.removeprefix("torchweld.") in MODULES else module for f in full}
+    return {f.removeprefix("torchweld").removeprefix(".") or "__init__" for f in found}
+
+
+def _room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_down(name: str) -> None:
+    room = _room(name)
+    used = {_room(other) for other in _imports(name)} - {room}
+    if room in COMMANDS:
+        assert room in ("__init__", "__main__", "cli") or not used & {"cli", "doctor"}
+        return
+    assert used <= BELOW[room], f"{room} may import {sorted(BELOW[room])}"
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    graph = {name: _imports(name) & MODULES.keys() - {name, "__init__"} for name in MODULES}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("room", sorted(CSRC))
+def test_includes_point_down(room: str) -> None:
+    for path in (ROOT / "csrc" / room).rglob("*"):
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh"):
+            included = set(re.findall(r'#include "(\w+)/', path.read_text())) & CSRC.keys()
+            assert included <= CSRC[room] | {room}, path
+            assert room == "bind" or not re.search(r"#include <(torch|ATen|c10)/", path.read_text())
+
+
+def test_files_are_short() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: an unpacked source archive has other files beside ours")
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    sources = {".py", ".h", ".cpp", ".cu", ".cuh"}
+    lines = {
+        p: len(p.read_text().splitlines()) for p in paths if p.suffix in sources and p.exists()
+    }
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path, count in lines.items()
+        if count > (450 if path.is_relative_to(ROOT / "python") else 600)
+    }
+    assert not long
