@@ -192,7 +192,7 @@ MLP = Seam(
     sources=_gemm_act.SOURCES,
     refuses=_gemm_act.refuses,
     detail=_explain_mlp,
-    made_of=f"{_gemm_act.MADE_OF}; on cuda the activation's backward is in a GEMM by the same rule",
+    made_of=f"{_gemm_act.MADE_OF}. On cuda a GEMM takes the activation's backward by the same rule",
     samples=_mlp_samples(),
     benchmarks=tuple(
         _mlp_arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)
