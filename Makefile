@@ -132,6 +132,14 @@ format: env ## Let ruff and clang-format rewrite the sources
 wheel: env ## One wheel for every torch >= 2.10, in dist/
 	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
 
+.PHONY: wheel-try
+wheel-try: wheel ## That wheel, installed and tried in an empty environment outside the checkout
+	$(call say,trying the wheel with torch $(TORCH))
+	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*.whl "$$at" && \
+	  $(PYTHON) -m venv "$$at/venv" && cd "$$at" && venv/bin/python -m pip install -q "torch==$(TORCH)" && \
+	  venv/bin/python -m pip install -q torchweld-*.whl && \
+	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
+
 .PHONY: wheel-matrix
 wheel-matrix: wheel ## That wheel under Python 3.12 and torch 2.11
 	@[ -d .venv-wheel ] || $(PYTHON312) -m venv .venv-wheel
