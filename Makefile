@@ -126,9 +126,29 @@ format: env ## Let ruff and clang-format rewrite the sources
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(dir $(PY))clang-format -i
 
+# The site's generator has an environment of its own, with the tests' packages behind its own.
+DOCS := build/docs
+.PHONY: docs
+docs: env .venv-docs/.ready ## The docs site, in build/docs; a broken link fails
+	@TORCHWELD_SITE_PACKAGES=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  .venv-docs/bin/sphinx-build -q -W --keep-going -E -b html -d build/doctrees -c docs . $(DOCS)
+	@cp $(DOCS)/README.html $(DOCS)/index.html && echo "$(CURDIR)/$(DOCS)/index.html"
+
+.venv-docs/.ready: requirements-docs.txt
+	$(call say,making .venv-docs)
+	@$(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip install -q -r $< && touch $@
+
 .PHONY: wheel
 wheel: env ## One wheel for every torch >= 2.10, in dist/
 	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
+
+.PHONY: wheel-try
+wheel-try: wheel ## That wheel, installed and tried in an empty environment outside the checkout
+	$(call say,trying the wheel with torch $(TORCH))
+	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*.whl "$$at" && \
+	  $(PYTHON) -m venv "$$at/venv" && cd "$$at" && venv/bin/python -m pip install -q "torch==$(TORCH)" && \
+	  venv/bin/python -m pip install -q torchweld-*.whl && \
+	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
 
 .PHONY: wheel-matrix
 wheel-matrix: wheel ## That wheel under Python 3.12 and torch 2.11

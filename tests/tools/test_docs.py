@@ -28,6 +28,25 @@ def test_the_readmes_python_runs() -> None:
         exec(block, namespace)
 
 
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and the docs site give to the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    """`make docs` checks them too, where its generator is installed."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = [(page, re.findall(r"\]\((.*?)\)", page.read_text())) for page in pages]
+    inner = [(page, link) for page, links in found for link in links if "://" not in link]
+    assert len(inner) > 20
+    for page, link in inner:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.relative_to(ROOT)}: {path}"
+        assert not anchor or anchor in _anchors(target), f"{page.relative_to(ROOT)}: #{anchor}"
+
+
 def test_public_functions_are_documented() -> None:
     for name in torchweld.functional.__all__:
         function = getattr(torchweld.functional, name)

@@ -23,7 +23,7 @@ class Composite(Op):
     # A backend and the forward's arguments to a word on how it runs them, where that is measured.
     detail: Callable[..., str] | None = None
     # For the docs: what it is made of, where {} stands for the kernels, and what it saves.
-    made_of: str = "GEMMs of torch's, between them {}"
+    made_of: str = "torch's GEMMs; between them {}"
     saves: str = (
-        "what goes into the GEMMs and comes out of the first; with `recompute`, its inputs alone"
+        "the GEMMs' inputs and the result of the first; with `recompute`, only the op's inputs"
     )

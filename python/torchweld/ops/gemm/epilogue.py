@@ -34,8 +34,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "triton": (_SOURCE, *activations.SOURCES["triton"]),
 }
 MADE_OF = (
-    "GEMMs of torch's, after the first {}; on the GPU one kernel is the first and that pass, where"
-    " it was measured to be faster (cuda: cuBLASLt's for gelu by tanh alone, Triton's passes)"
+    "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
+    " pass where it was timed to be faster (cuda: cuBLASLt's, only for gelu by tanh; the passes"
+    " are Triton's)"
 )
 ONE_KERNEL = ("cuda", "triton")
 # Backends whose passes between GEMMs are another one's.

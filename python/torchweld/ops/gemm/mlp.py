@@ -195,7 +195,7 @@ MLP = Composite(
     sources=epilogue.SOURCES,
     refuses=epilogue.refuses,
     detail=_explain_mlp,
-    made_of=f"{epilogue.MADE_OF}; on cuda the activation's backward is in a GEMM by the same rule",
+    made_of=f"{epilogue.MADE_OF}. On cuda a GEMM takes the activation's backward by the same rule",
     samples=_mlp_samples(),
     benchmarks=tuple(
         _mlp_arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)
