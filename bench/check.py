@@ -12,7 +12,7 @@ from torchweld.bench.cases import Problem
 Results = dict[str, torch.Tensor]
 
 # How much farther off than eager, or than rounding the exact result, is still the same function.
-# The contract's bounds are tighter (tests/test_oracle.py); peers need not meet those.
+# The contract's bounds are tighter (tests/contract/test_oracle.py); peers need not meet those.
 SLACK = 4.0
 
 

@@ -19,7 +19,7 @@ library's rate in its GEMM; at the second shape 86% are enough. With loads throu
 here, 80 to 90% are to be expected on that GPU: it should win at the second shape and lose at the
 first. On sm_80, where pointers feed the tensor cores as well as anything, both are within reach.
 Which form runs is therefore timed on the GPU at hand, the unfused one among the contenders:
-`torchweld/ops/_gemm_choice.py`.
+`torchweld/ops/gemm/timing.py`.
 
 A program has one tile of y. Its epilogue takes 20 operations an element by erf: for a tile of
 128 x 256 about 5 us, as its two stores do, where K = 4096 takes 36 us of products. Tiles of

@@ -1,6 +1,6 @@
 """mlp's backward with the activation's in one GEMM of cuBLASLt's: numbers, graph, and choice.
 
-Where tests/test_cublaslt.py has linear_act's forward, and both together against the oracle.
+Where tests/ops/test_cublaslt.py has linear_act's forward, and both together against the oracle.
 """
 
 from __future__ import annotations

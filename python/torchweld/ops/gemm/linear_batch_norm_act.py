@@ -173,7 +173,7 @@ def _arguments(rows, width, features, training, *kind, bias=False, tracked=True)
 def _samples():
     """What is trained without a bias: its gradient is zero, and eager's is rounding alone.
 
-    Without relu, whose derivative jumps where a 16-bit z is rounded: tests/test_batch_norm.py.
+    Without relu, whose derivative jumps where a 16-bit z is rounded: tests/ops/test_batch_norm.py.
     """
     gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
     shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
