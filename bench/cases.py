@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from torchweld.registry import Op, TensorSpec, materialize
+from torchweld.registry.cost import results
 
-# Forward without gradients; backward alone; both, through autograd.
-DIRECTIONS = ("fwd", "bwd", "full")
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 
 
@@ -43,7 +42,8 @@ class Case:
         inputs = materialize(self.arguments, self.dtype, self.device, requires_grad=True)
         problem = Problem(self.op, inputs, [])
         generator = torch.Generator(self.device).manual_seed(1)
-        for like in (problem.outputs()[name] for name in self.op.public):
+        outputs = results(self.op, inputs)
+        for like in (outputs[name] for name in self.op.public):
             values = torch.randn(like.shape, generator=generator, device=self.device)
             problem.grads.append(values.to(like.dtype))
         return problem
@@ -60,19 +60,6 @@ def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
         elif value and not isinstance(value, list):
             words.append(f"{name} {value:g}")
     return words
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that an op has to read and to write if it touches each tensor once."""
-
-    reads: int
-    writes: int
-    in_place: bool = False  # all that is written is read
-
-    @property
-    def total(self) -> int:
-        return self.reads + self.writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +88,6 @@ class Problem:
         """Those of them that get a gradient."""
         return {name: value for name, value in self.tensors().items() if value.requires_grad}
 
-    def outputs(self) -> dict[str, torch.Tensor]:
-        """The forward's results by name, with nothing in them."""
-        shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in self.inputs]
-        return dict(zip(self.op.forward_signature.results, self.op.fake(*shapes), strict=True))
-
     def double(self) -> Problem:
         """The same numbers in float64."""
         wide = [
@@ -115,23 +97,6 @@ class Problem:
             for v in self.inputs
         ]
         return Problem(self.op, wide, [grad.double() for grad in self.grads])
-
-    def traffic(self, direction: str) -> Traffic:
-        """From the two schemas: every tensor that goes in is read, every result is written."""
-        inputs, outputs, backward = self.tensors(), self.outputs(), self.op.backward_signature
-        values = inputs | outputs | {f"grad_{n}": outputs[n] for n in self.op.public}
-        skipped = set(self.op.unsaved(*self.inputs)) if self.op.unsaved else set()
-        wanted = [values[n] for n in backward.arguments if n in values and n not in skipped]
-        same = {n for n, (_, when) in self.op.same_gradient.items() if when(*self.inputs)}
-        made = [values[n] for n in self.leaves() if n not in same]
-        forward = Traffic(_bytes(inputs.values()), _bytes(outputs.values()))
-        gradient = Traffic(_bytes(wanted), _bytes(made))
-        both = Traffic(forward.reads + gradient.reads, forward.writes + gradient.writes)
-        return {"fwd": forward, "bwd": gradient, "full": both}[direction]
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.itemsize for t in tensors)
 
 
 def name(dtype: torch.dtype) -> str:

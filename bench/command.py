@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from torchweld.bench import conditions, limits, recording, sources, steps
-from torchweld.bench.cases import DIRECTIONS, DTYPES, MIDDLE, cases
+from torchweld.bench.cases import DTYPES, MIDDLE, cases
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
@@ -22,6 +22,7 @@ from torchweld.bench.timing import clock_for
 from torchweld.dispatch import evidence
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
+from torchweld.registry.cost import DIRECTIONS
 from torchweld.table import Table, progress
 
 NAMED_DTYPES = {

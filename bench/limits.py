@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchweld.bench.cases import Traffic
 from torchweld.bench.timing import Clock, interleaved, last_level_cache
+from torchweld.registry.cost import Traffic
 
 # Below this a stream measures the calls of its two or three torch ops, not the memory.
 LEAST_BYTES = 2**20

@@ -28,7 +28,7 @@ _OUTCOME = re.compile(
 # Each of these tests is of every rule.
 _OF_RULES = "tests/optim/test_optim_cuda*.py"
 # Of a result, what the evidence keeps.
-_KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "peak_bytes")
+_KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "flops", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 

@@ -11,12 +11,13 @@ import torch
 
 import torchweld
 from torchweld.bench import limits
-from torchweld.bench.cases import Case, Problem, Traffic, name
+from torchweld.bench.cases import Case, Problem, name
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
 from torchweld.dispatch.call import automatic
-from torchweld.registry import EAGER
+from torchweld.registry import EAGER, cost
+from torchweld.registry.cost import Traffic
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Result:
     contender: str
     elements: int
     bytes: int
+    flops: int = 0
     variant: str = ""  # what tells it from others of its shape
     status: str = "timed"
     reason: str | None = None
@@ -78,7 +80,8 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     with torchweld.use_backend(None):
         chosen = automatic(case.op, problem.inputs)
     for direction in plan.directions:
-        traffic = problem.traffic(direction)
+        traffic = cost.traffic(case.op, problem.inputs, direction)
+        operations = cost.flops(case.op, problem.inputs, direction)
         sound = [c for c in taking_part if faults[c.name] is None]
         results = _timed(case, problem, direction, traffic, sound, plan, clock)
         for result in results:
@@ -89,6 +92,8 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
                     result = _result(case, direction, contender, traffic)
                     result.status, result.reason = status, reason
                     results.append(result)
+        for result in results:
+            result.flops = operations
         yield results
 
 

@@ -15,12 +15,13 @@ import torch
 import torchweld
 from torchweld import optim
 from torchweld.bench import runner
-from torchweld.bench.cases import Case, Traffic
+from torchweld.bench.cases import Case
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER
+from torchweld.registry.cost import Traffic
 
 Params = list[torch.Tensor]
 Make = Callable[[Params], Any]

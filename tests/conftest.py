@@ -84,9 +84,9 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 
 PLACES = _places()
-# A seam has no kernel of its own: what is not marked with `seams` is in tests/ops/test_seams.py. What
-# the interpreter and the emulator could find is found in the ops' own tests; so is what a backend
-# has that serves a part of the samples.
+# A composite has no kernel of its own: tests/ops/test_seams.py has what is not marked with `seams`.
+# What the interpreter and the emulator could find is found in the ops' own tests; so is what a
+# backend has that serves a part of the samples.
 KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
 TARGETS = [
     Target(op, backend, place, device)

@@ -158,24 +158,6 @@ def sample_inputs(
     ]
 
 
-def reshaped(op: Op, leading: tuple[int, ...], trailing: tuple[int, ...]) -> list[Any]:
-    """The op's fullest sample in other sizes.
-
-    [*leading, *trailing] for what flows, [*trailing] for parameters and for lists of sizes.
-    """
-    fullest = max(op.samples, key=lambda s: sum(isinstance(v, TensorSpec) for v in s))
-
-    def resize(value: Any) -> Any:
-        if isinstance(value, TensorSpec) and value.kind == "seed":
-            return value
-        if isinstance(value, TensorSpec):
-            shape = trailing if value.parameter else (*leading, *trailing)
-            return TensorSpec(shape, value.kind)
-        return list(trailing) if isinstance(value, list) and value else value
-
-    return [resize(value) for value in fullest]
-
-
 def takes_several_trailing_dimensions(op: Op) -> bool:
     """Whether a parameter may have more than one dimension."""
     specs = [v for sample in op.samples for v in sample if isinstance(v, TensorSpec)]

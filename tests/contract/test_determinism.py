@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import Target
-from oracle import reshaped, run
+from oracle import run
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
 
@@ -33,7 +33,7 @@ def test_cuda_graph_replay_equals_eager(target: Target) -> None:
     """Captured once, replayed on new values."""
     if target.device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    arguments = reshaped(target.op, (4, 5), (768,))
+    arguments = target.op.sized((4, 5), (768,))
     inputs = materialize(arguments, torch.bfloat16, target.device)
     call(target.op, *inputs)
     graph = torch.cuda.CUDAGraph()

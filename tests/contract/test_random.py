@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from conftest import Target
-from oracle import assert_right, reshaped, run, saved_bytes
+from oracle import assert_right, run, saved_bytes
 from torchweld import functional, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
@@ -92,7 +92,7 @@ def test_a_part_drops_what_the_whole_would(
 ) -> None:
     """Any shape anywhere in a whole of any size: as the reference, whose formula is the whole's."""
     op = target.op
-    inputs = materialize(reshaped(op, sizes[:-1], sizes[-1:]), torch.float32, target.device)
+    inputs = materialize(op.sized(sizes[:-1], sizes[-1:]), torch.float32, target.device)
     named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     whole_columns = op.sharding.columns(*inputs)
     named["p"], named["seed"] = p, torch.tensor([seed], device=target.device)
@@ -120,7 +120,7 @@ def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
 
 def _call(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
     """The op as a user calls it: a seed is drawn every time."""
-    inputs = materialize(reshaped(op, (4, 8), (64,)), torch.float32)
+    inputs = materialize(op.sized((4, 8), (64,)), torch.float32)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         given = [x, *inputs[1:]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Target
-from oracle import assert_right, exact, reshaped, run, takes_several_trailing_dimensions
+from oracle import assert_right, exact, run, takes_several_trailing_dimensions
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(target: Target, layout: str) -> None:
     """Each tensor argument in turn, in each layout; the gradient too."""
-    arguments = reshaped(target.op, (2, 3), (31,))
+    arguments = target.op.sized((2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
     for position, value in enumerate(plain):
         if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -99,7 +99,7 @@ def test_random_shapes(
     if not takes_several_trailing_dimensions(target.op):
         shape = shape[-1:]
     shape = [*shape[:-1], shape[-1] + (wide if len(leading) < 2 else 0)]
-    arguments = reshaped(target.op, tuple(leading), tuple(shape))
+    arguments = target.op.sized(tuple(leading), tuple(shape))
     assert_right(target.op, materialize(arguments, torch.float32, target.device, seed=seed))
 
 
@@ -111,7 +111,7 @@ def test_special_values_come_out_as_eagers(
 
     Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
     """
-    arguments = reshaped(target.op, (33,), (64,))
+    arguments = target.op.sized((33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
     inputs[0][3, 17] = special
     inputs[0][32, 63] = special
@@ -127,7 +127,7 @@ def test_unwritten_memory_would_show(target: Target) -> None:
         pytest.skip("torch.empty allocates: see test_all_is_written_and_nothing_else")
     if len(target.op.forward_signature.results) == 1:
         pytest.skip("without statistics, no width leaves nothing to look at")
-    inputs = materialize(reshaped(target.op, (3,), (0,)), torch.float32, target.device)
+    inputs = materialize(target.op.sized((3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
 
@@ -141,7 +141,7 @@ def test_more_elements_than_31_bits_count(target: Target) -> None:
     (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
     dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
     names = target.op.forward_signature.arguments
-    arguments = dict(zip(names, reshaped(target.op, (rows,), (width,)), strict=True))
+    arguments = dict(zip(names, target.op.sized((rows,), (width,)), strict=True))
     arguments |= {name: off for name, off in (("p", 0.0), ("seed", None)) if name in names}
     block = dict(zip(names, materialize(arguments.values(), dtype, target.device), strict=True))
     tiled = {

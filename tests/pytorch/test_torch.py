@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 from conftest import Target
-from oracle import incoming, is_floating, reshaped, run, total
+from oracle import incoming, is_floating, run, total
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
 
 
 def _sample(op: Op, **kwargs: Any) -> list[Any]:
-    return materialize(reshaped(op, (4, 5), (768,)), **kwargs)
+    return materialize(op.sized((4, 5), (768,)), **kwargs)
 
 
 def _overloads(target: Target) -> tuple[Any, Any]:
@@ -96,7 +96,7 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
     for position, rows in enumerate((4, 6, 9, 12)):
         settled = position >= (1 if dynamic else 2)
         inputs = materialize(
-            reshaped(target.op, (rows, 5), (768,)), torch.float32, target.device, requires_grad=True
+            target.op.sized((rows, 5), (768,)), torch.float32, target.device, requires_grad=True
         )
         with torch._dynamo.config.patch(error_on_recompile=settled):
             total(compiled(*inputs)).backward()
@@ -131,7 +131,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
         lambda *inputs: call(op, *inputs), fullgraph=True, backend="aot_eager", dynamic=True
     )
     for rows, recompiles in ((4, True), (6, False)):
-        inputs = materialize(reshaped(op, (rows, 5), (768,)), torch.float32)
+        inputs = materialize(op.sized((rows, 5), (768,)), torch.float32)
         with torch._dynamo.config.patch(error_on_recompile=not recompiles):
             torch.testing.assert_close(compiled(*inputs), op.reference(*inputs))
 
@@ -165,7 +165,7 @@ def test_autocast_has_eagers_dtype(
         pytest.skip(f"{op.name} has no kernel for {device}")
     monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
     with FakeTensorMode(), _autocast(device):
-        inputs = [_empty(v, dtype, device) for v in reshaped(op, (4, 5), (768,))]
+        inputs = [_empty(v, dtype, device) for v in op.sized((4, 5), (768,))]
         with torchweld.use_backend(backend):
             plain = op.plain or op.reference  # the reference's words ask for a device that is there
             ours, eager = as_tuple(call(op, *inputs)), as_tuple(plain(*inputs))
@@ -173,7 +173,7 @@ def test_autocast_has_eagers_dtype(
 
 
 def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
-    inputs = materialize(reshaped(op, (5,), (768,)), torch.float32)
+    inputs = materialize(op.sized((5,), (768,)), torch.float32)
     x = torch.randn(4, 5, 768)
     batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
     expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(x)

@@ -14,7 +14,7 @@ import torch
 import torchweld
 from torchweld import cli, tune
 from torchweld.bench import command, conditions, limits, recording, report, runner, sources
-from torchweld.bench.cases import DIRECTIONS, MIDDLE, Case, Traffic, cases
+from torchweld.bench.cases import MIDDLE, Case, cases
 from torchweld.bench.contenders import Contender
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report
@@ -22,6 +22,7 @@ from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import Sample, interleaved, wall_time
 from torchweld.dispatch import cache, evidence
 from torchweld.registry import OPS, Op, activation, parameter
+from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
 
 LAYER_NORM = OPS["layer_norm"]
@@ -38,9 +39,9 @@ def test_traffic_follows_from_the_schemas() -> None:
     problem = CASE.draw()
     forward = Traffic(x + 2 * row, x + 2 * statistic)
     backward = Traffic(2 * x + 2 * row + 2 * statistic, x + 2 * row)
-    assert problem.traffic("fwd") == forward
-    assert problem.traffic("bwd") == backward
-    assert problem.traffic("full").total == forward.total + backward.total
+    assert traffic(problem.op, problem.inputs, "fwd") == forward
+    assert traffic(problem.op, problem.inputs, "bwd") == backward
+    assert traffic(problem.op, problem.inputs, "full").total == forward.total + backward.total
 
 
 @pytest.mark.parametrize(

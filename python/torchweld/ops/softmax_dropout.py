@@ -10,6 +10,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant
+from torchweld.registry.cost import per_element
 
 
 def softmax_dropout(
@@ -153,10 +154,16 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
 
 
 # Masks of every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
-# larger tensor, no rows, no keys; the first is the one that tests give other sizes.
+# larger tensor, no rows, no keys.
 _WHOLE: tuple[list[int], list[int]] = ([], [])
+
+
+def _sized(leading, row):
+    return activation(*leading, *row), constant(*row), 0.7, False, 0.1, SEED, *_WHOLE
+
+
 _SAMPLES = (
-    (activation(5, 48), constant(48), 0.7, False, 0.1, SEED, *_WHOLE),
+    _sized((5,), (48,)),
     (activation(1), None, 1.0, False, 0.0, None, *_WHOLE),
     (activation(3, 1), None, 1.0, False, 0.5, SEED, *_WHOLE),
     (activation(5, 7), boolean(5, 7), 0.5, False, 0.0, None, *_WHOLE),
@@ -206,6 +213,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=ROWS,
+    sized=_sized,
+    flops=per_element(20, 10),
     sources={
         "cpu": ("csrc/cpu/softmax.cpp",),
         "cuda": ("csrc/cuda/softmax.cu",),

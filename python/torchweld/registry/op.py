@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +46,13 @@ class Op:
     sharding: Rows
     # Backend -> the files with its kernels, from the repository's root; what they include or import
     # is derived. Triton's is a module that has a function for each schema, under the op's name.
-    sources: dict[str, tuple[str, ...]]
+    sources: Mapping[str, Sequence[str]]
     samples: tuple[tuple[Any, ...], ...]
+    # Arguments of a given size with every tensor present: takes the first one's leading sizes and
+    # those that make a row, which are of one dimension unless the op takes several.
+    sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
+    # The forward's arguments to floating-point operations of forward and backward.
+    flops: Callable[..., tuple[int, int]]
     # Arguments worth a measurement: on the CPU, on a GPU, and so few that only the call costs.
     benchmarks: tuple[tuple[Any, ...], ...]
     benchmarks_on_gpu: tuple[tuple[Any, ...], ...]

@@ -10,6 +10,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Numerics, Op, activation, parameter
+from torchweld.registry.cost import per_element
 
 
 def bias_act(
@@ -93,6 +94,8 @@ OP = Op(
     fake=_fake,
     sources=activations.SOURCES,
     sharding=ELEMENTS,
+    sized=lambda leading, row: _benchmarks([(*leading, *row)])[0],
+    flops=per_element(20, 25),
     samples=_samples(),
     benchmarks=_benchmarks(activations.MEASURED),
     benchmarks_on_gpu=_benchmarks(activations.MEASURED_ON_GPU),

@@ -10,6 +10,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Numerics, Op, activation
+from torchweld.registry.cost import per_element
 
 
 def gated_act(
@@ -82,6 +83,8 @@ OP = Op(
     fake=_fake,
     sources=activations.SOURCES,
     sharding=ELEMENTS,
+    sized=lambda leading, row: _arguments((*leading, *row), "silu", "none"),
+    flops=per_element(20, 30),
     samples=_samples(),
     benchmarks=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED),
     benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED_ON_GPU),

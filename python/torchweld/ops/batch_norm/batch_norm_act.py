@@ -25,6 +25,7 @@ from torchweld.registry import (
     parameter,
     variance,
 )
+from torchweld.registry.cost import per_element
 
 
 def batch_norm_act(
@@ -364,6 +365,8 @@ OP = Composite(
     check=_check_all,
     fake=_fake,
     sharding=WHOLE,
+    sized=lambda leading, row: _arguments((*leading, *row), True, "gelu", "none"),
+    flops=per_element(28, 40),
     sources=batch_norms.SOURCES,
     samples=_samples(),
     benchmarks=tuple(_arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED),

@@ -10,6 +10,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
 from torchweld.registry import ELEMENTS, Numerics, Op, activation, constant, parameter, variance
+from torchweld.registry.cost import per_element
 
 
 def normalize_act(
@@ -91,6 +92,8 @@ OP = Op(
     fake=_fake,
     sources=batch_norms.SOURCES,
     sharding=ELEMENTS,
+    sized=lambda leading, row: _arguments((*leading, *row), "gelu", "none"),
+    flops=per_element(24, 30),
     samples=_samples(),
     benchmarks=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED),
     benchmarks_on_gpu=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU),

@@ -19,6 +19,7 @@ from torchweld.ops.gemm import epilogue, onednn
 from torchweld.ops.gemm import linear as gemm
 from torchweld.registry import ROWS, Composite, Numerics, activation
 from torchweld.registry import weight as weight_spec
+from torchweld.registry.cost import of_gemms
 
 
 def linear_act(
@@ -264,6 +265,8 @@ OP = Composite(
     check=_check_all,
     fake=_fake,
     sharding=ROWS,
+    sized=lambda leading, row: (*arguments(leading, *row, *row), "gelu", "none"),
+    flops=lambda x, weight, *_: of_gemms(x.numel() * weight.shape[0]),
     sources=epilogue.SOURCES,
     refuses=epilogue.refuses,
     detail=epilogue.explain,

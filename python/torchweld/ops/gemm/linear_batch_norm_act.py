@@ -16,6 +16,7 @@ from torchweld.ops.batch_norm import common as batch_norms
 from torchweld.ops.gemm import linear as gemm
 from torchweld.ops.gemm import linear_act
 from torchweld.registry import ROWS, Composite, Numerics, constant, parameter, variance
+from torchweld.registry.cost import of_gemms
 
 
 def linear_batch_norm_act(
@@ -200,6 +201,8 @@ OP = Composite(
     check=_check,
     fake=_fake,
     sharding=ROWS,
+    sized=lambda leading, row: _arguments(leading, *row, *row, True, "gelu", "none", bias=True),
+    flops=lambda x, weight, *_: of_gemms(x.numel() * weight.shape[0]),
     sources=batch_norms.SOURCES,
     samples=_samples(),
     benchmarks=tuple(

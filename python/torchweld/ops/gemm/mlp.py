@@ -28,6 +28,7 @@ from torchweld.ops.gemm.linear_act import (
     with_sum,
 )
 from torchweld.registry import ROWS, Composite, Numerics, activation, weight
+from torchweld.registry.cost import of_gemms
 
 
 def mlp(
@@ -139,6 +140,11 @@ def _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute):
     activations.check(MLP, activation, approximate)
 
 
+def _mlp_flops(x, w1, b1, w2, *_):
+    rows = x.shape[:-1].numel()
+    return of_gemms(rows * w1.numel(), rows * w2.numel())
+
+
 def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
     """Every product of the four GEMMs a term, act' at most 1 + abs(z)."""
     x, w1, w2, grad = (t.double().abs() for t in (x, w1, w2, grad_y))
@@ -192,6 +198,8 @@ MLP = Composite(
     check=_check_mlp,
     fake=lambda x, w1, b1, w2, *_: (x.new_empty((*x.shape[:-1], w2.shape[0])),),
     sharding=ROWS,
+    sized=lambda leading, row: _mlp_arguments(leading, *row, *row, *row, "gelu", "none"),
+    flops=_mlp_flops,
     sources=epilogue.SOURCES,
     refuses=epilogue.refuses,
     detail=_explain_mlp,
@@ -244,6 +252,11 @@ def _check_gated_mlp(x, gate_weight, up_weight, down_weight, activation, approxi
     activations.check(GATED_MLP, activation, approximate)
 
 
+def _gated_mlp_flops(x, *factors):
+    rows = x.shape[:-1].numel()
+    return of_gemms(*(rows * factor.numel() for factor in factors[:3]))
+
+
 def _gated_mlp_terms(x, gate_weight, up_weight, down_weight, activation, approximate, grad_y):
     x, *weights = (t.double().abs() for t in (x, gate_weight, up_weight, down_weight))
     grad = grad_y.double().abs()
@@ -292,6 +305,8 @@ GATED_MLP = Composite(
     check=_check_gated_mlp,
     fake=lambda x, gate, up, down, *_: (x.new_empty((*x.shape[:-1], down.shape[0])),),
     sharding=ROWS,
+    sized=lambda leading, row: _gated_mlp_arguments(leading, *row, *row, "silu", "none"),
+    flops=_gated_mlp_flops,
     sources=activations.SOURCES,
     samples=_gated_mlp_samples(),
     benchmarks=tuple(

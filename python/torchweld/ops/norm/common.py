@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,18 @@ def samples(parameters: int, *tail: Any) -> tuple[tuple[Any, ...], ...]:
     for subset in itertools.product([None, parameter(48)], repeat=parameters):
         found.append((activation(5, 48), [48], *subset, *tail))
     return tuple(found)
+
+
+def sized(
+    parameters: int, *tail: Any
+) -> Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]:
+    """Arguments as in samples, of any size."""
+    return lambda leading, row: (
+        activation(*leading, *row),
+        list(row),
+        *[parameter(*row)] * parameters,
+        *tail,
+    )
 
 
 def benchmarks(

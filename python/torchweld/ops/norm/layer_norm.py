@@ -11,6 +11,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.registry import Op, Rows
+from torchweld.registry.cost import per_element
 
 
 def layer_norm(
@@ -65,6 +66,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
+    sized=norms.sized(2, 1e-5),
+    flops=per_element(8, 12),
     sources=norms.SOURCES,
     samples=norms.samples(2, 1e-5),
     benchmarks=norms.benchmarks(norms.MEASURED, 2, 1e-5),

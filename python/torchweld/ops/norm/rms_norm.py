@@ -11,6 +11,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.registry import Op, Rows
+from torchweld.registry.cost import per_element
 
 
 def rms_norm(
@@ -64,6 +65,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
+    sized=norms.sized(1, 1e-5),
+    flops=per_element(5, 10),
     sources=norms.SOURCES,
     samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],
     benchmarks=norms.benchmarks(norms.MEASURED, 1, 1e-6),

@@ -11,6 +11,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.norm.common import MEASURED, MEASURED_ON_GPU
 from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import ELEMENTS, SEED, Numerics, Op, activation, parameter, residual
+from torchweld.registry.cost import per_element
 
 
 def bias_dropout_add(
@@ -159,6 +160,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=ELEMENTS,
+    sized=lambda leading, row: _sample((*leading, *row), 0.1),
+    flops=per_element(4, 2),
     sources={
         "cpu": ("csrc/cpu/bias_dropout_add.cpp",),
         "triton": ("triton_kernels/bias_dropout_add.py",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,13 @@ def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
     shard = {"whole": (2, 6, 9, 4, 5), "offset": (0, 3, 5, 0, 0)}
     found.append(_arguments((2, 2, 4), (4, 5), [parameter(4, 5)] * parameters, 0.3, eps, **shard))
     return tuple(found)
+
+
+def sized(
+    parameters: int, eps: float | None
+) -> Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]:
+    """Arguments of any size, with dropout."""
+    return lambda leading, row: _arguments(leading, row, [parameter(*row)] * parameters, 0.1, eps)
 
 
 def benchmarks(

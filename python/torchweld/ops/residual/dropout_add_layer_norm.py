@@ -13,6 +13,7 @@ from torchweld.ops.norm import layer_norm
 from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
 from torchweld.registry import Op, Rows
+from torchweld.registry.cost import per_element
 
 
 def dropout_add_layer_norm(
@@ -127,6 +128,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(common.columns),
+    sized=common.sized(2, 1e-5),
+    flops=per_element(11, 16),
     sources=common.SOURCES,
     samples=common.samples(2, 1e-5),
     benchmarks=common.benchmarks(norms.MEASURED, 2, 1e-5),

@@ -13,6 +13,7 @@ from torchweld.ops.norm import rms_norm
 from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
 from torchweld.registry import Op, Rows
+from torchweld.registry.cost import per_element
 
 
 def dropout_add_rms_norm(
@@ -124,6 +125,8 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(common.columns),
+    sized=common.sized(1, 1e-5),
+    flops=per_element(8, 14),
     sources=common.SOURCES,
     samples=common.samples(1, 1e-6),
     benchmarks=common.benchmarks(norms.MEASURED, 1, 1e-6),
