@@ -132,6 +132,34 @@ def _dropout_on_shards(rank: int) -> None:
         torch.testing.assert_close(shards.grad.full_tensor(), scores.grad)
 
 
+def _dropout_on_strided_shards(rank: int) -> None:
+    """As FSDP2 over tensor parallelism leaves them, and with gaps; norms too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(1))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        dropped = torchweld.functional.softmax_dropout(x, p=0.4)
+        return torchweld.functional.layer_norm(dropped, [16])
+
+    leaf = whole.clone().requires_grad_()
+    expected = run(leaf)
+    expected.square().sum().backward()
+    strided = _StridedShard(0, split_factor=2)
+    for placements in ([strided, Shard(0)], [strided, Replicate()], [strided, Shard(1)]):
+        shards = distribute_tensor(whole, mesh, placements).requires_grad_()
+        y = run(shards)
+        cut = [getattr(placement, "dim", None) for placement in y.placements]
+        assert cut == [getattr(placement, "dim", None) for placement in placements]
+        torch.testing.assert_close(y.full_tensor(), expected)
+        y.square().sum().backward()
+        torch.testing.assert_close(shards.grad.full_tensor(), leaf.grad)
+
+
 def _residual_streams_on_shards(rank: int) -> None:
     """Sequence and tensor parallelism drop what one device would; gradients of what all share."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -182,3 +210,9 @@ def test_two_processes_equal_one(scenario: Callable[[int], None], backend: str |
     """On the CPU kernels and on the automatic choice."""
     with processes(2) as two:
         two.run(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", ["cpu", None])
+def test_strided_shards_equal_one_process(backend: str | None) -> None:
+    with processes(4) as four:
+        four.run(backend, _dropout_on_strided_shards)
