@@ -19,7 +19,7 @@ def local(t: torch.Tensor) -> torch.Tensor:
 
 def indices(shape: Sequence[int], mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
     """Of a dimension of a tensor that is so sharded: those that this device has."""
-    here = torch.arange(shape[dim]).view(*[1] * dim, shape[dim])
+    here = torch.arange(shape[dim], device="cpu").view(*[1] * dim, shape[dim])
     for at, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:
             parts = placement._split_tensor(here, mesh.size(at), with_padding=False)[0]

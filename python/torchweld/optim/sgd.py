@@ -35,7 +35,10 @@ class SGD(SgdStep, torch.optim.SGD):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
-            foreach and fused are accepted and choose nothing, differentiable has to be False.
+            foreach and fused are accepted and choose nothing, differentiable has to be False. Sparse
+            gradients are made dense.
         state_dtype, master_weights, stochastic_rounding, min_quantized_size, max_grad_norm: as
             Adam's.
     """
+
+    _takes_sparse = True
