@@ -135,7 +135,8 @@ class Codec:
         where the state does not fit.
         """
         known = {STEP, MASTER, REMAINDER}
-        saved = {key: value for key, value in saved.items() if value is not None}
+        # torch's flat checkpoints have an empty dict where they lack an entry.
+        saved = {key: v for key, v in saved.items() if v is not None and not _is_empty_dict(v)}
         if not saved:
             return {}
         # torch's SGD has a state after its first step, and does not count; others count in ints.
@@ -178,6 +179,10 @@ class Codec:
             low = split_param(local(value).float().to(p.device), p.dtype, empty)[1]
             assert low is not None
             state[REMAINDER] = like(p, low)
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _as_step(step: Any) -> torch.Tensor:

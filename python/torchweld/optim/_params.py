@@ -69,9 +69,9 @@ def _check_elements(function: str, params: list[torch.Tensor], together: list[_M
         part = local(params[memory.number].detach())
         step = [0 if count == 1 else step for count, step in zip(part.shape, part.stride())]
         count = [1 if not s else n for n, s in zip(part.shape, step, strict=True)]
-        aligned = part.itemsize == size and (memory.begin - begin) % size == 0
-        elements = taken.as_strided(count, step, (memory.begin - begin) // size)
-        if not aligned or elements.any():
+        first, off = divmod(memory.begin - begin, size)
+        aligned = part.itemsize == size and off == 0
+        if not aligned or (elements := taken.as_strided(count, step, first)).any():
             came = f"parameter {memory.number}, which shares memory with another"
             raise ArgumentError(function, "params", came, "parameters that share none")
         elements.fill_(True)

@@ -9,7 +9,7 @@ import torch
 from torchweld.ops._optimizer import Batch, Rule
 from torchweld.ops.sgd import SGD as RULE
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import SIGNED, Moments, State
+from torchweld.optim._codecs import SIGNED, STEP, Moments, State
 
 
 class SgdStep(FusedOptimizer):
@@ -42,3 +42,18 @@ class SGD(SgdStep, torch.optim.SGD):
     """
 
     _takes_sparse = True
+
+    def state_dict(self) -> State:
+        """As torch's, which does not count steps: only a first step that is yet to be taken, where
+        it is undampened, and stochastic rounding go by their number.
+        """
+        saved = super().state_dict()
+        states = saved["state"]
+        for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for p, key in zip(group["params"], of_group["params"], strict=True):
+                state = states.get(key)
+                if not state or self._codec_of(p).rounds(p):
+                    continue
+                if group["dampening"] == 0 or state[STEP] != 0:
+                    states[key] = {name: v for name, v in state.items() if name != STEP}
+        return saved | {"state": {key: state for key, state in states.items() if state}}
