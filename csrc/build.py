@@ -91,8 +91,8 @@ def torch_include() -> Path:
 
 
 def prefix_maps() -> list[str]:
-    """Flags by which libraries hold no path of this machine: `csrc/...` and `torch/include/...`."""
-    return [f"-ffile-prefix-map={place}/=" for place in (ROOT, torch_include().parent.parent)]
+    """Flags by which libraries hold no path of this machine, but ./csrc/... and ./torch/..."""
+    return [f"-ffile-prefix-map={place}=." for place in (ROOT, torch_include().parent.parent)]
 
 
 def compiler_found() -> str | None:

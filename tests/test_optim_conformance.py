@@ -216,7 +216,8 @@ def test_error_inputs(name: str, error: Any) -> None:
 def test_metadata(name: str) -> None:
     """What torch says that its class takes: sparse gradients, complex parameters, capturable."""
     info, cls = INFOS[name], getattr(optim, name)
-    assert not info.only_supports_sparse_grads and not info.step_requires_closure
+    assert not info.only_supports_sparse_grads
+    assert not info.step_requires_closure
 
     def takes(p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> bool:
         p.grad = grad
@@ -260,7 +261,7 @@ def test_sparse_gradients_as_torch_tests_them(name: str, given: Any) -> None:
 
 @INPUTS
 def test_schedulers_copies_and_checkpoints(name: str, given: Any) -> None:
-    """torch's schedulers; deepcopy, pickle and state_dict in the midst of a run, into torch's too."""
+    """torch's schedulers; deepcopy, pickle and state_dict in the midst of a run, to torch's too."""
     for schedulers in INFOS[name].scheduler_inputs:
         (ours, mine), (theirs, peer) = _both(name, given, torch.float32, foreach=False)
         pairs = [[make(o) for make in schedulers] for o in (mine, peer)]

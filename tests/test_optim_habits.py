@@ -216,6 +216,16 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         ">= 0",
     ),
     "a group": (lambda: optim.AdamW([{"params": P, "state_dtype": 8}]), "state_dtype", "8bit"),
+    "max_unorm": (lambda: optim.LAMB8bit(P, max_unorm=2.0), "max_unorm", "1.0"),
+    "lamb's eps": (lambda: optim.LAMB(P, eps=-1), "eps", ">= 0"),
+    "lars' eps": (lambda: optim.LARS(P, eps=-1.0), "eps", ">= 0"),
+    "adafactor's eps": (lambda: optim.TransformersAdafactor(P, eps=(-1, 0)), "eps", ">= 0"),
+    "two rates": (lambda: optim.Lion(P, lr=torch.ones(2)), "lr", "one number"),
+    "a group's norm": (
+        lambda: optim.AdamW([{"params": P, "max_grad_norm": 1.0}]),
+        "max_grad_norm",
+        "the optimizer's",
+    ),
 }
 
 

@@ -201,8 +201,8 @@ class Work {
       const StepScalars now{args.lrs ? args.lrs[i] : args.lr.read(), args.steps[i].read() + 1,
                             args.ratios ? args.ratios[i] : 1};
       // Mostly the same: two powers of a thousand tensors take a tenth of a millisecond.
-      const bool alike = now.lr == before.lr && now.number == before.number &&
-                         now.ratio == before.ratio;
+      const bool alike =
+          now.lr == before.lr && now.number == before.number && now.ratio == before.ratio;
       if (i > 0 && alike) {
         rules.push_back(rules.back());
       } else {

@@ -114,8 +114,8 @@ struct FactoredTensor : StepTensor {
   float* row_scales;     // [matrices, height]: 1 / sqrt(rows / mean(rows))
   float* column_scales;  // [matrices, columns], right after them: 1 / sqrt(columns)
   Number lr;
-  double number;         // of this step, from 1
-  float rate;            // what averages take in a new mean by
+  double number;  // of this step, from 1
+  float rate;     // what averages take in a new mean by
   float decay, length;
   bool in_fours;  // on a GPU: rows can be accessed in groups of four elements
 };

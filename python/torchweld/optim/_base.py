@@ -222,15 +222,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             shared = lr if isinstance(lr, torch.Tensor) else None
             settings = [group.get("maximize"), shared, *(group[name] for name in names)]
             for codec, params in self._by_codec(group["params"]):
-                key = (*settings, codec)
+                key: Any = (*settings, codec)
                 try:
-                    gathering = found.get(key)
+                    hash(key)
                 except TypeError:  # a list, as JSON has it
-                    key = id(group)
-                    gathering = None
-                if gathering is None:
-                    gathering = found[key] = self._new_gathering(group, codec)
-                gathering.add(params, number, lr)
+                    key = (id(group), codec)
+                if key not in found:
+                    found[key] = self._new_gathering(group, codec)
+                found[key].add(params, number, lr)
                 number += len(params)
         return list(found.values())
 

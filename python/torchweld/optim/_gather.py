@@ -97,7 +97,7 @@ class Kind:
 
 
 class Gathering:
-    """Parameters of groups with the same settings, by kind; and in batches, by device, dtype, codec.
+    """Parameters of groups of the same settings, by kind; and in batches, by device, dtype, codec.
 
     A model has hundreds of parameters of a few kinds: what they have in common is asked once.
     """
@@ -117,9 +117,7 @@ class Gathering:
         self._kinds: dict[Any, Kind] = {}
         self._columns: dict[Any, _Columns] = {}
 
-    def add(
-        self, params: list[torch.Tensor], first_number: int, lr: float | torch.Tensor
-    ) -> None:
+    def add(self, params: list[torch.Tensor], first_number: int, lr: float | torch.Tensor) -> None:
         """Those with a gradient; the first is the optimizer's parameter of this number.
 
         Raises ArgumentError where one of them cannot be stepped.
@@ -128,9 +126,10 @@ class Gathering:
             self._lr = lr
         elif lr is not self._lr and lr != self._lr and not self._has_lrs:
             self._has_lrs = True
-            for kind in self._kinds.values():
-                kind.lrs = [self._lr] * len(kind.params)  # type: ignore[list-item]
+            for earlier in self._kinds.values():
+                earlier.lrs = [self._lr] * len(earlier.params)  # type: ignore[list-item]
         kinds, strided, has_lrs = self._kinds, torch.strided, self._has_lrs
+        kind: Kind | None
         for number, p in enumerate(params, first_number):
             grad = p.grad
             if grad is None:

@@ -67,7 +67,9 @@ def _check_elements(function: str, params: list[torch.Tensor], together: list[_M
     taken = torch.zeros(-(-(end - begin) // size), dtype=torch.bool, device="cpu")
     for memory in together:
         part = local(params[memory.number].detach())
-        step = [0 if count == 1 else step for count, step in zip(part.shape, part.stride())]
+        step = [
+            0 if count == 1 else step for count, step in zip(part.shape, part.stride(), strict=True)
+        ]
         count = [1 if not s else n for n, s in zip(part.shape, step, strict=True)]
         first, off = divmod(memory.begin - begin, size)
         aligned = part.itemsize == size and off == 0

@@ -14,7 +14,7 @@ from torchweld.optim.lamb import LAMB
 from torchweld.optim.lion import Lion
 
 # What bitsandbytes takes and there is one answer to here.
-_ONLY = {
+_ONLY: dict[str, Any] = {
     "optim_bits": 32,
     "args": None,
     "percentile_clipping": 100,

@@ -35,8 +35,8 @@ class SGD(SgdStep, torch.optim.SGD):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
-            foreach and fused are accepted and choose nothing, differentiable has to be False. Sparse
-            gradients are made dense.
+            foreach and fused are accepted and choose nothing, differentiable has to be False.
+            Sparse gradients are made dense.
         state_dtype, master_weights, stochastic_rounding, min_quantized_size, max_grad_norm: as
             Adam's.
     """
@@ -44,8 +44,10 @@ class SGD(SgdStep, torch.optim.SGD):
     _takes_sparse = True
 
     def state_dict(self) -> State:
-        """As torch's, which does not count steps: only a first step that is yet to be taken, where
-        it is undampened, and stochastic rounding go by their number.
+        """As torch's, which does not count steps.
+
+        Their number is saved where something goes by it: stochastic rounding, and a first gradient
+        that is yet to come and is not dampened.
         """
         saved = super().state_dict()
         states = saved["state"]
