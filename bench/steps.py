@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -150,6 +150,20 @@ def _adapters(rank: int, width: int, elements: int) -> list[tuple[int, ...]]:
     return [(rank, width), (width, rank)] * pairs
 
 
+class Grouped:
+    """An optimizer of a group for each parameter, each at a learning rate of its own.
+
+    As layers have them whose rates decay: what a step takes besides its bytes, for each group.
+    """
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+
+    def __call__(self, params: Params) -> Any:
+        rates = [1e-3 * (1 - 1e-4 * i) for i in range(len(params))]
+        return self._make([{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)])
+
+
 @dataclass(frozen=True)
 class StepCase:
     """A kind of step over tensors of these shapes."""
@@ -199,8 +213,14 @@ def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
         found += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
         adapters = _adapters(8, 4096, 2**24)
         kinds = [kind for kind in kinds if kind.rule == "adam"]
+        found += [_of_groups(kind, device) for kind in kinds if kind.ours is optim.AdamW]
         found += [StepCase(kind, device, "LoRA", (), adapters) for kind in kinds]
     return found
+
+
+def _of_groups(kind: Kind, device: str) -> StepCase:
+    grouped = replace(kind, eager=Grouped(kind.eager), ours=Grouped(kind.ours), peers={})
+    return StepCase(grouped, device, "1000 groups", (), [(64,)] * 1000)
 
 
 def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:

@@ -74,6 +74,11 @@ def torch_include() -> Path:
     raise BuildError("torch >= 2.10 with its headers was not found: pip install torch")
 
 
+def prefix_maps() -> list[str]:
+    """Flags by which libraries hold no path of this machine, but ./csrc/... and ./torch/..."""
+    return [f"-ffile-prefix-map={place}=." for place in (ROOT, torch_include().parent.parent)]
+
+
 def compiler_found() -> str | None:
     """The C++ compiler, if there is one."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -180,10 +185,10 @@ def planted_library(sanitize: str) -> Library:
 
 def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: str) -> Path:
     """build.ninja for these libraries; returns its path."""
-    flags = f"{CXX_FLAGS} -I{CSRC}"
+    flags = f"{CXX_FLAGS} -I{CSRC} {' '.join(prefix_maps())}"
     if sanitize:
         flags += f" -O1 -g1 -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
-    host = ",".join(CXX_FLAGS.split()[2:4])
+    host = ",".join([*CXX_FLAGS.split()[2:4], *prefix_maps()])
     nvcc_flags = f"{NVCC_FLAGS} -Xcompiler {host} -I{CSRC}"
     exports = f"--version-script={CSRC / 'exports.map'}"
     link = f"-shared -Wl,--no-as-needed -Wl,-z,now -Wl,{exports} -L$stubs $in -o $out"

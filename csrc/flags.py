@@ -28,4 +28,5 @@ EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=o
 # TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
 # out that came after gcc 8 and glibc 2.28.
 TORCH_FLAGS = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-NVCC_FLAGS = "-std=c++17 -O3 -lineinfo"
+# Without -lineinfo, which would keep the paths of the machine that builds.
+NVCC_FLAGS = "-std=c++17 -O3"

@@ -115,8 +115,7 @@ def _load_grad_y_and_x_hat(
     x_stride,
     CENTERED: tl.constexpr,
 ):
-    # Outside the tensor grad_y is 0, and so is what is summed: x_hat is finite there, unless the
-    # row's own statistics are not.
+    # Zeros outside the tensor, where the mean times rstd may be too large for a number.
     inside_rows = row < rows
     inside = inside_rows[:, None] & (column < width)[None, :]
     grad_y = load(grad_y_ptr, row[:, None], column[None, :], grad_y_stride, inside)
@@ -124,7 +123,7 @@ def _load_grad_y_and_x_hat(
     if CENTERED:
         x_hat -= tl.load(mean_ptr + row, mask=inside_rows, other=0)[:, None]
     rstd = tl.load(rstd_ptr + row, mask=inside_rows, other=0)
-    return grad_y, x_hat * rstd[:, None], rstd, inside
+    return grad_y, tl.where(inside, x_hat * rstd[:, None], 0), rstd, inside
 
 
 @triton.jit

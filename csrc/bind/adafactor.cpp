@@ -51,7 +51,7 @@ class Factoring {
     args_.given = tensors_.data();
     args_.count = (int64_t)count;
     args_.settings = settings;
-    args_.lr = number(lr, fit_.device);
+    const Rates rates(lr, count, fit_.device);
     args_.grad_factor = number_or(grad_factor, 1, fit_.device);
     args_.found_inf = number_or(found_inf, 0, fit_.device);
     args_.dtype = dtype;
@@ -63,6 +63,7 @@ class Factoring {
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
       steps_.push_back(counter(steps[i], fit_.device));
       FactoredTensor& t = tensors_[i];
+      t.lr = rates[i];
       fit_.set_param(t, params, grads, completions, i);
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
       if (t.whole_elements == 0) continue;  // and there is nothing to average

@@ -25,7 +25,8 @@ namespace {
 
 // Those of all tensors, known to fit.
 struct Scalars {
-  Number lr, grad_factor, found_inf;
+  Rates lr;
+  Number grad_factor, found_inf;
   const double* ratios;
 };
 
@@ -119,7 +120,7 @@ class Work {
                                 ratios->scalar_type() == ScalarType::Double &&
                                 ratios->numel() == (int64_t)count_),
                     "ratios are not a float64 number for each parameter");
-    return {number_or(lr, 0, fit_.device), number_or(grad_factor, 1, fit_.device),
+    return {lr ? Rates(*lr, count_, fit_.device) : Rates(), number_or(grad_factor, 1, fit_.device),
             number_or(found_inf, 0, fit_.device), (const double*)data(ratios)};
   }
 
@@ -155,7 +156,8 @@ class Work {
             nullptr,
             (int64_t)count_,
             settings,
-            scalars.lr,
+            scalars.lr.of_all(),
+            scalars.lr.each(),
             steps_.data(),
             scalars.ratios,
             scalars.grad_factor,
@@ -196,10 +198,12 @@ class Work {
     rules.reserve(count_);
     StepScalars before{};
     for (size_t i = 0; i < count_; ++i) {
-      const StepScalars now{args.lr.read(), args.steps[i].read() + 1,
+      const StepScalars now{args.lrs ? args.lrs[i] : args.lr.read(), args.steps[i].read() + 1,
                             args.ratios ? args.ratios[i] : 1};
       // Mostly the same: two powers of a thousand tensors take a tenth of a millisecond.
-      if (i > 0 && now.number == before.number && now.ratio == before.ratio) {
+      const bool alike =
+          now.lr == before.lr && now.number == before.number && now.ratio == before.ratio;
+      if (i > 0 && alike) {
         rules.push_back(rules.back());
       } else {
         rules.emplace_back(args.settings, now);

@@ -39,6 +39,31 @@ inline Number number_or(const OptionalTensor& t, double otherwise, const Device&
   return t ? number(*t, of_params) : known(otherwise);
 }
 
+// One number for all of `count` tensors, or one for each of them.
+class Rates {
+ public:
+  Rates() = default;
+  Rates(const Tensor& t, size_t count, const Device& of_params) {
+    if (t.numel() == 1) {
+      of_all_ = number(t, of_params);
+      return;
+    }
+    STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == ScalarType::Double &&
+                        t.numel() == (int64_t)count,
+                    "learning rates are not one number, or a float64 number for each parameter");
+    const auto* each = (const double*)data(t);
+    each_.assign(each, each + count);
+  }
+  Number operator[](size_t i) const { return each_.empty() ? of_all_ : known(each_[i]); }
+  // Or null, where there is one for all.
+  const double* each() const { return each_.empty() ? nullptr : each_.data(); }
+  const Number& of_all() const { return of_all_; }
+
+ private:
+  Number of_all_ = {};
+  std::vector<double> each_;
+};
+
 // What tensors' items are: as many in each, and so much work in all of a tensor's.
 class Amounts {
  public:

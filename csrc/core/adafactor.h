@@ -113,8 +113,9 @@ struct FactoredTensor : StepTensor {
   double* column_partials;                              // [matrices, chunks, columns]
   float* row_scales;     // [matrices, height]: 1 / sqrt(rows / mean(rows))
   float* column_scales;  // [matrices, columns], right after them: 1 / sqrt(columns)
-  double number;         // of this step, from 1
-  float rate;            // what averages take in a new mean by
+  Number lr;
+  double number;  // of this step, from 1
+  float rate;     // what averages take in a new mean by
   float decay, length;
   bool in_fours;  // on a GPU: rows can be accessed in groups of four elements
 };
@@ -126,7 +127,6 @@ struct Adafactor {
   int64_t blocks, matrices, averages;  // of all tensors
   double (*squares)[2];                // each block's part of a tensor's
   AdafactorSettings settings;
-  Number lr;
   const Number* steps;  // taken by each tensor
   Number grad_factor;
   Number found_inf;           // where it is not zero, all stays as it is
@@ -140,7 +140,7 @@ struct Adafactor {
 // From a tensor's squares.
 TW_HD void set_lengths(const Adafactor& a, FactoredTensor& t) {
   const double elements = t.whole_elements > 0 ? (double)t.whole_elements : 1;
-  const auto lengths = adafactor_lengths(a.settings, a.lr.read(), t.number, t.squares[0] / elements,
+  const auto lengths = adafactor_lengths(a.settings, t.lr.read(), t.number, t.squares[0] / elements,
                                          t.squares[1] / elements);
   t.decay = (float)lengths.decay;
   t.length = (float)lengths.length;

@@ -81,6 +81,7 @@ struct Step {
   int64_t count;
   typename Rule::Settings settings;
   Number lr;
+  const double* lrs;     // each tensor's, in the host's memory, or null where it is the same
   const Number* steps;   // taken by each tensor
   const double* ratios;  // each tensor's, or null
   Number grad_factor;    // what gradients are multiplied by before anything else

@@ -52,7 +52,7 @@ void sum_squares(const Adafactor& a, const Chunk& c) {
     const T* grad = (const T*)t.grad + begin;
     Vec<double> sums[2] = {};
     for_vectors<float>(width, [&](int64_t i, auto place) {
-      const F32 g = load(grad + i, place) * factor;
+      const F32 g = present(load(grad + i, place) * factor, place, 0.0f);
       add_squares(sums, g);
       double* into = partial + i;
       if constexpr (std::is_same_v<decltype(place), Whole>) {
@@ -159,7 +159,8 @@ void measure_chunk(const Adafactor& a, const Chunk& c, double (&squares)[2]) {
     for_vectors<float>(count, [&](int64_t i, auto place) {
       F32 variance;
       add_squares(of_params, param.get(i, place));
-      add_squares(of_directions, direction(load(grad + i, place) * factor, i, place, &variance));
+      const F32 u = direction(load(grad + i, place) * factor, i, place, &variance);
+      add_squares(of_directions, present(u, place, 0.0f));
     });
   });
   squares[0] = total(of_params);

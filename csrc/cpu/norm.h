@@ -27,7 +27,7 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
   // The squares of what is left after the mean: the difference of two large sums would cancel.
   A squares[1];
   sum_vectors<A>(a.width, squares, [&](int64_t i, auto at, Vec<A>* acc) {
-    const Vec<A> centered = load(x + i, at, mean) - mean;
+    const Vec<A> centered = present(load(x + i, at) - mean, at, (A)0);
     acc[0] += centered * centered;
   });
   const A rstd = 1 / square_root(squares[0] / (A)a.width + (A)a.eps);
@@ -60,7 +60,7 @@ inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>*
     Vec<A> g = load(grad_y + i, at);
     if (weight) g *= load(weight + i, at);
     if constexpr (Centered) acc[0] += g;
-    acc[1] += g * norm_normalize(load(x + i, at), mean, rstd);
+    acc[1] += present(g * norm_normalize(load(x + i, at), mean, rstd), at, (A)0);
   });
   const Vec<A> mean_g = splat(sums[0] / (A)a.width);
   const Vec<A> mean_g_x_hat = splat(sums[1] / (A)a.width);

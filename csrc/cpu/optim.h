@@ -235,7 +235,7 @@ void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, con
     F32 step = rule.direction(p, read(grad + i, place) * grad_factor, m);
     if constexpr (Moment::kInBlocks && N > 0) step = is_sound(m[N - 1]) ? step : F32{};
     add_squares(of_params, p);
-    add_squares(of_steps, step);
+    add_squares(of_steps, present(step, place, 0.0f));
   });
   squares[0] = total(of_params);
   squares[1] = total(of_steps);

@@ -213,7 +213,8 @@ struct Part {
   int64_t count;
 };
 
-// A vector's lanes that are there; in the others `fill`.
+// A vector's lanes that are there; in the others `fill`. Before lanes are combined: what arithmetic
+// makes of those that are not there may be NaN, as 0 / 0 and 0 times infinity are.
 template <class A>
 inline Vec<A> present(Vec<A> v, Whole, A) {
   return v;

@@ -11,7 +11,7 @@
 //    of threads has 16 blocks of 256 elements of one tensor, which it finds by bisection, nine looks
 //    into constant memory. Learning rate, numbers of steps, ratios, scale and what a GradScaler found
 //    are read on the device, so that the host waits for nothing: a kernel of one thread a tensor, for
-//    1024 of them, makes the rules of them, powers in float64 included, which would take longer than
+//    960 of them, makes the rules of them, powers in float64 included, which would take longer than
 //    all else in each block of threads, and counts the steps up. Where shards cut blocks a launch has
 //    256 tensors, of kernels of their own: it also says where their pieces are.
 //

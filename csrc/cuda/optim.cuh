@@ -373,7 +373,7 @@ __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batc
 // --- Rules --------------------------------------------------------------------------------------
 
 // The rules of a step, each made by one thread, since it takes powers in float64.
-constexpr int kRulesAtOnce = 1024, kRulesThreads = 128;
+constexpr int kRulesAtOnce = 960, kRulesThreads = 128;
 template <class Rule>
 struct MakeRules {
   typename Rule::Settings settings;
@@ -381,7 +381,9 @@ struct MakeRules {
   const double* ratios;
   Rule* rules;
   Number steps[kRulesAtOnce];
+  double lrs[kRulesAtOnce];
   int count;
+  bool has_lrs;  // each its own
   bool is_step;  // which is counted
 };
 template <class Rule>
@@ -390,7 +392,7 @@ __global__ void __launch_bounds__(kRulesThreads)
   const int i = (int)(blockIdx.x * kRulesThreads + threadIdx.x);
   if (i >= a.count) return;
   const double number = a.steps[i].read() + 1;
-  const StepScalars now{a.lr.read(), number, a.ratios ? a.ratios[i] : 1};
+  const StepScalars now{a.has_lrs ? a.lrs[i] : a.lr.read(), number, a.ratios ? a.ratios[i] : 1};
   a.rules[i] = Rule(a.settings, now);
   if (a.is_step && a.found_inf.read() == 0) a.steps[i].write(number);
 }
@@ -405,9 +407,14 @@ cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
                          a.ratios ? a.ratios + first : nullptr,
                          a.rules + first,
                          {},
+                         {},
                          (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
+                         a.lrs != nullptr,
                          !a.sums && !a.only_absmaxes};
-    for (int i = 0; i < make.count; ++i) make.steps[i] = a.steps[first + i];
+    for (int i = 0; i < make.count; ++i) {
+      make.steps[i] = a.steps[first + i];
+      if (a.lrs) make.lrs[i] = a.lrs[first + i];
+    }
     static_assert(sizeof make <= kLaunchBytes);
     const auto blocks = (unsigned)((make.count + kRulesThreads - 1) / kRulesThreads);
     const cudaError_t error =

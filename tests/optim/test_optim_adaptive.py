@@ -116,7 +116,7 @@ def test_the_norms_are_exact(name: str) -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             optimizer = getattr(optim, name)([p])
-            (batch,) = optimizer._batches(optimizer._gathering(optimizer.param_groups[0]))
+            ((_, batch),) = optimizer._work()
             found.append(optimizer._norms(optimizer.param_groups[0], batch, None))
     finally:
         torch.set_num_threads(threads)

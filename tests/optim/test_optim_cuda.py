@@ -262,8 +262,7 @@ def test_measures(
     draw_grads(params, 0)
     optimizer.step()
     draw_grads(params, 1)
-    (group,) = optimizer.param_groups
-    for batch in optimizer._batches(optimizer._gathering(group)):
+    for group, batch in optimizer._work():
         given = (batch, optimizer._settings(group, batch), torch.tensor(0.5))
         found, again = (optimizer._rule().squares(*given) for _ in range(2))
         with torchweld.use_backend("eager"):

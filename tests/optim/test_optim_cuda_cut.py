@@ -47,7 +47,7 @@ def _cut(
     with torchweld.use_backend("eager"):
         params, optimizer = run(make, 1, dtype, [shape for shape, _ in rows], device)
     draw_grads(params, 1)
-    (batch,) = optimizer._batches(optimizer._gathering(optimizer.param_groups[0]))  # type: ignore[attr-defined]
+    ((_, batch),) = optimizer._work()  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(2)
     absmaxes = []
     for shape, edges in rows * (len(batch.moments) // len(params)):

@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 def _step(optimizer: Any, place: list[int], number: int = 1) -> None:
     """The step of this number, of the only parameter as if it lay elsewhere."""
     (group,) = optimizer.param_groups
-    (batch,) = optimizer._batches(optimizer._gathering(group))
+    ((_, batch),) = optimizer._work()
     batch.places = [torch.tensor(place)]
     batch.steps[0].fill_(number - 1)
     settings = optimizer._settings(group, batch)
@@ -311,9 +311,9 @@ def test_a_saved_run_goes_on(state_dtype: Any, tmp_path: Any) -> None:
     second = assert_a_saved_run_goes_on(make, BF16, tmp_path)
     # A copy too, and what a state without it was kept by.
     third = copy.deepcopy(second)
-    assert third.param_groups[0]["stochastic_rounding"]
+    assert third._codec.stochastic_rounding  # type: ignore[attr-defined]
     second.load_state_dict(run(maker(optim.AdamW, {}), dtype=BF16)[1].state_dict())
-    assert second.param_groups[0]["stochastic_rounding"]
+    assert second._codec.stochastic_rounding  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)

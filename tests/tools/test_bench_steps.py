@@ -66,6 +66,11 @@ def test_cases_have_as_many_elements() -> None:
     adapters = steps.cases(["adam"], "cpu", quick=False)[-1]
     assert str(adapters) == "adam LoRA 8-bit states"
     assert adapters.elements == few.elements
+    (grouped,) = [
+        case for case in steps.cases(["adam"], "cpu", quick=False) if case.name == "1000 groups"
+    ]
+    optimizer = grouped.kind.ours([torch.zeros(s, requires_grad=True) for s in grouped.shapes])
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1000
     # A row of 8 is a block, whose two absmax are read and written.
     narrow = steps.StepCase(adapters.kind, "cpu", "", (), [(4096, 8)])
     assert narrow.traffic().total == 4096 * (8 * 16 + 16)

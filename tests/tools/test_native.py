@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from conftest import EMULATED
 from torchweld.dispatch import native
 
 LIBRARIES = sorted(native.DIRECTORY.glob("*.so"))
@@ -72,6 +74,15 @@ def test_a_broken_library_is_recorded(tmp_path: Path) -> None:
             f"libtorchweld_cpu_{native.BASELINE}",
         )
         assert (status != "available") == concerns_cpu, (broken, status)
+
+
+def test_no_library_holds_a_path_of_the_machine_that_built_it() -> None:
+    """Neither in messages nor for debuggers: they go into the wheel as they are."""
+    root = Path(__file__).resolve().parents[2]
+    paths = {str(path) for path in (root, Path(sys.prefix), Path(torch.__file__).parent)}
+    for library in [*LIBRARIES, *([EMULATED] if EMULATED.exists() else [])]:
+        content = library.read_bytes()
+        assert not [path for path in paths if path.encode() in content], library
 
 
 @pytest.mark.parametrize("names", ["gqu", "cpu,gqu"])

@@ -93,7 +93,7 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
 
 def indices(shape: Sequence[int], mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
     """The positions along a dimension of the whole tensor that this device has."""
-    here = torch.arange(shape[dim]).view(*[1] * dim, shape[dim])
+    here = torch.arange(shape[dim], device="cpu").view(*[1] * dim, shape[dim])
     for at, placement in enumerate(placements):
         if sharded_dim(placement) == dim:
             parts = placement._split_tensor(here, mesh.size(at), with_padding=False)[0]
@@ -108,7 +108,7 @@ def _offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list
         here = indices(shape, mesh, placements, dim)
         if len(here) == 0:
             offsets[dim] = shape[dim]
-        elif not torch.equal(here, torch.arange(len(here)) + here[0]):
+        elif not torch.equal(here, torch.arange(len(here), device="cpu") + here[0]):
             return None
         else:
             offsets[dim] = int(here[0])

@@ -85,16 +85,18 @@ def scales_shape(shape: torch.Size) -> torch.Size:
 
 def _magnitudes(signed: bool) -> torch.Tensor:
     """The map's values that are not negative, in order; csrc/core/quant8.h says what they are."""
-    values = [torch.zeros(1)]
+    values = [torch.zeros(1, dtype=torch.float32)]
+    tenth = torch.tensor(0.1, dtype=torch.float32)
     for decade in range(7):
         parts = 2 ** (decade if signed else decade + 1)
-        step = (1 - torch.tensor(0.1)) / parts
+        step = (1 - tenth) / parts
         part = torch.arange(parts + 1, dtype=torch.float64)
-        from_below = torch.tensor(0.1).double() + step.double() * part
+        from_below = tenth.double() + step.double() * part
         from_above = 1 - step.double() * (parts - part)
         edges = torch.where(part < (parts + 1) // 2, from_below, from_above).float()
-        values.append(torch.tensor(10.0 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2))
-    return torch.cat([*values, torch.ones(1)])
+        power = torch.tensor(10.0 ** (decade - 6), dtype=torch.float32)
+        values.append(power * ((edges[:-1] + edges[1:]) / 2))
+    return torch.cat([*values, torch.ones(1, dtype=torch.float32)])
 
 
 def _map(signed: bool) -> torch.Tensor:
@@ -107,13 +109,14 @@ def _thresholds(signed: bool) -> torch.Tensor:
     exact = _magnitudes(signed).double()
     middle = (exact[:-1] + exact[1:]) / 2
     rounded = middle.float()
-    above = rounded.nextafter(torch.tensor(torch.inf))
+    above = rounded.nextafter(torch.full_like(rounded, torch.inf))
     return torch.where(rounded.double() < middle, above, rounded)
 
 
 # By `signed`: the value of every code, and where a magnitude's neighbour becomes the nearer one.
-MAPS = {signed: _map(signed) for signed in (True, False)}
-THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
+with torch.device("cpu"):  # whatever the default is where this is imported
+    MAPS = {signed: _map(signed) for signed in (True, False)}
+    THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
 
 
 # --- Reference and fakes ----------------------------------------------------------------------

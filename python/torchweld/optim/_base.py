@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.rule import Batch, Rule, sum_of_squares
 from torchweld.optim import _cut, _shards
-from torchweld.optim._codecs import STEP, Codec, Moments, State
-from torchweld.optim._gather import Gathering, cuts, real
+from torchweld.optim._codecs import MASTER, REMAINDER, STEP, Codec, Moments, State
+from torchweld.optim._gather import Gathering, cuts, gradient
+from torchweld.optim._params import Group, check_apart, drop_duplicates
+from torchweld.optim._shards import local
 
-Group = dict[str, Any]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
+_NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
+# What groups may differ in and step together: it is each tensor's own, or chooses nothing.
+_NO_SETTINGS = {"lr", "maximize", "foreach", "fused", "capturable", "differentiable"}
 
 
 class _Kept:
@@ -31,10 +36,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     A subclass names its rule, and says of a group what its moments are called and what the rule's
     settings are. It comes before the class of torch.optim that it replaces, if there is one.
+
+    Groups have the keys that torch's have, so that checkpoints of either load into the other: what
+    is asked for besides is kept beside them.
     """
 
     # GradScaler leaves unscaling, and leaving out a step, to the optimizer.
     _step_supports_amp_scaling = True
+    # Whether gradients may be sparse: they are made dense.
+    _takes_sparse = False
     # The norm of all gradients before clipping, after a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
@@ -59,17 +69,48 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ArgumentError(
                 type(self).__name__, "differentiable", "True", "False; torch.optim has it"
             )
+        self.max_grad_norm = max_grad_norm
         self._codec = codec
+        self._codecs_of: dict[torch.Tensor, Codec] = {}  # where a group asked for another
+        self._is_made = False
         super().__init__(params, *args, **kwargs)
-        # In defaults, since nothing else of an optimizer is pickled.
-        self.defaults["max_grad_norm"] = max_grad_norm
+        check_apart(type(self).__name__, self.param_groups)
+        self._is_made = True
 
     def add_param_group(self, param_group: Group) -> None:
-        if "state_dtype" not in self.defaults:
-            self.defaults.update(vars(self._codec))
-        codec = {key: param_group.get(key, self.defaults[key]) for key in _CODEC_KEYS}
-        Codec(**codec).check(type(self).__name__)
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        if "max_grad_norm" in param_group:
+            came, accepted = "a group's", "the optimizer's: the norm is that of all gradients"
+            raise ArgumentError(type(self).__name__, "max_grad_norm", came, accepted)
+        asked = {key: param_group[key] for key in _CODEC_KEYS if key in param_group}
+        codec = replace(self._codec, **asked)
+        codec.check(type(self).__name__)
+        if asked:
+            param_group = {key: v for key, v in param_group.items() if key not in asked}
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        drop_duplicates(group)
+        if asked:
+            self._codecs_of |= dict.fromkeys(group["params"], codec)
+        if self._is_made:
+            check_apart(type(self).__name__, self.param_groups)
+
+    def refresh_masters(self) -> None:
+        """Take parameters over as they are: to be called where something else has set them.
+
+        With master_weights a parameter is rounded from what is kept here, whatever it was set to.
+        """
+        with torch.no_grad():
+            for p, state in self.state.items():
+                if MASTER in state:
+                    state[MASTER].copy_(p)
+                if REMAINDER in state:
+                    state[REMAINDER].zero_()
+
+    def __getstate__(self) -> State:
+        own = ("max_grad_norm", "_codec", "_codecs_of", "_is_made")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     # --- What a subclass says -----------------------------------------------------------------
 
@@ -86,9 +127,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group["lr"]
 
     def _ratios(
-        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
+        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Of an adaptive rule: a float64 number for each parameter, from _norms."""
+        """Of an adaptive rule: a float64 number for each parameter, from _norms.
+
+        `lr` is one number, or one for each parameter.
+        """
         return None
 
     def _begin_moments(self, state: State) -> None:
@@ -106,8 +150,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gathered = [(group, self._gathering(group)) for group in self.param_groups]
-        work = [(group, batch) for group, some in gathered for batch in self._batches(some)]
+        work = self._work()
         factor = self._gradient_factor()
         steps = [(batch, self._numbers(group, batch, factor)) for group, batch in work]
         joined = self._join_blocks(steps)
@@ -115,16 +158,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._rule().step(batch, **numbers)
         for absmax, new in joined:
             absmax.copy_(new)
+        self._unscale()
         return loss
 
     def _numbers(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> dict[str, Any]:
         """What a batch's step takes besides."""
-        lr = self._learning_rate(group)
+        lr = batch.lr
         if not isinstance(lr, torch.Tensor):
-            lr = torch.tensor(lr, dtype=torch.float64)
+            lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
+        elif lr.dtype not in (torch.float32, torch.float64):
+            lr = lr.double()
         if group.get("maximize"):
-            factor = torch.tensor(-1.0) if factor is None else -factor
-        ratios = self._ratios(group, batch, factor)
+            one = torch.ones((), dtype=torch.float32, device="cpu")
+            factor = -one if factor is None else -factor
+        ratios = self._ratios(group, batch, lr, factor)
         found_inf = getattr(self, "found_inf", None)
         return {
             "lr": lr,
@@ -158,18 +205,46 @@ class FusedOptimizer(torch.optim.Optimizer):
         norms = _shards.sum_of_each(squares, batch.wholes).sqrt()
         return norms[:, 0], norms[:, 1]
 
-    def _first_number(self, group: Group) -> int:
-        """That of the group's first parameter among all: the same in every process and run."""
-        before = itertools.takewhile(lambda other: other is not group, self.param_groups)
-        return sum(len(other["params"]) for other in before)
+    def _work(self) -> list[tuple[Group, Batch]]:
+        """What steps together, each with a group that has its settings."""
+        return [(some.group, batch) for some in self._gatherings() for batch in self._batches(some)]
 
-    def _gathering(self, group: Group) -> Gathering:
-        """Parameters with a gradient, which is known to fit; nothing is changed yet."""
-        codec = Codec(*[group[key] for key in _CODEC_KEYS])
+    def _gatherings(self) -> list[Gathering]:
+        """Parameters with a gradient, which is known to fit; nothing is changed yet.
+
+        Groups of the same settings step together, at learning rates of their own.
+        """
+        names = [name for name in self.defaults if name not in _NO_SETTINGS]
+        found: dict[Any, Gathering] = {}
+        number = 0  # of a group's first parameter among all: the same in every process and run
+        for group in self.param_groups:
+            lr = self._learning_rate(group)
+            shared = lr if isinstance(lr, torch.Tensor) else None
+            settings = [group.get("maximize"), shared, *(group[name] for name in names)]
+            for codec, params in self._by_codec(group["params"]):
+                key: Any = (*settings, codec)
+                try:
+                    hash(key)
+                except TypeError:  # a list, as JSON has it
+                    key = (id(group), codec)
+                if key not in found:
+                    found[key] = self._new_gathering(group, codec)
+                found[key].add(params, number, lr)
+                number += len(params)
+        return list(found.values())
+
+    def _by_codec(self, params: list[torch.Tensor]) -> Iterable[tuple[Codec, list[torch.Tensor]]]:
+        if not self._codecs_of:
+            return [(self._codec, params)]
+        runs = itertools.groupby(params, self._codec_of)
+        return [(codec, list(some)) for codec, some in runs]
+
+    def _codec_of(self, p: torch.Tensor) -> Codec:
+        return self._codecs_of.get(p, self._codec)
+
+    def _new_gathering(self, group: Group, codec: Codec) -> Gathering:
         moments = functools.partial(self._moments, group)
-        gathering = Gathering(type(self).__name__, codec, moments)
-        gathering.add(group["params"], self._first_number(group))
-        return gathering
+        return Gathering(type(self).__name__, group, codec, moments, self._takes_sparse)
 
     def _batches(self, gathering: Gathering) -> list[Batch]:
         """What is gathered, with states."""
@@ -194,26 +269,44 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What gradients are multiplied by: to undo a loss's scale, and to clip their norm."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scale is None else 1 / scale
-        limit = self.defaults["max_grad_norm"]
-        if limit is None:
+        if self.max_grad_norm is None:
             return factor
-        params = [p for group in self.param_groups for p in group["params"]]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = self._gradients()
         if not grads:
             return factor
         alike: dict[object, list[torch.Tensor]] = {}
         for g in grads:
             alike.setdefault(_shards.layout(g), []).append(g)
         squares = [
-            _shards.sum_over_shards(sum_of_squares([real(g) for g in some]), some[0])
+            _shards.sum_over_shards(sum_of_squares([gradient(g) for g in some]), some[0])
             for some in alike.values()
         ]
         norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
         if factor is not None:
             norm = norm * factor
         self.grad_norm = norm
-        clip = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        # As torch.nn.utils.clip_grad_norm_.
+        clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return clip if factor is None else clip * factor
+
+    def _gradients(self) -> list[torch.Tensor]:
+        params = (p for group in self.param_groups for p in group["params"])
+        return [p.grad for p in params if p.grad is not None]
+
+    def _unscale(self) -> None:
+        """Leave gradients without a loss's scale, as torch's fused steps do."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        factor = 1 / scale
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            factor = torch.where(found_inf.to(factor.device) == 0, factor, 1)
+        alike: dict[torch.device, list[torch.Tensor]] = {}
+        for g in map(local, self._gradients()):
+            alike.setdefault(g.device, []).append(g)
+        for device, some in alike.items():
+            torch._foreach_mul_(some, factor.to(device))
 
     # --- State --------------------------------------------------------------------------------
 
@@ -235,12 +328,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         saved_state = state_dict["state"]
         groups, states = [], dict(saved_state)
         for group, saved_group in zip(self.param_groups, saved_groups, strict=False):
-            own = {key: group[key] for key in _CODEC_KEYS}
-            groups.append({**self.defaults, **saved_group, **own})
-            codec = Codec(**own)
+            both = self.defaults | saved_group
+            groups.append({key: v for key, v in both.items() if key not in _NOT_IN_GROUPS})
             for p, key in zip(group["params"], saved_group["params"], strict=False):
                 if key in saved_state:
-                    moments = self._moments(groups[-1], p)
+                    codec, moments = self._codec_of(p), self._moments(groups[-1], p)
                     adopted = codec.adopt(type(self).__name__, p, saved_state[key], moments)
                     states[key] = {name: _kept(name, value) for name, value in adopted.items()}
         groups += saved_groups[len(groups) :]  # torch says what is wrong with their number
@@ -263,6 +355,10 @@ _BELOW_ONE = (
 _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("lr", "momentum", "weight_decay", "trust_coefficient"), _NOT_NEGATIVE),
     "betas": _BELOW_ONE,
+    "eps": (
+        "numbers >= 0",
+        lambda value: min(value if isinstance(value, (tuple, list)) else [value]) >= 0,
+    ),
 }
 
 
@@ -281,18 +377,24 @@ class OwnOptimizer(FusedOptimizer):
         differentiable: bool = False,
         **storage: Any,
     ) -> None:
-        for name, (accepted, fits) in _ACCEPTED.items():
-            if defaults.get(name) is not None and not fits(defaults[name]):
-                raise ArgumentError(type(self).__name__, name, repr(defaults[name]), accepted)
+        name = type(self).__name__
+        for argument, (accepted, fits) in _ACCEPTED.items():
+            value = defaults.get(argument)
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ArgumentError(name, argument, f"of {list(value.shape)}", "one number")
+            if value is not None and not fits(value):
+                raise ArgumentError(name, argument, repr(value), accepted)
         if differentiable:
-            raise ArgumentError(type(self).__name__, "differentiable", "True", "False")
+            raise ArgumentError(name, "differentiable", "True", "False")
+        # Only those that say something are in the groups: checkpoints of others have none of them.
         habits = {
             "maximize": maximize,
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
         }
-        super().__init__(params, defaults | habits, **storage)
+        asked = {key: value for key, value in habits.items() if value}
+        super().__init__(params, defaults | asked, **storage)
 
 
 def _kept(name: str, value: Any) -> Any:

@@ -115,7 +115,7 @@ class Codec:
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
         """No steps, zero moments, and the parameter's completion."""
-        state: State = {STEP: torch.zeros((), device=p.device)}
+        state: State = {STEP: torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, moment in moments.items():
             if self.in_blocks(p, moment):
                 state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
@@ -135,12 +135,12 @@ class Codec:
         where the state does not fit.
         """
         known = {STEP, MASTER, REMAINDER}
-        saved = {key: value for key, value in saved.items() if value is not None}
+        # torch's flat checkpoints have an empty dict where they lack an entry.
+        saved = {key: v for key, v in saved.items() if v is not None and not _is_empty_dict(v)}
         if not saved:
             return {}
         # torch's SGD has a state after its first step, and does not count; others count in ints.
-        step = saved.get(STEP, 1.0)
-        state: State = {STEP: step if isinstance(step, torch.Tensor) else torch.tensor(float(step))}
+        state: State = {STEP: _as_step(saved.get(STEP, 1.0))}
         for name, moment in moments.items():
             value = _saved_moment(function, p, saved, name, moment)
             known |= {name, name + CODES, name + ABSMAX}
@@ -175,9 +175,21 @@ class Codec:
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
         elif entry == REMAINDER:
-            low = split_param(local(value).float().to(p.device), p.dtype, torch.empty(0).short())[1]
+            empty = torch.empty(0, dtype=torch.int16, device="cpu")
+            low = split_param(local(value).float().to(p.device), p.dtype, empty)[1]
             assert low is not None
             state[REMAINDER] = like(p, low)
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _as_step(step: Any) -> torch.Tensor:
+    """A number of steps as kernels count it."""
+    if not isinstance(step, torch.Tensor):
+        return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return step if step.dtype in (torch.float32, torch.float64) else step.float()
 
 
 def _saved_moment(

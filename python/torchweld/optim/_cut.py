@@ -142,11 +142,12 @@ def _cut_rows(
     dims = tuple(at for at, shard in enumerate(shards) if getattr(shard, "dim", 0) != 0)
     if not dims:
         return None
-    columns = torch.zeros(1, dtype=torch.int64)  # of the row's elements that are here
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    columns = zero  # of the row's elements that are here
     for dim, size in enumerate(shape[1:], start=1):
         here = indices(shape, mesh, shards, dim)
         columns = (columns.unsqueeze(1) * size + here).flatten()
     blocks, sizes = torch.unique_consecutive(columns // BLOCK, return_counts=True)
-    edges = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    edges = torch.cat([zero, sizes.cumsum(0)])
     whole = scales_shape(shape)[1]
     return CutRows(edges.to(device), blocks.to(device), len(columns), whole, mesh, dims)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.rule import Batch, Tensors
+from torchweld.ops.optimizer.rule import Batch, Tensors, is_foreign_to_kernels
 from torchweld.optim import _cut, _places, _shards
 from torchweld.optim._codecs import STEP, Codec, Entries, Moments, State
 from torchweld.optim._shards import is_one, layout, local
@@ -41,10 +41,12 @@ class Kind:
         self.params: Tensors = []
         self.grads: Tensors = []
         self.numbers: list[int] = []  # where they are rounded by them
+        self.lrs: list[float] = []  # where they are not the same
         self.moments, self.entries = moments, columns.of.keys()
         self._device, self._shape = p.device, p.shape
         self.is_complex, self.is_shared = p.is_complex(), is_one(p)
         self.rounds = codec.rounds(p)
+        self.has_sparse = False
         self._is_plain = not self.is_shared and not self.is_complex
         self._cut = _cut.cut_rows(p) if columns.entries.absmaxes else None
         self._batch, self._columns = columns.batch, columns.of
@@ -73,7 +75,9 @@ class Kind:
         batch = self._batch
         batch.wholes += self.params
         batch.params += self._parts(self.params)
-        batch.grads += self._parts(self.grads)
+        as_they_are = self._is_plain and not self.has_sparse
+        batch.grads += self.grads if as_they_are else map(gradient, self.grads)
+        batch.lrs += self.lrs
         for name, values in columns.items():
             self._columns[name] += self._parts(values)
         if self._cut is not None:
@@ -93,30 +97,46 @@ class Kind:
 
 
 class Gathering:
-    """The parameters of a group, by kind; and in batches, by device, dtype and codec.
+    """Parameters of groups of the same settings, by kind; and in batches, by device, dtype, codec.
 
     A model has hundreds of parameters of a few kinds: what they have in common is asked once.
     """
 
     def __init__(
-        self, function: str, codec: Codec, moments: Callable[[torch.Tensor], Moments]
+        self,
+        function: str,
+        group: dict[str, Any],
+        codec: Codec,
+        moments: Callable[[torch.Tensor], Moments],
+        takes_sparse: bool,
     ) -> None:
-        self.function, self.codec = function, codec
-        self._moments = moments
+        self.function, self.group, self.codec = function, group, codec
+        self._moments, self._takes_sparse = moments, takes_sparse
+        self._lr: float | torch.Tensor | None = None
+        self._has_lrs = False
         self._kinds: dict[Any, Kind] = {}
         self._columns: dict[Any, _Columns] = {}
 
-    def add(self, params: list[torch.Tensor], first_number: int) -> None:
+    def add(self, params: list[torch.Tensor], first_number: int, lr: float | torch.Tensor) -> None:
         """Those with a gradient; the first is the optimizer's parameter of this number.
 
         Raises ArgumentError where one of them cannot be stepped.
         """
-        kinds, strided = self._kinds, torch.strided
+        if self._lr is None:
+            self._lr = lr
+        elif lr is not self._lr and lr != self._lr and not self._has_lrs:
+            self._has_lrs = True
+            for earlier in self._kinds.values():
+                earlier.lrs = [self._lr] * len(earlier.params)  # type: ignore[list-item]
+        kinds, strided, has_lrs = self._kinds, torch.strided, self._has_lrs
+        kind: Kind | None
         for number, p in enumerate(params, first_number):
             grad = p.grad
             if grad is None:
                 continue
-            key = (p.shape, p.dtype, layout(p) if is_one(p) else p.device)
+            of = type(p)
+            is_plain = of is torch.nn.Parameter or of is torch.Tensor
+            key = (p.shape, p.dtype, grad.dtype, p.device if is_plain else _sort(p))
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = self._new_kind(p)
@@ -126,13 +146,18 @@ class Gathering:
             kind.grads.append(grad)
             if kind.rounds:
                 kind.numbers.append(number)
+            if has_lrs:
+                kind.lrs.append(lr)  # type: ignore[arg-type]
 
     def kinds(self) -> Iterable[Kind]:
         return self._kinds.values()
 
     def batches(self) -> list[Batch]:
         """Once all kinds are gathered."""
-        return [columns.filled() for columns in self._columns.values()]
+        batches = [columns.filled() for columns in self._columns.values()]
+        for batch in batches:
+            batch.lr = batch.lrs or self._lr
+        return batches
 
     def _new_kind(self, p: torch.Tensor) -> Kind:
         moments = self._moments(p)
@@ -140,20 +165,34 @@ class Gathering:
         if self.codec.stochastic_rounding:
             _places.check_dtype(self.function, p)
         is_cut = bool(entries.absmaxes) and _cut.cut_rows(p) is not None
-        key = (p.device, p.dtype, entries, is_cut)
+        is_foreign = is_foreign_to_kernels(local(p))
+        if is_foreign and (entries.absmaxes or entries.completion or self.codec.rounds(p)):
+            came = f"a {type(local(p)).__name__}"
+            accepted = "a torch.Tensor, or the parameter's own storage and states that are no codes"
+            raise ArgumentError(self.function, "a parameter", came, accepted)
+        assert p.grad is not None
+        key = (p.device, p.dtype, p.grad.dtype, entries, is_cut, is_foreign)
         if key not in self._columns:
             self._columns[key] = _Columns(entries)
         return Kind(p, self.codec, moments, self._columns[key])
 
     def _check(self, kind: Kind, p: torch.Tensor, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
+        if grad.layout is not torch.strided and not self._takes_sparse:
             came = f"a {str(grad.layout).removeprefix('torch.')} tensor"
             raise ArgumentError(self.function, "a gradient", came, "a dense tensor")
+        if not kind.is_shared:
+            kind.has_sparse = True
+            return
         _shards.check_gradient(self.function, p)
         if kind.is_cut:
             _cut.check_blocks(self.function, p)
         if kind.rounds:
             _places.check_place(self.function, p)
+
+
+def _sort(p: torch.Tensor) -> object:
+    """Of parameters of subclasses: what they have in common that are stored alike."""
+    return (type(p), layout(p), type(local(p.detach())))
 
 
 def cuts(batch: Batch) -> list[_cut.CutRows]:
@@ -165,3 +204,10 @@ def cuts(batch: Batch) -> list[_cut.CutRows]:
 def real(t: torch.Tensor) -> torch.Tensor:
     """This device's part, as real numbers."""
     return torch.view_as_real(local(t)) if t.is_complex() else local(t)
+
+
+def gradient(g: torch.Tensor) -> torch.Tensor:
+    """The same of a gradient, which is only read: dense, with nothing left to be computed."""
+    g = local(g)
+    dense = g if g.layout is torch.strided else g.to_dense()
+    return real(dense.resolve_conj().resolve_neg())

@@ -50,7 +50,8 @@ def place_of(p: torch.Tensor, number: int) -> torch.Tensor:
 
 @lru_cache(maxsize=8192)
 def _place(number: int, first: int, shape: torch.Size) -> torch.Tensor:
-    return torch.tensor([number, first, *torch.empty(shape, device="meta").stride()])
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.tensor([number, first, *strides], dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=1024)

@@ -33,11 +33,11 @@ class _AdafactorStep(FusedOptimizer):
     def _rule(self) -> Rule:
         return ADAFACTOR
 
-    def _gathering(self, group: Group) -> Gathering:
-        gathering = super()._gathering(group)
-        if any(kind.is_complex for kind in gathering.kinds()):
+    def _gatherings(self) -> list[Gathering]:
+        gatherings = super()._gatherings()
+        if any(kind.is_complex for gathering in gatherings for kind in gathering.kinds()):
             raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
-        return gathering
+        return gatherings
 
     def _batches(self, gathering: Gathering) -> list[Batch]:
         batches = super()._batches(gathering)
@@ -99,8 +99,6 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         if (lr is None) != relative_step:
             accepted = "None with relative_step, a number without"
             raise ArgumentError(name, "lr", repr(lr), accepted)
-        if not min(eps) >= 0:
-            raise ArgumentError(name, "eps", repr(eps), "two numbers >= 0")
         if warmup_init and not relative_step:
             raise ArgumentError(name, "warmup_init", "True", "False without relative_step")
         defaults = {

@@ -47,7 +47,8 @@ def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
                 continue
             given = dict(state_dict["state"][key])
             given |= given.pop(_WRAPPED, {})
-            state: State = {"step": torch.tensor(float(given["step"]))}
+            step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
+            state: State = {"step": step}
             for number, (name, moment) in enumerate(optimizer._moments(group, p).items(), 1):
                 again += _read(state, name, moment, p, given, number)
             states[key] = state

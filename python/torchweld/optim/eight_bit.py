@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import EIGHT_BIT
@@ -12,7 +14,7 @@ from torchweld.optim.lamb import LAMB
 from torchweld.optim.lion import Lion
 
 # What bitsandbytes takes and there is one answer to here.
-_ONLY = {
+_ONLY: dict[str, Any] = {
     "optim_bits": 32,
     "args": None,
     "percentile_clipping": 100,
@@ -44,10 +46,22 @@ class AdamW8bit(_EightBit, AdamW):
 class LAMB8bit(_EightBit, LAMB):
     """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
 
-    But not max_unorm, which bounds an update by the parameter's norm: another rule than LAMB's.
+    Of max_unorm its default, 1: that a tensor's step is no longer than lr times the tensor, as long
+    as LAMB's are without a trust_clip.
     """
 
-    _only = _ONLY | {"amsgrad": False, "adam_w_mode": True}
+    _only = _ONLY | {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, *args, **kwargs)
 
 
 class Lion8bit(_EightBit, Lion):

@@ -73,7 +73,7 @@ class LAMB(OwnOptimizer):
         return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags
 
     def _ratios(
-        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
+        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
     ) -> torch.Tensor | None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             return None

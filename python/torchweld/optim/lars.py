@@ -52,10 +52,12 @@ class LARS(SgdStep, OwnOptimizer):
         }
         super().__init__(params, defaults, **others)
 
-    def _ratios(self, group: Group, batch: Batch, grad_factor: torch.Tensor | None) -> torch.Tensor:
+    def _ratios(
+        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
+    ) -> torch.Tensor:
         of_param, of_grad = self._norms(group, batch, grad_factor)
         below = of_grad + group["weight_decay"] * of_param + group["eps"]
         ratios = group["trust_coefficient"] * of_param / below
         if group["clip"]:
-            ratios = (ratios / group["lr"]).clamp(max=1.0)
+            ratios = (ratios / lr.to(ratios.device)).clamp(max=1.0)
         return torch.where((of_param > 0) & (of_grad > 0), ratios, 1.0)

@@ -9,7 +9,7 @@ import torch
 from torchweld.ops.optimizer.rule import Batch, Rule
 from torchweld.ops.optimizer.sgd import SGD as RULE
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import SIGNED, Moments, State
+from torchweld.optim._codecs import SIGNED, STEP, Moments, State
 
 
 class SgdStep(FusedOptimizer):
@@ -36,6 +36,26 @@ class SGD(SgdStep, torch.optim.SGD):
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
             foreach and fused are accepted and choose nothing, differentiable has to be False.
+            Sparse gradients are made dense.
         state_dtype, master_weights, stochastic_rounding, min_quantized_size, max_grad_norm: as
             Adam's.
     """
+
+    _takes_sparse = True
+
+    def state_dict(self) -> State:
+        """As torch's, which does not count steps.
+
+        Their number is saved where something goes by it: stochastic rounding, and a first gradient
+        that is yet to come and is not dampened.
+        """
+        saved = super().state_dict()
+        states = saved["state"]
+        for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for p, key in zip(group["params"], of_group["params"], strict=True):
+                state = states.get(key)
+                if not state or self._codec_of(p).rounds(p):
+                    continue
+                if group["dampening"] == 0 or state[STEP] != 0:
+                    states[key] = {name: v for name, v in state.items() if name != STEP}
+        return saved | {"state": {key: state for key, state in states.items() if state}}

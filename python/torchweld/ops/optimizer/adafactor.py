@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchweld.dispatch.bare import BareOp
-from torchweld.ops.optimizer.rule import Batch, Number, Rule, Sums, Tensors, Updates
+from torchweld.ops.optimizer.rule import Batch, Number, Rule, Sums, Tensors, Updates, number_of
 
 Read = Callable[[], tuple[torch.Tensor, torch.Tensor, Tensors]]
 Update = Generator[Any, Tensors, None]
@@ -41,7 +41,9 @@ class _Factored(Rule):
     ) -> Updates:
         def begin(i: int) -> tuple[Read, Update]:
             read, t = functools.partial(self._read, batch, i, factor), batch.number(i)
-            update: Any = self._update(read, batch.wholes[i].shape, t, lr.to(t), *settings)
+            update: Any = self._update(
+                read, batch.wholes[i].shape, t, number_of(lr, i).to(t), *settings
+            )
             return read, update
 
         # Those of sharded parameters go from sum to sum together, for few reductions; others one

@@ -13,7 +13,8 @@ A step takes lists with an entry for each parameter, and writes to all of them b
   finds of what is here, leaving all else, and all devices' largest have to be put there;
 * `places`: of bfloat16 parameters that are rounded stochastically, or none: as _rounding has them.
 
-`grad_factor` multiplies gradients before anything else. Where `found_inf` is not zero, nothing
+`lr` is one number, or float64 numbers on the CPU, one for each parameter. `grad_factor` multiplies
+gradients before anything else. Where `found_inf` is not zero, nothing
 changes. Numbers that change from step to step are tensors, on the parameters' device or the CPU;
 the host waits for none of them. An adaptive rule takes `ratios`, a float64 number for each
 parameter, which the optimizer makes of the squares that a measure finds.
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.choice import choose
@@ -70,6 +72,9 @@ class Batch:
     whole_absmaxes: Tensors = field(default_factory=list)
     # The parameters themselves: DTensors where `params` are this device's parts of them.
     wholes: Tensors = field(default_factory=list)
+    # The learning rate, or each parameter's.
+    lr: torch.Tensor | float | list[float] | None = None
+    lrs: list[float] = field(default_factory=list)
     # Of a rule that needs sums over whole tensors: makes them of what each parameter has here, sums
     # over some of its dimensions, where any is sharded.
     add_up: Callable[[list[Sums]], list[Tensors]] | None = None
@@ -80,8 +85,10 @@ class Batch:
 
     def served_by_kernel(self) -> bool:
         """Whether the dtypes are those that kernels are compiled for."""
-        states = {m.dtype for m in self.moments[:: len(self.params)]}  # of one as of all
-        return self.params[0].dtype in _KERNEL_DTYPES and states <= _STATE_DTYPES
+        first, grad = self.params[0], self.grads[0]  # of one as of all
+        states = {m.dtype for m in self.moments[:: len(self.params)]}
+        fits = first.dtype in _KERNEL_DTYPES and first.dtype == grad.dtype
+        return fits and states <= _STATE_DTYPES and not is_foreign_to_kernels(first)
 
     def lists(self) -> tuple[Tensors, ...]:
         """As an op takes them."""
@@ -177,7 +184,13 @@ class Rule:
         if not only_absmaxes:
             # Before the kernel, after which a thousand tensors are no longer in the cache.
             batch.count_versions()
-        kernel(*batch.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
+        try:
+            kernel(*batch.lists(), *scalars[:-2], *settings, *scalars[-2:], only_absmaxes)
+        except RuntimeError:
+            # torch negates before it calls, but not what is written; nothing is yet.
+            if not any(map(torch.is_neg, [*batch.params, *batch.moments])):
+                raise
+            self._reference(batch, lr, settings, grad_factor, found_inf, ratios, only_absmaxes)
 
     def squares(
         self, batch: Batch, settings: Sequence[Any], grad_factor: torch.Tensor | None
@@ -235,7 +248,7 @@ class Rule:
         for i in range(len(batch.params)):
             before, g, moments = self._read(batch, i, factor)
             t = batch.number(i)
-            scalars = [lr.to(t)]
+            scalars = [number_of(lr, i).to(t)]
             if self._direction is not None:
                 scalars.append(torch.ones_like(t) if ratios is None else ratios[i].to(t))
             yield before, *self._update(before, g, moments, t, *scalars, *settings)
@@ -291,6 +304,17 @@ class Rule:
                 write(completion, rest)
 
 
+def number_of(t: torch.Tensor, i: int) -> torch.Tensor:
+    """Parameter i's, of a number for each of them; or the one for all."""
+    return t if t.numel() == 1 else t[i]
+
+
+def is_foreign_to_kernels(t: torch.Tensor) -> bool:
+    """Whether it is a subclass that says itself what an op does, which may hold several tensors."""
+    handles = type(t).__torch_dispatch__
+    return handles is not torch.Tensor.__torch_dispatch__ and not isinstance(t, FakeTensor)
+
+
 def _sound(moments: Tensors) -> torch.Tensor:
     return torch.stack([m.isfinite() for m in moments]).all(0)
 
@@ -342,7 +366,8 @@ def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for dtype in dict.fromkeys(g.dtype for g in grads):
         same = [g for g in grads if g.dtype == dtype]
-        kernel = _SQUARES.kernel(same[0]) if dtype in _KERNEL_DTYPES else None
+        serves = dtype in _KERNEL_DTYPES and not any(map(is_foreign_to_kernels, same))
+        kernel = _SQUARES.kernel(same[0]) if serves else None
         if kernel is None:
             total = total + sum(g.double().square().sum() for g in same)
         else:

@@ -26,7 +26,7 @@ def _update(
     g = g * ratio.to(p.dtype)
     if moments:
         # The first gradient is the first momentum, undampened.
-        rate = torch.where(t == 1, 1.0, 1 - dampening).to(p.dtype)
+        rate = torch.where(t == 1, torch.ones_like(t), 1 - dampening).to(p.dtype)
         buffer = moments[0] * momentum + g * rate
         moments = [buffer]
         g = g + buffer * momentum if nesterov else buffer

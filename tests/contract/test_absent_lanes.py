@@ -1,0 +1,155 @@
+"""What vectors have past a row's end takes no part in sums and maxima, whatever is made of it.
+
+There 0 / 0, 0 times infinity and infinity minus infinity are computed where a row's own numbers are
+zeros or large: the widths are all that a vector of any instruction set can be lacking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from conftest import Target
+from optimizers import RULES, maker
+from oracle import Results, exact, reshaped, run
+from torchweld import optim
+from torchweld.registry import materialize
+
+WIDTHS = (*range(1, 35), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 257, 513)
+
+
+# --- Optimizers -------------------------------------------------------------------------------
+
+
+def _zeros_among(shape: tuple[int, ...], generator: torch.Generator) -> list[torch.Tensor]:
+    """Gradients: none is zero; a row is, a column is, all are."""
+    grads = [torch.randn(shape, generator=generator) for _ in range(4)]
+    grads[1][0] = 0
+    grads[2][..., -1] = 0
+    grads[3].zero_()
+    return grads
+
+
+def _gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, width) for width in WIDTHS] + [(width,) for width in WIDTHS]
+    return [g for shape in shapes for g in _zeros_among(shape, generator)]
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    *RULES,
+    (optim.AdamW, {"eps": 0.0}),
+    (optim.LAMB, {"eps": 0.0, "weight_decay": 0.1}),
+    (optim.LARS, {"eps": 0.0}),
+    (optim.Adafactor, {}),
+    (optim.Adafactor, {"eps": (0.0, 1e-3)}),
+    (optim.Adafactor, {"eps": (1e-30, 1e-3)}),
+    (optim.TransformersAdafactor, {"lr": None, "eps": (0.0, 1e-3)}),
+    (optim.TransformersAdafactor, {"lr": None, "beta1": 0.9}),
+]
+
+
+def _stepped(
+    make: Any, dtype: torch.dtype, grads: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    params = [torch.full(g.shape, 0.5, dtype=dtype, requires_grad=True) for g in grads]
+    optimizer = make(params)
+    for _ in range(2):
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "masters"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.float32, "8bit", False),
+        (torch.bfloat16, torch.bfloat16, "remainder"),
+        (torch.float16, torch.float32, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_zeros_in_gradients(
+    kind: Any, settings: dict[str, Any], dtype: torch.dtype, state_dtype: Any, masters: Any
+) -> None:
+    """NaN where the reference has one and nowhere else; all else to roundings."""
+    if "Adafactor" in kind.__name__:
+        state_dtype = torch.float32
+    grads, make = _gradients(), maker(kind, settings, state_dtype, masters)
+    with torchweld.use_backend("cpu"):
+        found, _ = _stepped(make, dtype, grads)
+    with torchweld.use_backend("eager"):
+        expected, _ = _stepped(make, dtype, grads)
+    for p, e in zip(found, expected, strict=True):
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(p, e, rtol=4 * unit, atol=1e-7, equal_nan=True)
+    if "eps" not in settings:
+        assert all(p.isfinite().all() for p in found)
+
+
+def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
+    """The rules whose steps depend on sums, with a row of zeros and widths that leave a part."""
+    grads = [g.to(cuda_device) for g in _gradients()[: 4 * 40 : 7]]
+    for kind, settings in KINDS[-9:]:
+        make = maker(kind, settings)
+        found, _ = _stepped(make, torch.float32, grads)
+        with torchweld.use_backend("eager"):
+            expected, _ = _stepped(make, torch.float32, grads)
+        for p, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, e, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+# --- Other ops --------------------------------------------------------------------------------
+
+
+def _rows(width: int, device: str) -> torch.Tensor:
+    """Of zeros; constant, small and so large that times rstd it is infinite; and a zero column."""
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)).to(device)
+    x[0], x[1], x[2] = 0, 3, 1e37 / width
+    x[:, -1] *= (torch.arange(6, device=device) % 2) == 0
+    return x
+
+
+def _agree(found: Results, expected: Results) -> None:
+    for name, value in found.items():
+        oracle = expected[name].to(value.dtype)
+        assert torch.equal(value.isfinite(), oracle.isfinite()), name
+
+
+@pytest.mark.of(
+    "layer_norm",
+    "rms_norm",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "softmax_dropout",
+    "normalize_act",
+    "batch_norm_act",
+    "bias_act",
+)
+def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
+    """Results and gradients are finite where the reference's in float64 are."""
+    few = target.place in ("interpreter", "emulator")
+    for width in WIDTHS[2::9] if few else WIDTHS:
+        arguments = reshaped(target.op, (6,), (width,))
+        inputs = materialize(arguments, torch.float32, target.device)
+        inputs[0] = _rows(width, target.device)
+        _agree(run(target.op, inputs), exact(target.op, inputs))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_blocks_of_zeros(signed: bool) -> None:
+    """Of 8 bits: rows of zeros stay zeros beside rows that are none, at every width."""
+    for width in WIDTHS:
+        x = torch.rand(5, width) + 0.5
+        x[::2] = 0
+        codes, absmax = torchweld.functional.quantize_8bit(x, signed=signed)
+        back = torchweld.functional.dequantize_8bit(codes, absmax, signed=signed)
+        assert torch.equal(back == 0, x == 0)
+        half_of_the_widest_gap = 0.9 / 64 / 2  # of the signed map, whose values are fewer
+        torch.testing.assert_close(back, x, rtol=0, atol=1.01 * half_of_the_widest_gap * 1.5)

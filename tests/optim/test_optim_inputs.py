@@ -1,0 +1,360 @@
+"""Optimizers given what torch's take: other defaults, sparse, wrapped and lazy tensors, groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torchweld
+from optimizers import RULES, U, draw, draw_grads, maker, same, snapshot
+from torchweld import optim
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    *RULES,
+    (optim.LARS, {"clip": True}),
+    (optim.Adafactor, {}),
+    (optim.TransformersAdafactor, {"relative_step": False}),
+]
+BF16 = torch.bfloat16
+
+
+def _stepped(make: Any, params: list[torch.Tensor], grads: Any, steps: int = 3) -> Any:
+    optimizer = make(params)
+    for _ in range(steps):
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return optimizer
+
+
+# --- torch's defaults -------------------------------------------------------------------------
+
+
+@contextmanager
+def _default(default: Any) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+            yield
+        else:
+            with torch.device(default):
+                yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [BF16, torch.float64, "meta"], ids=str)
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_defaults_change_no_step(
+    kind: Any, settings: dict[str, Any], default: Any, backend: str
+) -> None:
+    """Neither a default dtype nor a default device reaches what a step makes for itself."""
+    state_dtype = torch.float32 if "Adafactor" in kind.__name__ else "8bit"
+    for more in ({}, {"maximize": True, "max_grad_norm": 1.0}):
+        make = maker(kind, settings | more, state_dtype)
+        start, grads = [p.detach() for p in draw()], [torch.randn_like(p) for p in draw()]
+        plain = [p.clone().requires_grad_() for p in start]
+        expected = snapshot(plain, _stepped(make, plain, grads))
+        params = [p.clone().requires_grad_() for p in start]
+        with _default(default):
+            optimizer = _stepped(make, params, grads)
+        assert same(snapshot(params, optimizer), expected)
+        with _default(default):
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        assert all(type(v) is torch.Tensor for s in optimizer.state.values() for v in s.values())
+
+
+def test_imported_under_other_defaults() -> None:
+    """What is made at import, as the maps of 8-bit blocks are, lies where it has to."""
+    program = """
+import torch
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("meta")
+import torchweld
+from torchweld.ops.quantize_8bit import MAPS, THRESHOLDS
+for table in [*MAPS.values(), *THRESHOLDS.values()]:
+    assert table.dtype == torch.float32 and table.device.type == "cpu"
+p = torch.ones(64, 256, dtype=torch.float32, device="cpu", requires_grad=True)
+p.grad = torch.ones_like(p)
+for backend in ("cpu", "eager"):
+    with torchweld.use_backend(backend):
+        torchweld.optim.AdamW8bit([p], lr=0.1, weight_decay=0).step()
+print(p.sum().item() / p.numel())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert abs(float(ran.stdout) - 0.8) < 1e-6
+
+
+# --- Gradients --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}]
+)
+def test_sparse_gradients(settings: dict[str, Any]) -> None:
+    """SGD takes an embedding's, with torch's result; others refuse, as torch's do."""
+    torch.manual_seed(0)
+    embedding, linear = torch.nn.Embedding(40, 16, sparse=True), torch.nn.Linear(16, 3)
+    params = [*embedding.parameters(), *linear.parameters()]
+    others = [p.detach().clone().requires_grad_() for p in params]
+    theirs = torch.optim.SGD(params, lr=0.1, **settings)
+    ours = optim.SGD(others, lr=0.1, **settings)
+    for step in range(3):
+        theirs.zero_grad()
+        linear(embedding(torch.tensor([1, 5, 5, step]))).square().sum().backward()
+        assert embedding.weight.grad.is_sparse
+        for p, q in zip(others, params, strict=True):
+            p.grad = q.grad
+        theirs.step()
+        ours.step()
+        for p, q in zip(others, params, strict=True):
+            # Each step rounds a parameter once on either side, and a momentum some times.
+            assert ((p - q).abs() <= (step + 1) * 2 * U * q.abs() + 10 * U * 0.1 * 10).all()
+    clipped = optim.SGD(params, lr=0.1, max_grad_norm=1e-3)
+    clipped.step()
+    norms = [p.grad.to_dense().norm() if p.grad.is_sparse else p.grad.norm() for p in params]
+    torch.testing.assert_close(clipped.grad_norm, torch.stack(norms).norm())
+    for kind in (optim.AdamW, optim.Lion, optim.LAMB, optim.LARS, optim.Adafactor):
+        with pytest.raises(torchweld.ArgumentError, match="sparse"):
+            kind(params).step()
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_gradients_of_another_dtype(kind: Any, settings: dict[str, Any], backend: str) -> None:
+    """p.grad_dtype: a float32 gradient of a bfloat16 parameter is used to the last bit."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    p = torch.linspace(-1, 1, 600).view(6, 100).to(BF16).requires_grad_()
+    p.grad_dtype = torch.float32
+    g = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
+    other = draw(BF16, [(6, 100)])[0]
+    wide = p.detach().float().requires_grad_()
+    masters = {"master_weights": True}
+    make = maker(kind, settings | masters)
+    optimizer = _stepped(make, [p, other], [g, g.to(BF16)], 1)
+    _stepped(make, [wide, torch.zeros(1, requires_grad=True)], [g, torch.zeros(1)], 1)
+    torch.testing.assert_close(optimizer.state[p]["master"], wide, rtol=1e-6, atol=1e-7)
+    assert torch.equal(p, optimizer.state[p]["master"].to(BF16))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_lazily_conjugated_and_negated_tensors(name: str, backend: str) -> None:
+    found = []
+    for module in (optim, torch.optim):
+        torch.manual_seed(0)
+        p = torch.randn(9, dtype=torch.complex64).requires_grad_()
+        negated = torch._neg_view(torch.randn(9)).requires_grad_()
+        p.grad = torch.randn(9, dtype=torch.complex64).conj()
+        if module is torch.optim:  # whose AdamW takes none
+            p.grad = p.grad.resolve_conj()
+        negated.grad = torch._neg_view(torch.randn(9))
+        assert negated.is_neg()
+        assert negated.grad.is_neg()
+        optimizer = getattr(module, name)([p, negated], lr=0.1)
+        optimizer.step()
+        optimizer.step()
+        found.append([p.detach(), negated.detach()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
+    """After scaler.step, as torch's fused steps leave it; as it was where a step was left out."""
+    scale = 1024.0
+    for found in (0.0, 1.0):
+        left = []
+        for make in (
+            lambda p: optim.AdamW(p, max_grad_norm=1e9),
+            lambda p: torch.optim.AdamW(p, fused=True),
+        ):
+            params = draw(shapes=[(33, 70), (5,)])
+            for p in params:
+                p.grad = torch.full_like(p, 3 * scale)
+            optimizer = make(params)
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(found)
+            optimizer.step()
+            left.append([p.grad for p in params])
+        assert same(*left)
+        assert (left[0][0] == (3 * scale if found else 3)).all()
+    embedding = torch.nn.Embedding(9, 4, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer = optim.SGD(embedding.parameters(), lr=0.1)
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.step()
+    assert embedding.weight.grad.to_dense().sum() == 2
+
+
+# --- Parameters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_a_subclass_that_wraps_tensors(kind: Any, settings: dict[str, Any], backend: str) -> None:
+    """Each of what it wraps takes the step that it would take by itself, where none is measured."""
+    grads = [torch.randn(4, 9, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
+    alone = [torch.ones(4, 9), torch.full((4, 9), 2.0)]
+    p = torch.nn.Parameter(TwoTensor(*[t.clone() for t in alone]))
+    optimizer = maker(kind, settings)([p])
+    for _ in range(3):
+        p.grad = TwoTensor(*[g.clone() for g in grads])
+        optimizer.step()
+    parts = [t.requires_grad_() for t in alone]
+    for part, g in zip(parts, grads, strict=True):
+        _stepped(maker(kind, settings), [part], [g])
+    for found, expected in zip((p.a, p.b), parts, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert optimizer.state[p]["step"] == 3
+    if optimizer.state[p].keys() & {"exp_avg", "momentum_buffer"}:
+        with pytest.raises(torchweld.ArgumentError, match="TwoTensor"):
+            maker(kind, settings, "8bit")([p]).step()
+
+
+def test_parameters_given_twice() -> None:
+    """In one group torch warns, and a step is taken once; in two it is an error."""
+    a, b = draw(shapes=[(40, 8), (3,)])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = optim.AdamW([("a", a), ("b", b), ("again", a)])
+    assert optimizer.param_groups[0]["params"] == [a, b]
+    assert optimizer.param_groups[0]["param_names"] == ["a", "b"]
+    draw_grads([a, b], 0)
+    optimizer.step()
+    assert optimizer.state[a]["step"] == 1
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optim.AdamW([{"params": [a]}, {"params": [a]}])
+
+
+OVERLAPPING: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "the same": lambda t: [t.view(-1), t.view(-1)],
+    "in part": lambda t: [t.view(-1)[:40], t.view(-1)[39:60]],
+    "of other types": lambda t: [t, t.view(torch.int32).view(BF16)],
+    "across": lambda t: [t[:, 3], t[2:4]],
+}
+APART: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "side by side": lambda t: [t.view(-1)[:40], t.view(-1)[40:]],
+    "columns": lambda t: [t[:, :3], t[:, 3:5], t[:, 5:]],
+    "every other": lambda t: [t.view(-1)[::2], t.view(-1)[1::2]],
+    "none of it": lambda t: [t[:0], t],
+    "on no device": lambda t: [t, t.to("meta"), t.to("meta")],
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_parameters_that_share_memory(case: str) -> None:
+    """Two threads would write to it: refused, however it is shared, and wherever they are given."""
+    params = [t.detach().requires_grad_() for t in OVERLAPPING[case](torch.zeros(8, 16))]
+    with pytest.raises(torchweld.ArgumentError, match="shares memory"):
+        optim.SGD(params, lr=0.1)
+    optimizer = optim.SGD(params[:1], lr=0.1)
+    with pytest.raises(torchweld.ArgumentError, match="shares memory"):
+        optimizer.add_param_group({"params": params[1:]})
+
+
+@pytest.mark.parametrize("case", APART)
+def test_parameters_that_lie_between_each_other(case: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = [t.detach().requires_grad_() for t in APART[case](torch.zeros(8, 16))]
+        optim.SGD(params, lr=0.1)
+
+
+def test_masters_follow_what_is_set_from_outside_once_they_are_refreshed() -> None:
+    for masters in (True, "remainder"):
+        p = draw(BF16, [(40, 8)])[0]
+        make = maker(optim.AdamW, {}, masters=masters)
+        optimizer = _stepped(make, [p], [torch.ones(40, 8, dtype=BF16)])
+        with torch.no_grad():
+            p.fill_(5.0)
+        optimizer.refresh_masters()
+        p.grad = torch.zeros_like(p)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert (p == 5.0).all()
+
+
+# --- Groups and numbers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lr", [torch.tensor(1), torch.tensor(0.5).bfloat16(), torch.tensor([0.25]), 0.125], ids=str
+)
+def test_learning_rates_of_any_dtype(lr: Any, backend: str) -> None:
+    for kind in (optim.SGD, optim.AdamW, optim.Lion, optim.LAMB, optim.LARS):
+        p = torch.ones(5, requires_grad=True)
+        expected = torch.ones(5, requires_grad=True)
+        for q, rate in ((p, lr), (expected, float(lr))):
+            q.grad = torch.full((5,), 0.5)
+            kind([q], lr=rate).step()
+        torch.testing.assert_close(p, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_groups_step_as_one_and_as_each_by_itself(
+    kind: Any, settings: dict[str, Any], backend: str
+) -> None:
+    """Groups of other learning rates, and of other settings: the bits of an optimizer for each."""
+    shapes = [(33, 70), (5,), (33, 70), (8, 8), (5,), (33, 70)]
+    varied = [
+        {"lr": 1e-2},
+        {"lr": 3e-3, "name": "a user's own"},
+        {"lr": torch.tensor(2e-2, dtype=torch.float64)},
+        {"lr": 1e-3, "weight_decay": 0.3},
+        {"lr": 1e-2, "maximize": True, "betas": [0.8, 0.9]},
+        {"lr": 5e-3, "master_weights": True, "state_dtype": torch.float32},
+    ]
+    grads = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes]
+    for dtype in (torch.float32, BF16):
+        params, alone = draw(dtype, shapes), draw(dtype, shapes)
+        make, cast = maker(kind, settings), [g.to(dtype) for g in grads]
+        groups = [{"params": [p]} | more for p, more in zip(params, varied, strict=True)]
+        _stepped(lambda _, make=make, groups=groups: make(groups), params, cast)
+        for p, g, more in zip(alone, cast, varied, strict=True):
+            _stepped(lambda _, p=p, more=more, make=make: make([{"params": [p]} | more]), [p], [g])
+        assert same(params, alone)
+
+
+def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all that differ in learning rates; each group is looked at once."""
+    calls: list[int] = []
+    op = type(optim.AdamW([torch.zeros(1)])._rule())
+    step = op.step
+    monkeypatch.setattr(
+        op, "step", lambda self, batch, *a, **k: (calls.append(1), step(self, batch, *a, **k))
+    )
+    params = [torch.zeros(3, requires_grad=True) for _ in range(50)]
+    draw_grads(params, 0)
+    optimizer = optim.AdamW([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)])
+    optimizer.step()
+    assert len(calls) == 1
+    # The first step of Adam's is lr long.
+    lengths = torch.stack([p.detach().abs().mean() for p in params])
+    torch.testing.assert_close(lengths, 1e-3 * torch.arange(1, 51), rtol=1e-3, atol=0)
+
+
+P = [torch.zeros(4, 4)]
+
+
+def test_bitsandbytes_lamb() -> None:
+    """Its defaults: eps is 1e-8, and a step no longer than max_unorm = 1 times the tensor."""
+    optimizer = optim.LAMB8bit(P, max_unorm=1.0)
+    assert optimizer.param_groups[0]["eps"] == 1e-8
+    p = draw(shapes=[(64, 128)])[0]
+    before = p.detach().clone()
+    draw_grads([p], 0, scale=100.0)
+    optim.LAMB8bit([p], lr=1.0, max_unorm=1.0).step()
+    assert (p.detach() - before).norm() <= (1 + 1e-5) * before.norm()
+
+
+def test_a_group_that_is_no_dict() -> None:
+    with pytest.raises(TypeError, match="must be a dict"):
+        optim.AdamW(P).add_param_group(P)  # type: ignore[arg-type]
