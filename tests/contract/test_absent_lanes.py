@@ -14,7 +14,7 @@ import torch
 import torchweld
 from conftest import Target
 from optimizers import RULES, maker
-from oracle import Results, exact, reshaped, run
+from oracle import Results, exact, run
 from torchweld import optim
 from torchweld.registry import materialize
 
@@ -136,7 +136,7 @@ def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
     """Results and gradients are finite where the reference's in float64 are."""
     few = target.place in ("interpreter", "emulator")
     for width in WIDTHS[2::9] if few else WIDTHS:
-        arguments = reshaped(target.op, (6,), (width,))
+        arguments = target.op.sized((6,), (width,))
         inputs = materialize(arguments, torch.float32, target.device)
         inputs[0] = _rows(width, target.device)
         _agree(run(target.op, inputs), exact(target.op, inputs))
