@@ -53,6 +53,7 @@ docs/ops
 docs/optimizers
 docs/numerics
 docs/performance
+docs/support
 docs/*
 docs/notebook/index
 ```

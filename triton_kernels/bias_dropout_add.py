@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
-from .dropout import check_dropout, dropout_arguments, dropped
+from .dropout import Sizes, check_dropout, dropout_arguments, dropped
 from .launch import Launch, launch, run
 from .tensors import (
     check_beside,
@@ -152,8 +152,8 @@ def _dropout(
     p: float,
     seed: torch.Tensor | None,
     shape: Sequence[int],
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[Any, ...]:
     """What both kernels ask for, from `skew` on."""
     column = offset[-1] if seed is not None and offset else 0
@@ -210,8 +210,8 @@ def bias_dropout_add(
     residual: torch.Tensor,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> torch.Tensor:
     check_beside(x, x.shape, residual)
     check_beside(x, x.shape[-1:], bias)
@@ -227,8 +227,8 @@ def bias_dropout_add_backward(
     bias: torch.Tensor | None,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
     x_dtype: torch.dtype,
     need_x: bool,
     need_bias: bool,

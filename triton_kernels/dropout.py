@@ -18,6 +18,9 @@ import triton.language as tl
 
 from .rows import place, row_map
 
+# Of what a tensor is a part of, and where it begins there; nothing: it is the whole.
+Sizes = Sequence[int] | None
+
 
 @triton.jit
 def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -58,8 +61,8 @@ def check_dropout(
     x: torch.Tensor,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> None:
     """What the bindings of the other kernels refuse too."""
     if not 0 <= p <= 1:
@@ -69,7 +72,9 @@ def check_dropout(
     ):
         raise ValueError("seed is not one int64 on the device of x")
     if (whole or offset) and not (
-        len(whole) == len(offset) == x.dim()
+        whole
+        and offset
+        and len(whole) == len(offset) == x.dim()
         and all(o >= 0 and o + n <= w for o, n, w in zip(offset, x.shape, whole, strict=True))
     ):
         raise ValueError("shard: x does not fit into the whole")
@@ -79,8 +84,8 @@ def dropout_arguments(
     p: float,
     seed: torch.Tensor | None,
     shape: Sequence[int],
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[Any, ...]:
     """Seed, threshold, scale; the first row's number and, for `place`, those of the others.
 
@@ -93,5 +98,5 @@ def dropout_arguments(
     rows = row_map(shape[:-1], strides)
     if rows is None:
         raise ValueError("shard: a part of the whole in more than three leading dimensions")
-    first = sum(map(math.prod, zip(offset, strides, strict=False)))
+    first = sum(map(math.prod, zip(offset or (), strides, strict=False)))
     return (seed, signed, 0.0 if p == 1 else 1 / (1 - p), first, *rows)

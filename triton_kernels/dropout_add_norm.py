@@ -38,7 +38,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dropout import check_dropout, dropout_arguments, dropped
+from .dropout import Sizes, check_dropout, dropout_arguments, dropped
 from .launch import Launch, launch, run
 from .norm_rows import (
     backward_launches,
@@ -326,8 +326,8 @@ def _dropout(
     normalized_shape: Sequence[int],
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[Any, ...]:
     """What the kernels ask for, from `seed_ptr` on; a norm needs whole rows."""
     check_dropout(x, p, seed, whole, offset)
@@ -335,7 +335,7 @@ def _dropout(
     if whole and tuple(whole[leading:]) != tuple(normalized_shape):
         raise ValueError("shard: x lacks columns, and a norm needs whole rows")
 
-    def flattened(sizes: Sequence[int], columns: int) -> list[int]:
+    def flattened(sizes: Sizes, columns: int) -> list[int]:
         return [*sizes[:leading], columns] if sizes else []
 
     sizes = (flattened(x.shape, width), flattened(whole, width), flattened(offset, 0))
@@ -351,8 +351,8 @@ def _dropout_add_norm(
     p: float,
     eps: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     check_norm(x, normalized_shape, weight, bias, eps=eps)
@@ -376,8 +376,8 @@ def _dropout_add_norm_backward(
     bias: torch.Tensor | None,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     x_dtype: torch.dtype,
@@ -423,8 +423,8 @@ def dropout_add_layer_norm(
     p: float,
     eps: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[torch.Tensor, ...]:
     inputs = (x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset)
     return _dropout_add_norm(*inputs, centered=True)
@@ -440,8 +440,8 @@ def dropout_add_layer_norm_backward(
     p: float,
     eps: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     x_dtype: torch.dtype,
@@ -459,8 +459,8 @@ def dropout_add_rms_norm(
     p: float,
     eps: float | None,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[torch.Tensor, ...]:
     inputs = (x, residual, normalized_shape, weight, None, p, epsilon_of(eps), seed, whole, offset)
     z, y, _, rstd = _dropout_add_norm(*inputs, centered=False)
@@ -476,8 +476,8 @@ def dropout_add_rms_norm_backward(
     p: float,
     eps: float | None,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
     rstd: torch.Tensor,
     x_dtype: torch.dtype,
     *needs: bool,

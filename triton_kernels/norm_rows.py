@@ -287,7 +287,7 @@ def check_norm(
     trailing = len(normalized_shape)
     if trailing == 0 or x.shape[max(0, x.dim() - trailing) :] != tuple(normalized_shape):
         raise ValueError("x does not end in normalized_shape")
-    check_beside(x, normalized_shape, *parameters, dtype=dtype)
+    check_beside(x, normalized_shape, *parameters, dtype=dtype, narrow=True)
     if len({parameter.dtype for parameter in parameters if parameter is not None}) > 1:
         raise ValueError("weight and bias differ in dtype")
     if not eps >= 0:

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .dropout import check_dropout, dropout_arguments, factors
+from .dropout import Sizes, check_dropout, dropout_arguments, factors
 from .launch import Launch, launch, run
 from .rows import place, row_map
 from .tensors import contiguous, empty_like
@@ -288,8 +288,8 @@ def _common(
     causal: bool,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[Any, ...]:
     """What both kernels ask for, from `rows` and `width` to `stride2`."""
     check_dropout(scores, p, seed, whole, offset)
@@ -340,8 +340,8 @@ def softmax_dropout(
     causal: bool,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     common = _common(scores, mask, scale, causal, p, seed, whole, offset)
     y = empty_like(scores)
@@ -363,8 +363,8 @@ def softmax_dropout_backward(
     causal: bool,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sizes,
+    offset: Sizes,
 ) -> torch.Tensor:
     common = _common(grad_y, mask, scale, causal, p, seed, whole, offset)
     grad_scores = empty_like(grad_y)

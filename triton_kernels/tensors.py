@@ -42,9 +42,15 @@ def check_beside(
     shape: Sequence[int],
     *others: torch.Tensor | None,
     dtype: torch.dtype | None = None,
+    narrow: bool = False,
 ) -> None:
-    """Whether those given are of this shape, and of x's dtype or float32 under a 16-bit one."""
+    """Whether those given are of this shape, and of x's dtype or float32 under a 16-bit one.
+
+    `narrow`: or of 16 bits beside float32.
+    """
     dtypes = {dtype or x.dtype, torch.float32}
+    if narrow and len(dtypes) == 1:
+        dtypes |= {torch.bfloat16, torch.float16}
     for other in others:
         if other is not None and (
             other.shape != tuple(shape) or other.device != x.device or other.dtype not in dtypes

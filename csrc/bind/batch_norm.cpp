@@ -31,8 +31,8 @@ Tensor columns_of(const Tensor& x, const Tensor& mean_in, const Tensor& var_in,
   const DType statistics_dtype = check_parameters(x, dtype, {shape.width}, mean_in, var_in);
   const DType param_dtype = check_parameters(x, dtype, {shape.width}, weight_in, bias_in);
   STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
-  const Tensor mean = packed(mean_in), var = packed(var_in);
-  const OptionalTensor weight = packed(weight_in), bias = packed(bias_in);
+  const Tensor mean = parameter(mean_in, dtype), var = parameter(var_in, dtype);
+  const OptionalTensor weight = parameter(weight_in, dtype), bias = parameter(bias_in, dtype);
   Tensor columns = rows_of_columns(x, Columns<float>::kCount);
   const NormalizeColumns args{
       data(mean),  data(var), data(weight), data(bias),  columns.mutable_data_ptr(),
@@ -111,9 +111,9 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
     if (!needed || !param) return nothing(x);
     partials.push_back(rows_of_columns(x, args.chunks));
     partial = partials.back().mutable_data_ptr();
-    Tensor result = empty(x, param->sizes(), param->scalar_type());
+    Tensor result = empty(x, param->sizes(), parameter_type(param->scalar_type(), args.dtype));
     grad = result.mutable_data_ptr();
-    args.param_dtype = dtype_of(*param);
+    args.param_dtype = dtype_of(result);
     return result;
   };
   Tensor grad_weight = wanted(need_weight, weight, args.grad_weight, args.weight_partials);
@@ -121,6 +121,8 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
   gradients.run();
   const int64_t sums = partials.size();
   if (sums) launch(normalize_act_parameter_gradients, args, x, args.width, args.chunks * sums);
+  if (args.grad_weight) grad_weight = as_type(grad_weight, weight->scalar_type());
+  if (args.grad_bias) grad_bias = as_type(grad_bias, bias->scalar_type());
   return {grad_x, grad_weight, grad_bias};
 }
 

@@ -34,7 +34,7 @@ Args checked(const Tensor& stream, const OptionalTensor& bias, ScalarType x_dtyp
 }
 
 Tensor bias_dropout_add(Tensor x_in, OptionalTensor bias_in, Tensor residual_in, double p,
-                        OptionalTensor seed, Shape whole, Shape offset) {
+                        OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
   STD_TORCH_CHECK(same_device(residual_in, x_in) && same_sizes(residual_in.sizes(), x_in.sizes()),
                   "residual does not fit x");
   auto args = checked<BiasDropoutAddForward>(residual_in, bias_in, x_in.scalar_type(), p, seed,
@@ -52,8 +52,9 @@ Tensor bias_dropout_add(Tensor x_in, OptionalTensor bias_in, Tensor residual_in,
 
 // grad_x, grad_bias; empty where they are not wanted.
 std::tuple<Tensor, Tensor> bias_dropout_add_grads(Tensor grad_y_in, OptionalTensor bias, double p,
-                                                  OptionalTensor seed, Shape whole, Shape offset,
-                                                  ScalarType x_dtype, bool need_x, bool need_bias) {
+                                                  OptionalTensor seed, OptionalShape whole,
+                                                  OptionalShape offset, ScalarType x_dtype,
+                                                  bool need_x, bool need_bias) {
   auto args = checked<BiasDropoutAddBackward>(grad_y_in, bias, x_dtype, p, seed, {whole, offset});
   const Tensor grad_y = packed(grad_y_in);
   const bool sums = need_bias && bias;

@@ -38,9 +38,12 @@ inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& st
   return map;
 }
 
-// Where x lies in a whole tensor of sizes `whole`, from `offset` on; empty lists: x is the whole.
+// Where x lies in a whole tensor of sizes `whole`, from `offset` on; without either, x is the whole.
 struct Place {
   Shape whole, offset;
+
+  Place(const OptionalShape& whole, const OptionalShape& offset)
+      : whole(whole.value_or(Shape{})), offset(offset.value_or(Shape{})) {}
 
   void check(const Tensor& x) const {
     const Sizes sizes = x.sizes();

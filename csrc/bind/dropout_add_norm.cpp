@@ -44,7 +44,8 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
 
   const Tensor x = packed(x_in);
   const OptionalTensor residual = packed(residual_in);
-  const OptionalTensor weight = packed(weight_in), bias = packed(bias_in);
+  const OptionalTensor weight = parameter(weight_in, args.dtype);
+  const OptionalTensor bias = parameter(bias_in, args.dtype);
   const Rows shape(x, normalized_shape);
   const ScalarType statistics = accumulate_type(args.dtype);
   Tensor z = empty(x, x.sizes(), residual ? residual->scalar_type() : x.scalar_type());
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor grad_y =
       grad_y_in ? packed(*grad_y_in) : torch::stable::fill_(empty(z, z.sizes(), x_dtype), 0);
   const OptionalTensor grad_z = packed(grad_z_in), mean = packed(mean_in);
-  const OptionalTensor weight = packed(weight_in);
+  const OptionalTensor weight = parameter(weight_in, args.dtype);
   Tensor grad_x = need_x ? empty(z, z.sizes(), x_dtype) : nothing(z);
   Tensor grad_residual = need_residual ? empty(z, z.sizes(), z.scalar_type()) : nothing(z);
   args.grad_y = data(grad_y);
@@ -106,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   args.grad_residual = need_residual ? grad_residual.mutable_data_ptr() : nullptr;
   args.rows = shape.rows;
   args.width = shape.width;
-  const ParameterGradients gradients(z, args, need_weight ? weight_in : std::nullopt,
-                                     need_bias ? bias_in : std::nullopt);
+  ParameterGradients gradients(z, args, need_weight ? weight_in : std::nullopt,
+                               need_bias ? bias_in : std::nullopt);
   launch(kernel, args, z, shape.items(args.chunks), shape.rows * shape.width / args.chunks);
   gradients.add_chunks();
   return {grad_x, grad_residual, gradients.weight, gradients.bias};
@@ -115,7 +116,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
     Tensor x, OptionalTensor residual, Shape normalized_shape, OptionalTensor weight,
-    OptionalTensor bias, double p, double eps, OptionalTensor seed, Shape whole, Shape offset) {
+    OptionalTensor bias, double p, double eps, OptionalTensor seed, OptionalShape whole,
+    OptionalShape offset) {
   const auto [z, y, mean, rstd] =
       forward(dropout_add_layer_norm_forward, /*centered=*/true, x, residual, normalized_shape,
               weight, bias, p, eps, seed, {whole, offset});
@@ -125,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_grads(
     OptionalTensor grad_z, OptionalTensor grad_y, Tensor z, Shape normalized_shape,
     OptionalTensor weight, OptionalTensor bias, double p, double /*eps*/, OptionalTensor seed,
-    Shape whole, Shape offset, Tensor mean, Tensor rstd, ScalarType x_dtype, bool need_x,
-    bool need_residual, bool need_weight, bool need_bias) {
+    OptionalShape whole, OptionalShape offset, Tensor mean, Tensor rstd, ScalarType x_dtype,
+    bool need_x, bool need_residual, bool need_weight, bool need_bias) {
   return backward(dropout_add_layer_norm_backward, grad_z, grad_y, z, normalized_shape, weight,
                   bias, p, seed, {whole, offset}, mean, rstd, x_dtype, need_x, need_residual,
                   need_weight, need_bias);
@@ -134,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_grads(
 
 std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm(
     Tensor x, OptionalTensor residual, Shape normalized_shape, OptionalTensor weight, double p,
-    std::optional<double> eps, OptionalTensor seed, Shape whole, Shape offset) {
+    std::optional<double> eps, OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
   const auto [z, y, mean, rstd] = forward(
       dropout_add_rms_norm_forward, /*centered=*/false, x, residual, normalized_shape, weight,
       std::nullopt, p, eps.value_or(default_epsilon(dtype_of(x))), seed, {whole, offset});
@@ -144,8 +146,8 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm(
 std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm_grads(
     OptionalTensor grad_z, OptionalTensor grad_y, Tensor z, Shape normalized_shape,
     OptionalTensor weight, double p, std::optional<double> /*eps*/, OptionalTensor seed,
-    Shape whole, Shape offset, Tensor rstd, ScalarType x_dtype, bool need_x, bool need_residual,
-    bool need_weight) {
+    OptionalShape whole, OptionalShape offset, Tensor rstd, ScalarType x_dtype, bool need_x,
+    bool need_residual, bool need_weight) {
   const auto [grad_x, grad_residual, grad_weight, grad_bias] =
       backward(dropout_add_rms_norm_backward, grad_z, grad_y, z, normalized_shape, weight,
                std::nullopt, p, seed, {whole, offset}, std::nullopt, rstd, x_dtype, need_x,

@@ -22,7 +22,8 @@ std::tuple<Tensor, OptionalTensor, Tensor> forward(const Kernel& kernel, bool ce
   STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
 
   const Tensor x = packed(x_in);
-  const OptionalTensor weight = packed(weight_in), bias = packed(bias_in);
+  const OptionalTensor weight = parameter(weight_in, dtype_of(x));
+  const OptionalTensor bias = parameter(bias_in, dtype_of(x));
   const Rows shape(x, normalized_shape);
   const ScalarType statistics = accumulate_type(dtype_of(x));
   Tensor y = empty(x, x.sizes(), x.scalar_type());
@@ -62,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
   if (mean_in) check_like(*mean_in, x_in, shape.leading, statistics);
 
   const Tensor grad_y = packed(grad_y_in), x = packed(x_in), rstd = packed(rstd_in);
-  const OptionalTensor weight = packed(weight_in), mean = packed(mean_in);
+  const OptionalTensor weight = parameter(weight_in, dtype_of(x)), mean = packed(mean_in);
   Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   NormBackward args{};
   args.grad_y = data(grad_y);
@@ -75,8 +76,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
   args.width = shape.width;
   args.dtype = dtype_of(x);
   args.param_dtype = param_dtype;
-  const ParameterGradients gradients(x, args, need_weight ? weight_in : std::nullopt,
-                                     need_bias ? bias_in : std::nullopt);
+  ParameterGradients gradients(x, args, need_weight ? weight_in : std::nullopt,
+                               need_bias ? bias_in : std::nullopt);
   launch(kernel, args, x, shape.items(args.chunks), shape.rows * shape.width / args.chunks);
   gradients.add_chunks();
   return {grad_x, gradients.weight, gradients.bias};

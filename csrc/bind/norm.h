@@ -32,11 +32,10 @@ inline void check_shape(const Tensor& x, const Shape& normalized_shape) {
                   "x does not end in normalized_shape");
 }
 
-// Of weight and bias, beside an x of `dtype`: DType of those given, which must agree.
+// Of weight and bias, beside an x of `dtype`: what kernels read those given as, which must agree.
 inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normalized_shape,
                               const OptionalTensor& weight, const OptionalTensor& bias) {
-  DType param_dtype = dtype;
-  bool first = true;
+  std::optional<DType> common;
   for (const OptionalTensor* param : {&weight, &bias}) {
     if (!*param) continue;
     const Tensor& p = **param;
@@ -44,13 +43,12 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
     STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
                     "weight or bias is not of normalized_shape");
     const DType given = dtype_of(p);
-    STD_TORCH_CHECK(fits_beside(given, dtype),
-                    "weight or bias is neither of x's dtype nor float32 under a 16-bit x");
-    STD_TORCH_CHECK(first || given == param_dtype, "weight and bias differ in dtype");
-    param_dtype = given;
-    first = false;
+    STD_TORCH_CHECK(is_parameter_beside(given, dtype),
+                    "weight or bias is neither of x's dtype, nor are they float32 and 16 bits");
+    STD_TORCH_CHECK(given == common.value_or(given), "weight and bias differ in dtype");
+    common = given;
   }
-  return param_dtype;
+  return dtype == DType::f32 ? dtype : common.value_or(dtype);
 }
 
 inline void check_like(const Tensor& t, const Tensor& x, Sizes sizes, ScalarType dtype) {
@@ -67,7 +65,7 @@ class ParameterGradients {
   // `args` has sizes and dtypes, and gets the pointers.
   ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
                      const OptionalTensor& bias_in)
-      : args_(args) {
+      : args_(args), like_(weight_in ? weight_in : bias_in) {
     args.chunks = norm_chunks(args.rows, args.width);
     const int64_t floats[] = {norm_workspace_bytes(args.chunks, args.width) / 4};
     scratch_.push_back(empty(like, Sizes(floats, 1), ScalarType::Float));
@@ -76,11 +74,12 @@ class ParameterGradients {
     bias = gradient(like, bias_in, args.grad_bias, args.bias_partials);
   }
 
-  void add_chunks() const {
+  void add_chunks() {
     const int64_t wanted = (args_.grad_weight != nullptr) + (args_.grad_bias != nullptr);
-    if (wanted) {
-      launch(norm_parameter_gradients, args_, weight, args_.width, args_.chunks * wanted);
-    }
+    if (!wanted) return;
+    launch(norm_parameter_gradients, args_, weight, args_.width, args_.chunks * wanted);
+    if (args_.grad_weight) weight = as_type(weight, like_->scalar_type());
+    if (args_.grad_bias) bias = as_type(bias, like_->scalar_type());
   }
 
  private:
@@ -89,12 +88,13 @@ class ParameterGradients {
     const int64_t sizes[] = {args_.chunks, args_.width};
     scratch_.push_back(empty(like, Sizes(sizes, 2), accumulate_type(args_.dtype)));
     partials = scratch_.back().mutable_data_ptr();
-    Tensor result = empty(like, param->sizes(), param->scalar_type());
+    Tensor result = empty(like, param->sizes(), parameter_type(param->scalar_type(), args_.dtype));
     grad = result.mutable_data_ptr();
     return result;
   }
 
   const NormBackward& args_;
+  const OptionalTensor like_;  // of the parameters' own dtype
   std::vector<Tensor> scratch_;
 };
 

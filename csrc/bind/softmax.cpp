@@ -81,8 +81,8 @@ void check_place(const Tensor& scores, const Place& place) {
 
 // y, statistics; the latter empty where nothing is dropped.
 std::tuple<Tensor, Tensor> softmax_dropout(Tensor scores_in, OptionalTensor mask, double scale,
-                                           bool causal, double p, OptionalTensor seed, Shape whole,
-                                           Shape offset) {
+                                           bool causal, double p, OptionalTensor seed,
+                                           OptionalShape whole, OptionalShape offset) {
   const Place place{whole, offset};
   check_place(scores_in, place);
   SoftmaxForward args{};
@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor> softmax_dropout(Tensor scores_in, OptionalTensor mask
 
 Tensor softmax_dropout_grads(Tensor grad_y_in, OptionalTensor y_in, OptionalTensor scores_in,
                              OptionalTensor statistics_in, OptionalTensor mask, double scale,
-                             bool causal, double p, OptionalTensor seed, Shape whole,
-                             Shape offset) {
+                             bool causal, double p, OptionalTensor seed, OptionalShape whole,
+                             OptionalShape offset) {
   const Place place{whole, offset};
   check_place(grad_y_in, place);
   SoftmaxBackward args{};

@@ -20,6 +20,7 @@ using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
+using OptionalShape = std::optional<Shape>;
 
 inline DType dtype_of(ScalarType dtype) {
   switch (dtype) {
@@ -44,6 +45,14 @@ inline bool fits_beside(DType given, DType dtype) {
 
 inline ScalarType accumulate_type(DType dtype) {
   return dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
+// A norm's parameter may also have 16 bits beside float32. Kernels read it as float32 there.
+inline bool is_parameter_beside(DType given, DType dtype) {
+  return fits_beside(given, dtype) || (dtype == DType::f32 && given != DType::f64);
+}
+inline ScalarType parameter_type(ScalarType given, DType dtype) {
+  return dtype == DType::f32 ? ScalarType::Float : given;
 }
 
 // What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
@@ -85,12 +94,24 @@ inline Tensor nothing(const Tensor& like) {
   return empty(like, Sizes(none, 1), like.scalar_type());
 }
 
+inline Tensor as_type(const Tensor& t, ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
+}
+
 // Contiguous: the tensor itself, or a copy where it is not.
 inline Tensor packed(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 inline OptionalTensor packed(const OptionalTensor& t) {
   return t ? OptionalTensor(packed(*t)) : std::nullopt;
+}
+
+// A norm's parameter as kernels read it beside a tensor of `dtype`.
+inline Tensor parameter(const Tensor& p, DType dtype) {
+  return packed(as_type(p, parameter_type(p.scalar_type(), dtype)));
+}
+inline OptionalTensor parameter(const OptionalTensor& p, DType dtype) {
+  return p ? OptionalTensor(parameter(*p, dtype)) : std::nullopt;
 }
 
 inline const void* data(const Tensor& t) { return t.const_data_ptr(); }

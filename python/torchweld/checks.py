@@ -17,15 +17,32 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def dense(function: str, name: str, value: Any, dtypes: Sequence[torch.dtype]) -> None:
-    """A dense tensor of one of these dtypes."""
+def dense(
+    function: str, name: str, value: Any, dtypes: Sequence[torch.dtype], *, jagged: bool = False
+) -> None:
+    """A dense tensor of one of these dtypes, or, where `jagged` says so, a jagged one."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(function, name, f"a {type(value).__name__}", "a tensor")
-    if value.is_quantized or value.layout != torch.strided:
+        accepted = "a tensor"
+        if isinstance(value, torch.fx.Proxy):
+            accepted = "a tensor; torch.fx traces calls as torchweld.functional's attributes alone"
+        raise ArgumentError(function, name, f"a {type(value).__name__}", accepted)
+    is_jagged = value.layout == torch.jagged
+    strided = value.layout == torch.strided and not value.is_nested
+    if value.is_quantized or not (strided or (is_jagged and jagged)):
         kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
-        raise ArgumentError(function, name, f"a {kind} tensor", "a dense tensor")
+        kind = f"{kind} nested" if value.is_nested and not is_jagged else kind
+        accepted = "a dense or jagged tensor" if jagged else "a dense tensor"
+        raise ArgumentError(function, name, f"a {kind} tensor", accepted)
     if value.dtype not in dtypes:
         raise ArgumentError(function, name, f"of dtype {value.dtype}", _names(dtypes))
+
+
+def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether no tensor is of a layout or on a meta device that torch's GEMMs would misread."""
+    strided, meta = torch.strided, x.is_meta
+    return x.layout is strided and all(
+        t is None or (t.layout is strided and t.is_meta is meta and not t.is_nested) for t in others
+    )
 
 
 def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
@@ -38,6 +55,14 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
 def beside(x: torch.Tensor) -> list[torch.dtype]:
     """Dtypes of what goes along with x: its own, or float32 beside a 16-bit one."""
     return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
+
+
+_BESIDE_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
+    """Dtypes of what a norm has learnt or kept: as above, or 16 bits beside float32."""
+    return _BESIDE_FLOAT32 if x.dtype is torch.float32 else beside(x)
 
 
 def shaped(
@@ -75,12 +100,13 @@ def dropout(
     x_name: str,
     x: torch.Tensor,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
 ) -> None:
     """A seed on the device of x, and a place that x fits into."""
     if seed is not None:
         like(function, "seed", seed, x, x_name)
+    whole, offset = whole or (), offset or ()
     if not whole and not offset:
         return
     came = f"of sizes {list(whole)} and offsets {list(offset)}"

@@ -1,5 +1,7 @@
 """The public functions, in the manner of torch.nn.functional."""
 
+import torch
+
 from torchweld.ops.activation.bias_act import bias_act
 from torchweld.ops.activation.gated_act import gated_act
 from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
@@ -34,3 +36,7 @@ __all__ = [
     "rms_norm",
     "softmax_dropout",
 ]
+
+# torch.fx.symbolic_trace records calls of these names in this module, and does not look into them.
+for _name in __all__:
+    torch.fx.wrap(_name)

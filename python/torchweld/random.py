@@ -47,6 +47,8 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
     """Draws a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
     if torch.compiler.is_compiling():
         return torch.ops.torchweld.seed(torch.empty(1, device=device))
+    if torch._C._are_functorch_transforms_active():  # vmap can draw one for each, but not in place
+        return torch.randint(2**63 - 1, (1,), device=device)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
 
 
@@ -165,22 +167,25 @@ def drawn(
     return float(p), seed(x.device) if seed_ is None else as_seed(function, seed_, x.device)
 
 
-def place(shard: Shard | None) -> tuple[list[int], list[int]]:
-    """The two lists that an op gets: sizes of the whole and offsets; empty: it is the whole."""
-    return ([], []) if shard is None else (list(shard.sizes), list(shard.offsets))
+def place(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
+    """What an op gets: sizes of the whole and offsets; None: it is the whole.
+
+    Not lists of nothing, which AOTInductor cannot hand over.
+    """
+    return (None, None) if shard is None else (list(shard.sizes), list(shard.offsets))
 
 
 def drop(
     x: torch.Tensor,
     p: float,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
     trailing: int = 1,
 ) -> torch.Tensor:
     """Dropout in eager torch: 0 where an element is dropped, else x / (1 - p)."""
     if seed is None:
         return x
-    shard = Shard(whole, offset) if whole else None
+    shard = Shard(whole, offset) if whole and offset else None
     mask = kept(x.shape, p, seed, shard=shard, trailing=trailing)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p))

@@ -30,7 +30,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "not a shape": (lambda: functional.layer_norm(X, "ab"), "normalized_shape", "sequence of ints"),
     "weight's size": (lambda: functional.layer_norm(X, [8], torch.ones(7)), "weight", r"\[8\]"),
     "bias's size": (lambda: functional.layer_norm(X, [8], W, torch.ones(1)), "bias", r"\[8\]"),
-    "weight's dtype": (lambda: functional.layer_norm(X, [8], W.half()), "weight", "float32"),
+    "weight's dtype": (lambda: functional.layer_norm(X, [8], W.double()), "weight", "float32"),
     "16-bit mix": (
         lambda: functional.layer_norm(X.bfloat16(), [8], W.half(), B.half()),
         "weight",
@@ -47,7 +47,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "eps of another type": (lambda: functional.layer_norm(X, [8], W, B, "1"), "eps", ">= 0"),
     "integers": (lambda: functional.layer_norm(X.int(), [8]), "x", "float32 or bfloat16"),
     "complex": (lambda: functional.layer_norm(X.cfloat(), [8]), "x", "float32 or bfloat16"),
-    "sparse": (lambda: functional.layer_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
+    "sparse": (lambda: functional.layer_norm(X.to_sparse(), [8]), "x", "a dense or jagged tensor"),
     "no tensor": (lambda: functional.layer_norm([[1.0]], [1]), "x", "a tensor"),  # type: ignore
     "rms width": (lambda: functional.rms_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
     "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
@@ -111,7 +111,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "causal shard": (lambda: softmax(X, causal=True, shard=Shard([3, 8], [0, 0])), "shard", "fits"),
     "residual's shape": (lambda: add(X, W, X[:1]), "residual", r"x's shape, \[4, 8\]"),
-    "residual's dtype": (lambda: add(X, W, X.half()), "residual", "float32"),
+    "residual's dtype": (lambda: add(X, W, X.double()), "residual", "float32"),
     "residual's device": (lambda: add(X, W, X.to("meta")), "residual", "device of x"),
     "no residual": (lambda: add(X, W, None), "residual", "a tensor"),
     "added bias's size": (lambda: add(X, W[:1], X), "bias", r"last dimension, \[8\]"),
@@ -123,9 +123,9 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "adding shard": (lambda: add(X, W, X, 0.5, shard=Shard([4, 8], [0, 1])), "shard", "fits into"),
     "norm's x": (lambda: add_norm([[1.0]], None, W), "x", "a tensor"),
     "norm's residual": (lambda: add_norm(X, X[0], W), "residual", r"x's shape, \[4, 8\]"),
-    "norm's stream": (lambda: add_norm(X, X.bfloat16(), W), "residual", "float32"),
+    "norm's stream": (lambda: add_norm(X, X.double(), W), "residual", "float32"),
     "norm's weight": (lambda: add_norm(X, X, W[:7]), "weight", r"whose shape is \[4, 8\]"),
-    "norm's weight's dtype": (lambda: add_norm(X, X, W.half()), "weight", "float32"),
+    "norm's weight's dtype": (lambda: add_norm(X, X, W.double()), "weight", "float32"),
     "norm's bias": (lambda: add_norm(X, X, W, B[:1]), "bias", r"normalized_shape, \[8\]"),
     "norm's sizes": (
         lambda: add_norm(X, X, None, normalized_shape=[7]),
@@ -193,7 +193,11 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "x",
         "more than 1 value per channel",
     ),
-    "rms sparse": (lambda: functional.rms_norm(X.to_sparse(), [8]), "x", "a dense tensor"),
+    "rms sparse": (
+        lambda: functional.rms_norm(X.to_sparse(), [8]),
+        "x",
+        "a dense or jagged tensor",
+    ),
 }
 
 

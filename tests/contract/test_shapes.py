@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Target
-from oracle import assert_right, exact, run, takes_several_trailing_dimensions
+from oracle import (
+    assert_right,
+    exact,
+    is_floating,
+    run,
+    takes_several_trailing_dimensions,
+)
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
@@ -43,6 +49,30 @@ def test_layouts(target: Target, layout: str) -> None:
     found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
     expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.seams
+@pytest.mark.of(
+    *("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
+    *("normalize_act", "batch_norm_act", "linear_batch_norm_act"),
+)
+def test_16_bit_parameters_beside_float32(target: Target) -> None:
+    """They are what they are in float32, and so are their gradients, rounded once."""
+    narrow = {torch.bfloat16, torch.float16} & {*target.dtypes, torch.float16}
+    for dtype in narrow:
+        for arguments in [s for s in target.op.samples if len(s[0].shape) == 2][:6]:
+            inputs = materialize(arguments, torch.float32, target.device)
+            for at, spec in enumerate(arguments):
+                if getattr(spec, "parameter", False):
+                    inputs[at] = inputs[at].to(dtype)
+            copies = ([t.clone() if is_floating(t) else t for t in inputs] for _ in range(2))
+            narrowed, wide = (
+                next(copies),
+                [t.float() if is_floating(t) else t for t in next(copies)],
+            )
+            expected = run(target.op, wide)
+            for name, value in run(target.op, narrowed).items():
+                assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
 def test_all_is_written_and_nothing_else(

@@ -50,6 +50,30 @@ def test_a_float32_stream_is_not_rounded(name: str) -> None:
     assert found["grad_x"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
+def test_a_16_bit_stream_beside_float32(name: str, dtype: torch.dtype, backend: str) -> None:
+    """The sum is float32, as torch adds the two; the stream's gradient is of its own dtype."""
+    x, stream, weight = torch.randn(64, 256), torch.randn(64, 256, dtype=dtype), torch.randn(256)
+    stream.requires_grad_()
+
+    def both(residual: torch.Tensor) -> list[torch.Tensor]:
+        function, options = getattr(functional, name), {"p": 0.1, "seed": 3}
+        if name == "bias_dropout_add":
+            results = [function(x, None, residual, **options)]
+        else:
+            results = [*function(x, residual, weight, **options, return_residual=True)]
+        loss = torch.stack([r.square().sum() for r in results]).sum()
+        return [*results, *torch.autograd.grad(loss, stream)]
+
+    with torchweld.use_backend(backend):
+        for found, expected in zip(both(stream), both(stream.float()), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        assert both(stream)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("used", [0, 1], ids=["z", "y"])
 def test_either_result_alone(name: str, used: int) -> None:

@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "ops": {"dispatch", "registry", "random", "checks", "errors", "version"},
     "functional": {"ops"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
-    "nn": {"functional", "ops", "checks", "errors"},
+    "nn": {"functional", "ops", "dispatch", "checks", "errors"},
     "optim": {"ops", "dispatch", "checks", "errors"},
     "triton_kernels": set(),
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint
 
 from torchweld.dispatch import choice, dtensor
 from torchweld.dispatch.autograd import as_tuple
-from torchweld.dispatch.choice import choose
+from torchweld.dispatch.choice import choose, use_backend
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
 
@@ -23,7 +26,7 @@ def call(op: Op, *inputs: Any) -> Any:
         if choice.forced is None and not is_compiling() and too_small(op, inputs):
             return op.reference(*inputs)
         return _run(op, inputs)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if not isinstance(error, ArgumentError):
             op.check(*inputs)  # raises an error that names the argument, if one is at fault
         raise
@@ -31,16 +34,20 @@ def call(op: Op, *inputs: Any) -> Any:
 
 def too_small(op: Op, inputs: Sequence[Any]) -> bool:
     """Whether eager is as fast."""
-    if inputs[0].numel() >= op.small:
+    x = inputs[0]
+    if x.numel() >= op.small or x.is_nested or x.dtype not in op.dtypes:
         return False
     return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
 
 
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
+    x = inputs[0]
+    if x.is_nested or x.dtype not in op.dtypes:
+        op.check(*inputs)  # torch would take more
     if isinstance(op, Composite):
         backend = choose(op, inputs)
         return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
-    if _is_dtensor(inputs[0]):
+    if _is_dtensor(x):
         return dtensor.on_shards(op, inputs, _run)
     return run_on(op, choose(op, inputs), inputs)
 
@@ -77,3 +84,23 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def automatic(op: Op, inputs: Sequence[Any]) -> str:
     """The backend that a call takes: eager where there is too little to gain."""
     return EAGER if choice.forced is None and too_small(op, inputs) else choose(op, inputs)
+
+
+# --- Recomputation ----------------------------------------------------------------------------
+
+
+def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), of which only the arguments are saved: the backward computes it again.
+
+    On the backend that is asked for now, whatever is asked for then. In a compiled graph the choice
+    is made already.
+    """
+    context: dict[str, Any] = {}
+    if not is_compiling():
+        asked: Sequence[str | None] = choice.forced or (None,)
+        context["context_fn"] = partial(_as_asked, asked)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _as_asked(names: Sequence[str | None]) -> tuple[Any, Any]:
+    return nullcontext(), use_backend(*names)

@@ -7,8 +7,8 @@ Ops, composites, bare ops and so optimizer steps come here. What can be chosen f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ContextDecorator
 from typing import Any, Protocol
 
 from torchweld.dispatch import evidence
@@ -49,21 +49,29 @@ def _from_environment() -> tuple[str, ...] | None:
 forced: tuple[str, ...] | None = _from_environment()
 
 
-@contextmanager
-def use_backend(*names: str | None) -> Iterator[None]:
+class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
     """Within it every op runs on the first of these backends that can serve it.
 
     Raises BackendError, with every reason, where none can. Names are those of
-    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice.
+    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice. It holds
+    for the whole process, other threads and asyncio's tasks included: enter it from one of them at
+    a time. A backward runs where its forward ran, in whichever context.
     """
-    global forced
-    asked = None if names == (None,) else _listed([str(name) for name in names])
-    check_names("use_backend", "name", asked)
-    previous, forced = forced, asked
-    try:
-        yield
-    finally:
-        forced = previous
+
+    def __init__(self, *names: str | None) -> None:
+        asked = None if names == (None,) else _listed([str(name) for name in names])
+        check_names("use_backend", "name", asked)
+        self.names = asked
+        self._previous: list[tuple[str, ...] | None] = []
+
+    def __enter__(self) -> None:
+        global forced
+        self._previous.append(forced)
+        forced = self.names
+
+    def __exit__(self, *_: object) -> None:
+        global forced
+        forced = self._previous.pop()
 
 
 def check_names(function: str, argument: str, names: Sequence[str] | None) -> None:

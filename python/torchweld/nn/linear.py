@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from torchweld import functional
+from torchweld.dispatch.call import checkpointed
 
 
 class LinearAct(torch.nn.Module):
@@ -118,7 +118,7 @@ class _Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, use_reentrant=False, preserve_rng_state=False)
+            return checkpointed(self._forward, x)
         return self._forward(x)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -201,9 +201,9 @@ def _measured(*shapes):
 OP = Op(
     name="softmax_dropout",
     forward="(Tensor scores, Tensor? mask, float scale, bool causal, float p, Tensor? seed,"
-    " SymInt[] whole, SymInt[] offset) -> (Tensor y, Tensor statistics)",
+    " SymInt[]? whole, SymInt[]? offset) -> (Tensor y, Tensor statistics)",
     backward="(Tensor grad_y, Tensor? y, Tensor? scores, Tensor? statistics, Tensor? mask,"
-    " float scale, bool causal, float p, Tensor? seed, SymInt[] whole, SymInt[] offset)"
+    " float scale, bool causal, float p, Tensor? seed, SymInt[]? whole, SymInt[]? offset)"
     " -> Tensor grad_scores",
     inputs=_inputs,
     reference=_reference,

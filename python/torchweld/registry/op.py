@@ -135,12 +135,18 @@ class Op:
             return f"{self.forward_signature.arguments[0]} is on {x.device}; it serves {served}"
         if x.dtype not in self.dtypes:
             return f"no kernel for {x.dtype}"
+        if x.is_nested:
+            return f"{self.forward_signature.arguments[0]} is a nested tensor, which eager serves"
         if backend != "cpu" and x.dtype == torch.float64:
             return "float64 has a kernel on the CPU alone"
         if torch._C._are_functorch_transforms_active():
             return "inside a torch.func transform, whose rules eager has"
         if torch.autograd.forward_ad._current_level >= 0:
             return "inside forward-mode AD, whose rules eager has"
+        if torch.jit.is_tracing():
+            return "while torch.jit.trace records, which takes eager's ops"
+        if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+            return "inside torch.onnx.export, which knows eager's ops"
         return self.refused(backend, inputs)
 
     def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:

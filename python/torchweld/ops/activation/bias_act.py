@@ -28,7 +28,7 @@ def bias_act(
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
-        A tensor of x's shape and dtype.
+        A contiguous tensor of x's shape and dtype.
     """
     return call(OP, x, bias, activation, approximate)
 
@@ -41,12 +41,12 @@ def _reference(x, bias, activation, approximate):
         z = x + bias
     if x.ndim == 0:
         _check_all(x, bias, activation, approximate)
-    y = activations.activate(OP, z, activation, approximate)
+    y = activations.activate(OP, z, activation, approximate).contiguous()
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
 def _check_all(x, bias, activation, approximate):
-    checks.dense(OP.name, "x", x, OP.dtypes)
+    checks.dense(OP.name, "x", x, OP.dtypes, jagged=True)
     if x.ndim == 0:
         raise ArgumentError(OP.name, "x", "of no dimensions", "[*, width]")
     if bias is not None:

@@ -29,22 +29,23 @@ def gated_act(
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
-        A tensor of gate's shape and dtype.
+        A contiguous tensor of gate's shape and dtype.
     """
     return call(OP, gate, up, activation, approximate)
 
 
 def _reference(gate, up, activation, approximate):
-    if gate.shape != up.shape or gate.dtype is not up.dtype or gate.ndim == 0:
+    fits = gate.shape == up.shape and gate.dtype is up.dtype and gate.ndim > 0
+    if not fits or not checks.all_dense(gate, up):
         _check_all(gate, up, activation, approximate)
-    return activations.activate(OP, gate, activation, approximate) * up
+    return (activations.activate(OP, gate, activation, approximate) * up).contiguous()
 
 
 def _check_all(gate, up, activation, approximate):
-    checks.dense(OP.name, "gate", gate, OP.dtypes)
+    checks.dense(OP.name, "gate", gate, OP.dtypes, jagged=True)
     if gate.ndim == 0:
         raise ArgumentError(OP.name, "gate", "of no dimensions", "[*, width]")
-    checks.dense(OP.name, "up", up, [gate.dtype])
+    checks.dense(OP.name, "up", up, [gate.dtype], jagged=gate.is_nested)
     checks.like(OP.name, "up", up, gate, "gate")
     if up.shape != gate.shape:
         accepted = f"the shape of gate, {list(gate.shape)}"

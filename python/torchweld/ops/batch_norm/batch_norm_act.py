@@ -51,9 +51,10 @@ def batch_norm_act(
     Args:
         x: [*, width], every leading dimension a part of the batch; float32, bfloat16, float16 (or
             float64).
-        running_mean, running_var: [width], in x's dtype or float32 under a 16-bit x; used in
-            evaluation, where they have to be there, and updated in training, where they need not.
-        weight, bias: [width], in x's dtype or float32 under a 16-bit x.
+        running_mean, running_var: [width], in x's dtype, or float32 and 16 bits in either order;
+            used in evaluation, where they have to be there, and updated in training, where they
+            need not.
+        weight, bias: [width], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of x.
         momentum: the share of these in the running statistics' new values; a tensor of one element
             where it changes from step to step.
@@ -232,16 +233,13 @@ def trains(
         return False
     if running_mean is None or running_var is None:
         return running_mean is running_var
-    return all(
-        running.shape == x.shape[-1:] and running.dtype in checks.beside(x)
-        for running in (running_mean, running_var)
-    )
+    return batch_norms.are_running(x, x.shape[-1:], running_mean, running_var)
 
 
 def _reference(x, running_mean, running_var, weight, bias, training, *how):
     columns = (running_mean, running_var, weight, bias)
     wrong = not how[1] >= 0 or (training and not trains(x, *columns[:2], how[2]))
-    if wrong or batch_norms.mixed(x, *columns):
+    if wrong or batch_norms.unlike(x, *columns):
         _check_all(x, *columns, training, *how)
     return reference(OP, x, *columns, training, *how)
 

@@ -28,9 +28,18 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def mixed(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
-    """Whether one of them is of another dtype than x, which only some may be."""
-    return any(t is not None and t.dtype is not x.dtype for t in columns)
+def unlike(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
+    """Whether one of them is not of x's dtype and width, which is for a whole check to judge."""
+    width = x.shape[-1:]
+    return any(t is not None and (t.dtype is not x.dtype or t.shape != width) for t in columns)
+
+
+def are_running(x: torch.Tensor, shape: Sequence[int], *running: torch.Tensor) -> bool:
+    """Whether running statistics are such, which no kernel looks at."""
+    return all(
+        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is running[0].dtype
+        for t in running
+    )
 
 
 def normalized(
@@ -54,16 +63,28 @@ def reference(
     if x.numel() == 0:  # torch has no batch_norm of no columns
         z = normalized(x, running_mean, running_var, weight, bias, eps)
         return activations.activate(op, z, activation, approximate)
-    columns = (running_mean, running_var, weight, bias)
-    if mixed(x, *columns):  # torch takes no others than float32 beside 16 bits
-        widened = [None if t is None else wide(t) for t in columns]
-        if training:  # in place
-            widened[:2] = columns[:2]
-        running_mean, running_var, weight, bias = widened
+    if running_mean is not None:  # torch differentiates by them, or refuses to
+        running_mean, running_var = running_mean.detach(), running_var.detach()
+    running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)
+    if unlike(x, *columns):  # torch takes no others than float32
+        running_mean, running_var, weight, bias = [None if t is None else wide(t) for t in columns]
+    # On the CPU torch's backward (2.13) reads columns as if they were packed:
+    #     x = torch.randn(8, 4, requires_grad=True)
+    #     mean, var, weight = torch.zeros(4), torch.ones(4), torch.randn(8)[::2]
+    #     y = torch.nn.functional.batch_norm(x, mean, var, weight)
+    #     torch.autograd.grad(y, x, torch.ones_like(y))  # expected: every row about weight
+    weight = weight if weight is None else weight.contiguous()
+    if not training:
+        running_mean, running_var = running_mean.contiguous(), running_var.contiguous()
     z = torch.nn.functional.batch_norm(
         rows_of(x), running_mean, running_var, weight, bias, training, momentum, eps
     )
-    return activations.activate(op, z, activation, approximate).view(x.shape)
+    if training:
+        for given, updated in zip(running, (running_mean, running_var), strict=True):
+            if given is not updated:
+                given.copy_(updated)
+    # What torch returns is contiguous, but its fake follows x.
+    return activations.activate(op, z, activation, approximate).contiguous().view(x.shape)
 
 
 def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
@@ -87,7 +108,7 @@ def check_columns(
     for pair in pairs:
         given = {name: value for name, value in pair.items() if value is not None}
         for name, value in given.items():
-            checks.dense(op.name, name, value, checks.beside(x))
+            checks.dense(op.name, name, value, checks.parameters_beside(x))
             checks.like(op.name, name, value, x, "x")
             checks.shaped(op.name, name, value, shape, meaning)
         if len({value.dtype for value in given.values()}) > 1:

@@ -27,8 +27,9 @@ def normalize_act(
 
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
-        mean, var: [width], in x's dtype or float32 under a 16-bit x; they get no gradient.
-        weight, bias: [width], in x's dtype or float32 under a 16-bit x.
+        mean, var: [width], in x's dtype, or float32 and 16 bits in either order; they get no
+            gradient.
+        weight, bias: [width], in x's dtype, or float32 and 16 bits in either order.
         eps: added to the variance, >= 0.
         activation: "gelu", "relu" or "silu".
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
@@ -40,7 +41,7 @@ def normalize_act(
 
 
 def _reference(x, mean, var, weight, bias, eps, activation, approximate):
-    if not eps >= 0 or x.ndim == 0 or batch_norms.mixed(x, mean, var, weight, bias):
+    if not eps >= 0 or x.ndim == 0 or batch_norms.unlike(x, mean, var, weight, bias):
         _check(x, mean, var, weight, bias, eps, activation, approximate)
     columns = (mean, var, weight, bias)
     return batch_norms.reference(OP, x, *columns, False, 0.0, eps, activation, approximate)

@@ -33,11 +33,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return torch.nn.functional.linear(x, weight, bias)
     if trained(x, weight, bias):
         return _OneDNN.apply(x, weight, bias)
-    return _onednn(x, weight, bias)
+    return onednn(x, weight, bias)
 
 
-def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str = "none",
+    algorithm: str = "",
+) -> torch.Tensor:
+    """oneDNN's linear layer with an activation, of arguments that it serves.
+
+    torch's op packs x and tells oneDNN the weight's strides; it reads a bias as if it were packed.
+    """
+    bias = None if bias is None else bias.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], algorithm)
 
 
 def trained(*tensors: torch.Tensor | None) -> bool:
@@ -118,7 +129,7 @@ class _OneDNN(LinearNode):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         to_x, to_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        return _onednn(x, weight, bias)
+        return onednn(x, weight, bias)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

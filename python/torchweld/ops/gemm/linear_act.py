@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from torchweld import checks
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.call import call, checkpointed, run_on
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
@@ -75,7 +74,7 @@ def linear_gelu(
 def recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
     """The op's result; with `recompute`, nothing but its inputs is saved for the backward."""
     if recompute and torch.is_grad_enabled():
-        return checkpoint(call, op, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpointed(call, op, *inputs)
     return call(op, *inputs)
 
 
@@ -159,13 +158,13 @@ def is_ours(z: torch.Tensor) -> bool:
 
 
 def _fused(backend, x, weight, bias, activation, approximate):
-    if weight.ndim != 2 or (bias is not None and bias.dtype is not weight.dtype):
+    if not fits(x, weight, bias):
         _check_all(x, weight, bias, activation, approximate)
     return activated(backend, x, weight, bias, activation, approximate)
 
 
 def _reference(x, weight, bias, activation, approximate):
-    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+    if not fits(x, weight, bias):
         _check_all(x, weight, bias, activation, approximate)
     return activations.activate(OP, linear(x, weight, bias), activation, approximate)
 
@@ -175,12 +174,23 @@ def _check_all(x, weight, bias, activation, approximate):
     activations.check(OP, activation, approximate)
 
 
-def check(name: str, x: Any, **parameters: Any) -> None:
+def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether torch's GEMM can be trusted to say what else is wrong with these."""
+    return (
+        weight.ndim == 2
+        and checks.all_dense(x, weight, bias)
+        and (bias is None or (bias.dtype is weight.dtype and bias.shape == weight.shape[:1]))
+    )
+
+
+def check(name: str, x: Any, *, jagged: bool = True, **parameters: Any) -> None:
     """A GEMM's weight and, after it, its bias, which fit x."""
-    checks.dense(name, "x", x, OP.dtypes)
+    checks.dense(name, "x", x, OP.dtypes, jagged=jagged)
     if x.ndim == 0:
         raise ArgumentError(name, "x", "of no dimensions", "[*, in_features]")
-    dtypes = OP.dtypes if torch.is_autocast_enabled(x.device.type) else (x.dtype,)
+    kind = x.device.type
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtypes = OP.dtypes if cast else (x.dtype,)
     (weight_name, weight), (bias_name, bias) = parameters.items()
     checks.dense(name, weight_name, weight, dtypes)
     checks.like(name, weight_name, weight, x, "x")

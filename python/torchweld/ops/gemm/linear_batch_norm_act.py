@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
+from torchweld import checks
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.call import call, checkpointed, run_on
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.batch_norm import common as batch_norms
@@ -46,9 +46,10 @@ def linear_batch_norm_act(
             (or float64).
         weight: [out_features, in_features].
         bias: [out_features].
-        running_mean, running_var: [out_features], in x's dtype or float32 under a 16-bit x; used in
-            evaluation, where they have to be there, and updated in training, where they need not.
-        bn_weight, bn_bias: [out_features], in x's dtype or float32 under a 16-bit x.
+        running_mean, running_var: [out_features], in x's dtype, or float32 and 16 bits in either
+            order; used in evaluation, where they have to be there, and updated in training, where
+            they need not.
+        bn_weight, bn_bias: [out_features], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of this batch.
         momentum: the share of these in the running statistics' new values; a tensor of one element
             where it changes from step to step.
@@ -70,7 +71,7 @@ def linear_batch_norm_act(
 
     learnt = (weight, bias, bn_weight, bn_bias)
     if recompute and torch.is_grad_enabled():
-        return checkpoint(run, x, *learnt, use_reentrant=False, preserve_rng_state=False)
+        return checkpointed(run, x, *learnt)
     return run(x, *learnt)
 
 
@@ -85,23 +86,20 @@ BareOp(
 def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     training, momentum, eps, group, *kind = how
     given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
-    if not _is_linear(weight, bias):
+    if not linear_act.fits(x, weight, bias) or not checks.all_dense(x, *given[3:]):
         _check(*given, *how)
     if not training:
+        if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
+            _check(*given, *how)
         return _evaluated(backend, *given, eps, *kind)
     z = gemm.linear(x, weight)
     if not batch_norm_act.trains(z, running_mean, running_var, group):
         _check(*given, *how)
     if bias is not None:  # its gradient is zero, and there
-        bn_bias = bias * 0 if bn_bias is None else bn_bias.add(bias, alpha=0)
+        like = bias if bn_weight is None else bn_weight
+        bn_bias = (bias * 0).to(like.dtype) if bn_bias is None else bn_bias.add(bias, alpha=0)
     columns = (running_mean, running_var, bn_weight, bn_bias)
     return batch_norm_act.trained(backend, z, *columns, momentum, eps, group, *kind, offset=bias)
-
-
-def _is_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return weight.ndim == 2 and (
-        bias is None or (bias.shape == weight.shape[:1] and bias.dtype is weight.dtype)
-    )
 
 
 def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind):
@@ -120,18 +118,18 @@ def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *ki
 def _reference(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
     training, _, eps, group, *_ = how
-    if not _is_linear(weight, bias) or not eps >= 0:
+    if not linear_act.fits(x, weight, bias) or not eps >= 0:
         _check(*given, *how)
     z = linear(x, weight, bias)
     wrong = training and not batch_norm_act.trains(z, running_mean, running_var, group)
-    if wrong or batch_norms.mixed(z, *given[3:]):
+    if wrong or batch_norms.unlike(z, *given[3:]):
         _check(*given, *how)
     return batch_norm_act.reference(OP, z, running_mean, running_var, bn_weight, bn_bias, *how)
 
 
 def _check(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     training, momentum, eps, group, *kind = how
-    linear_act.check(OP.name, x, weight=weight, bias=bias)
+    linear_act.check(OP.name, x, jagged=False, weight=weight, bias=bias)
     running = {"running_mean": running_mean, "running_var": running_var}
     pairs = running, {"bn_weight": bn_weight, "bn_bias": bn_bias}
     batch_norms.check_columns(OP, x, weight.shape[:1], "the rows of weight", eps, kind, *pairs)

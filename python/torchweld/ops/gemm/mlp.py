@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
+from torchweld import checks
 from torchweld.dispatch.call import run_on
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
@@ -18,6 +19,7 @@ from torchweld.ops.gemm.linear_act import (
     act,
     activated,
     check,
+    fits,
     in_one,
     in_two,
     is_ours,
@@ -96,7 +98,7 @@ def gated_mlp(
 
 
 def _mlp(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
-    if w1.ndim != 2 or (b1 is not None and b1.dtype is not w1.dtype):
+    if not _fits_mlp(x, w1, b1, w2, b2):
         _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute)
     if recompute and backend == "cpu":
         z, bias = summed(x, w1, b1, activation)
@@ -128,21 +130,30 @@ def _explain_mlp(backend, x, w1, b1, w2, b2, activation, approximate, recompute)
     return f"{forward}; in the backward {backward}" if backward else forward
 
 
+def _fits_mlp(x, w1, b1, w2, b2):
+    return fits(x, w1, b1) and fits(x, w2, b2)
+
+
 def _mlp_reference(x, w1, b1, w2, b2, activation, approximate, recompute):
-    if w1.ndim != 2 or (b1 is not None and b1.shape != w1.shape[:1]):
+    if not _fits_mlp(x, w1, b1, w2, b2):
         _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute)
     return linear(activations.activate(MLP, linear(x, w1, b1), activation, approximate), w2, b2)
 
 
 def _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute):
     check(MLP.name, x, w1=w1, b1=b1)
-    check(MLP.name, x.new_empty((0, w1.shape[0])), w2=w2, b2=b2)
+    check(MLP.name, _hidden(x, w1), w2=w2, b2=b2)
     activations.check(MLP, activation, approximate)
 
 
 def _mlp_flops(x, w1, b1, w2, *_):
     rows = x.shape[:-1].numel()
     return of_gemms(rows * w1.numel(), rows * w2.numel())
+
+
+def _hidden(x, weight):
+    """What goes into the second GEMM, without rows."""
+    return torch.empty((0, weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
 def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
@@ -228,14 +239,17 @@ MLP = Composite(
 
 
 def _gated_mlp(backend, x, gate_weight, up_weight, down_weight, activation, approximate):
+    if not checks.all_dense(x, gate_weight, up_weight, down_weight):
+        _check_gated_mlp(x, gate_weight, up_weight, down_weight, activation, approximate)
     gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
     hidden = run_on(gated_act.OP, backend, (gate, up, activation, approximate))
     return gemm.linear(hidden, down_weight)
 
 
 def _gated_mlp_reference(x, gate_weight, up_weight, down_weight, activation, approximate):
-    if up_weight.shape != gate_weight.shape:
-        _check_gated_mlp(x, gate_weight, up_weight, down_weight, activation, approximate)
+    factors = (gate_weight, up_weight, down_weight)
+    if up_weight.shape != gate_weight.shape or not checks.all_dense(x, *factors):
+        _check_gated_mlp(x, *factors, activation, approximate)
     gate = activations.activate(GATED_MLP, linear(x, gate_weight), activation, approximate)
     return linear(gate * linear(x, up_weight), down_weight)
 
@@ -247,8 +261,7 @@ def _check_gated_mlp(x, gate_weight, up_weight, down_weight, activation, approxi
         accepted = f"the shape of gate_weight, {list(gate_weight.shape)}"
         came = f"of shape {list(up_weight.shape)}"
         raise ArgumentError(GATED_MLP.name, "up_weight", came, accepted)
-    hidden = x.new_empty((0, gate_weight.shape[0]))
-    check(GATED_MLP.name, hidden, down_weight=down_weight, bias=None)
+    check(GATED_MLP.name, _hidden(x, gate_weight), down_weight=down_weight, bias=None)
     activations.check(GATED_MLP, activation, approximate)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from torchweld.ops.activation import common as activations
-from torchweld.ops.gemm.linear import served_by_onednn, trained
+from torchweld.ops.gemm.linear import onednn, served_by_onednn, trained
 
 _NAMES = {"gelu": "gelu", "silu": "swish"}
 
@@ -27,5 +27,4 @@ def linear_act(
     if trained(x, weight, bias) or not served_by_onednn(x, weight, bias):
         return None
     algorithm = approximate if activation == "gelu" else ""
-    run = torch.ops.mkldnn._linear_pointwise
-    return run(x, weight, bias, _NAMES[activation], [], algorithm)
+    return onednn(x, weight, bias, _NAMES[activation], algorithm)

@@ -26,7 +26,7 @@ def layer_norm(
     Args:
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
         normalized_shape: the last dimensions of x, over which it is normalised.
-        weight, bias: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        weight, bias: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
         eps: added to the variance, >= 0.
 
     Returns:

@@ -25,12 +25,12 @@ def rms_norm(
     Args:
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
         normalized_shape: the last dimensions of x, over which it is normalised.
-        weight: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        weight: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
         eps: added to the mean square, >= 0; None is, as in torch, the machine
             epsilon of what x is computed in: 2^-23, for float64 2^-52.
 
     Returns:
-        A tensor of x's shape and dtype.
+        A tensor of x's shape and dtype, contiguous or, where x is that, channels_last.
     """
     return call(OP, x, normalized_shape, weight, eps)
 
@@ -40,12 +40,27 @@ def _reference(x, normalized_shape, weight, eps):
         raise ArgumentError("rms_norm", "eps", repr(eps), "a number >= 0 or None")
     if weight is not None and weight.dtype is not x.dtype:  # eager warns of this
         _check(x, normalized_shape, weight, eps)
+        weight = norms.as_float32(weight)
         return torch.rms_norm(x.float(), normalized_shape, weight, eps).to(x.dtype)
-    return torch.rms_norm(x, normalized_shape, weight, eps)
+    y = torch.rms_norm(x, normalized_shape, weight, eps)
+    if y.numel() == 0:  # with strides that its fake has not
+        return torch.layer_norm(x, normalized_shape, weight)
+    return y
 
 
 def _check(x, normalized_shape, weight, eps):
     norms.check(OP, x, normalized_shape, 0.0 if eps is None else eps, weight=weight)
+
+
+def _refuses(backend, given):
+    """torch's rms_norm keeps channels_last, where kernels have rows side by side."""
+    x = given.get("x")
+    if not isinstance(x, torch.Tensor) or x.is_contiguous():
+        return None
+    kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if kept is None or not x.is_contiguous(memory_format=kept):
+        return None
+    return "x is channels_last, which eager keeps"
 
 
 def _fake(x, normalized_shape, weight, eps):
@@ -68,6 +83,7 @@ OP = Op(
     sized=norms.sized(1, 1e-5),
     flops=per_element(5, 10),
     sources=norms.SOURCES,
+    refuses=_refuses,
     samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],
     benchmarks=norms.benchmarks(norms.MEASURED, 1, 1e-6),
     benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),

@@ -9,6 +9,7 @@ from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm.common import MEASURED, MEASURED_ON_GPU
+from torchweld.ops.residual.common import as_wide
 from torchweld.random import Shard, drawn, drop, place
 from torchweld.registry import ELEMENTS, SEED, Numerics, Op, activation, parameter, residual
 from torchweld.registry.cost import per_element
@@ -29,21 +30,22 @@ def bias_dropout_add(
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
         bias: [width], in x's dtype or float32 under a 16-bit x; None: no bias.
-        residual: of x's shape, in x's dtype or float32 under a 16-bit x.
+        residual: of x's shape; of x's dtype, or float32 and 16 bits in either order.
         p: probability of an element to be dropped, where training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
         shard: where x lies in a larger tensor of which it is a part, in any dimension.
 
     Returns:
-        A tensor of residual's shape and dtype. Backward saves the seed and the bias alone.
+        A contiguous tensor of residual's shape, of the wider of the two dtypes. Backward saves the
+        seed and the bias alone.
     """
     return call(OP, *_inputs(x, bias, residual, p, training, seed, shard))
 
 
 def _inputs(x, bias, residual, p, training, seed, shard):
     p, seed = drawn("bias_dropout_add", "x", x, p, training, seed)
-    return x, bias, residual, p, seed, *place(shard)
+    return x, bias, as_wide(residual, x), p, seed, *place(shard)
 
 
 def _plainly_right(x, bias, residual, whole):
@@ -55,6 +57,7 @@ def _plainly_right(x, bias, residual, whole):
         and residual.shape == x.shape
         and (bias is None or (bias.dtype is x.dtype and bias.shape == x.shape[-1:]))
         and not whole
+        and checks.all_dense(x, bias, residual)
     )
 
 
@@ -62,7 +65,7 @@ def _reference(x, bias, residual, p, seed, whole, offset):
     if not _plainly_right(x, bias, residual, whole):
         _check(x, bias, residual, p, seed, whole, offset)
     y = x if bias is None else x + bias
-    return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype)
+    return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype).contiguous()
 
 
 def _plain(x, bias, residual, p, seed, whole, offset):
@@ -79,7 +82,7 @@ def _backward_reference(grad_y, bias, p, seed, whole, offset, x_dtype, need_x, n
 
 def _check(x, bias, residual, p, seed, whole, offset):
     name = OP.name
-    checks.dense(name, "x", x, OP.dtypes)
+    checks.dense(name, "x", x, OP.dtypes, jagged=seed is None)
     if x.ndim == 0:
         raise ArgumentError(name, "x", "of no dimensions", "at least one")
     dtypes = checks.beside(x)
@@ -87,7 +90,7 @@ def _check(x, bias, residual, p, seed, whole, offset):
         checks.dense(name, "bias", bias, dtypes)
         checks.like(name, "bias", bias, x, "x")
         checks.shaped(name, "bias", bias, x.shape[-1:], "x's last dimension")
-    checks.dense(name, "residual", residual, dtypes)
+    checks.dense(name, "residual", residual, dtypes, jagged=x.is_nested)
     checks.like(name, "residual", residual, x, "x")
     checks.shaped(name, "residual", residual, x.shape, "x's shape")
     checks.dropout(name, "x", x, seed, whole, offset)
@@ -141,10 +144,10 @@ def _measured(shapes):
 
 OP = Op(
     name="bias_dropout_add",
-    forward="(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, SymInt[] whole,"
-    " SymInt[] offset) -> Tensor y",
-    backward="(Tensor grad_y, Tensor? bias, float p, Tensor? seed, SymInt[] whole,"
-    " SymInt[] offset, ScalarType x_dtype, bool need_x, bool need_bias)"
+    forward="(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, SymInt[]? whole,"
+    " SymInt[]? offset) -> Tensor y",
+    backward="(Tensor grad_y, Tensor? bias, float p, Tensor? seed, SymInt[]? whole,"
+    " SymInt[]? offset, ScalarType x_dtype, bool need_x, bool need_bias)"
     " -> (Tensor grad_x, Tensor grad_bias)",
     inputs=_inputs,
     reference=_reference,

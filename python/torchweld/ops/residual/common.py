@@ -54,7 +54,16 @@ def inputs(
     if normalized_shape is None:  # what has no shape is named by the check
         like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
         normalized_shape = getattr(like, "shape", ())[dims]
+    residual = as_wide(residual, x)
     return x, residual, normalized_shape, *parameters, p, eps, seed, *place(shard)
+
+
+def as_wide(residual: Any, x: Any) -> Any:
+    """A 16-bit residual in float32 beside a float32 x, as plain addition has it."""
+    dtype = getattr(residual, "dtype", None)
+    if dtype is torch.bfloat16 or dtype is torch.float16:
+        return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
+    return residual
 
 
 def plainly_right(
@@ -62,7 +71,7 @@ def plainly_right(
     residual: torch.Tensor | None,
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
-    whole: Sequence[int],
+    whole: Sequence[int] | None,
 ) -> bool:
     """Whether a whole check would be a waste of time: torch itself would take more."""
     return (
@@ -70,12 +79,14 @@ def plainly_right(
         and all(value is None or value.dtype is x.dtype for value in parameters)
         and (eps is None or eps >= 0)
         and not whole
+        and checks.all_dense(x, residual)
     )
 
 
 def stream(dropped: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """z from what dropout left of x."""
-    return dropped if residual is None else (dropped + residual).to(residual.dtype)
+    """z from what dropout left of x, contiguous as the kernels have it."""
+    z = dropped if residual is None else (dropped + residual).to(residual.dtype)
+    return z.contiguous()
 
 
 def normalized(
@@ -101,8 +112,8 @@ def gradients(
     p: float,
     eps: float | None,
     seed: torch.Tensor | None,
-    whole: Sequence[int],
-    offset: Sequence[int],
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
     x_dtype: torch.dtype,
     *,
     centered: bool,
@@ -144,14 +155,14 @@ def check(
     **parameters: torch.Tensor | None,
 ) -> None:
     """What both ops accept."""
-    checks.dense(op.name, "x", x, op.dtypes)
+    checks.dense(op.name, "x", x, op.dtypes, jagged=seed is None)
     if (weight := parameters["weight"]) is not None:  # normalized_shape may be from there
-        checks.dense(op.name, "weight", weight, checks.beside(x))
+        checks.dense(op.name, "weight", weight, checks.parameters_beside(x))
         meaning = f"the last dimensions of x, whose shape is {list(x.shape)}: for instance"
         checks.shaped(op.name, "weight", weight, x.shape[x.ndim - weight.ndim :], meaning)
     norms.check(op, x, normalized_shape, eps, **parameters)
     if residual is not None:
-        checks.dense(op.name, "residual", residual, checks.beside(x))
+        checks.dense(op.name, "residual", residual, checks.beside(x), jagged=x.is_nested)
         checks.like(op.name, "residual", residual, x, "x")
         checks.shaped(op.name, "residual", residual, x.shape, "x's shape")
     checks.dropout(op.name, "x", x, seed, whole, offset)

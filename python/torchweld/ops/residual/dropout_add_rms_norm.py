@@ -37,8 +37,8 @@ def dropout_add_rms_norm(
 
     Args:
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        residual: of x's shape, in x's dtype or float32 under a 16-bit x; None: zeros.
-        weight: of normalized_shape, in x's dtype or float32 under a 16-bit x.
+        residual: of x's shape; of x's dtype, or float32 and 16 bits in either order; None: zeros.
+        weight: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
         p: probability of an element of x to be dropped, where training is true.
         eps: added to the mean square, >= 0; None: as rms_norm has it.
         training: False drops nothing.
@@ -50,7 +50,7 @@ def dropout_add_rms_norm(
             weight, or without one the last.
 
     Returns:
-        y of x's dtype; z of residual's. Under autocast too.
+        y of x's dtype; z of the wider of x's and residual's. Under autocast too.
     """
     given = _inputs(x, residual, weight, p, eps, training, seed, shard, normalized_shape)
     if residual is None and not OP.draws(given):
@@ -110,11 +110,11 @@ def _fake(x, residual, normalized_shape, *_):
 OP = Op(
     name="dropout_add_rms_norm",
     forward="(Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight,"
-    " float p, float? eps, Tensor? seed, SymInt[] whole, SymInt[] offset)"
+    " float p, float? eps, Tensor? seed, SymInt[]? whole, SymInt[]? offset)"
     " -> (Tensor z, Tensor y, Tensor rstd)",
     backward="(Tensor? grad_z, Tensor? grad_y, Tensor z, SymInt[] normalized_shape,"
-    " Tensor? weight, float p, float? eps, Tensor? seed, SymInt[] whole,"
-    " SymInt[] offset, Tensor rstd, ScalarType x_dtype, bool need_x,"
+    " Tensor? weight, float p, float? eps, Tensor? seed, SymInt[]? whole,"
+    " SymInt[]? offset, Tensor rstd, ScalarType x_dtype, bool need_x,"
     " bool need_residual, bool need_weight)"
     " -> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight)",
     inputs=_inputs,

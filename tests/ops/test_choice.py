@@ -1,0 +1,83 @@
+"""The backend that is asked for: where it holds, and that a recomputation keeps to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import functional, nn
+from torchweld.dispatch import choice
+
+X = torch.randn(48, 16)
+RUNNING = (torch.zeros(16), torch.ones(16))
+
+
+def _functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Everything that computes again what it did not save."""
+    torch.manual_seed(0)
+    w, up, b = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)
+    mlp, gated = nn.MLP(16, 32, recompute=True), nn.GatedMLP(16, 32, recompute=True)
+    linear = nn.LinearGELU(16, 8, recompute=True)
+    norm = nn.LinearBatchNormAct(16, 8, recompute=True)
+    again: dict[str, Any] = {"recompute": True}
+    return {
+        "linear_act": lambda x: functional.linear_act(x, w, b, **again),
+        "linear_gelu": lambda x: functional.linear_gelu(x, w, b, **again),
+        "mlp": lambda x: functional.mlp(x, w, b, up, b, **again),
+        "gated_mlp": lambda x: functional.gated_mlp(x, w, up, w, **again),
+        "linear_batch_norm_act": lambda x: functional.linear_batch_norm_act(
+            x, w, b, *RUNNING, **again
+        ),
+        "MLP": mlp,
+        "GatedMLP": gated,
+        "LinearGELU": linear,
+        "LinearBatchNormAct": norm,
+    }
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("cpu", None), ("eager", "cpu"), (None, "cpu")])
+@pytest.mark.parametrize("name", _functions())
+def test_recomputing_keeps_to_the_choice(
+    name: str, forward: str | None, backward: str | None
+) -> None:
+    """Twice, as a kept graph asks for; and what is asked for around the backward stays."""
+    function = _functions()[name]
+    x = X.clone().requires_grad_()
+    with torchweld.use_backend(forward):
+        y = function(x).square().sum()
+        (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+    with torchweld.use_backend(backward):
+        for _ in range(2):
+            (found,) = torch.autograd.grad(y, x, retain_graph=True)
+            assert torch.equal(found, expected)
+        assert choice.forced == backward
+    assert choice.forced is None
+
+
+def test_a_context_may_be_entered_again() -> None:
+    eager = torchweld.use_backend("eager")
+    with eager, torchweld.use_backend("cpu"), eager:
+        assert choice.forced == ("eager",)
+    assert choice.forced is None
+
+    @torchweld.use_backend("cpu")
+    def asked() -> tuple[str, ...] | None:
+        return choice.forced
+
+    assert (asked(), asked(), choice.forced) == (("cpu",), ("cpu",), None)
+
+
+def test_the_choice_is_the_processs() -> None:
+    """As its docstring says."""
+    seen: list[tuple[str, ...] | None] = []
+    with torchweld.use_backend("eager"):
+        thread = threading.Thread(target=lambda: seen.append(choice.forced))
+        thread.start()
+        thread.join()
+    assert seen == [("eager",)]
+    assert "the whole\n    process" in (torchweld.use_backend.__doc__ or "")
