@@ -1,12 +1,16 @@
-"""Writes docs/ops.md and the table in docs/optimizers.md: python docs/generate.py."""
+"""Writes docs/ops.md and parts of modules.md and optimizers.md: python docs/generate.py."""
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from torchweld import optim
+from torchweld import functional, nn, optim
 from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops
@@ -97,15 +101,51 @@ def optimizer_bytes() -> str:
     return "\n".join(lines)
 
 
+def signatures() -> str:
+    """Return every public module and function with its signature and its docstring's first line."""
+    parts = []
+    for title, room in (("Modules", nn), ("Functions", functional)):
+        parts.append(f"## {title}\n")
+        for name in sorted(room.__all__, key=str.lower):
+            value = getattr(room, name)
+            first = inspect.cleandoc(value.__doc__).split("\n")[0]
+            parts.append(f"{first}\n\n```text\n{_signature(name, value)}\n```\n")
+    return "\n".join(parts)
+
+
+def _signature(name: str, value: Any) -> str:
+    """Return it in lines of 100 columns; torch documents the constructors that are torch's."""
+    of = value.__init__ if inspect.isclass(value) else value
+    if of.__module__.startswith("torch."):
+        return f"{name}(...)"
+    signature = inspect.signature(of)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    result = inspect.Signature.empty if inspect.isclass(value) else signature.return_annotation
+    line = f"{name}{signature.replace(parameters=parameters, return_annotation=result)}"
+    line = re.sub(r"(: |-> )'([^']*)'", r"\1\2", line).replace("torch.Tensor", "Tensor")
+    # Lines break only between arguments.
+    lines = textwrap.wrap(re.sub("(?<!,) ", "\0", line), 100, subsequent_indent="    ")
+    return "\n".join(lines).replace("\0", " ")
+
+
+def _filled(file: str, marker: str, part: str) -> str:
+    """Return a document with the current part behind its marker."""
+    text = (Path(__file__).parent / file).read_text()
+    before, rest = text.split(f"<!-- {marker} -->")
+    return f"{before}<!-- {marker} -->\n{part}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
+
+
 def optimizers() -> str:
     """Return docs/optimizers.md with a current table."""
-    text = (Path(__file__).parent / "optimizers.md").read_text()
-    before, rest = text.split("<!-- bytes -->")
-    return (
-        f"{before}<!-- bytes -->\n{optimizer_bytes()}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
-    )
+    return _filled("optimizers.md", "bytes", optimizer_bytes())
+
+
+def modules() -> str:
+    """Return docs/modules.md with current signatures."""
+    return _filled("modules.md", "signatures", signatures())
 
 
 if __name__ == "__main__":
     (Path(__file__).parent / "ops.md").write_text(table())
     (Path(__file__).parent / "optimizers.md").write_text(optimizers())
+    (Path(__file__).parent / "modules.md").write_text(modules())

@@ -45,6 +45,20 @@ from .tensors import (
     store,
 )
 
+# What `activate` and `activation_gradient` have a branch for: an activation, and behind another
+# approximate than none that.
+KINDS = (
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "silu",
+    "quick_gelu",
+    "relu2",
+    "sigmoid",
+    "tanh",
+    "identity",
+)
+
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
@@ -52,11 +66,21 @@ def activate(z, ACTIVATION: tl.constexpr):
         return 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         return z * tl.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))
+    elif ACTIVATION == "quick_gelu":
+        return z * tl.sigmoid(1.702 * z)
+    elif ACTIVATION == "relu":
+        return tl.where(z < 0, 0.0, z)
+    elif ACTIVATION == "relu2":
+        return tl.where(z < 0, 0.0, z * z)
     elif ACTIVATION == "silu":
         return z * tl.sigmoid(z)
+    elif ACTIVATION == "sigmoid":
+        return tl.sigmoid(z)
+    elif ACTIVATION == "tanh":
+        return _tanh(z)
     else:
-        tl.static_assert(ACTIVATION == "relu")
-        return tl.where(z < 0, 0.0, z)
+        tl.static_assert(ACTIVATION == "identity")
+        return z
 
 
 @triton.jit
@@ -69,12 +93,42 @@ def activation_gradient(z, grad, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))
         inner = 1.5957691216057308 + 0.21406444881780075 * z * z
         return grad * (s + z * (s * (1 - s)) * inner)
+    elif ACTIVATION == "quick_gelu":
+        s = tl.sigmoid(1.702 * z)
+        return grad * (s + z * (1.702 * (s * (1 - s))))
+    elif ACTIVATION == "relu":
+        return tl.where(z <= 0, 0.0, grad)
+    elif ACTIVATION == "relu2":
+        return tl.where(z <= 0, 0.0, grad * (2 * z))
     elif ACTIVATION == "silu":
         s = tl.sigmoid(z)
         return grad * (s + z * (s * (1 - s)))
+    elif ACTIVATION == "sigmoid":
+        return grad * _logistic_slope(z)
+    elif ACTIVATION == "tanh":
+        return grad * (4 * _logistic_slope(2 * z))
     else:
-        tl.static_assert(ACTIVATION == "relu")
-        return tl.where(z <= 0, 0.0, grad)
+        tl.static_assert(ACTIVATION == "identity")
+        return grad
+
+
+@triton.jit
+def _logistic_slope(z):
+    # From the exponential of a negative number: s * (1 - s) cancels where s is near one.
+    e = tl.exp(-tl.abs(z))
+    return e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def _tanh(z):
+    # csrc/core/act.h has the polynomial: near zero the quotient cancels.
+    size = tl.abs(z)
+    e = tl.exp(-2 * size)
+    far = (1 - e) / (1 + e)
+    square = z * z
+    series = -0.05338711064 + square * 0.01798874441
+    series = -0.3333331108 + square * (0.1333047649 + square * series)
+    return tl.where(size >= 0.5, tl.where(z < 0, -far, far), z + z * square * series)
 
 
 @triton.jit
@@ -204,7 +258,11 @@ def _tiles(rows: int, width: int) -> int:
 
 
 def _kind(activation: str, approximate: str) -> str:
-    return "gelu_tanh" if approximate == "tanh" else activation
+    """The kernels' name of an activation, which there is."""
+    kind = activation if approximate == "none" else f"{activation}_{approximate}"
+    if kind not in KINDS:
+        raise ValueError(f"there is no activation {activation} with approximate {approximate}")
+    return kind
 
 
 def _bias_act_launch(
@@ -324,8 +382,8 @@ def gated_act_backward(
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
     """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
-    dtypes, kinds = (torch.bfloat16, torch.float32), ("gelu", "gelu_tanh", "silu", "relu")
-    for dtype, kind, width in itertools.product(dtypes, kinds, (4096, 131073)):
+    dtypes = (torch.bfloat16, torch.float32)
+    for dtype, kind, width in itertools.product(dtypes, KINDS, (4096, 131073)):
         if kind != "gelu" and (dtype == torch.float32 or width != 4096):
             continue  # Nothing new: the functions do not depend on them.
         x = torch.empty(4096, width, dtype=dtype, device="meta")

@@ -353,12 +353,14 @@ def _dropout_add_norm(
     seed: torch.Tensor | None,
     whole: Sizes,
     offset: Sizes,
+    wide_y: bool,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     check_norm(x, normalized_shape, weight, bias, eps=eps)
     check_beside(x, x.shape, residual)
     dropout = _dropout(x, normalized_shape, p, seed, whole, offset)
-    z, y = empty_like(x if residual is None else residual), empty_like(x)
+    z = empty_like(x if residual is None else residual)
+    y = torch.empty(x.shape, dtype=torch.float32 if wide_y else x.dtype, device=x.device)
     mean, rstd = statistics(x, normalized_shape, centered)
     matrix = (rstd.numel(), math.prod(normalized_shape))
     added = None if residual is None else as_rows(residual, *matrix)
@@ -389,8 +391,7 @@ def _dropout_add_norm_backward(
     if grad_y is None:  # rare: of both results z alone was used
         grad_y = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
     check_norm(z, normalized_shape, weight, bias, dtype=x_dtype)
-    check_beside(grad_y, z.shape, z)
-    check_like(grad_y, torch.empty_like(grad_y, dtype=x_dtype))
+    check_beside(z, z.shape, z, grad_y, dtype=x_dtype)
     if grad_z is not None:
         check_like(z, grad_z)
     check_statistics(z, normalized_shape, mean, rstd)
@@ -425,8 +426,9 @@ def dropout_add_layer_norm(
     seed: torch.Tensor | None,
     whole: Sizes,
     offset: Sizes,
+    wide_y: bool,
 ) -> tuple[torch.Tensor, ...]:
-    inputs = (x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset)
+    inputs = (x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y)
     return _dropout_add_norm(*inputs, centered=True)
 
 
@@ -461,9 +463,10 @@ def dropout_add_rms_norm(
     seed: torch.Tensor | None,
     whole: Sizes,
     offset: Sizes,
+    wide_y: bool,
 ) -> tuple[torch.Tensor, ...]:
     inputs = (x, residual, normalized_shape, weight, None, p, epsilon_of(eps), seed, whole, offset)
-    z, y, _, rstd = _dropout_add_norm(*inputs, centered=False)
+    z, y, _, rstd = _dropout_add_norm(*inputs, wide_y, centered=False)
     return z, y, rstd
 
 
@@ -506,7 +509,8 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         dropout = _dropout(x, [width], p, seed, [], [])
         names = f"{dtype} {stream}".replace("torch.", "")
         name = f"dropout_add_{'layer' if centered else 'rms'}_norm {names} {width} {p}"
-        yield name, _forward_launch(x, z, weight, bias, z, x, mean, rstd, 1e-5, dropout)
-        tensors = (z, x, z, weight, mean, rstd, x, z, weight, bias)
+        y = z  # as under autocast: what is wider than x is y too
+        yield name, _forward_launch(x, z, weight, bias, z, y, mean, rstd, 1e-5, dropout)
+        tensors = (z, y, z, weight, mean, rstd, x, z, weight, bias)
         for step in _backward_launches(*tensors, dropout):
             yield name, step

@@ -377,7 +377,7 @@ def backward_launches(
 ) -> Iterator[Launch]:
     """Launches of the kernel `whole`, or `wide`, whose last arguments are `finish`."""
     rows, width = x.shape
-    tile = _backward_tile(width, x.element_size(), columns_a_thread)
+    tile = _backward_tile(width, max(x.element_size(), grad_y.element_size()), columns_a_thread)
     column_tiles = triton.cdiv(width, tile["BLOCK"])
     chunks = _chunks(rows, width, tile, processors(x.device))
     gradients = (grad_weight, grad_bias)

@@ -10,12 +10,11 @@
 namespace torchweld {
 
 inline Activation activation_of(const std::string& activation, const std::string& approximate) {
-  STD_TORCH_CHECK(approximate == "none" || (approximate == "tanh" && activation == "gelu"),
-                  "approximate is not none, or tanh for gelu");
-  if (activation == "gelu") return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
-  if (activation == "relu") return Activation::relu;
-  if (activation == "silu") return Activation::silu;
-  STD_TORCH_CHECK(false, "activation is not gelu, relu or silu");
+#define TW_NAMED(Act, name, form) \
+  if (activation == name && approximate == form) return Activation::Act;
+  TW_ACTIVATIONS(TW_NAMED)
+#undef TW_NAMED
+  STD_TORCH_CHECK(false, "there is no such activation, or it has no such approximate");
 }
 
 // The last size is the width, the others make the rows.

@@ -26,7 +26,7 @@ template <class Kernel>
 std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
     const Kernel& kernel, bool centered, const Tensor& x_in, const OptionalTensor& residual_in,
     const Shape& normalized_shape, const OptionalTensor& weight_in, const OptionalTensor& bias_in,
-    double p, double eps, const OptionalTensor& seed, const Place& place) {
+    double p, double eps, const OptionalTensor& seed, const Place& place, bool wide_y) {
   check_shape(x_in, normalized_shape);
   DropoutAddNormForward args{};
   args.dtype = dtype_of(x_in);
@@ -38,6 +38,8 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
                         fits_beside(args.stream_dtype, args.dtype),
                     "residual does not fit x");
   }
+  const ScalarType y_dtype = wide_y ? accumulate_type(args.dtype) : x_in.scalar_type();
+  args.y_dtype = dtype_of(y_dtype);
   STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
   args.eps = eps;
   args.dropout = whole_rows(x_in, normalized_shape, p, seed, place);
@@ -49,7 +51,7 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
   const Rows shape(x, normalized_shape);
   const ScalarType statistics = accumulate_type(args.dtype);
   Tensor z = empty(x, x.sizes(), residual ? residual->scalar_type() : x.scalar_type());
-  Tensor y = empty(x, x.sizes(), x.scalar_type());
+  Tensor y = empty(x, x.sizes(), y_dtype);
   OptionalTensor mean;
   if (centered) mean = empty(x, shape.leading, statistics);
   Tensor rstd = empty(x, shape.leading, statistics);
@@ -84,7 +86,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   args.dropout = whole_rows(z_in, normalized_shape, p, seed, place);
   const Rows shape(z_in, normalized_shape);
   const ScalarType statistics = accumulate_type(args.dtype);
-  if (grad_y_in) check_like(*grad_y_in, z_in, z_in.sizes(), x_dtype);
+  const ScalarType y_dtype = grad_y_in ? grad_y_in->scalar_type() : x_dtype;
+  args.y_dtype = dtype_of(y_dtype);
+  STD_TORCH_CHECK(fits_beside(args.y_dtype, args.dtype), "grad_y does not fit x_dtype");
+  if (grad_y_in) check_like(*grad_y_in, z_in, z_in.sizes(), y_dtype);
   if (grad_z_in) check_like(*grad_z_in, z_in, z_in.sizes(), z_in.scalar_type());
   check_like(rstd_in, z_in, shape.leading, statistics);
   if (mean_in) check_like(*mean_in, z_in, shape.leading, statistics);
@@ -92,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor z = packed(z_in), rstd = packed(rstd_in);
   // Rare: of both results z alone was used.
   const Tensor grad_y =
-      grad_y_in ? packed(*grad_y_in) : torch::stable::fill_(empty(z, z.sizes(), x_dtype), 0);
+      grad_y_in ? packed(*grad_y_in) : torch::stable::fill_(empty(z, z.sizes(), y_dtype), 0);
   const OptionalTensor grad_z = packed(grad_z_in), mean = packed(mean_in);
   const OptionalTensor weight = parameter(weight_in, args.dtype);
   Tensor grad_x = need_x ? empty(z, z.sizes(), x_dtype) : nothing(z);
@@ -117,10 +122,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
     Tensor x, OptionalTensor residual, Shape normalized_shape, OptionalTensor weight,
     OptionalTensor bias, double p, double eps, OptionalTensor seed, OptionalShape whole,
-    OptionalShape offset) {
+    OptionalShape offset, bool wide_y) {
   const auto [z, y, mean, rstd] =
       forward(dropout_add_layer_norm_forward, /*centered=*/true, x, residual, normalized_shape,
-              weight, bias, p, eps, seed, {whole, offset});
+              weight, bias, p, eps, seed, {whole, offset}, wide_y);
   return {z, y, *mean, rstd};
 }
 
@@ -136,10 +141,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_grads(
 
 std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm(
     Tensor x, OptionalTensor residual, Shape normalized_shape, OptionalTensor weight, double p,
-    std::optional<double> eps, OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
+    std::optional<double> eps, OptionalTensor seed, OptionalShape whole, OptionalShape offset,
+    bool wide_y) {
   const auto [z, y, mean, rstd] = forward(
       dropout_add_rms_norm_forward, /*centered=*/false, x, residual, normalized_shape, weight,
-      std::nullopt, p, eps.value_or(default_epsilon(dtype_of(x))), seed, {whole, offset});
+      std::nullopt, p, eps.value_or(default_epsilon(dtype_of(x))), seed, {whole, offset}, wide_y);
   return {z, y, rstd};
 }
 

@@ -27,7 +27,7 @@ Tensor aten(const char* name, const Arguments&... given) {
 
 // Algorithm 1 multiplies float32 as tf32, 0 does not.
 bool check_how(const std::string& activation, const std::string& approximate, int64_t algorithm) {
-  STD_TORCH_CHECK(activation_of(activation, approximate) == Activation::gelu_tanh,
+  STD_TORCH_CHECK(activation_of(activation, approximate) == Activation::GeluTanh,
                   "activation is not gelu by tanh, which alone cuBLASLt's epilogues have");
   STD_TORCH_CHECK(algorithm == 0 || algorithm == 1, "algorithm is not 0 or 1");
   return algorithm == 1;

@@ -17,7 +17,22 @@
 
 TW_NAMESPACE_BEGIN
 
-enum class Activation : int32_t { gelu, gelu_tanh, relu, silu };
+// Every activation: the type below that computes it, and what Python calls it. A new one is a line
+// here, and a type.
+#define TW_ACTIVATIONS(X)            \
+  X(Gelu, "gelu", "none")            \
+  X(GeluTanh, "gelu", "tanh")        \
+  X(Relu, "relu", "none")            \
+  X(Silu, "silu", "none")            \
+  X(QuickGelu, "quick_gelu", "none") \
+  X(Relu2, "relu2", "none")          \
+  X(Sigmoid, "sigmoid", "none")      \
+  X(Tanh, "tanh", "none")            \
+  X(Identity, "identity", "none")
+
+#define TW_ENUMERATOR(Act, activation, approximate) Act,
+enum class Activation : int32_t { TW_ACTIVATIONS(TW_ENUMERATOR) };
+#undef TW_ENUMERATOR
 
 // Tensors are contiguous, but for the distance between rows of gate and up, which is given: they
 // often are the two halves of one GEMM's result.
@@ -173,6 +188,32 @@ struct Tail<double> {
   }
 };
 
+// (tanh(t) / t - 1) / t^2 for |t| <= 1/2, in t^2, interpolated: the relative errors of what tanh is
+// made of by it are below 2^-24 and 2^-61.
+template <class A>
+struct TanhNearZero;
+template <>
+struct TanhNearZero<float> {
+  static constexpr int kTerms = 4;
+  static TW_HD float term(int i) {
+    constexpr float kTerm[kTerms] = {-0.3333331108f, 0.1333047649f, -0.05338711064f,
+                                     0.01798874441f};
+    return kTerm[i];
+  }
+};
+template <>
+struct TanhNearZero<double> {
+  static constexpr int kTerms = 11;
+  static TW_HD double term(int i) {
+    constexpr double kTerm[kTerms] = {
+        -0.3333333333333333,    0.1333333333333323,    -0.053968253968089755,
+        0.0218694885258676,     -0.008863235198659135, 0.0035921217969498704,
+        -0.0014557608138655873, 0.0005894667419101905, -0.00023635364294136244,
+        8.819580305745065e-05,  -2.295330465333733e-05};
+    return kTerm[i];
+  }
+};
+
 template <class Polynomial, class V>
 TW_HD V evaluate(V x) {
   V sum = V{} + Polynomial::term(Polynomial::kTerms - 1);
@@ -211,11 +252,11 @@ constexpr double kLog2E = 1.4426950408889634074;
 // 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The exponential is that of a negative number:
 // it cannot overflow, and nothing cancels on either side.
 template <class V>
-struct Sigmoid {
+struct Logistic {
   V value, slope;
 };
 template <class V>
-TW_HD Sigmoid<V> sigmoid(V x) {
+TW_HD Logistic<V> logistic(V x) {
   using A = detail::Element<V>;
   const V e = power_of_two(detail::magnitude(x) * (A)-kLog2E);
   const V s = 1 / (1 + e);
@@ -253,7 +294,7 @@ struct Gelu {
   }
 };
 
-// z / 2 * (1 + tanh(u)) = z * sigmoid(2u), u = sqrt(2 / pi) * (z + 0.044715 z^3).
+// z / 2 * (1 + tanh(u)) = z * logistic(2u), u = sqrt(2 / pi) * (z + 0.044715 z^3).
 struct GeluTanh {
   template <class V>
   static TW_HD V value(V z) {
@@ -262,16 +303,16 @@ struct GeluTanh {
   template <class V>
   static TW_HD V gradient(V z, V grad) {
     using A = detail::Element<V>;
-    const Sigmoid<V> s = gate(z);
+    const Logistic<V> s = gate(z);
     return grad * (s.value + z * s.slope * ((A)kTwice + (A)(3 * kTwice * kCubic) * z * z));
   }
 
  private:
   static constexpr double kTwice = 2 * 0.79788456080286535588, kCubic = 0.044715;
   template <class V>
-  static TW_HD Sigmoid<V> gate(V z) {
+  static TW_HD Logistic<V> gate(V z) {
     using A = detail::Element<V>;
-    return sigmoid(z * ((A)kTwice + (A)(kTwice * kCubic) * z * z));
+    return logistic(z * ((A)kTwice + (A)(kTwice * kCubic) * z * z));
   }
 };
 
@@ -286,15 +327,78 @@ struct Relu {
   }
 };
 
-struct Silu {
+struct Relu2 {
   template <class V>
   static TW_HD V value(V z) {
-    return z * sigmoid(z).value;
+    const V positive = Relu::value(z);
+    return positive * positive;
   }
   template <class V>
   static TW_HD V gradient(V z, V grad) {
-    const Sigmoid<V> s = sigmoid(z);
-    return grad * (s.value + z * s.slope);
+    return Relu::gradient(z, grad * (z + z));
+  }
+};
+
+// z * logistic(c * z). The gradient multiplies the slope by c, since c * z may overflow.
+template <int Thousandths>
+struct Swish {
+  template <class V>
+  static TW_HD V value(V z) {
+    return z * gate(z).value;
+  }
+  template <class V>
+  static TW_HD V gradient(V z, V grad) {
+    const Logistic<V> s = gate(z);
+    return grad * (s.value + z * (s.slope * (detail::Element<V>)kScale));
+  }
+
+ private:
+  static constexpr double kScale = Thousandths / 1000.0;
+  template <class V>
+  static TW_HD Logistic<V> gate(V z) {
+    return logistic(z * (detail::Element<V>)kScale);
+  }
+};
+
+using Silu = Swish<1000>;
+using QuickGelu = Swish<1702>;
+
+// No factor z brings a NaN along here: a payload in its last bits would be shifted into a number.
+struct Sigmoid {
+  template <class V>
+  static TW_HD V value(V z) {
+    return z == z ? logistic(z).value : z;
+  }
+  template <class V>
+  static TW_HD V gradient(V z, V grad) {
+    return grad * (z == z ? logistic(z).slope : z);
+  }
+};
+
+// Near zero nothing cancels, and a NaN is near zero.
+struct Tanh {
+  template <class V>
+  static TW_HD V value(V z) {
+    using A = detail::Element<V>;
+    const V size = detail::magnitude(z), e = power_of_two(size * (A)(-2 * kLog2E));
+    const V far = (1 - e) / (1 + e);
+    const V near = z + z * (z * z) * detail::evaluate<detail::TanhNearZero<A>>(z * z);
+    return size >= (A)0.5 ? (z < 0 ? -far : far) : near;
+  }
+  template <class V>
+  static TW_HD V gradient(V z, V grad) {
+    return 4 * Sigmoid::gradient(2 * z, grad);
+  }
+};
+
+struct Identity {
+  template <class V>
+  static TW_HD V value(V z) {
+    return z;
+  }
+  template <class V>
+  static TW_HD V gradient(V, V grad) {
+    return grad;
   }
 };
 
@@ -302,14 +406,11 @@ struct Silu {
 template <class Call>
 inline void dispatch(Activation activation, Call&& call) {
   switch (activation) {
-    case Activation::gelu:
-      return call(Gelu{});
-    case Activation::gelu_tanh:
-      return call(GeluTanh{});
-    case Activation::relu:
-      return call(Relu{});
-    case Activation::silu:
-      return call(Silu{});
+#define TW_CASE(Act, activation, approximate) \
+  case Activation::Act:                       \
+    return call(Act{});
+    TW_ACTIVATIONS(TW_CASE)
+#undef TW_CASE
   }
 }
 

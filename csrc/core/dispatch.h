@@ -54,4 +54,13 @@ inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, Call&& 
   });
 }
 
+// call(Type<T>{}, Type<P>{}, Type<S>{}, Type<Y>{}) with Y that of a result beside the tensors.
+template <class Call>
+inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, DType y_dtype,
+                     Call&& call) {
+  dispatch(dtype, param_dtype, stream_dtype, [&](auto t, auto p, auto s) {
+    dispatch_beside<typename decltype(t)::type>(y_dtype, [&](auto y) { call(t, p, s, y); });
+  });
+}
+
 TW_NAMESPACE_END

@@ -16,13 +16,14 @@ using namespace torchweld;
 
 template <bool Centered>
 void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
-  dispatch(a.dtype, a.param_dtype, a.stream_dtype, [&](auto t, auto p, auto s) {
+  dispatch(a.dtype, a.param_dtype, a.stream_dtype, a.y_dtype, [&](auto t, auto p, auto s, auto y) {
     using T = typename decltype(t)::type;
     using P = typename decltype(p)::type;
     using S = typename decltype(s)::type;
+    using Y = typename decltype(y)::type;
     using A = Accumulate<T>;
     const bool z_streamed = worth_streaming<S>(a.z, a.rows, a.width, end - 1);
-    const bool y_streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
+    const bool y_streamed = worth_streaming<Y>(a.y, a.rows, a.width, end - 1);
     Scratch<A> sum(a.width);
     for (int64_t row = begin; row < end; ++row) {
       const T* x = (const T*)a.x + row * a.width;
@@ -36,7 +37,7 @@ void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
           write(z + i, v, at, z_streamed);
         });
       });
-      normalize_row<Centered, T, P>(a, row, (const A*)sum, y_streamed, [&](int64_t i) {
+      normalize_row<Centered, Y, P>(a, row, (const A*)sum, y_streamed, [&](int64_t i) {
         __builtin_prefetch(x + a.width + i);  // the next row's, while this one is in L1
         if (residual) __builtin_prefetch(residual + a.width + i);
       });
@@ -47,10 +48,11 @@ void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
 
 template <bool Centered>
 void backward(const DropoutAddNormBackward& a, int64_t begin, int64_t end) {
-  dispatch(a.dtype, a.param_dtype, a.stream_dtype, [&](auto t, auto p, auto s) {
+  dispatch(a.dtype, a.param_dtype, a.stream_dtype, a.y_dtype, [&](auto t, auto p, auto s, auto y) {
     using T = typename decltype(t)::type;
     using P = typename decltype(p)::type;
     using S = typename decltype(s)::type;
+    using Y = typename decltype(y)::type;
     using A = Accumulate<T>;
     const int64_t last = chunk_begin(a.rows, a.chunks, end) - 1;
     const bool x_streamed = a.grad_x && worth_streaming<T>(a.grad_x, a.rows, a.width, last);
@@ -61,7 +63,7 @@ void backward(const DropoutAddNormBackward& a, int64_t begin, int64_t end) {
       S* grad_residual = row_of<S>(a.grad_residual, row, a.width);
       T* grad_x = row_of<T>(a.grad_x, row, a.width);
       with_factors<A>(a.dropout, row, [&](auto&& factor) {
-        differentiate_row<Centered, S, T, P>(a, row, weight_partial, bias_partial,
+        differentiate_row<Centered, S, Y, P>(a, row, weight_partial, bias_partial,
                                              [&](int64_t i, auto at, Vec<A> v) {
                                                if (grad_z) {
                                                  v += load(grad_z + i, at);

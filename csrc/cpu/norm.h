@@ -1,5 +1,5 @@
 // One row of LayerNorm or RMSNorm, forward and backward: what the norms and those that add to a
-// residual stream before share. X is what the normalised row is stored in, T what y is.
+// residual stream before share. X is what the normalised row is stored in, T what y is and its gradient.
 #pragma once
 
 #include "core/norm.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,17 +11,28 @@ import torch
 
 from torchweld.errors import ArgumentError
 
-NUMBER = (int, float)  # a union of the two would be made anew at every call
+# A union would be made anew at every call. The last one is for NumPy's, which are asked last.
+NUMBER: Any = (int, float, numbers.Real)
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
+def names(dtypes: Sequence[torch.dtype]) -> str:
+    """In words."""
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def dense(
-    function: str, name: str, value: Any, dtypes: Sequence[torch.dtype], *, jagged: bool = False
+    function: str,
+    name: str,
+    value: Any,
+    dtypes: Sequence[torch.dtype],
+    beside: str = "",
+    *,
+    jagged: bool = False,
 ) -> None:
-    """A dense tensor of one of these dtypes, or, where `jagged` says so, a jagged one."""
+    """A dense tensor of one of these dtypes, or, where `jagged` says so, a jagged one.
+
+    `beside` names the argument that the dtypes go with.
+    """
     if not isinstance(value, torch.Tensor):
         accepted = "a tensor"
         if isinstance(value, torch.fx.Proxy):
@@ -34,7 +46,8 @@ def dense(
         accepted = "a dense or jagged tensor" if jagged else "a dense tensor"
         raise ArgumentError(function, name, f"a {kind} tensor", accepted)
     if value.dtype not in dtypes:
-        raise ArgumentError(function, name, f"of dtype {value.dtype}", _names(dtypes))
+        accepted = names(dtypes) + (f", to go with {beside}" if beside else "")
+        raise ArgumentError(function, name, f"of dtype {value.dtype}", accepted)
 
 
 def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -50,6 +63,11 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
     if value.device != x.device:
         accepted = f"the device of {x_name}, {x.device}"
         raise ArgumentError(function, name, f"on {value.device}", accepted)
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for such devices; torch refuses to say it of the meta device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def beside(x: torch.Tensor) -> list[torch.dtype]:
@@ -80,10 +98,27 @@ def epsilon(function: str, eps: Any) -> None:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
-def number(function: str, name: str, value: Any) -> None:
-    """A number."""
-    if not isinstance(value, NUMBER):
-        raise ArgumentError(function, name, repr(value), "a number")
+def probability(function: str, p: Any) -> None:
+    """A number from 0 to 1."""
+    if not isinstance(p, NUMBER) or not 0 <= p <= 1:
+        raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
+
+
+_LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.float64)}
+
+
+def factor(function: str, name: str, value: Any, dtype: torch.dtype | None = None) -> None:
+    """A number that can be multiplied with: in float32, or in float64 where the dtype is that."""
+    kind = torch.float64 if dtype is torch.float64 else torch.float32
+    if not isinstance(value, NUMBER) or not abs(value) <= _LARGEST[kind]:
+        accepted = f"a number that {names([kind])} holds"
+        raise ArgumentError(function, name, repr(value), accepted)
+
+
+def flag(function: str, name: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentError(function, name, repr(value), "True or False")
 
 
 def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:

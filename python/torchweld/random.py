@@ -18,12 +18,13 @@ Optimizers round stochastically by other counters, which end in the number of a 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.checks import NUMBER
+from torchweld.checks import probability
 from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 
@@ -142,11 +143,12 @@ def as_seed(
             came = f"a {value.dtype} tensor of shape {list(value.shape)}"
             raise ArgumentError(function, "seed", came, "an int or one int64")
         return value.to(device).reshape(1)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+    number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not number or not 0 <= value < 2**63:
         raise ArgumentError(
             function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
         )
-    return torch.full((1,), value, dtype=torch.int64, device=device)
+    return torch.full((1,), int(value), dtype=torch.int64, device=device)
 
 
 def drawn(
@@ -158,8 +160,7 @@ def drawn(
     seed_: torch.Tensor | int | None,
 ) -> tuple[float, torch.Tensor | None]:
     """The p and seed that an op gets: 0 and None, and nothing drawn, where nothing is dropped."""
-    if not isinstance(p, NUMBER) or not 0 <= p <= 1:
-        raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
+    probability(function, p)
     if not training or p == 0:
         return 0.0, None
     if not isinstance(x, torch.Tensor):

@@ -192,3 +192,27 @@ def test_bias_dropout_add_module() -> None:
     torch.testing.assert_close(y, (x + bias) * kept / 0.6 + residual)
     assert torch.equal(module.eval()(x, None, residual), x + residual)
     assert repr(module) == "BiasDropoutAdd(p=0.4)"
+
+
+@pytest.mark.parametrize("rows", [8, 2**15], ids=["small", "large"])
+@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
+def test_nothing_is_rounded_before_a_float32_residual(
+    name: str, p: float, backend: str | None, rows: int
+) -> None:
+    """What is added to it has float32's error, at every size and on every path."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(48).bfloat16()
+    residual, scale = torch.randn(rows, 48) / 8, 1 / (1 - p)
+    kept = torchweld.random.kept(x.shape, p, 7) if p else torch.ones(rows, 48, dtype=torch.bool)
+    with torchweld.use_backend(backend):
+        if name == "bias_dropout_add":
+            z = functional.bias_dropout_add(x, bias, residual, p, seed=7)
+        else:
+            bias = torch.zeros(())
+            _, z = getattr(functional, name)(x, residual, None, p=p, seed=7, return_residual=True)
+    added = (x.double() + bias.double()) * kept * scale
+    terms = residual.double().abs() + (x.double().abs() + bias.double().abs()) * kept * scale
+    assert z.dtype == torch.float32
+    assert torch.all((z - (residual.double() + added)).abs() <= 4 * 2**-24 * terms)

@@ -245,6 +245,8 @@ def test_schema_and_implementation_agree(target: Target) -> None:
             changed[position] = value.flip(-1)  # adding a number would change no softmax
         elif isinstance(value, torch.Tensor):
             changed[position] = value + 1
+        elif op.forward_signature.arguments[position] == "wide_y":
+            continue  # nothing in float32; test_autocast.py has it
         elif isinstance(value, bool):
             changed[position] = not value
         elif isinstance(value, float):

@@ -7,6 +7,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 import torchweld
 
 ROOT = Path(__file__).parents[2]
@@ -16,15 +18,22 @@ def test_the_tables_are_current() -> None:
     """python docs/generate.py writes them."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     assert (ROOT / "docs" / "ops.md").read_text() == generate["table"]()
-    assert (ROOT / "docs" / "optimizers.md").read_text() == generate["optimizers"]()
+    for name in ("optimizers", "modules"):
+        assert (ROOT / "docs" / f"{name}.md").read_text() == generate[name]()
 
 
-def test_the_readmes_python_runs() -> None:
-    """Every Python block, in order, in one namespace."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 3
+@pytest.mark.parametrize(
+    ("page", "count"), [("README.md", 3), ("docs/modules.md", 2), ("docs/huggingface.md", 6)]
+)
+def test_a_pages_python_runs(page: str, count: int) -> None:
+    """Every Python block, in order, in one namespace, but for what needs another package."""
+    blocks = re.findall(
+        r"(<!-- needs \w+ -->\n)?```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL
+    )
+    found = [block for needs, block in blocks if not needs]
+    assert len(found) >= count
     namespace: dict[str, object] = {}
-    for block in blocks:
+    for block in found:
         exec(block, namespace)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,70 +79,69 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
     plain_at = [inputs.index(name) for name in plain]
     typed_at = [inputs.index(name) for name in typed]
 
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            results = as_tuple(kernel.forward(*given))
-            values = [given[i] for i in saved_at] + [results[i] for i in kept_at]
-            if op.unsaved is not None:
-                unsaved = op.unsaved(*given)
-                values = [
-                    None if name in unsaved else value
-                    for name, value in zip(saved + kept, values, strict=True)
-                ]
-            ctx.save_for_backward(*values)
-            ctx.plain = [given[i] for i in plain_at]
-            ctx.dtype = [given[i].dtype for i in typed_at]
-            ctx.same = {
-                name: source for name, (source, when) in op.same_gradient.items() if when(*given)
-            }
-            ctx.late = None
-            returned = kernel.public(results)
-            if isinstance(returned, tuple):
-                ctx.set_materialize_grads(False)
-                if beside := returned[len(public) :]:
-                    ctx.mark_non_differentiable(*beside)
-            return returned
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            if all(grad is None for grad in grads):
-                return (None,) * len(inputs)
-            if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
-                return late
-            needs = ctx.needs_input_grad
-            asked = _asked(inputs, needs, ctx.same) if ctx.same else needs
-            values = {
-                "saved": ctx.saved_tensors,
-                "plain": ctx.plain,
-                "dtype": ctx.dtype,
-                "grad": grads,
-                "need": asked,
-            }
-            arguments = [values[kind][i] for kind, i in backward_arguments]
-            compiling = torch.compiler.is_compiling()
-            if torch.is_grad_enabled() and not compiling:
-                results = op.eager_backward(*arguments)  # its graph is a second derivative's
-            else:
-                results = kernel.backward(*arguments)
-            results = as_tuple(results)
-            found = [
-                results[at] if need and at is not None else None
-                for at, need in zip(gradient_of, asked, strict=True)
+    def forward(ctx: Any, *given: Any) -> Any:
+        results = as_tuple(kernel.forward(*given))
+        values = [given[i] for i in saved_at] + [results[i] for i in kept_at]
+        if op.unsaved is not None:
+            unsaved = op.unsaved(*given)
+            values = [
+                None if name in unsaved else value
+                for name, value in zip(saved + kept, values, strict=True)
             ]
-            if ctx.same:
-                named = dict(zip([f"grad_{name}" for name in inputs], found, strict=True))
-                named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
-                found = [
-                    named[ctx.same.get(name, f"grad_{name}")] if need else None
-                    for name, need in zip(inputs, needs, strict=True)
-                ]
-            if not compiling and torch._C._autograd._get_current_graph_task_keep_graph():
-                _leave_for_later(ctx, grads, found)
-            return tuple(found)
+        ctx.save_for_backward(*values)
+        ctx.plain = [given[i] for i in plain_at]
+        ctx.dtype = [given[i].dtype for i in typed_at]
+        ctx.same = {
+            name: source for name, (source, when) in op.same_gradient.items() if when(*given)
+        }
+        ctx.late = None
+        returned = kernel.public(results)
+        if isinstance(returned, tuple):
+            ctx.set_materialize_grads(False)
+            if beside := returned[len(public) :]:
+                ctx.mark_non_differentiable(*beside)
+        return returned
 
-    Fused.__name__ = Fused.__qualname__ = f"{op.name}_{kernel.backend}"
-    return Fused
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(inputs)
+        if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
+            return late
+        needs = ctx.needs_input_grad
+        asked = _asked(inputs, needs, ctx.same) if ctx.same else needs
+        values = {
+            "saved": ctx.saved_tensors,
+            "plain": ctx.plain,
+            "dtype": ctx.dtype,
+            "grad": grads,
+            "need": asked,
+        }
+        arguments = [values[kind][i] for kind, i in backward_arguments]
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            results = op.eager_backward(*arguments)  # its graph is a second derivative's
+        else:
+            results = kernel.backward(*arguments)
+        results = as_tuple(results)
+        found = [
+            results[at] if need and at is not None else None
+            for at, need in zip(gradient_of, asked, strict=True)
+        ]
+        if ctx.same:
+            named = dict(zip([f"grad_{name}" for name in inputs], found, strict=True))
+            named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
+            found = [
+                named[ctx.same.get(name, f"grad_{name}")] if need else None
+                for name, need in zip(inputs, needs, strict=True)
+            ]
+        if not compiling and torch._C._autograd._get_current_graph_task_keep_graph():
+            _leave_for_later(ctx, grads, found)
+        return tuple(found)
+
+    # With its name from the start: that of its nodes, in grad_fn and in the profiler, is made then.
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    name, base = f"{op.name}_{kernel.backend}", torch.autograd.Function
+    return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(methods))
 
 
 # Zero-bubble schedules run a backward twice: for what flows, keeping the graph, and then for the

@@ -1,5 +1,15 @@
 """Modules: drop-ins for torch.nn's, with the same constructors and state_dict keys."""
 
+from torchweld.nn.activation import (
+    GELU,
+    Activation,
+    QuickGELU,
+    ReLU,
+    ReLUSquared,
+    Sigmoid,
+    SiLU,
+    Tanh,
+)
 from torchweld.nn.batch_norm import LinearBatchNormAct
 from torchweld.nn.dropout import (
     BiasDropoutAdd,
@@ -11,7 +21,9 @@ from torchweld.nn.linear import MLP, GatedMLP, LinearAct, LinearGELU
 from torchweld.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
+    "GELU",
     "MLP",
+    "Activation",
     "BiasDropoutAdd",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
@@ -20,6 +32,12 @@ __all__ = [
     "LinearAct",
     "LinearBatchNormAct",
     "LinearGELU",
+    "QuickGELU",
     "RMSNorm",
+    "ReLU",
+    "ReLUSquared",
+    "SiLU",
+    "Sigmoid",
     "SoftmaxDropout",
+    "Tanh",
 ]

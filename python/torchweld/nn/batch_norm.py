@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
+from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm.batch_norm_act import is_first
 
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
@@ -36,7 +37,7 @@ class LinearBatchNormAct(torch.nn.Module):
         process_group: in training the statistics are those of the rows of all its processes, as
             torch.nn.SyncBatchNorm has them, on the CPU too; torch.distributed.group.WORLD: of all.
             None: those of this process, or of the norm's own group if it is a SyncBatchNorm.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save the input alone, and compute the rest again in the backward.
     """
@@ -62,6 +63,8 @@ class LinearBatchNormAct(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        activations.check("LinearBatchNormAct", activation, approximate)
+        checks.epsilon("LinearBatchNormAct", eps)
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.linear = torch.nn.Linear(in_features, out_features, bias, **kwargs)
         self.norm = torch.nn.BatchNorm1d(

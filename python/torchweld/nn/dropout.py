@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
 
 
 class SoftmaxDropout(torch.nn.Module):
@@ -20,6 +21,8 @@ class SoftmaxDropout(torch.nn.Module):
 
     def __init__(self, p: float = 0.0, scale: float = 1.0, causal: bool = False) -> None:
         super().__init__()
+        checks.probability("SoftmaxDropout", p)
+        checks.factor("SoftmaxDropout", "scale", scale)
         self.p, self.scale, self.causal = p, scale, causal
 
     def forward(self, scores: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,6 +48,7 @@ class BiasDropoutAdd(torch.nn.Module):
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
+        checks.probability("BiasDropoutAdd", p)
         self.p = p
 
     def forward(
@@ -58,12 +62,21 @@ class BiasDropoutAdd(torch.nn.Module):
 
 class _DropoutAddNorm(torch.nn.Module):
     def __init__(
-        self, normalized_shape: int | Sequence[int], p: float, return_residual: bool
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float,
+        eps: float | None,
+        return_residual: bool,
+        y_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        sizes = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        self.normalized_shape = tuple(sizes)
-        self.p, self.return_residual = p, return_residual
+        checks.probability(type(self).__name__, p)
+        checks.epsilon(type(self).__name__, 0.0 if eps is None else eps)
+        integers = (int, numbers.Integral)  # the latter is NumPy's
+        sizes = (normalized_shape,) if isinstance(normalized_shape, integers) else normalized_shape
+        self.normalized_shape = tuple([int(size) for size in sizes])
+        self.eps = eps
+        self.p, self.return_residual, self.y_dtype = p, return_residual, y_dtype
 
     def _learn(
         self, name: str, wanted: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -102,6 +115,9 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         elementwise_affine: False: neither weight nor bias.
         bias: False: no bias.
         return_residual: return (y, dropout(x, p) + residual).
+        y_dtype: of y; None: as torch.nn.LayerNorm has it, float32 under autocast where a CUDA
+            device or a float32 residual makes it so. A y that only goes to linear layers, as that
+            of a block that normalises first, may as well be of x's dtype.
     """
 
     weight: torch.nn.Parameter | None
@@ -117,11 +133,11 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         bias: bool = True,
         *,
         return_residual: bool = False,
+        y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, p, return_residual)
-        self.eps = eps
+        super().__init__(normalized_shape, p, eps, return_residual, y_dtype)
         self._learn("weight", elementwise_affine, device, dtype)
         self._learn("bias", elementwise_affine and bias, device, dtype)
         self.reset_parameters()
@@ -139,6 +155,7 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
             training=self.training,
             return_residual=self.return_residual,
             normalized_shape=self.normalized_shape,
+            y_dtype=self.y_dtype,
         )
 
 
@@ -159,11 +176,11 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
         elementwise_affine: bool = True,
         *,
         return_residual: bool = False,
+        y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, p, return_residual)
-        self.eps = eps
+        super().__init__(normalized_shape, p, eps, return_residual, y_dtype)
         self._learn("weight", elementwise_affine, device, dtype)
         self.reset_parameters()
 
@@ -179,4 +196,5 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
             training=self.training,
             return_residual=self.return_residual,
             normalized_shape=self.normalized_shape,
+            y_dtype=self.y_dtype,
         )

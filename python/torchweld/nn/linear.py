@@ -9,6 +9,7 @@ import torch
 
 from torchweld import functional
 from torchweld.dispatch.call import checkpointed
+from torchweld.ops.activation import common as activations
 
 
 class LinearAct(torch.nn.Module):
@@ -21,7 +22,7 @@ class LinearAct(torch.nn.Module):
         in_features: last size of the input.
         out_features: last size of the output.
         bias: whether there is one.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save the input alone, and compute the rest again in the backward.
     """
@@ -41,6 +42,7 @@ class LinearAct(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        activations.check(type(self).__name__, activation, approximate)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.approximate, self.recompute = activation, approximate, recompute
         empty = torch.empty((out_features, in_features), device=device, dtype=dtype)
@@ -133,7 +135,7 @@ class MLP(_Block):
         hidden_features: last size between the layers.
         out_features: last size of the output; None: that of the input.
         bias: whether the layers have one.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save the input alone, and compute the rest again in the backward.
     """
@@ -177,7 +179,7 @@ class GatedMLP(_Block):
         in_features: last size of the input and the output.
         hidden_features: last size of gate and up.
         bias: whether the layers have one.
-        activation: "silu" (SwiGLU), "gelu" (GeGLU) or "relu" (ReGLU).
+        activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save the input alone, and compute the rest again in the backward.
     """
@@ -195,6 +197,7 @@ class GatedMLP(_Block):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(recompute)
+        activations.check("GatedMLP", activation, approximate)
         self.activation, self.approximate = activation, approximate
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, **kwargs)

@@ -30,6 +30,7 @@ def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor
         finite. No gradient flows.
     """
     checks.dense("quantize_8bit", "x", x, _FLOATS)
+    checks.flag("quantize_8bit", "signed", signed)
     with torch.no_grad():
         kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x)
         return (kernel or quantize_reference)(x, signed)
@@ -54,6 +55,7 @@ def dequantize_8bit(
         A tensor of codes' shape: map[code] * absmax, in float32, then rounded to dtype.
     """
     checks.dense("dequantize_8bit", "codes", codes, [torch.uint8])
+    checks.flag("dequantize_8bit", "signed", signed)
     checks.dense("dequantize_8bit", "absmax", absmax, [torch.float32])
     checks.like("dequantize_8bit", "absmax", absmax, codes, "codes")
     if absmax.shape != scales_shape(codes.shape):

@@ -33,7 +33,7 @@ def softmax_dropout(
         mask: broadcasts to scores. Boolean: True takes part, as in
             torch.nn.functional.scaled_dot_product_attention. Else added, in scores' dtype or
             float32 under 16-bit scores; one that requires a gradient is added by torch.
-        scale: multiplies the scores.
+        scale: multiplies the scores; a number that float32 holds, or float64 under float64 scores.
         causal: the last query sees every key, each one before it one key less.
         p: probability of an element to be dropped, where training is true.
         training: False drops nothing.
@@ -50,7 +50,7 @@ def softmax_dropout(
 def _inputs(scores, mask, scale, causal, p, training, seed, shard):
     p, seed = drawn("softmax_dropout", "scores", scores, p, training, seed)
     whole, offset = place(shard)
-    checks.number("softmax_dropout", "scale", scale)
+    checks.factor("softmax_dropout", "scale", scale, getattr(scores, "dtype", None))
     if isinstance(mask, torch.Tensor) and mask.requires_grad:
         scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
     return scores, mask, float(scale), causal, p, seed, whole, offset
@@ -119,7 +119,7 @@ def _check(scores, mask, scale, causal, p, seed, whole, offset):
         raise ArgumentError(name, "scores", "of no dimensions", "at least one")
     if mask is not None:
         wide = [torch.float32] if scores.dtype.itemsize == 2 else []
-        checks.dense(name, "mask", mask, [torch.bool, scores.dtype, *wide])
+        checks.dense(name, "mask", mask, [torch.bool, scores.dtype, *wide], "scores")
         checks.like(name, "mask", mask, scores, "scores")
         checks.broadcasts(name, "mask", mask, scores, "scores")
     checks.dropout(name, "scores", scores, seed, whole, offset)

@@ -24,7 +24,8 @@ def bias_act(
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
         bias: [width], in x's dtype or float32 under a 16-bit x.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu", "quick_gelu" (z * sigmoid(1.702 z)), "relu2" (relu's
+            square), "sigmoid", "tanh" or "identity" (none at all).
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
@@ -41,7 +42,10 @@ def _reference(x, bias, activation, approximate):
         z = x + bias
     if x.ndim == 0:
         _check_all(x, bias, activation, approximate)
-    y = activations.activate(OP, z, activation, approximate).contiguous()
+    y = activations.activate(OP, z, activation, approximate)
+    if y is x:
+        return x.clone(memory_format=torch.contiguous_format)
+    y = y.contiguous()
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
@@ -50,13 +54,12 @@ def _check_all(x, bias, activation, approximate):
     if x.ndim == 0:
         raise ArgumentError(OP.name, "x", "of no dimensions", "[*, width]")
     if bias is not None:
-        dtypes = [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
-        checks.dense(OP.name, "bias", bias, dtypes)
+        checks.dense(OP.name, "bias", bias, checks.beside(x), "x")
         checks.like(OP.name, "bias", bias, x, "x")
         if bias.shape != x.shape[-1:]:
             accepted = f"the last size of x, {list(x.shape[-1:])}"
             raise ArgumentError(OP.name, "bias", f"of shape {list(bias.shape)}", accepted)
-    activations.check(OP, activation, approximate)
+    activations.check(OP.name, activation, approximate)
 
 
 def _fake(x, bias, activation, approximate):
@@ -65,10 +68,10 @@ def _fake(x, bias, activation, approximate):
 
 
 def _terms(x, bias, activation, approximate, grad_y):
-    """z is x + bias, y is z times a factor in [0, 1], whose derivative is below 1 as well."""
+    known = activations.ACTIVATIONS[activation, approximate]
     z = x.double().abs() + (0.0 if bias is None else bias.double().abs())
-    grad_x = grad_y.double().abs() * (1 + z)
-    return {"y": z, "grad_x": grad_x, "grad_bias": grad_x.sum_to_size(x.shape[-1:])}
+    grad_x = grad_y.double().abs() * known.slope(z)
+    return {"y": known.value(z), "grad_x": grad_x, "grad_bias": grad_x.sum_to_size(x.shape[-1:])}
 
 
 def _samples():

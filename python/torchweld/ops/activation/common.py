@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +15,44 @@ from torchweld.registry import Op
 
 SOURCES = {"cpu": ("csrc/cpu/act.cpp",), "triton": ("triton_kernels/act.py",)}
 
-# Every (activation, approximate) there is.
-KINDS = (("gelu", "none"), ("gelu", "tanh"), ("relu", "none"), ("silu", "none"))
+
+@dataclass(frozen=True)
+class Activation:
+    """Eager torch's function, and how an error of what goes into it comes out.
+
+    With `size` the sum of the magnitudes that its argument is made of, `value(size)` is that of its
+    result, and `slope(size)` that of its derivative: docs/numerics.md derives them.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    value: Callable[[Any], Any] = lambda size: size
+    slope: Callable[[Any], Any] = lambda size: 1 + size
+
+
+def _quick_gelu(z: torch.Tensor) -> torch.Tensor:
+    return z * torch.sigmoid(1.702 * z)
+
+
+def _relu2(z: torch.Tensor) -> torch.Tensor:
+    return relu(z).square()
+
+
+# By (activation, approximate) every one there is. A new one is a line here, one in csrc/core/act.h,
+# and its branches in triton_kernels/act.py.
+ACTIVATIONS = {
+    ("gelu", "none"): Activation(gelu),
+    ("gelu", "tanh"): Activation(partial(gelu, approximate="tanh")),
+    ("relu", "none"): Activation(relu),
+    ("silu", "none"): Activation(silu),
+    ("quick_gelu", "none"): Activation(_quick_gelu),
+    ("relu2", "none"): Activation(_relu2, lambda size: size * size, lambda size: 2 * size),
+    ("sigmoid", "none"): Activation(
+        torch.sigmoid, lambda size: 1 + size / 4, lambda size: (1 + size) / 4
+    ),
+    ("tanh", "none"): Activation(torch.tanh),
+    ("identity", "none"): Activation(lambda z: z, slope=torch.ones_like),
+}
+KINDS = tuple(ACTIVATIONS)
 
 # Sizes of the contract's samples: one element, odd and prime widths, widths past a vector's and a
 # block's, one to five dimensions, no rows, no width.
@@ -39,29 +78,19 @@ MEASURED_ON_GPU = ((4096, 4096), (8192, 16384), (32768, 11008))
 
 
 def activate(op: Op, z: torch.Tensor, activation: str, approximate: str) -> torch.Tensor:
-    """Eager torch's activation."""
-    if activation == "gelu" and approximate in ("none", "tanh"):
-        return gelu(z, approximate=approximate)
-    if activation in _PLAIN and approximate == "none":
-        return _PLAIN[activation](z)
-    raise error(op, activation, approximate)
+    """Eager torch's activation; z itself where there is none."""
+    if (activation, approximate) not in ACTIVATIONS:
+        check(op.name, activation, approximate)
+    return ACTIVATIONS[activation, approximate].function(z)
 
 
-_PLAIN = {"relu": relu, "silu": silu}
-
-
-def check(op: Op, activation: Any, approximate: Any) -> None:
+def check(function: str, activation: Any, approximate: Any) -> None:
     """One of KINDS."""
-    if (activation, approximate) not in KINDS:
-        raise error(op, activation, approximate)
-
-
-def error(op: Op, activation: Any, approximate: Any) -> ArgumentError:
-    """What is wrong with a kind that is not one of KINDS."""
-    names = [name for name, _ in KINDS]
-    if activation not in names:
-        accepted = " or ".join(dict.fromkeys(names))
-        return ArgumentError(op.name, "activation", repr(activation), accepted)
-    accepted = " or ".join(kind for name, kind in KINDS if name == activation)
+    if (activation, approximate) in KINDS:
+        return
+    accepted = [form for name, form in KINDS if name == activation]
+    if not accepted:
+        names = " or ".join(dict.fromkeys(name for name, _ in KINDS))
+        raise ArgumentError(function, "activation", repr(activation), names)
     came = f"{approximate!r} with activation={activation!r}"
-    return ArgumentError(op.name, "approximate", came, accepted)
+    raise ArgumentError(function, "approximate", came, " or ".join(accepted))

@@ -25,7 +25,7 @@ def gated_act(
         gate: [*, width]; float32, bfloat16, float16 (or float64). It and up may be the halves of
             one tensor, which are read where they are.
         up: of gate's shape and dtype.
-        activation: "silu" (SwiGLU), "gelu" (GeGLU) or "relu" (ReGLU).
+        activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
@@ -45,12 +45,12 @@ def _check_all(gate, up, activation, approximate):
     checks.dense(OP.name, "gate", gate, OP.dtypes, jagged=True)
     if gate.ndim == 0:
         raise ArgumentError(OP.name, "gate", "of no dimensions", "[*, width]")
-    checks.dense(OP.name, "up", up, [gate.dtype], jagged=gate.is_nested)
+    checks.dense(OP.name, "up", up, [gate.dtype], "gate", jagged=gate.is_nested)
     checks.like(OP.name, "up", up, gate, "gate")
     if up.shape != gate.shape:
         accepted = f"the shape of gate, {list(gate.shape)}"
         raise ArgumentError(OP.name, "up", f"of shape {list(up.shape)}", accepted)
-    activations.check(OP, activation, approximate)
+    activations.check(OP.name, activation, approximate)
 
 
 def _fake(gate, up, activation, approximate):
@@ -59,9 +59,10 @@ def _fake(gate, up, activation, approximate):
 
 
 def _terms(gate, up, activation, approximate, grad_y):
-    """act(gate) is gate times a factor in [0, 1], whose derivative is below 1 as well."""
+    known = activations.ACTIVATIONS[activation, approximate]
     gate, up, grad = gate.double().abs(), up.double().abs(), grad_y.double().abs()
-    return {"y": gate * up, "grad_gate": grad * up * (1 + gate), "grad_up": grad * gate}
+    activated, grad_gate = known.value(gate), grad * up * known.slope(gate)
+    return {"y": activated * up, "grad_gate": grad_gate, "grad_up": grad * activated}
 
 
 def _arguments(shape, *kind):

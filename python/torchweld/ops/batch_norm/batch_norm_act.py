@@ -62,7 +62,7 @@ def batch_norm_act(
         process_group: in training the statistics are those of all its processes' rows, however many
             each has; None: of this process alone. Gradients of weight and bias are this process's
             share of the sum, as torch.nn.SyncBatchNorm has them.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
@@ -306,9 +306,9 @@ def _fake(x, *_):
     return y, mean, var, mean.new_empty(())
 
 
-def _terms(x, running_mean, running_var, weight, bias, training, momentum, eps, *_, grad_y):
+def _terms(x, running_mean, running_var, weight, bias, training, momentum, eps, _, *kind, grad_y):
     mean, var = (None, None) if training else (running_mean, running_var)
-    return batch_norms.terms(x, x.double().abs(), mean, var, weight, bias, eps, grad_y)
+    return batch_norms.terms(x, x.double().abs(), mean, var, weight, bias, eps, tuple(kind), grad_y)
 
 
 def _arguments(shape, training, *kind, tracked=True, affine=True):

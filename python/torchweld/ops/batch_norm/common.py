@@ -108,7 +108,7 @@ def check_columns(
     for pair in pairs:
         given = {name: value for name, value in pair.items() if value is not None}
         for name, value in given.items():
-            checks.dense(op.name, name, value, checks.parameters_beside(x))
+            checks.dense(op.name, name, value, checks.parameters_beside(x), "x")
             checks.like(op.name, name, value, x, "x")
             checks.shaped(op.name, name, value, shape, meaning)
         if len({value.dtype for value in given.values()}) > 1:
@@ -116,15 +116,15 @@ def check_columns(
             came, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
             raise ArgumentError(op.name, second, came, accepted)
     checks.epsilon(op.name, eps)
-    activations.check(op, *kind)
+    activations.check(op.name, *kind)
 
 
-def terms(z, size, mean, var, weight, bias, eps, grad_y):
+def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
     """Sums of the magnitudes that each result is made of, in float64.
 
     `size` is that of z, which is what is normalised; without mean and var by its own.
     """
-    width = z.shape[-1]
+    known, width = activations.ACTIVATIONS[kind], z.shape[-1]
     rows, size = rows_of(z.double()), rows_of(size)
     grad_y = rows_of(grad_y.double().abs())
     own = mean is None or var is None
@@ -135,13 +135,13 @@ def terms(z, size, mean, var, weight, bias, eps, grad_y):
     scale = 1.0 if weight is None else weight.double().abs()
     x_hat = (size + mean_size) * rstd
     y = x_hat * scale + (0.0 if bias is None else bias.double().abs())
-    g = grad_y * (1 + y)  # the activation's derivative is below 1.13, and so is that of it
+    g = grad_y * known.slope(y)
     grad_x = g
     if own:
         grad_x = g + _mean(g) + x_hat * _mean(g * x_hat)
     grad_x = grad_x * rstd * scale
     return {
-        "y": y.view(z.shape),
+        "y": known.value(y).view(z.shape),
         "grad_x": grad_x.view(z.shape),
         "grad_weight": (g * x_hat).sum(0).view(width),
         "grad_bias": g.sum(0).view(width),

@@ -31,7 +31,7 @@ def normalize_act(
             gradient.
         weight, bias: [width], in x's dtype, or float32 and 16 bits in either order.
         eps: added to the variance, >= 0.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:
@@ -62,7 +62,8 @@ def _fake(x, mean, var, weight, bias, eps, activation, approximate):
 
 def _terms(x, mean, var, weight, bias, eps, activation, approximate, grad_y):
     size = x.double().abs()
-    return batch_norms.terms(x, size, mean, var, weight, bias, eps, grad_y)
+    kind = (activation, approximate)
+    return batch_norms.terms(x, size, mean, var, weight, bias, eps, kind, grad_y)
 
 
 def _arguments(shape, *kind):

@@ -38,7 +38,7 @@ def linear_act(
         x: [*, in_features]; float32, bfloat16, float16 (or float64).
         weight: [out_features, in_features].
         bias: [out_features].
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save x alone, and compute the rest again in the backward.
 
@@ -84,6 +84,8 @@ BareOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approximat
 
 def activated(backend, x, weight, bias, activation, approximate):
     """linear, then bias_act on this backend; by one kernel where there is one, and it is faster."""
+    if activation == "identity":
+        return gemm.linear(x, weight, bias)
     given = (x, weight, bias, activation, approximate)
     if (made := in_one(backend, *given)) is not None:
         return epilogue.activated(made, activation, approximate)
@@ -171,7 +173,7 @@ def _reference(x, weight, bias, activation, approximate):
 
 def _check_all(x, weight, bias, activation, approximate):
     check(OP.name, x, weight=weight, bias=bias)
-    activations.check(OP, activation, approximate)
+    activations.check(OP.name, activation, approximate)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -183,23 +185,21 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bo
     )
 
 
-def check(name: str, x: Any, *, jagged: bool = True, **parameters: Any) -> None:
-    """A GEMM's weight and, after it, its bias, which fit x."""
+def check(name: str, x: Any, of: str = "x", *, jagged: bool = True, **parameters: Any) -> None:
+    """A GEMM's weight and, after it, its bias, which fit x; x has its width from `of`."""
     checks.dense(name, "x", x, OP.dtypes, jagged=jagged)
     if x.ndim == 0:
         raise ArgumentError(name, "x", "of no dimensions", "[*, in_features]")
-    kind = x.device.type
-    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtypes = OP.dtypes if cast else (x.dtype,)
+    dtypes = OP.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
     (weight_name, weight), (bias_name, bias) = parameters.items()
-    checks.dense(name, weight_name, weight, dtypes)
+    checks.dense(name, weight_name, weight, dtypes, of)
     checks.like(name, weight_name, weight, x, "x")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        accepted = f"[out_features, {x.shape[-1]}]"
+        accepted = f"[out_features, {x.shape[-1]}], to go with {of}"
         raise ArgumentError(name, weight_name, f"of shape {list(weight.shape)}", accepted)
     if bias is None:
         return
-    checks.dense(name, bias_name, bias, [weight.dtype])
+    checks.dense(name, bias_name, bias, [weight.dtype], weight_name)
     checks.like(name, bias_name, bias, x, "x")
     if bias.shape != weight.shape[:1]:
         accepted = f"[{weight.shape[0]}], as {weight_name} is {list(weight.shape)}"
@@ -212,11 +212,12 @@ def _fake(x, weight, bias, activation, approximate):
 
 def _terms(x, weight, bias, activation, approximate, grad_y):
     """bias_act's, with every product of the GEMMs a term."""
+    known = activations.ACTIVATIONS[activation, approximate]
     x, weight, grad = x.double().abs(), weight.double().abs(), grad_y.double().abs()
     z = linear(x, weight, None if bias is None else bias.double().abs())
-    grad_z = grad * (1 + z)
+    grad_z = grad * known.slope(z)
     return {
-        "y": z,
+        "y": known.value(z),
         "grad_x": grad_z @ weight,
         "grad_weight": outer(grad_z, x),
         "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),

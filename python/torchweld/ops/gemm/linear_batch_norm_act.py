@@ -56,7 +56,7 @@ def linear_batch_norm_act(
         eps: added to the variance, >= 0.
         process_group: in training the statistics are those of all its processes' rows, see
             batch_norm_act; None: of this process alone.
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save x alone, and compute the rest again in the backward.
 
@@ -142,14 +142,14 @@ def _fake(x, weight, *_):
 
 def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how, grad_y):
     """batch_norm_act's, with every product of the GEMMs a term."""
-    training, _, eps, *_ = how
+    training, _, eps, _, *kind = how
     x, weight = x.double(), weight.double()
     bias = x.new_zeros(()) if bias is None else bias.double()
     z = linear(x, weight) + bias
     x, weight = x.abs(), weight.abs()
     size = linear(x, weight) + bias.abs()
     mean, var = (None, None) if training else (running_mean, running_var)
-    found = batch_norms.terms(z, size, mean, var, bn_weight, bn_bias, eps, grad_y)
+    found = batch_norms.terms(z, size, mean, var, bn_weight, bn_bias, eps, tuple(kind), grad_y)
     grad_z = found["grad_x"]
     return {
         "y": found["y"],
@@ -177,10 +177,12 @@ def _samples():
     gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
     shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
     found = [_arguments(*s, True, *gelu, tracked=s[2] != 7) for s in (*shapes, ((0,), 8, 5))]
-    found += [_arguments(*shapes[3], True, *kind) for kind in others]
+    found += [_arguments(*shapes[3], True, *kind) for kind in others[:2]]
     evaluated = (((1,), 3, 5), ((3,), 5, 4096), *shapes, ((0,), 8, 5))
     found += [_arguments(*s, False, *gelu, bias=True) for s in evaluated]
-    return (*found, _arguments(*shapes[3], False, "silu", "none"))
+    found.append(_arguments(*shapes[3], False, "silu", "none"))
+    # Last, so that an activation more leaves the others what they are drawn from.
+    return (*found, *(_arguments(*shapes[3], True, *kind) for kind in others[2:]))
 
 
 _RESULTS = ("y", "grad_x", "grad_weight", "grad_bias", "grad_bn_weight", "grad_bn_bias")

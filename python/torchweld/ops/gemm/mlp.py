@@ -52,7 +52,7 @@ def mlp(
         b1: [hidden_features].
         w2: [out_features, hidden_features].
         b2: [out_features].
-        activation: "gelu", "relu" or "silu".
+        activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save x alone, and compute the rest again in the backward, which on the CPU holds
             two tensors of the hidden layer's size at a time, and not three.
@@ -82,7 +82,7 @@ def gated_mlp(
         gate_weight: [hidden_features, in_features].
         up_weight: [hidden_features, in_features].
         down_weight: [out_features, hidden_features].
-        activation: "silu" (SwiGLU), "gelu" (GeGLU) or "relu" (ReGLU).
+        activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save x alone, and compute the rest again in the backward.
 
@@ -100,7 +100,7 @@ def gated_mlp(
 def _mlp(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
     if not _fits_mlp(x, w1, b1, w2, b2):
         _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute)
-    if recompute and backend == "cpu":
+    if recompute and backend == "cpu" and activation != "identity":
         z, bias = summed(x, w1, b1, activation)
         if is_saved(z, bias) and is_ours(z) and type(w2) in (torch.Tensor, torch.nn.Parameter):
             return act_linear(z, bias, w2, b2, activation, approximate)
@@ -142,8 +142,8 @@ def _mlp_reference(x, w1, b1, w2, b2, activation, approximate, recompute):
 
 def _check_mlp(x, w1, b1, w2, b2, activation, approximate, recompute):
     check(MLP.name, x, w1=w1, b1=b1)
-    check(MLP.name, _hidden(x, w1), w2=w2, b2=b2)
-    activations.check(MLP, activation, approximate)
+    check(MLP.name, _hidden(x, w1), "w1", w2=w2, b2=b2)
+    activations.check(MLP.name, activation, approximate)
 
 
 def _mlp_flops(x, w1, b1, w2, *_):
@@ -157,16 +157,17 @@ def _hidden(x, weight):
 
 
 def _mlp_terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
-    """Every product of the four GEMMs a term, act' at most 1 + abs(z)."""
+    """Every product of the four GEMMs a term."""
+    known = activations.ACTIVATIONS[activation, approximate]
     x, w1, w2, grad = (t.double().abs() for t in (x, w1, w2, grad_y))
     z = linear(x, w1, None if b1 is None else b1.double().abs())
-    grad_z = (grad @ w2) * (1 + z)
+    grad_z, hidden = (grad @ w2) * known.slope(z), known.value(z)
     return {
-        "y": linear(z, w2, None if b2 is None else b2.double().abs()),
+        "y": linear(hidden, w2, None if b2 is None else b2.double().abs()),
         "grad_x": grad_z @ w1,
         "grad_w1": outer(grad_z, x),
         "grad_b1": grad_z.sum_to_size(grad_z.shape[-1:]),
-        "grad_w2": outer(grad, z),
+        "grad_w2": outer(grad, hidden),
         "grad_b2": grad.sum_to_size(grad.shape[-1:]),
     }
 
@@ -261,8 +262,9 @@ def _check_gated_mlp(x, gate_weight, up_weight, down_weight, activation, approxi
         accepted = f"the shape of gate_weight, {list(gate_weight.shape)}"
         came = f"of shape {list(up_weight.shape)}"
         raise ArgumentError(GATED_MLP.name, "up_weight", came, accepted)
-    check(GATED_MLP.name, _hidden(x, gate_weight), down_weight=down_weight, bias=None)
-    activations.check(GATED_MLP, activation, approximate)
+    hidden = _hidden(x, gate_weight)
+    check(GATED_MLP.name, hidden, "gate_weight", down_weight=down_weight, bias=None)
+    activations.check(GATED_MLP.name, activation, approximate)
 
 
 def _gated_mlp_flops(x, *factors):
@@ -271,17 +273,19 @@ def _gated_mlp_flops(x, *factors):
 
 
 def _gated_mlp_terms(x, gate_weight, up_weight, down_weight, activation, approximate, grad_y):
+    known = activations.ACTIVATIONS[activation, approximate]
     x, *weights = (t.double().abs() for t in (x, gate_weight, up_weight, down_weight))
     grad = grad_y.double().abs()
     gate, up = linear(x, weights[0]), linear(x, weights[1])
     grad_hidden = grad @ weights[2]
-    grad_gate, grad_up = grad_hidden * up * (1 + gate), grad_hidden * gate
+    activated = known.value(gate)
+    grad_gate, grad_up = grad_hidden * up * known.slope(gate), grad_hidden * activated
     return {
-        "y": linear(gate * up, weights[2]),
+        "y": linear(activated * up, weights[2]),
         "grad_x": grad_gate @ weights[0] + grad_up @ weights[1],
         "grad_gate_weight": outer(grad_gate, x),
         "grad_up_weight": outer(grad_up, x),
-        "grad_down_weight": outer(grad, gate * up),
+        "grad_down_weight": outer(grad, activated * up),
     }
 
 

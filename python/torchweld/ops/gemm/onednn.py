@@ -11,7 +11,7 @@ import torch
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm.linear import onednn, served_by_onednn, trained
 
-_NAMES = {"gelu": "gelu", "silu": "swish"}
+_NAMES = {"gelu": "gelu", "silu": "swish", "sigmoid": "sigmoid", "tanh": "tanh"}
 
 
 def linear_act(

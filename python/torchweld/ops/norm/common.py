@@ -148,7 +148,7 @@ def check(
         raise ArgumentError(op.name, "normalized_shape", list(shape), accepted)
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in given.items():
-        checks.dense(op.name, name, value, checks.parameters_beside(x))
+        checks.dense(op.name, name, value, checks.parameters_beside(x), "x")
         checks.like(op.name, name, value, x, "x")
         checks.shaped(op.name, name, value, shape, "normalized_shape")
     if len({value.dtype for value in given.values()}) > 1:

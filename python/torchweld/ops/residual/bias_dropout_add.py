@@ -64,6 +64,8 @@ def _plainly_right(x, bias, residual, whole):
 def _reference(x, bias, residual, p, seed, whole, offset):
     if not _plainly_right(x, bias, residual, whole):
         _check(x, bias, residual, p, seed, whole, offset)
+    if residual.dtype is not x.dtype:  # nothing is rounded before it is added to a wider residual
+        x = x.to(torch.promote_types(x.dtype, residual.dtype))
     y = x if bias is None else x + bias
     return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype).contiguous()
 
@@ -87,10 +89,10 @@ def _check(x, bias, residual, p, seed, whole, offset):
         raise ArgumentError(name, "x", "of no dimensions", "at least one")
     dtypes = checks.beside(x)
     if bias is not None:
-        checks.dense(name, "bias", bias, dtypes)
+        checks.dense(name, "bias", bias, dtypes, "x")
         checks.like(name, "bias", bias, x, "x")
         checks.shaped(name, "bias", bias, x.shape[-1:], "x's last dimension")
-    checks.dense(name, "residual", residual, dtypes, jagged=x.is_nested)
+    checks.dense(name, "residual", residual, dtypes, "x", jagged=x.is_nested)
     checks.like(name, "residual", residual, x, "x")
     checks.shaped(name, "residual", residual, x.shape, "x's shape")
     checks.dropout(name, "x", x, seed, whole, offset)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
+from torchweld.dispatch.call import call
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.random import Shard, drawn, drop, place
@@ -27,11 +28,11 @@ def columns(x: Any, residual: Any, normalized_shape: Sequence[int], *_: Any) -> 
 
 
 # Where nothing is dropped, x and residual have the same gradient.
-SAME_GRADIENT = {
+SAME_GRADIENT: dict[str, tuple[str, Callable[..., bool]]] = {
     "x": (
         "grad_residual",
         lambda x, residual, *rest: (
-            residual is not None and residual.dtype is x.dtype and rest[-3] is None
+            residual is not None and residual.dtype is x.dtype and rest[-4] is None
         ),
     )
 }
@@ -48,6 +49,8 @@ def inputs(
     seed: torch.Tensor | int | None,
     shard: Shard | None,
     normalized_shape: Sequence[int] | None,
+    y_dtype: torch.dtype | None,
+    norm: Op,
 ) -> tuple[Any, ...]:
     """The forward's arguments from the public function's."""
     p, seed = drawn(op.name, "x", x, p, training, seed)
@@ -55,7 +58,41 @@ def inputs(
         like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
         normalized_shape = getattr(like, "shape", ())[dims]
     residual = as_wide(residual, x)
-    return x, residual, normalized_shape, *parameters, p, eps, seed, *place(shard)
+    wide_y = _wide_y(op.name, norm, x, residual, y_dtype)
+    return x, residual, normalized_shape, *parameters, p, eps, seed, *place(shard), wide_y
+
+
+def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype | None) -> bool:
+    """Whether y is in float32 under a 16-bit x; unless told otherwise, as torch has it.
+
+    There, under autocast, the norm gives what it is given, which x + residual is promoted to, or
+    float32, on devices where that is a rule of the norm's.
+    """
+    if not isinstance(x, torch.Tensor):  # the check will say so
+        return False
+    if y_dtype is None:
+        kind = x.device.type
+        if x.dtype.itemsize != 2 or not checks.autocasts(kind):
+            return False
+        return kind in norm.autocast or getattr(residual, "dtype", None) is torch.float32
+    if y_dtype not in checks.beside(x):
+        raise ArgumentError(function, "y_dtype", y_dtype, checks.names(checks.beside(x)))
+    return y_dtype is not x.dtype
+
+
+def alone(
+    norm: Op,
+    wide_y: bool,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    parameters: Sequence[torch.Tensor | None],
+    eps: float | None,
+) -> torch.Tensor:
+    """y, where there is neither a residual nor dropout: that of the plain norm."""
+    if wide_y:
+        x, parameters = x.float(), [norms.as_float32(value) for value in parameters]
+    y: torch.Tensor = call(norm, x, normalized_shape, *parameters, eps)
+    return y.to(x.dtype)
 
 
 def as_wide(residual: Any, x: Any) -> Any:
@@ -83,24 +120,38 @@ def plainly_right(
     )
 
 
-def stream(dropped: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """z from what dropout left of x, contiguous as the kernels have it."""
-    z = dropped if residual is None else (dropped + residual).to(residual.dtype)
-    return z.contiguous()
+def stream(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    drop: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """z, contiguous as the kernels have it.
+
+    What dropout leaves of x is not rounded before it is added to a wider residual.
+    """
+    if residual is None:
+        return drop(x).contiguous()
+    kind = torch.promote_types(x.dtype, residual.dtype)
+    z = drop(x if x.dtype is kind else x.to(kind)) + residual
+    return z.to(residual.dtype).contiguous()
 
 
 def normalized(
     norm: Op,
     z: torch.Tensor,
-    dtype: torch.dtype,
+    x: torch.Tensor,
+    wide_y: bool,
     normalized_shape: Sequence[int],
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y, of the dtype of x, by the plain norm's eager torch."""
-    if z.dtype is not dtype:
-        parameters = [None if value is None else value.to(z.dtype) for value in parameters]
-    return norm.reference(z, normalized_shape, *parameters, eps).to(dtype)
+    """y, of the dtype of x unless it is wide, by the plain norm's eager torch."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide_y else x.dtype
+    kind = torch.promote_types(z.dtype, dtype)
+    if kind.itemsize > 2:
+        z, parameters = z.to(kind), [p if p is None else p.to(kind) for p in parameters]
+    y: torch.Tensor = norm.reference(z, normalized_shape, *parameters, eps)
+    return y.to(dtype)
 
 
 def gradients(
@@ -157,12 +208,12 @@ def check(
     """What both ops accept."""
     checks.dense(op.name, "x", x, op.dtypes, jagged=seed is None)
     if (weight := parameters["weight"]) is not None:  # normalized_shape may be from there
-        checks.dense(op.name, "weight", weight, checks.parameters_beside(x))
+        checks.dense(op.name, "weight", weight, checks.parameters_beside(x), "x")
         meaning = f"the last dimensions of x, whose shape is {list(x.shape)}: for instance"
         checks.shaped(op.name, "weight", weight, x.shape[x.ndim - weight.ndim :], meaning)
     norms.check(op, x, normalized_shape, eps, **parameters)
     if residual is not None:
-        checks.dense(op.name, "residual", residual, checks.beside(x), jagged=x.is_nested)
+        checks.dense(op.name, "residual", residual, checks.beside(x), "x", jagged=x.is_nested)
         checks.like(op.name, "residual", residual, x, "x")
         checks.shaped(op.name, "residual", residual, x.shape, "x's shape")
     checks.dropout(op.name, "x", x, seed, whole, offset)
@@ -171,15 +222,17 @@ def check(
         raise ArgumentError(op.name, "shard", f"of sizes {list(whole)}", accepted)
 
 
-def fake(x, residual, normalized_shape):
+def fake(x, residual, normalized_shape, *rest):
     """z, y and a statistic."""
     z = norms.result(x if residual is None else residual)
-    return z, norms.result(x), norms.statistics(x, normalized_shape)
+    statistic = norms.statistics(x, normalized_shape)
+    y = x.new_empty(x.shape, dtype=statistic.dtype if rest[-1] else x.dtype)
+    return z, y, statistic
 
 
 def _terms(x, residual, normalized_shape, weight, *rest, grad_z, grad_y, centered):
     """Sums of the magnitudes that each result is made of, in float64."""
-    *bias, p, _, seed, whole, offset = rest
+    *bias, p, _, seed, whole, offset, _ = rest
     kept = functools.partial(
         drop, p=p, seed=seed, whole=whole, offset=offset, trailing=len(normalized_shape)
     )
@@ -201,15 +254,17 @@ def numerics(centered: bool) -> Numerics:
     )
 
 
-def _arguments(leading, shape, parameters, p, eps, *, with_residual=True, whole=(), offset=()):
+def _arguments(
+    leading, shape, parameters, p, eps, *, with_residual=True, whole=(), offset=(), wide_y=False
+):
     added = residual(*leading, *shape) if with_residual else None
     seed = SEED if p else None
     x = activation(*leading, *shape)
-    return (x, added, list(shape), *parameters, p, eps, seed, list(whole), list(offset))
+    return (x, added, list(shape), *parameters, p, eps, seed, list(whole), list(offset), wide_y)
 
 
 def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
-    """Over the norms' shapes, with dropout and without, then what may be absent, then a part."""
+    """Over the norms' shapes, dropping or not, then what may be absent, a part, and a wide y."""
     found = [
         _arguments(leading, shape, [parameter(*shape)] * parameters, p, eps)
         for (leading, shape), p in zip(norms.SHAPES, itertools.cycle((0.1, 0.0, 0.5)))
@@ -219,6 +274,9 @@ def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
             found.append(_arguments((rows,), (48,), given, p, eps, with_residual=with_residual))
     shard = {"whole": (2, 6, 9, 4, 5), "offset": (0, 3, 5, 0, 0)}
     found.append(_arguments((2, 2, 4), (4, 5), [parameter(4, 5)] * parameters, 0.3, eps, **shard))
+    wide = [parameter(96)] * parameters
+    found += [_arguments((110,), (96,), wide, p, eps, wide_y=True) for p in (0.0, 0.1)]
+    found.append(_arguments((110,), (96,), wide, 0.1, eps, with_residual=False, wide_y=True))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import dropout
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
@@ -28,6 +29,7 @@ def dropout_add_rms_norm(
     seed: torch.Tensor | int | None = None,
     shard: Shard | None = None,
     normalized_shape: Sequence[int] | None = None,
+    y_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """rms_norm(z) with z = dropout(x, p) + residual.
 
@@ -48,34 +50,50 @@ def dropout_add_rms_norm(
             normalized_shape alone.
         normalized_shape: the last dimensions of x, over which it is normalised; None: those of
             weight, or without one the last.
+        y_dtype: of y, x's or float32 under a 16-bit x; None: x's, and under autocast what torch
+            makes of it, float32 on CUDA and where the residual is that.
 
     Returns:
-        y of x's dtype; z of the wider of x's and residual's. Under autocast too.
+        y; z, of the wider of x's and residual's dtypes.
     """
-    given = _inputs(x, residual, weight, p, eps, training, seed, shard, normalized_shape)
+    given = _inputs(x, residual, weight, p, eps, training, seed, shard, normalized_shape, y_dtype)
     if residual is None and not OP.draws(given):
-        z, y = x, call(rms_norm.OP, x, given[2], weight, eps)
+        z, y = x, common.alone(rms_norm.OP, given[-1], x, given[2], (weight,), eps)
     else:
         z, y = call(OP, *given)
     return (y, z) if return_residual else y
 
 
-def _inputs(x, residual, weight, p, eps, training, seed, shard, normalized_shape, **_):
+def _inputs(x, residual, weight, p, eps, training, seed, shard, normalized_shape, y_dtype, **_):
     return common.inputs(
-        OP, x, residual, (weight,), p, eps, training, seed, shard, normalized_shape
+        OP,
+        x,
+        residual,
+        (weight,),
+        p,
+        eps,
+        training,
+        seed,
+        shard,
+        normalized_shape,
+        y_dtype,
+        rms_norm.OP,
     )
 
 
-def _reference(x, residual, normalized_shape, weight, p, eps, seed, whole, offset):
+def _reference(x, residual, normalized_shape, weight, p, eps, seed, whole, offset, wide_y):
     if not common.plainly_right(x, residual, (weight,), eps, whole):
-        _check(x, residual, normalized_shape, weight, p, eps, seed, whole, offset)
-    z = common.stream(drop(x, p, seed, whole, offset, len(normalized_shape)), residual)
-    return z, common.normalized(rms_norm.OP, z, x.dtype, normalized_shape, (weight,), eps)
+        _check(x, residual, normalized_shape, weight, p, eps, seed, whole, offset, wide_y)
+    dropping = (p, seed, whole, offset, len(normalized_shape))
+    z = common.stream(x, residual, lambda x: drop(x, *dropping))
+    y = common.normalized(rms_norm.OP, z, x, wide_y, normalized_shape, (weight,), eps)
+    return z, y
 
 
-def _plain(x, residual, normalized_shape, weight, p, eps, seed, whole, offset):
-    z = common.stream(torch.nn.functional.dropout(x, p, seed is not None), residual)
-    return z, common.normalized(rms_norm.OP, z, x.dtype, normalized_shape, (weight,), eps)
+def _plain(x, residual, normalized_shape, weight, p, eps, seed, whole, offset, wide_y):
+    z = common.stream(x, residual, lambda x: dropout(x, p, seed is not None))
+    y = common.normalized(rms_norm.OP, z, x, wide_y, normalized_shape, (weight,), eps)
+    return z, y
 
 
 def _backward_reference(
@@ -98,19 +116,19 @@ def _backward_reference(
     )
 
 
-def _check(x, residual, normalized_shape, weight, p, eps, seed, whole, offset):
+def _check(x, residual, normalized_shape, weight, p, eps, seed, whole, offset, wide_y):
     eps = 0.0 if eps is None else eps
     common.check(OP, x, residual, normalized_shape, eps, seed, whole, offset, weight=weight)
 
 
-def _fake(x, residual, normalized_shape, *_):
-    return common.fake(x, residual, normalized_shape)
+def _fake(x, residual, normalized_shape, *rest):
+    return common.fake(x, residual, normalized_shape, *rest)
 
 
 OP = Op(
     name="dropout_add_rms_norm",
     forward="(Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight,"
-    " float p, float? eps, Tensor? seed, SymInt[]? whole, SymInt[]? offset)"
+    " float p, float? eps, Tensor? seed, SymInt[]? whole, SymInt[]? offset, bool wide_y)"
     " -> (Tensor z, Tensor y, Tensor rstd)",
     backward="(Tensor? grad_z, Tensor? grad_y, Tensor z, SymInt[] normalized_shape,"
     " Tensor? weight, float p, float? eps, Tensor? seed, SymInt[]? whole,"
