@@ -63,3 +63,18 @@ def test_public_functions_are_documented() -> None:
         assert "Returns:" in function.__doc__
         named = {*inspect.signature(function).parameters, "return"}
         assert set(function.__annotations__) == named
+
+
+def test_the_walks_lead_through_what_is_there() -> None:
+    """Every stop names a file, and what it names there is defined there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    walks = text.partition("## Three walks")[2].partition("## Adding an op")[0].split("### ")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        stops = re.findall(r"^\d\. `([^`]+)`: `([\w.]+)`", walk, re.MULTILINE)
+        assert len(stops) == len(re.findall(r"^\d\. ", walk, re.MULTILINE)) <= 8
+        for file, name in stops:
+            source = (ROOT / file).read_text()
+            for part in name.split("."):
+                defined = rf"(def|class|struct|Tensor>?|void|TW_EXPORT void) {part}\b"
+                assert re.search(defined, source), (file, name)

@@ -1,0 +1,294 @@
+// What a lane of a warp holds of a block of an optimizer's step: parameters and moments in their
+// codecs. optim.cu has the argument.
+#pragma once
+
+#include <type_traits>
+
+#include "core/dispatch.h"
+#include "core/optim.h"
+#include "cuda/launch.cuh"
+#include "cuda/quant8.cuh"
+#include "cuda/rounding.cuh"
+#include "cuda/vec.cuh"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int kStepThreads = 256;
+constexpr int kStepWarps = kStepThreads / kWarp;
+// On a multiprocessor, at the registers that this leaves; with three moments 80 are too few.
+template <class Rule>
+constexpr int kStepCtas = Rule::kMoments < 3 ? 3 : 2;
+
+// What rules in core/ take of a number.
+TW_HD float square_root(float v) { return sqrtf(v); }
+
+// --- Parameters ---------------------------------------------------------------------------------
+
+// Four elements of a lane.
+template <class T>
+struct PlainParam {
+  using Storage = T;
+  Four<T> param;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    param = access.read((const T*)t.param + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return param[i]; }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    access.write((T*)t.param + at, pack<T>(values));
+  }
+};
+
+template <class T>
+struct MasteredParam {
+  using Storage = T;
+  Four<float> master;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    master = access.read((const float*)t.completion + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return master[i]; }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    access.write((float*)t.completion + at, pack<float>(values));
+    access.write((T*)t.param + at, pack<T>(values));
+  }
+};
+
+struct CompletedParam {
+  using Storage = BFloat16;
+  Four<uint16_t> half, remainder;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    half = access.read((const uint16_t*)t.param + at);
+    remainder = access.read((const uint16_t*)t.completion + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return __uint_as_float(completed(half.bits(i), remainder.bits(i) & 0xffffu));
+  }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    unsigned halves[4], remainders[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float v = values[i];
+      const unsigned bits = v != v ? 0x7fc00000u : __float_as_uint(v);
+      halves[i] = nearest_half(bits), remainders[i] = bits & 0xffffu;
+    }
+    access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
+    access.write((uint16_t*)t.completion + at, pack_bits<uint16_t>(remainders));
+  }
+};
+
+struct RoundedParam : PlainParam<BFloat16> {
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
+                                               const float (&values)[4], const Access& access) {
+    const uint64_t random = rounding_bits(*(const Rounding*)t.completion, at);
+    unsigned halves[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned bits = __float_as_uint(values[i]);
+      halves[i] = rounded_half(bits, (unsigned)(random >> 16 * i) & 0xffffu);
+    }
+    access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
+  }
+};
+
+// --- What a lane holds of a block ---------------------------------------------------------------
+
+// call(Index<k>{}) for each of a rule's moments.
+template <int K>
+struct Index {
+  TW_HD constexpr operator int() const { return K; }
+};
+template <int N, class Call>
+__device__ __forceinline__ void for_moments(Call&& call) {
+  if constexpr (N > 0) {
+    for_moments<N - 1>(call);
+    call(Index<N - 1>{});
+  }
+}
+
+// One of whose rows other devices have a part.
+struct CutTensor : StepTensor {
+  CutRows rows;
+};
+template <class Tensor>
+constexpr bool kIsCut = std::is_same<Tensor, CutTensor>::value;
+
+// What a warp has at a time: a block, or narrow rows that are one each.
+struct Turn {
+  uint32_t block, blocks;
+};
+
+// State is the type that moments are stored in: float, BFloat16, or bytes of codes. A Narrow turn is
+// of narrow rows.
+template <class Param, class State, class Rule, class Tensor = StepTensor, bool Narrow = false>
+class LaneOfBlock {
+ public:
+  static constexpr int N = Rule::kMoments;
+  static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
+  using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
+
+  __device__ __forceinline__ LaneOfBlock(const Tensor& t, Turn turn, bool is_aligned)
+      : t_(t),
+        turn_(turn),
+        here_(locate(t, turn)),
+        first_(here_.begin + place(0)),
+        whole_(is_aligned && here_.count == kQuantBlock &&
+               (!kIsCut<Tensor> || here_.begin % 4 == 0)) {
+    with_access([&](auto access_to) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const auto access = access_to(group);
+        const int64_t at = first_ + group * kGroupStride;
+        param_[group].read(t, at, access);
+        grad_[group] = access.read((const typename Param::Storage*)t.grad + at);
+        for_moments<N>([&](auto k) {
+          constexpr unsigned kZeros = kInBlocks && Rule::kSigned[k] ? kSignedZeros : 0;
+          moment_[k][group] = access.read((const State*)t.moment[k] + at, kZeros);
+        });
+      }
+    });
+    if constexpr (kInBlocks) {
+      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) absmax_[k][at] = is_there ? t.absmax[k][block] : 0;
+      });
+    }
+  }
+
+  // call(p, g, m, whether the element is there) for each of the lane's elements, which are zeros
+  // past the end of a block; what is left in p and m is what save() stores.
+  template <class Call>
+  __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float m[N > 0 ? N : 1];
+        for_moments<N>([&](auto k) {
+          if constexpr (kInBlocks) {
+            const unsigned code = moment_[k][group].bits(i) & 0xffu;
+            m[k] = maps.template of<Rule::kSigned[k]>().value[code] * absmax_[k][block_of(group)];
+          } else {
+            m[k] = moment_[k][group][i];
+          }
+        });
+        float& p = p_[group][i];
+        p = param_[group][i];
+        call(p, grad_[group][i], m, place(group) + i < here_.count);
+#pragma unroll
+        for (int k = 0; k < N; ++k) m_[k][group][i] = m[k];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void save(const Maps& maps) {
+    for_moments<N>([&](auto k) {
+      if constexpr (kInBlocks) {
+        constexpr bool kSigned = Rule::kSigned[k];
+        constexpr int kTogether = kGroups / kBlocks;
+#pragma unroll
+        for (int at = 0; at < kBlocks; ++at) {
+          if constexpr (kIsCut<Tensor>) {
+            absmax_[k][at] = *new_absmax(k);  // known already, from all devices
+          } else if constexpr (Narrow) {
+            absmax_[k][at] = largest_magnitude(m_[k][at], lanes_of_row());
+          } else {
+            absmax_[k][at] = largest_magnitude(m_[k]);
+          }
+          maps.template of<kSigned>().template encode<kTogether, !kSigned>(
+              moment_[k] + at, m_[k] + at, absmax_[k][at]);
+        }
+      } else {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          moment_[k][group] = pack<State>(m_[k][group]);
+        }
+      }
+    });
+    if constexpr (kInBlocks && !kIsCut<Tensor>) {
+      __syncwarp();  // all lanes have read the absmax that one of them replaces
+      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
+        if (!is_there || (lane() & (lanes_of_row() - 1)) != 0) return;
+#pragma unroll
+        for (int k = 0; k < N; ++k) t_.absmax[k][block] = absmax_[k][at];
+      });
+    }
+    with_access([&](auto access_to) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const auto access = access_to(group);
+        const int64_t at = first_ + group * kGroupStride;
+        Param::write(t_, at, p_[group], access);
+#pragma unroll
+        for (int k = 0; k < N; ++k) access.write((State*)t_.moment[k] + at, moment_[k][group]);
+      }
+    });
+  }
+
+  // Of cut rows: of what is here of the block.
+  __device__ __forceinline__ void save_absmaxes() const {
+    for_moments<N>([&](auto k) {
+      const float largest = largest_magnitude(m_[k]);
+      if (lane() == 0) *new_absmax(k) = largest;
+    });
+  }
+
+ private:
+  __device__ __forceinline__ float* new_absmax(int k) const {
+    return t_.absmax[k] + t_.rows.all_pieces + turn_.block;
+  }
+  static __device__ __forceinline__ QuantBlock locate(const Tensor& t, Turn turn) {
+    if constexpr (Narrow) return {turn.block * t.width, turn.blocks * t.width};
+    if constexpr (kIsCut<Tensor>) return cut_block(t.rows, turn.block, t.width);
+    if constexpr (kInBlocks) return quant_block(turn.block, t.width);
+    const int64_t begin = (int64_t)turn.block * kQuantBlock, left = t.width - begin;
+    return {begin, left < kQuantBlock ? left : kQuantBlock};
+  }
+
+  // Blocks that a lane has elements of: narrow rows do not go on in another group.
+  static constexpr int kBlocks = Narrow ? kGroups : 1;
+  static __device__ __forceinline__ int block_of(int group) { return Narrow ? group : 0; }
+  __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }
+  // call(which of them, its number in the tensor, whether the turn has it)
+  template <class Call>
+  __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
+#pragma unroll
+    for (int at = 0; at < kBlocks; ++at) {
+      // Divided by a power of two.
+      const uint32_t row = Narrow ? (uint32_t)place(at) >> (__ffs((int)t_.width) - 1) : 0;
+      call(at, turn_.block + row, row < turn_.blocks);
+    }
+  }
+
+  // call(group -> its Access): one branch for all that is read or written.
+  template <class Call>
+  __device__ __forceinline__ void with_access(Call&& call) const {
+    const auto left = [&](int group) { return (int)here_.count - place(group); };
+    if (whole_) {
+      call([&](int group) { return Access<true>{left(group)}; });
+    } else {
+      call([&](int group) { return Access<false>{left(group)}; });
+    }
+  }
+
+  const Tensor& t_;
+  const Turn turn_;
+  const QuantBlock here_;
+  const int64_t first_;  // element of the lane
+  const bool whole_;
+  Param param_[kGroups];
+  Four<typename Param::Storage> grad_[kGroups];
+  Four<State> moment_[N > 0 ? N : 1][kGroups];
+  float absmax_[N > 0 ? N : 1][kBlocks];
+  float p_[kGroups][4], m_[N > 0 ? N : 1][kGroups][4];
+};
+
+TW_NAMESPACE_END
