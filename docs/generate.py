@@ -109,7 +109,7 @@ def signatures() -> str:
         for name in sorted(room.__all__, key=str.lower):
             value = getattr(room, name)
             first = inspect.cleandoc(value.__doc__).split("\n")[0]
-            parts.append(f"{first}\n\n```text\n{_signature(name, value)}\n```\n")
+            parts.append(f"```text\n{_signature(name, value)}\n\n{first}\n```\n")
     return "\n".join(parts)
 
 

@@ -14,6 +14,9 @@ import torchweld
 from torchweld import functional
 from torchweld.registry import BACKENDS
 
+# Eager warns of 16 bits beside float32.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")
+
 F32, BF16 = torch.float32, torch.bfloat16
 NORMS = {
     "layer": (functional.dropout_add_layer_norm, torch.nn.functional.layer_norm, 2),
@@ -33,7 +36,6 @@ def _autocast(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, False)
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # eager's of 16 bits beside float32
 @pytest.mark.parametrize("residual", [None, F32, BF16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "triton", "eager"])
 @pytest.mark.parametrize("norm", NORMS)
