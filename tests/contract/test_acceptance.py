@@ -257,3 +257,37 @@ def test_fakes_agree_where_there_is_nothing(op: Op, shape: tuple[int, ...]) -> N
                 real.stride(),
                 real.dtype,
             )
+
+
+_PAIRS = list(itertools.product([torch.float32, torch.bfloat16], repeat=3))
+
+
+@pytest.mark.parametrize(("x_dtype", "statistics", "learnt"), _PAIRS, ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_batch_norms_columns_mix(
+    linear: bool,
+    training: bool,
+    x_dtype: torch.dtype,
+    statistics: torch.dtype,
+    learnt: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Running statistics of one dtype and parameters of another, of which either may be absent."""
+    x = torch.randn(64, 16).to(x_dtype)
+    factors = ((torch.randn(16, 16) / 4).to(x_dtype), torch.randn(16).to(x_dtype))
+    for weight, bias in itertools.product([None, torch.rand(16) + 1], [None, torch.randn(16)]):
+        columns = [None if t is None else t.to(learnt) for t in (weight, bias)]
+        found = []
+        for small in (True, False):
+            monkeypatch.setattr(call_module, "too_small", lambda *_, small=small: small)
+            running = [torch.zeros(16, dtype=statistics), torch.ones(16, dtype=statistics)]
+            if linear:
+                given = (*factors, *running, *columns, training)
+                y = functional.linear_batch_norm_act(x, *given)
+            else:
+                y = functional.batch_norm_act(x, *running, *columns, training)
+            found.append([y, *running])
+        for a, b in zip(*found, strict=True):
+            assert a.dtype == b.dtype
+            _assert_alike(a, b, [x, *running, *columns], "")

@@ -96,8 +96,9 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
     if not batch_norm_act.trains(z, running_mean, running_var, group):
         _check(*given, *how)
     if bias is not None:  # its gradient is zero, and there
-        like = bias if bn_weight is None else bn_weight
-        bn_bias = (bias * 0).to(like.dtype) if bn_bias is None else bn_bias.add(bias, alpha=0)
+        like = next(t for t in (bn_bias, bn_weight, bias) if t is not None)
+        alike = bias.to(like.dtype)
+        bn_bias = alike * 0 if bn_bias is None else bn_bias.add(alike, alpha=0)
     columns = (running_mean, running_var, bn_weight, bn_bias)
     return batch_norm_act.trained(backend, z, *columns, momentum, eps, group, *kind, offset=bias)
 
