@@ -1,7 +1,7 @@
-"""The build backend: setuptools', which asks for torch only where the environment has none.
+"""The build backend: setuptools', which asks for torch only if the environment has none.
 
-The build needs torch's headers. Under build isolation pip would download a whole torch for them;
-the environment that the package is installed into nearly always has one already.
+The build needs torch's headers. Under build isolation pip would download a whole torch to get them,
+although the target environment nearly always has one already.
 """
 
 from setuptools import build_meta

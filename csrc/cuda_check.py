@@ -1,6 +1,6 @@
-"""Compiles the CUDA kernels for sm_80, sm_90 and sm_100 and reports registers; a spill fails.
+"""Compile the CUDA kernels for sm_80, sm_90 and sm_100 and report registers; a spill fails.
 
-Exits with 3 where there is no nvcc.
+Exits with 3 if there is no nvcc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTRY = re.compile(
 
 
 def _readable(names: list[str]) -> list[str]:
-    """Demangled, without namespaces and argument lists."""
+    """Demangle names, and drop namespaces and argument lists."""
     demangled = subprocess.run(
         ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -33,7 +33,7 @@ def _readable(names: list[str]) -> list[str]:
 
 
 def check(nvcc: str, source: Path) -> bool:
-    """Compile one file and print its kernels; whether none of them spills."""
+    """Compile one file and print its kernels; return whether none of them spills."""
     flags = [
         "-std=c++17",
         "-O3",
@@ -67,7 +67,7 @@ def check(nvcc: str, source: Path) -> bool:
 
 
 def main() -> None:
-    """All of csrc/cuda."""
+    """Check every file of csrc/cuda."""
     nvcc = build.nvcc()
     if not nvcc:
         print("torchweld: nvcc was not found: pip install -r requirements-cuda.txt")

@@ -1,8 +1,8 @@
-"""The compilers' flags. They decide what kernels compute, so evidence of a kernel names them."""
+"""The compilers' flags. They affect what kernels compute, so evidence of a kernel records them."""
 
 import platform
 
-# Instruction sets, the baseline first. Never -march=native: a wheel runs on other machines.
+# Instruction sets, the baseline first. Never -march=native: wheels also run on other machines.
 X86_VARIANTS = {
     "baseline": "",
     "avx2": "-mavx2 -mfma -mf16c -mbmi -mbmi2",
@@ -14,10 +14,10 @@ VARIANTS = ARM_VARIANTS if platform.machine() in ("aarch64", "arm64") else X86_V
 # gcc 12 warns inside its own AVX-512 headers.
 WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"
 CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS}"
-# No math errno and no traps: both would keep loops from becoming vectors. NaN and infinity stay.
+# Errno and traps would keep loops from being vectorised. NaN and infinity keep their meaning.
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
-# Optimizers give the same bits wherever an element falls, on every instruction set, and as eager
-# does: no multiplication is fused with an addition.
+# Optimizers give the same bits as eager, on every instruction set and at every position of an
+# element: no multiplication is fused with an addition.
 KERNEL_FLAGS_OF = {
     "optim.cpp": "-ffp-contract=off",
     "adafactor.cpp": "-ffp-contract=off",
@@ -25,8 +25,8 @@ KERNEL_FLAGS_OF = {
     "adafactor.cu": "-fmad=false",
 }
 EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=off")
-# TORCH_TARGET_VERSION 2.10: the oldest torch that the libraries run under. The rest keeps symbols
-# out that came after gcc 8 and glibc 2.28.
+# TORCH_TARGET_VERSION 2.10 is the oldest torch that the libraries run under. The other flags avoid
+# symbols introduced after gcc 8 and glibc 2.28.
 TORCH_FLAGS = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Without -lineinfo, which would keep the paths of the machine that builds.
 NVCC_FLAGS = "-std=c++17 -O3"

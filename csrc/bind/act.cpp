@@ -11,7 +11,7 @@ TW_FUNCTION(int64_t, bias_act_chunks, int64_t rows);
 namespace torchweld {
 namespace {
 
-// The bias's DType; x's where there is none.
+// The bias's DType, or x's if there is no bias.
 DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   const DType dtype = dtype_of(x);
   if (!bias) return dtype;
@@ -23,7 +23,7 @@ DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   return given;
 }
 
-// Into y, which is contiguous and may be x.
+// Writes to y, which is contiguous and may be x.
 void bias_act_into(const Tensor& y, const Tensor& x_in, const OptionalTensor& bias_in,
                    const std::string& activation, const std::string& approximate) {
   const Matrix shape(x_in);
@@ -48,7 +48,8 @@ void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
   bias_act_into(x, x, bias, activation, approximate);
 }
 
-// Into grad_x, which is contiguous and may be grad_y; grad_bias, empty where it is not wanted.
+// Writes to grad_x, which is contiguous and may be grad_y. Returns grad_bias, empty if it is not
+// wanted.
 Tensor bias_act_grads_into(const Tensor& grad_x, const Tensor& grad_y_in, const Tensor& x_in,
                            const OptionalTensor& bias_in, const std::string& activation,
                            const std::string& approximate, bool need_bias) {
@@ -95,8 +96,8 @@ Tensor bias_act_grads_in_place(Tensor grad_y, Tensor x, OptionalTensor bias, std
   return bias_act_grads_into(grad_y, grad_y, x, bias, activation, approximate, need_bias);
 }
 
-// The elements between rows, where rows are as far apart as half of a wider matrix's; else the
-// tensor is to be packed first.
+// The distance between rows in elements, if t is a matrix or the left or right half of a wider one.
+// Any other tensor must be packed first.
 std::optional<int64_t> pitch_of(const Tensor& t, const Matrix& shape) {
   if (t.is_contiguous()) return shape.width;
   const int64_t rank = t.dim();
@@ -108,7 +109,7 @@ std::optional<int64_t> pitch_of(const Tensor& t, const Matrix& shape) {
   return pitch;
 }
 
-// A tensor with its pitch, packed where it has none.
+// A tensor and its row pitch; the tensor is a packed copy if it had no usable pitch.
 struct Pitched {
   Tensor tensor;
   int64_t pitch;
@@ -140,7 +141,7 @@ Tensor gated_act(Tensor gate_in, Tensor up_in, std::string activation, std::stri
   return y;
 }
 
-// grad_gate, grad_up.
+// grad_gate and grad_up.
 std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Tensor up_in,
                                            std::string activation, std::string approximate) {
   const Matrix shape(gate_in);

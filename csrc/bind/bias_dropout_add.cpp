@@ -12,7 +12,7 @@ TW_FUNCTION(int64_t, bias_dropout_add_chunks, int64_t rows, int64_t width);
 namespace torchweld {
 namespace {
 
-// Sizes, dtypes and dropout of either pass; `stream` is the residual or grad_y.
+// Checks and collects what both passes need. `stream` is the residual or grad_y.
 template <class Args>
 Args checked(const Tensor& stream, const OptionalTensor& bias, ScalarType x_dtype, double p,
              const OptionalTensor& seed, const Place& place) {
@@ -50,7 +50,7 @@ Tensor bias_dropout_add(Tensor x_in, OptionalTensor bias_in, Tensor residual_in,
   return y;
 }
 
-// grad_x, grad_bias; empty where they are not wanted.
+// grad_x and grad_bias, each empty if it is not wanted.
 std::tuple<Tensor, Tensor> bias_dropout_add_grads(Tensor grad_y_in, OptionalTensor bias, double p,
                                                   OptionalTensor seed, OptionalShape whole,
                                                   OptionalShape offset, ScalarType x_dtype,

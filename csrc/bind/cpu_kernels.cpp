@@ -1,10 +1,11 @@
-// Which CPU kernels are in use: one shared object per instruction set, chosen by Python, which
-// hands over the handles that dlopen gave it.
+// The CPU kernels in use. There is one shared object per instruction set. Python chooses among them
+// and hands over the handles from dlopen.
 #include <dlfcn.h>
 
 #include "bind/launch.h"
 
-// dlsym moved into libc with glibc 2.34; its old name keeps the library loadable before that.
+// dlsym moved into libc with glibc 2.34. Its old version keeps the library loadable on older
+// systems.
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
 #endif

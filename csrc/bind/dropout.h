@@ -1,5 +1,5 @@
-// What bindings of ops with rows, masks and dropout have in common: from sizes and strides to a
-// RowMap, from an op's arguments to a Dropout.
+// What bindings of ops with rows, masks and dropout share: sizes and strides become a RowMap, and
+// an op's arguments become a Dropout.
 #pragma once
 
 #include "bind/tensor.h"
@@ -18,7 +18,8 @@ inline int64_t product(Sizes sizes) {
   return n;
 }
 
-// Rows of these sizes at these strides; nothing if too many dimensions are left after merging.
+// A map for rows of these sizes and strides, or nothing if too many dimensions remain after
+// merging.
 inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& strides,
                                      int64_t offset) {
   RowMap map;
@@ -38,7 +39,7 @@ inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& st
   return map;
 }
 
-// Where x lies in a whole tensor of sizes `whole`, from `offset` on; without either, x is the whole.
+// The position of x in a whole tensor of sizes `whole`. Without sizes and offset, x is the whole.
 struct Place {
   Shape whole, offset;
 
@@ -56,7 +57,7 @@ struct Place {
   }
 };
 
-// For an op whose last `trailing` dimensions make a row's columns; only the last may be a part.
+// For an op whose last `trailing` dimensions form a row. Only the last dimension may be a part.
 inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const OptionalTensor& seed,
                           const Place& place) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "p is not between 0 and 1");

@@ -1,12 +1,12 @@
-// How a binding reaches its kernels, on either device with the same words:
+// How a binding reaches its kernels. The same code serves both devices:
 //
 //   TW_KERNEL(layer_norm_forward, NormForward);        a kernel of csrc/cpu or csrc/cuda
 //   TW_FUNCTION(int64_t, norm_chunks, int64_t, int64_t);   a plain function beside it
 //   launch(layer_norm_forward, args, like, items, elements_per_item);
 //   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm)); }
 //
-// Each binding is compiled once for each library. On the CPU a kernel works through a range of its
-// items and comes from the shared object of the instruction set in use; on CUDA it is a launcher
+// Each binding is compiled once for each library. A CPU kernel works through a range of its items
+// and comes from the shared object of the instruction set in use. A CUDA kernel is a launcher
 // linked into this library.
 #pragma once
 
@@ -26,7 +26,7 @@
 #define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CUDA, m)
 #endif
 
-// torch's headers declare it only where torch itself is built with CUDA.
+// torch's headers declare this function only if torch itself was built with CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);
 
@@ -72,7 +72,7 @@ void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, 
 
 namespace torchweld {
 
-// Address of `name` in the kernels of the instruction set in use, or in the baseline's.
+// The address of `name` in the kernels of the instruction set in use, or in the baseline's.
 void* cpu_symbol(const char* name, bool baseline);
 
 template <class Signature>
@@ -83,7 +83,7 @@ class Symbol<Result(Args...)> {
   explicit constexpr Symbol(const char* name) : name_(name) {}
   Result operator()(Args... args) const { return get(false)(args...); }
   Result (*get(bool baseline) const)(Args...) {
-    // Resolved at first use; a race resolves the same address twice.
+    // Resolved at first use. Racing threads resolve the same address.
     void*& address = addresses_[baseline];
     if (!address) address = cpu_symbol(name_, baseline);
     return reinterpret_cast<Result (*)(Args...)>(address);
@@ -94,10 +94,11 @@ class Symbol<Result(Args...)> {
   mutable void* addresses_[2] = {};
 };
 
-// Less than this is not worth another thread.
+// Smaller tasks do not pay for another thread.
 constexpr int64_t kElementsPerTask = 16384;
 
-// Of items that are not all as much work: `item(amount)` is the first one beyond so much of it.
+// For items of unequal work: `item(amount)` is the first item that begins beyond that amount of
+// work.
 template <class Args, class Item>
 void launch_amounts(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
                     int64_t amounts, int64_t grain, Item&& item) {

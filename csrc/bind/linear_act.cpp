@@ -1,5 +1,5 @@
-// linear_act in one GEMM for torch, and the one behind it backward, on CUDA alone; their schemas are in
-// python/torchweld/ops/_gemm_act.py and _act_linear.py.
+// linear_act as one GEMM for torch, and the fused GEMM of the next layer's backward, only on CUDA.
+// The schemas are in python/torchweld/ops/_gemm_act.py and _act_linear.py.
 #if defined(TW_CUDA)
 
 #include "cuda/linear_act.h"
@@ -43,7 +43,7 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty(x, sizes, x.scalar_type());
 }
 
-// Whether cuBLASLt served: an error would be the user's, who did not ask for it.
+// Whether cuBLASLt served. Its errors are not raised: the user did not ask for cuBLASLt.
 template <class Args>
 bool multiply(int (*plan)(const Args&, int64_t*), int (*gemm)(const Args&, void*, cudaStream_t),
               const Args& args, const Tensor& like) {

@@ -1,4 +1,4 @@
-// Tensors that a step goes through side by side, element by element of their storage.
+// Tensors that an optimizer step processes together, element by element of their storage.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace torchweld {
 
 using Tensors = std::vector<Tensor>;
 
-// Whether the elements fill their storage, in some order of the dimensions.
+// Whether the elements fill their storage without gaps, in any order of the dimensions.
 inline bool is_dense(Sizes sizes, Sizes strides) {
-  std::vector<std::pair<int64_t, int64_t>> steps;  // stride and size
+  std::vector<std::pair<int64_t, int64_t>> steps;  // (stride, size)
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] != 1) steps.push_back({strides[d], sizes[d]});
   }
@@ -27,10 +27,11 @@ inline bool is_dense(Sizes sizes, Sizes strides) {
   return true;
 }
 
-// Puts contiguous copies where a parameter and what belongs to it do not lie alike.
+// Replaces tensors by contiguous copies if a parameter and its state differ in layout.
 class Packing {
  public:
-  // Those of parameter i; `in_any_order` where it is enough that all lie as it does, without gaps.
+  // Packs parameter i and its state. With `in_any_order` any dense layout will do if all tensors
+  // share it.
   void pack(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments, size_t i,
             bool in_any_order) {
     const auto with_each = [&](auto&& act) {
@@ -54,7 +55,7 @@ class Packing {
       t = copy;
     });
   }
-  // What the step has written.
+  // Copies the step's results back.
   void write_back() {
     for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
   }

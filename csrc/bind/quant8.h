@@ -1,4 +1,4 @@
-// How a tensor's sizes fall into blocks.
+// How a tensor's sizes divide into blocks.
 #pragma once
 
 #include "bind/tensor.h"
@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// The first dimension is rows, the others make the width; a vector is one row.
+// The first dimension is the rows, and the others form the width. A vector is one row.
 struct BlockRows {
   int64_t rows = 1, width = 1;
 
@@ -17,12 +17,12 @@ struct BlockRows {
   }
   int64_t blocks() const { return rows * quant_blocks(width); }
 
-  // Whether these are the sizes of the absmax that goes with them.
+  // Whether an absmax of these sizes fits this tensor.
   bool fits(Sizes absmax) const {
     const int64_t expected[] = {rows, quant_blocks(width)};
     return same_sizes(absmax, Sizes(expected, 2));
   }
-  // Of pieces, before and after a step.
+  // Whether it fits the pieces of sharded blocks, before and after a step.
   bool fits_cut(Sizes absmax, int64_t pieces) const {
     const int64_t expected[] = {2, rows, pieces};
     return same_sizes(absmax, Sizes(expected, 3));

@@ -17,7 +17,7 @@ Shape statistics_sizes(const Tensor& scores) {
   return sizes;
 }
 
-// `mask` broadcast to the scores. It may be replaced by a copy with columns side by side.
+// `mask` broadcast to the scores. `mask` may be replaced by a copy with adjacent columns.
 ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
   ScoreMask found;
   if (!mask) return found;
@@ -79,7 +79,7 @@ void check_place(const Tensor& scores, const Place& place) {
                   "shard: scores lacks columns, and a softmax needs whole rows");
 }
 
-// y, statistics; the latter empty where nothing is dropped.
+// y and statistics, which are empty if nothing is dropped.
 std::tuple<Tensor, Tensor> softmax_dropout(Tensor scores_in, OptionalTensor mask, double scale,
                                            bool causal, double p, OptionalTensor seed,
                                            OptionalShape whole, OptionalShape offset) {

@@ -1,4 +1,4 @@
-// Batch normalisation of the columns of a matrix, with an activation behind it.
+// Batch normalisation of the columns of a matrix, followed by an activation.
 //
 //   statistics  mean and var of each column's elements
 //   forward     y = act(z),  z = x_hat * weight + bias,  x_hat = (x - mean) / sqrt(var + eps)
@@ -6,8 +6,9 @@
 //               grad_weight = sum over rows of g * x_hat,
 //               grad_x = weight / sqrt(var + eps) * (g - mean_g - x_hat * mean_g_x_hat)
 //
-// where mean_g and mean_g_x_hat are those two sums over the number of rows if the statistics are x's
-// own, and zero if they were given. They may be those of more rows than are here.
+// When the statistics were computed from x, mean_g and mean_g_x_hat are grad_bias and grad_weight
+// divided by the number of rows. When the statistics were given, both are zero. The statistics and
+// the number of rows may cover more rows than this tensor holds.
 #pragma once
 
 #include "core/act.h"
@@ -15,18 +16,18 @@
 
 TW_NAMESPACE_BEGIN
 
-// [width] of Accumulate<dtype> and [chunks, width] of the same, see core/chunks.h.
+// Statistics are [width] of Accumulate<dtype>. Chunks are [chunks, width] of it, see core/chunks.h.
 struct ColumnStatistics {
   const void* x;  // [rows, width], dtype
   void* mean;
-  void* var;  // over the number of rows
+  void* var;  // divided by the number of rows
   void* chunk_means;
-  void* chunk_squares;  // sums of squares of what is left after the chunk's mean
+  void* chunk_squares;  // sums of squares of x minus the chunk's mean
   int64_t rows, width, chunks;
   DType dtype;
 };
 
-// What comes in several types, made into one for the passes over x.
+// Converts statistics and parameters of several dtypes to one type for the passes over x.
 struct NormalizeColumns {
   const void* mean;  // [width], statistics_dtype
   const void* var;
@@ -40,7 +41,7 @@ struct NormalizeColumns {
 
 struct NormalizeActForward {
   const void* x;        // [rows, width], dtype
-  const void* columns;  // of NormalizeColumns
+  const void* columns;  // from NormalizeColumns
   void* y;              // [rows, width], dtype; may be x
   int64_t rows, width;
   Activation activation;
@@ -50,9 +51,9 @@ struct NormalizeActForward {
 struct NormalizeActBackward {
   const void* grad_y;        // [rows, width], dtype
   const void* x;             // [rows, width], dtype
-  const void* columns;       // of NormalizeColumns
+  const void* columns;       // from NormalizeColumns
   const void* mean_g;        // [width], Accumulate<dtype>, or null: zeros
-  const void* mean_g_x_hat;  // likewise
+  const void* mean_g_x_hat;  // as mean_g
   void* grad_x;              // [rows, width], dtype, or null: not wanted
   void* grad_weight;         // [width], param_dtype, or null: not wanted
   void* grad_bias;           // [width], param_dtype, or null: not wanted

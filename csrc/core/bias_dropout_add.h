@@ -1,4 +1,4 @@
-// A residual stream and what dropout leaves of x + bias.
+// Adds x + bias, after dropout, to a residual stream.
 //
 //   y = residual + (x + bias) * kept;   grad_x = grad_y * kept, grad_bias = sum over rows of grad_x
 //
@@ -10,7 +10,7 @@
 
 TW_NAMESPACE_BEGIN
 
-// Tensors are contiguous. stream_dtype is dtype, or float32 where that has 16 bits; so is bias_dtype.
+// Tensors are contiguous. stream_dtype and bias_dtype are dtype, or float32 if dtype has 16 bits.
 struct BiasDropoutAddForward {
   const void* x;         // [rows, width], dtype
   const void* bias;      // [width], bias_dtype, or null: zeros

@@ -1,4 +1,4 @@
-// The element types kernels are compiled for, and the two 16-bit floats as plain bits.
+// The element types that kernels are compiled for. The two 16-bit floats are plain bits.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #define TW_HD inline
 #endif
 
-// Every library that is built from core/ gets its own copy of it: a weak symbol that two
-// instruction sets share would put AVX-512 code where the baseline runs.
+// Every library built from core/ gets its own copy of the code. If two instruction sets shared a
+// weak symbol, the baseline could end up running AVX-512 code.
 #ifndef TW_VARIANT
 #define TW_VARIANT portable
 #endif
@@ -33,7 +33,7 @@ struct Half {
   uint16_t bits;
 };
 
-// What a storage type is computed in.
+// The type that kernels compute in for a storage type.
 template <class T>
 struct AccumulateOf {
   using type = float;

@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): a counter and
-// a key to four random words, with no state between calls.
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) turns a
+// counter and a key into four random words. It keeps no state between calls.
 #pragma once
 
 #include "core/dtype.h"
@@ -14,8 +14,8 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// The high half of a product. On a GPU both halves are one instruction if they are asked for so;
-// through 64 bits, every product would be followed by an addition of nothing.
+// The high half of a product. __umulhi compiles to one instruction on a GPU. A 64-bit product would
+// add a useless addition to each multiplication.
 TW_HD uint32_t multiply_high(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   return __umulhi(a, b);
@@ -27,7 +27,7 @@ TW_HD uint32_t multiply_high(uint32_t a, uint32_t b) {
 TW_HD PhiloxWords philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1];
   uint32_t c2 = counter.word[2], c3 = counter.word[3];
-  // Arrays are the host's alone.
+  // constexpr arrays exist only on the host, so device code needs scalars.
   constexpr uint32_t multiplier0 = kPhiloxMultiplier[0], multiplier1 = kPhiloxMultiplier[1];
   constexpr uint32_t step0 = kPhiloxKeyStep[0], step1 = kPhiloxKeyStep[1];
 #if defined(__CUDACC__)

@@ -1,14 +1,15 @@
-// Block-wise 8-bit numbers. A block is 256 elements of a row, fewer at the row's end; it keeps the
-// largest magnitude among its elements, and each element as the code of the map's value nearest to
-// element / largest.
+// Block-wise 8-bit numbers. A block is 256 elements of a row, or fewer at the row's end. It stores
+// the largest magnitude among its elements, and for each element a code: the index of the map's
+// value nearest to element / largest.
 //
-// The two maps of 256 values are bitsandbytes' dynamic ones, bit for bit: 0, 1, and in each of the
-// seven decades below 1 the midpoints of 2^decade (signed) or 2^(decade + 1) (unsigned) equal parts.
-// In the signed map all of them but 1 are there with either sign.
+// The two maps of 256 values are the dynamic maps of bitsandbytes, bit for bit. They hold 0, 1 and,
+// for each of the seven decades below 1, the midpoints of 2^decade (signed) or 2^(decade + 1)
+// (unsigned) equal parts. In the signed map every value except 1 appears with either sign.
 //
 // Finding the nearest value takes one look-up. `place` has an entry for every run of floats with
-// the same leading bits, so short that at most one threshold between two values lies in it: adding
-// the float's bits to the entry carries into the value's number exactly from the threshold on.
+// the same leading bits. A run is so short that it contains at most one threshold between two
+// values. Adding the float's bits to the entry carries into the value's number exactly from the
+// threshold on.
 #pragma once
 
 #include "core/dtype.h"
@@ -41,7 +42,7 @@ TW_HD int64_t quant_blocks(int64_t width) { return (width + kQuantBlock - 1) / k
 struct QuantBlock {
   int64_t begin, count;
 };
-template <class Count>  // as narrow as it may be: divisions are dear on a GPU
+template <class Count>  // Count should be narrow: divisions are expensive on a GPU
 TW_HD QuantBlock quant_block(Count block, int64_t width) {
   const Count per_row = (Count)quant_blocks(width), row = block / per_row;
   const int64_t column = (int64_t)(block - row * per_row) * kQuantBlock;
@@ -49,7 +50,8 @@ TW_HD QuantBlock quant_block(Count block, int64_t width) {
   return {(int64_t)row * width + column, left < kQuantBlock ? left : kQuantBlock};
 }
 
-// What elements are divided by: a block of zeros has codes of zero.
+// The divisor of a block's elements. A block of zeros is divided by 1, so that its codes stand for
+// 0.
 TW_HD float quant_divisor(float absmax) { return absmax == 0 ? 1.0f : absmax; }
 
 constexpr uint32_t kSignBit = 0x80000000u;
@@ -60,17 +62,18 @@ constexpr uint32_t kInfinityBits = 0x7f800000u;
 template <bool Signed>
 struct Quant8Map {
   static constexpr int kTop = Signed ? 128 : 255;
-  static constexpr int kShift = Signed ? 17 : 16;  // bits that floats of a run differ in
-  static constexpr uint32_t kFirst = 0x34000000u;  // 2^-23: less is nearest to 0
+  static constexpr int kShift = Signed ? 17 : 16;  // low bits in which the floats of a run differ
+  static constexpr uint32_t kFirst = 0x34000000u;  // 2^-23: smaller fractions are nearest to 0
   static constexpr int kRuns = ((kOneBits - kFirst) >> kShift) + 1;
 
-  alignas(64) float value[256];  // by code
-  float threshold[kTop];  // the least float that is not nearer to its number than to the next
+  alignas(64) float value[256];  // indexed by code
+  float threshold[kTop];         // the least float for which the next number is at least as near
   uint32_t place[kRuns];
-  bool is_exact;  // no run has two thresholds, none lies below kFirst
+  bool is_exact;  // no run has two thresholds, and none lies below kFirst
 };
 
-// The bits of a positive normal float: in arithmetic, since nvcc cannot cast them in a constant.
+// The bits of a positive normal float, by arithmetic: nvcc cannot bit-cast in a constant
+// expression.
 constexpr uint32_t bits_of_positive(float v) {
   uint32_t exponent = 127;
   for (; v < 1; v *= 2) --exponent;
@@ -85,7 +88,7 @@ constexpr Quant8Map<Signed> quant8_map() {
   int count = 1;
   for (int decade = 0; decade < 7; ++decade) {
     const int parts = 1 << (Signed ? decade : decade + 1);
-    // As torch.linspace computes it: from both ends, rounded once.
+    // torch.linspace computes boundaries this way: from both ends, rounded once.
     const float step = (1.0f - 0.1f) / parts;
     float below = 0.1f;
     for (int part = 1; part <= parts; ++part) {
@@ -109,7 +112,7 @@ constexpr Quant8Map<Signed> quant8_map() {
     const double middle = ((double)magnitude[number] + (double)magnitude[number + 1]) / 2;
     const float nearest = (float)middle;
     const bool is_below = (double)nearest < middle;
-    // The next float is larger by a factor of 1 + 2^-24 to 1 + 2^-23: this rounds to it.
+    // The next float is larger by a factor of 1 + 2^-24 to 1 + 2^-23. This product rounds to it.
     map.threshold[number] = is_below ? (float)((double)nearest * (1 + 0x1.4p-24)) : nearest;
     threshold_bits[number] = bits_of_positive(nearest) + is_below;
   }
@@ -133,9 +136,9 @@ template <bool Signed>
 inline constexpr Quant8Map<Signed> kQuant8Map = quant8_map<Signed>();
 static_assert(kQuant8Map<true>.is_exact && kQuant8Map<false>.is_exact, "a run is too long");
 
-// For one element or a vector of them, as bits: the number of the value nearest to a fraction's
-// magnitude. `look_up(run)` is place[run]. A NaN, from a block whose largest magnitude is not
-// finite, gets 1's number.
+// Maps the bits of a fraction, or of a vector of fractions, to the number of the value nearest to
+// its magnitude. `look_up(run)` returns place[run]. A block whose largest magnitude is not finite
+// produces NaN fractions, which get the number of 1.
 template <bool Signed, class Bits, class LookUp>
 TW_HD Bits quant8_number(Bits fraction, LookUp&& look_up) {
   using Map = Quant8Map<Signed>;
@@ -146,12 +149,12 @@ TW_HD Bits quant8_number(Bits fraction, LookUp&& look_up) {
   return (look_up((magnitude - Map::kFirst) >> Map::kShift) + magnitude) >> Map::kShift;
 }
 
-// The code of that number with the fraction's sign.
+// The code for that number with the fraction's sign.
 template <bool Signed, class Bits>
 TW_HD Bits quant8_code(Bits fraction, Bits number) {
   if constexpr (!Signed) return number;
   const Bits most = fraction - fraction + 127u;
-  const Bits below = most - (number > 127u ? most : number);  // there is no -1
+  const Bits below = most - (number > 127u ? most : number);  // the map has no -1
   return fraction >= kSignBit ? below : 127u + number;
 }
 

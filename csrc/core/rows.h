@@ -1,5 +1,5 @@
-// Rows of a tensor that is a part of another, or is broadcast: where row `i` of the part lies in the
-// whole, an affine function of the row's leading coordinates.
+// Maps the rows of a part of a tensor, or of a broadcast tensor, to rows of the whole. The position
+// is an affine function of the row's leading coordinates.
 #pragma once
 
 #include "core/dtype.h"
@@ -8,19 +8,21 @@ TW_NAMESPACE_BEGIN
 
 struct RowMap {
   static constexpr int kDims = 6;
-  // Leading dimensions, outermost first; those that could be merged are. Zero: every row at offset.
+  // Leading dimensions, outermost first, merged where possible. With none, every row is at
+  // `offset`.
   int32_t dims = 0;
   int64_t size[kDims] = {};
   int64_t stride[kDims] = {};
   int64_t offset = 0;
 
-  // Of a map in memory.
+  // For a map in ordinary memory.
   TW_HD int64_t operator()(int64_t row) const {
     return locate<1>(row, [this](int d, int64_t n) { return n / size[d]; });
   }
 
-  // The same with divide(d, n) for n / size[d]: kernels on a GPU have reciprocals, and maps among
-  // their arguments. All turns of the loop unrolled keep the arrays out of a GPU's local memory.
+  // As above, with divide(d, n) in place of n / size[d]: GPU kernels divide by reciprocals and take
+  // the map as a kernel argument. Unrolling every iteration keeps the arrays out of a GPU's local
+  // memory.
   template <int Unrolled = kDims, class Divide>
   TW_HD int64_t locate(int64_t row, Divide&& divide) const {
     int64_t at = offset;

@@ -1,4 +1,4 @@
-// The transposition of a matrix of 16-bit elements, which are bits to it.
+// Transposes a matrix of 16-bit elements, which it copies as bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -12,7 +12,7 @@ struct Transpose {
   DType dtype;
 };
 
-// An item of the work is as many columns.
+// Columns per work item.
 constexpr int64_t kTransposeBlock = 64;
 
 TW_NAMESPACE_END

@@ -1,9 +1,10 @@
 // Batch normalisation and an activation on the CPU.
 //
-// Bytes, in tensors of x's size: the statistics read x, the forward pass reads x and writes y: 3. The
-// sums of the backward read grad_y and x, its gradient reads them again and writes grad_x: 5; where
-// the statistics were given both are one pass, 3. The derivative of the activation is computed in
-// both passes: a tensor to keep it in would cost 2 more. What belongs to columns comes from L2.
+// Bytes, in tensors of x's size: 3 forward (the statistics read x, the second pass reads x and
+// writes y) and 5 backward (the sums read grad_y and x, the gradient reads them again and writes
+// grad_x). When the statistics were given, backward is one pass and moves 3. Both backward passes
+// compute the activation's derivative: storing it would cost 2 more. Per-column values come from
+// L2.
 #include "core/batch_norm.h"
 
 #include "core/dispatch.h"
@@ -13,14 +14,14 @@ namespace {
 
 using namespace torchweld;
 
-// call(T, the activation) for the types that are compiled.
+// call(T, activation) for every compiled combination of types.
 template <class Call>
 void dispatch_all(Activation activation, DType dtype, Call&& call) {
   dispatch(dtype, dtype,
            [&](auto t, auto) { dispatch(activation, [&](auto act) { call(t, act); }); });
 }
 
-// x_hat and z of a vector.
+// x_hat and z for a vector.
 template <class A>
 struct Normalized {
   Vec<A> x_hat, z;
@@ -58,13 +59,13 @@ void backward_row(const NormalizeActBackward& a, int64_t row, Accumulate<T>* wei
 
 }  // namespace
 
-// Few enough rows in a chunk that the rounding of a running mean does not add up.
+// Chunks of at most 64 rows keep the rounding error of a running mean small.
 TW_EXPORT int64_t column_statistics_chunks(int64_t rows) {
   const int64_t chunks = (rows + 63) / 64;
   return chunks > chunks_of(rows) ? chunks : chunks_of(rows);
 }
 
-// Welford's running mean and sum of squares of each column of a chunk: a difference of two sums of
+// Welford's running mean and sum of squares for each column of a chunk. Subtracting two sums of
 // squares would cancel. Items are chunks of rows.
 TW_EXPORT void column_statistics(const ColumnStatistics& a, int64_t begin, int64_t end) {
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
@@ -89,7 +90,7 @@ TW_EXPORT void column_statistics(const ColumnStatistics& a, int64_t begin, int64
   });
 }
 
-// Of no rows zeros. Items are columns.
+// Without rows the results are zeros. Items are columns.
 TW_EXPORT void column_statistics_of_chunks(const ColumnStatistics& a, int64_t begin, int64_t end) {
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using A = Accumulate<typename decltype(t)::type>;
@@ -100,7 +101,7 @@ TW_EXPORT void column_statistics_of_chunks(const ColumnStatistics& a, int64_t be
       const auto rows_of = [&](int64_t chunk) {
         return (A)(chunk_begin(a.rows, a.chunks, chunk + 1) - chunk_begin(a.rows, a.chunks, chunk));
       };
-      // Of what the means differ from the first in: they may all be far from zero.
+      // Averages differences from the first mean, since all means may be far from zero.
       const Vec<A> base = load(means, at);
       Vec<A> sum = {}, sum_of_squares = {};
       for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
@@ -143,7 +144,7 @@ TW_EXPORT void normalize_act_forward(const NormalizeActForward& a, int64_t begin
     using T = typename decltype(t)::type;
     using A = Accumulate<T>;
     const Columns<A> columns(a.columns, a.width);
-    const bool in_place = a.y == a.x;  // what was just read need not be kept from the caches
+    const bool in_place = a.y == a.x;  // in place, y's lines are already in the caches
     const bool streamed = !in_place && worth_streaming<T>(a.y, a.rows, a.width, end - 1);
     for (int64_t row = begin; row < end; ++row) {
       const T* x = (const T*)a.x + row * a.width;

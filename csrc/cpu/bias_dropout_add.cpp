@@ -1,7 +1,7 @@
 // bias_dropout_add on the CPU.
 //
-// Bytes: forward reads x and residual and writes y, 3 x rows x width x size; backward reads grad_y
-// and writes grad_x, 2 x rows x width x size, or reads alone where grad_x is grad_y.
+// Bytes: forward reads x and residual and writes y, 3 x rows x width x size. Backward reads grad_y
+// and writes grad_x, 2 x rows x width x size, or only reads if grad_x is grad_y.
 #include "core/bias_dropout_add.h"
 
 #include "core/dispatch.h"

@@ -6,14 +6,14 @@
 
 TW_NAMESPACE_BEGIN
 
-// Chunks that rows are summed in: enough for any core count, few enough that the partials stay a
-// small part of the bytes moved (at most 2 of 16 rows), and a function of the shape alone.
+// The number of chunks that rows are summed in: enough for any core count, and few enough that the
+// partials add little to the bytes moved (at most 2 rows in 16). It depends only on the shape.
 inline int64_t chunks_of(int64_t rows) {
   const int64_t chunks = (rows + 15) / 16;
   return chunks < 1 ? 1 : chunks > 64 ? 64 : chunks;
 }
 
-// Row `chunk` of the partial sums, set to zero; null where there are none.
+// Row `chunk` of the partial sums, set to zero; null if there are none.
 template <class A>
 inline A* fresh_partial(void* partials, int64_t chunk, int64_t width) {
   if (!partials) return nullptr;
@@ -22,13 +22,13 @@ inline A* fresh_partial(void* partials, int64_t chunk, int64_t width) {
   return partial;
 }
 
-// partial[i...] += v; nothing where there is no partial.
+// partial[i...] += v; does nothing if partial is null.
 template <class A, class Place>
 inline void accumulate(A* partial, int64_t i, Vec<A> v, Place at) {
   if (partial) store(partial + i, load(partial + i, at) + v, at);
 }
 
-// grad[column] = sum of partials[chunk][column] over the chunks; nothing where grad is null.
+// grad[column] = sum of partials[chunk][column] over the chunks; does nothing if grad is null.
 template <class P, class A>
 inline void add_chunks(P* grad, const A* partials, int64_t chunks, int64_t width, int64_t begin,
                        int64_t end) {

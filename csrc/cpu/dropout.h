@@ -1,4 +1,4 @@
-// What core/dropout.h drops, a vector of Philox counters at a time.
+// The dropout of core/dropout.h, a vector of Philox counters at a time.
 #pragma once
 
 #include "core/dropout.h"
@@ -8,7 +8,7 @@ TW_NAMESPACE_BEGIN
 
 namespace detail {
 
-// The words of kWide groups of four columns, in the order of the columns.
+// The words of kWide groups of four columns, in column order.
 inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
   const U64 low = U64{} + row, high = U64{} + (row >> 32);
   return philox_in_order(counting_from((uint64_t)group), low, high, U64{}, seed);
@@ -16,24 +16,26 @@ inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
 
 }  // namespace detail
 
-// Factors of a row's elements: 0 where dropped, else the scale. Asked for by ascending columns.
+// The factors of a row's elements: 0 if dropped, else the scale. Ask for ascending columns.
 template <class A>
 class DropoutFactors {
  public:
   DropoutFactors(const Dropout& dropout, int64_t row)
       : dropout_(dropout), seed_((uint64_t)*dropout.seed), row_((uint64_t)dropout.rows(row)) {}
 
-  // Of kLanes<A> columns from i on, a multiple of kLanes<A>; those past the row's end are something.
+  // The factors of kLanes<A> columns from i on, a multiple of kLanes<A>. Lanes past the row's end
+  // are undefined.
   Vec<A> operator()(int64_t i) {
     if (i >= end_) fill(i);
     return load(factors_ + skew_ + (i - begin_));
   }
 
  private:
-  static constexpr int64_t kAtOnce = 4 * detail::kWide;  // columns of a vector of counters
+  static constexpr int64_t kAtOnce = 4 * detail::kWide;  // columns per vector of counters
   static constexpr int64_t kRun = 16 * kAtOnce;
 
-  // One copy of it, and all that its loop reads in locals: what it writes might else be a member.
+  // Not inlined, so that there is one copy. The loop reads only locals: the compiler would
+  // otherwise assume that its stores may change a member.
   __attribute__((noinline)) void fill(int64_t i) {
     const int64_t column = dropout_.column + i;
     const int64_t end = column % 4 ? kRun + kAtOnce : kRun;
@@ -65,7 +67,7 @@ class DropoutFactors {
   alignas(kVectorBytes) A factors_[kRun + kAtOnce];
 };
 
-// body(factors) with factors(i) those of columns i on, 1 where nothing is dropped.
+// body(factors), where factors(i) are those of the columns from i on, or 1 if nothing is dropped.
 template <class A, class Body>
 inline void with_factors(const Dropout& dropout, int64_t row, Body&& body) {
   if (dropout.seed) {

@@ -1,8 +1,8 @@
 // dropout_add_layer_norm and dropout_add_rms_norm on the CPU.
 //
-// Bytes: forward reads x and residual and writes z and y once, 4 x rows x width x size; backward
-// reads grad_y, z and grad_z and writes grad_residual and grad_x, 5 x rows x width x size, or 4
-// where the last two are the same. A row of z waits in a scratch row, which L1 or L2 holds.
+// Bytes: forward reads x and residual and writes z and y once, 4 x rows x width x size. Backward
+// reads grad_y, z and grad_z and writes grad_residual and grad_x, 5 x rows x width x size, or 4 if
+// the last two are the same tensor. A scratch row in L1 or L2 keeps the row of z.
 #include "core/dropout_add_norm.h"
 
 #include "core/dispatch.h"
@@ -38,7 +38,7 @@ void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
         });
       });
       normalize_row<Centered, Y, P>(a, row, (const A*)sum, y_streamed, [&](int64_t i) {
-        __builtin_prefetch(x + a.width + i);  // the next row's, while this one is in L1
+        __builtin_prefetch(x + a.width + i);  // prefetch the next row while this one is in L1
         if (residual) __builtin_prefetch(residual + a.width + i);
       });
     }

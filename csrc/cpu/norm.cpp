@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm on the CPU.
 //
-// Bytes: forward reads x and writes y once, 2 x rows x width x size; backward reads grad_y and x
-// and writes grad_x once, 3 x rows x width x size. A row is walked several times but comes from
-// memory once: it stays in L1 or L2 between the passes (131072 floats are 512 KiB).
+// Bytes: forward reads x and writes y once, 2 x rows x width x size. Backward reads grad_y and x
+// and writes grad_x once, 3 x rows x width x size. Several passes walk over a row, but it comes
+// from memory once: between the passes it stays in L1 or L2 (131072 floats are 512 KiB).
 #include "cpu/norm.h"
 
 #include "core/dispatch.h"
@@ -19,7 +19,7 @@ void forward(const NormForward& a, int64_t begin, int64_t end) {
     const bool streamed = worth_streaming<T>(a.y, a.rows, a.width, end - 1);
     for (int64_t row = begin; row < end; ++row) {
       const T* x = (const T*)a.x + row * a.width;
-      const T* next = x + a.width;  // read on while this row is in L1
+      const T* next = x + a.width;  // prefetch the next row while this one is in L1
       normalize_row<Centered, T, P>(a, row, x, streamed,
                                     [&](int64_t i) { __builtin_prefetch(next + i); });
     }

@@ -8,7 +8,7 @@ TW_NAMESPACE_BEGIN
 
 namespace detail {
 
-// A lane holds a word in its low half; what is above it does not matter.
+// Each lane holds a word in its low half. The upper half is ignored.
 typedef uint64_t U64 __attribute__((vector_size(kVectorBytes)));
 constexpr int kWide = kVectorBytes / 8;
 
@@ -25,7 +25,8 @@ inline U64 multiply(U64 a, uint32_t b) {
 #endif
 }
 
-// Lanes of a and b in turn: the first half of the pairs, and the second.
+// Interleaves the lanes of a and b. `first` receives the first half of the pairs, `second` the
+// rest.
 inline void interleave(U64 a, U64 b, U64& first, U64& second) {
 #if defined(__AVX512F__)
   first = (U64)_mm512_permutex2var_epi64((__m512i)a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
@@ -40,14 +41,14 @@ inline void interleave(U64 a, U64 b, U64& first, U64& second) {
 #endif
 }
 
-// `first` and the numbers after it.
+// `first` and the numbers that follow it, one per lane.
 inline U64 counting_from(uint64_t first) {
   U64 lane;
   for (int i = 0; i < kWide; ++i) lane[i] = i;
   return lane + first;
 }
 
-// The words of kWide counters, in the counters' order.
+// The words of kWide counters, in counter order.
 struct WordsInOrder {
   U32 first, second;
 };

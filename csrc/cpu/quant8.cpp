@@ -1,7 +1,7 @@
-// Quantising to 8 bits and back on the CPU.
+// Quantises to 8 bits and back on the CPU.
 //
-// Bytes: an element of x is read once, a code written, and 4 bytes for each block: 5 + 1/64 an
-// element in float32, 3 + 1/64 in 16 bits; the same the other way.
+// Bytes per element: reads x once, writes a code, and writes 4 bytes per block. That is 5 + 1/64 in
+// float32 and 3 + 1/64 in 16 bits. Dequantising moves the same bytes the other way.
 #include "cpu/quant8.h"
 
 #include <type_traits>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace torchweld;
 
-// Blocks from `first` on: one, or narrow rows.
+// Quantises blocks from `first` on: either one block, or several narrow rows.
 template <bool Signed, class T>
 void quantize_blocks(const Quantize8& a, int64_t first, int64_t blocks) {
   const QuantBlock at = quant_block(first, a.width);
@@ -50,7 +50,7 @@ void dequantize_blocks(const Dequantize8& a, int64_t first, int64_t blocks) {
       count, [&](int64_t i, auto place) { store(y + i, load(values.at + i) * absmax, place); });
 }
 
-// call(first, blocks) for all of a range, as many at once as may be.
+// call(first, blocks) over a range, with as many blocks per call as possible.
 template <class Call>
 void for_blocks(int64_t width, int64_t begin, int64_t end, Call&& call) {
   const int64_t at_once = rows_at_once(width);
@@ -59,7 +59,7 @@ void for_blocks(int64_t width, int64_t begin, int64_t end, Call&& call) {
   }
 }
 
-// call(T) with the float that elements are stored as.
+// call(T) with the storage type of the floats.
 template <class Call>
 void dispatch_float(DType dtype, Call&& call) {
   dispatch(dtype, dtype, [&](auto t, auto) {

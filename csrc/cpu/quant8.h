@@ -1,4 +1,4 @@
-// 8-bit blocks as vectors: look-ups, and a block's way from floats to codes and back.
+// 8-bit blocks as vectors: table look-ups, and the conversion of a block to codes and back.
 #pragma once
 
 #include "core/quant8.h"
@@ -23,7 +23,7 @@ inline U32 look_up(const uint32_t* table, U32 index) {
 #endif
 }
 
-// Between bytes and lanes gcc's own conversions go one by one.
+// gcc converts between bytes and lanes one element at a time, so that intrinsics do it here.
 inline U32 load_codes(const uint8_t* codes, Whole) {
 #if defined(__AVX512F__)
   return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
@@ -42,7 +42,7 @@ inline U32 load_codes(const uint8_t* codes, Part part) {
 }
 
 #if defined(__AVX512F__)
-// Of four by four pieces of four bytes, rows become columns.
+// Transposes a 4 x 4 matrix of 4-byte pieces.
 inline __m512i pieces_transposed(__m512i bytes) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_permutexvar_epi32(order, bytes);
@@ -52,8 +52,9 @@ inline __m512i pieces_transposed(__m512i bytes) {
 // --- From codes to floats -----------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-// Values of 64 codes at a time, by byte: 256 bytes lie in four registers, and a look-up in one of
-// them is an instruction. Faster than a look-up of floats, of which 256 take 16 registers.
+// The values of 64 codes at a time, byte by byte. 256 bytes fit four registers, and a look-up in
+// one register is one instruction. This is faster than looking up floats: 256 floats take 16
+// registers.
 struct BytePlanes {
   alignas(64) uint8_t byte[4][256];
 };
@@ -71,13 +72,13 @@ constexpr BytePlanes make_byte_planes() {
 template <bool Signed>
 inline constexpr BytePlanes kBytePlanes = make_byte_planes<Signed>();
 
-// How many codes were decoded, in wholes of 64.
+// Returns how many codes were decoded, a multiple of 64.
 __attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
     float* values, const uint8_t* codes, int64_t count, const BytePlanes& planes) {
   int64_t i = 0;
   for (; i + 64 <= count; i += 64) {
     const __m512i code =
-        pieces_transposed(_mm512_loadu_si512(codes + i));  // interleaving undoes it
+        pieces_transposed(_mm512_loadu_si512(codes + i));  // interleaving undoes this
     const __mmask64 odd = _mm512_test_epi8_mask(code, _mm512_set1_epi8(64));
     const __mmask64 upper = _mm512_movepi8_mask(code);
     __m512i found[4];
@@ -104,7 +105,7 @@ __attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
 inline const bool has_byte_look_ups = __builtin_cpu_supports("avx512vbmi");
 #endif
 
-// The values of codes.
+// Maps codes to values.
 class Values {
  public:
   Values() = default;
@@ -113,7 +114,7 @@ class Values {
 
   F32 operator[](U32 code) const {
 #if defined(__AVX512F__)
-    // Faster than look-ups in memory: the table lies in half of the registers.
+    // Faster than look-ups in memory: the table fits half of the registers.
     const __m512i at = (__m512i)code;
     __m512 found[8];
     for (int i = 0; i < 8; ++i) {
@@ -136,7 +137,7 @@ class Values {
   const float* table_;
 };
 
-// The values of a block's codes, of which there is room for whole vectors.
+// The values of a block's codes. `values` has room for whole vectors.
 inline void decode_block(float* values, const uint8_t* codes, int64_t count, bool is_signed) {
   int64_t done = 0;
 #if defined(__AVX512F__)
@@ -149,7 +150,7 @@ inline void decode_block(float* values, const uint8_t* codes, int64_t count, boo
   for_vectors<float>(count - done, [&](int64_t i, auto place) {
     store(values + done + i, of[load_codes(codes + done + i, place)]);
   });
-  // Two blocks ahead, as read() does.
+  // Prefetches two blocks ahead, as read() does.
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(codes + 2 * kQuantBlock + i);
 }
 
@@ -162,7 +163,7 @@ inline void store_codes(uint8_t* codes, U32 a, U32 b, U32 c, U32 d) {
   _mm512_storeu_si512(codes, pieces_transposed(_mm512_packus_epi16(words[0], words[1])));
 }
 #endif
-// Below 0 is 0.
+// Stores negative numbers as 0.
 inline void store_codes(uint8_t* codes, U32 wide, Whole) {
 #if defined(__AVX512F__)
   const __m512i code = _mm512_max_epi32((__m512i)wide, _mm512_setzero_si512());
@@ -181,7 +182,7 @@ inline void store_codes(uint8_t* codes, U32 wide, Part part) {
   store_part(codes, lanes, part);
 }
 
-// Codes of the fractions value / divisor.
+// The codes of the fractions value / divisor.
 template <bool Signed>
 inline U32 encode_by_place(F32 value, F32 divisor) {
   const F32 fraction = value / divisor;
@@ -190,28 +191,30 @@ inline U32 encode_by_place(F32 value, F32 divisor) {
   return quant8_code<Signed>((U32)fraction, number);
 }
 
-// What values are divided by, whose inverse is finite.
+// A divisor of values and its finite inverse.
 struct Divisor {
   F32 divisor, inverse;
 };
 
-// Codes of fractions: to be made before a loop.
+// Maps fractions to codes. Construct it before a loop.
 #if defined(__AVX512F__)
-// Without a look-up in memory and without a division: what lies between two decades' first
-// thresholds is nearest to one of the values of a decade, which are evenly spaced, so that the
-// number is a linear function there. A product with the inverse is off by an ulp or two, and so the
-// exact way is taken within kUlps of a region's begin, and where the number is within one of kUnits
-// of an integer.
+// Encodes without a look-up in memory and without a division. Between the first thresholds of two
+// adjacent decades the nearest values are those of one decade. They are evenly spaced, so the
+// number is a linear function there. Multiplying by the inverse is off by an ulp or two. The exact
+// way is therefore taken within kUlps of a region's begin, and where the number is within 1 /
+// kUnits of an integer.
 template <bool Signed>
 struct Regions {
   static constexpr int kUnitBits = 12, kUnits = 1 << kUnitBits;
   static constexpr int kUlps = 8;
-  // By a float's binade, the last five bits of its exponent: its region where it begins, and kUlps
-  // before the next region begins in it. Smaller floats than 2^-31 are taken for that.
+  // Indexed by a float's binade, the last five bits of its exponent: the region at the binade's
+  // begin, and the float kUlps before the next region begins in it. Floats below 2^-31 are treated
+  // as 2^-31.
   uint32_t region[32];
-  uint32_t before_next[32];  // as bits, which have the order of positive floats
-  // By region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop. In units, and one
-  // more: what is within one of an integer has at most the last bit below kUnits.
+  uint32_t before_next[32];  // as bits, which sort like positive floats
+  // Indexed by region: 0 for the number 0, 1 to 7 for the decades, 8 for the number kTop. Entries
+  // are in units plus one. With that offset, only the last of the bits below kUnits can be set if
+  // the number is within one unit of an integer.
   float slope[16], offset[16], upper[16];
 };
 
@@ -219,7 +222,7 @@ template <bool Signed>
 constexpr Regions<Signed> make_regions() {
   constexpr const auto& map = kQuant8Map<Signed>;
   Regions<Signed> r{};
-  float begin[10] = {};  // of a region; the last has no end
+  float begin[10] = {};  // where each region begins; the last has no end
   double power = 1e-6;
   int first = 1;
   r.offset[0] = r.upper[0] = 0.5f;
@@ -253,10 +256,10 @@ inline constexpr Regions<Signed> kRegions = make_regions<Signed>();
 template <bool Signed>
 class Encoder {
  public:
-  // The code of -1, which there is not, is -1: stored as 0, its neighbour.
+  // The map has no -1. Its code is -1 here, and stored as 0, its neighbour.
   U32 operator()(F32 value, const Divisor& by) const {
     const __m512 fraction = (__m512)(value * by.inverse);
-    // The lesser magnitude of the two, which for a NaN is 1.
+    // The smaller magnitude of the two. For a NaN that is 1.
     const __m512 least = _mm512_range_ps(fraction, _mm512_set1_ps(1), 0b1010);
     const __m512 x = _mm512_max_ps(least, _mm512_set1_ps(0x1p-31f));
     const __m512i binade = _mm512_srli_epi32((__m512i)x, 23);
@@ -300,10 +303,10 @@ struct Encoder {
 };
 #endif
 
-// Magnitudes as integers have their order, and NaN is the largest of all.
+// As integers, magnitudes keep their order, and NaN is the largest.
 inline U32 magnitude_bits(F32 v) { return (U32)v & ~kSignBit; }
 
-// The largest magnitude of the vectors that it is given.
+// The largest magnitude among the vectors added to it.
 class Largest {
  public:
   void add(F32 v) {
@@ -327,7 +330,8 @@ class Largest {
   U32 most_ = {};
 };
 
-// `KeepsPositive`, for a second moment, whose root is a divisor: what is not zero does not become it.
+// `KeepsPositive` keeps positive values from becoming zero: the root of a second moment is a
+// divisor.
 template <bool KeepsPositive>
 inline U32 keep_positive(U32 code, F32 value) {
   if constexpr (!KeepsPositive) return code;
@@ -339,7 +343,7 @@ inline U32 keep_positive(U32 code, F32 value) {
 #endif
 }
 
-// The codes of values; divisor(i) is what those from i on are divided by.
+// The codes of values. divisor(i) is the divisor of the values from i on.
 template <bool Signed, bool KeepsPositive, class DivisorAt>
 inline void encode_values(uint8_t* codes, const float* values, int64_t count, DivisorAt&& divisor) {
   const Encoder<Signed> encode;
@@ -359,8 +363,8 @@ inline void encode_values(uint8_t* codes, const float* values, int64_t count, Di
   });
 }
 
-// What a block's values are divided by. Where its inverse would be infinite, both are made larger by
-// a power of two: fractions stay the same.
+// The divisor of a block's values. If its inverse would be infinite, this scales both the values
+// and the divisor by a power of two, which keeps the fractions.
 inline float make_divisor(float* values, int64_t count, float absmax) {
   const float divisor = quant_divisor(absmax);
   if (__builtin_expect(divisor >= 0x1p-126f, true)) return divisor;
@@ -369,7 +373,7 @@ inline float make_divisor(float* values, int64_t count, float absmax) {
   return divisor * kExact;
 }
 
-// The codes of a block from its values and its absmax. The values may be changed.
+// The codes of a block from its values and its absmax. May change the values.
 template <bool Signed, bool KeepsPositive = false>
 inline void encode_block(uint8_t* codes, float* values, int64_t count, float absmax) {
   const float number = make_divisor(values, count, absmax);
@@ -379,23 +383,23 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
 
 // --- Narrow rows --------------------------------------------------------------------------------
 
-// Rows of a few elements are blocks that would take longer to begin and to end than to work on:
-// together as many as make a block, which lie side by side, are done as one, by vectors in which
-// each lane has its row's absmax.
-constexpr int64_t kNarrow = 64;  // from here on one at a time is as fast or faster
+// A block that is a short row takes longer to set up than to process. Adjacent short rows, as many
+// as make a full block, are therefore processed together, by vectors in which each lane has its own
+// row's absmax.
+constexpr int64_t kNarrow = 64;  // from this width on, one row at a time is as fast or faster
 inline int64_t rows_at_once(int64_t width) { return width < kNarrow ? kQuantBlock / width : 1; }
 
-// Room for a block's elements, and for a vector that begins with the last.
+// Room for a block's elements and one vector past the last.
 struct alignas(kVectorBytes) BlockRoom {
   float at[kQuantBlock + kLanes<float>];
 };
 
-// Each element's number(row).
+// Writes number(row) for each element of the row.
 template <class Number>
 inline void spread_rows(BlockRoom& to, int64_t rows, int64_t width, Number&& number) {
   float* p = to.at;
   for (int64_t row = 0; row < rows; ++row, p += width) {
-    const F32 of_row = splat(number(row));  // what it writes too much the next row replaces
+    const F32 of_row = splat(number(row));  // the next row overwrites the excess
     for (int64_t i = 0; i < width; i += kLanes<float>) store(p + i, of_row);
   }
 }
@@ -410,7 +414,7 @@ inline void measure_rows(float* absmax, const BlockRoom& values, int64_t rows, i
     }
     return;
   }
-  // By vectors of many rows: from each element on the largest of ever more, to a row's width.
+  // Doubles, step by step, the span over which each element holds the maximum, up to a row's width.
   BlockRoom largest;
   const auto for_all = [&](auto&& most) {
     for (int64_t i = 0; i < rows * width; i += kLanes<float>) store(largest.at + i, (F32)most(i));
@@ -427,7 +431,7 @@ inline void measure_rows(float* absmax, const BlockRoom& values, int64_t rows, i
   for (int64_t row = 0; row < rows; ++row) absmax[row] = largest.at[row * width];
 }
 
-// Values of rows by their absmax.
+// Multiplies the values of each row by its absmax.
 inline void scale_rows(BlockRoom& values, const float* absmax, int64_t rows, int64_t width) {
   BlockRoom scales;
   spread_rows(scales, rows, width, [&](int64_t row) { return absmax[row]; });

@@ -1,4 +1,4 @@
-// Room for a row of intermediate results.
+// A buffer for one row of intermediate results.
 #pragma once
 
 #include <new>
@@ -7,7 +7,7 @@
 
 TW_NAMESPACE_BEGIN
 
-// A row of accumulators with room for a whole vector at its end.
+// A row of accumulators with room for one more vector at its end.
 template <class A>
 class Scratch {
  public:

@@ -1,9 +1,9 @@
 // Softmax with scale, mask and dropout on the CPU.
 //
-// Bytes: forward reads the scores and writes y, 2 x rows x width x size, and the mask where there is
-// one; backward reads grad_y and y, or the scores where something was dropped, and writes
-// grad_scores: 3 x rows x width x size. A row comes from memory once: its exponentials, and in
-// backward the gradients that were kept, wait in a scratch row, which L1 or L2 holds.
+// Bytes: forward reads the scores and writes y, 2 x rows x width x size, and reads the mask if
+// there is one. Backward reads grad_y and y (or the scores, with dropout) and writes grad_scores, 3
+// x rows x width x size. Each row is read from memory once. A scratch row in L1 or L2 keeps its
+// exponentials and, in backward, the gradients that dropout kept.
 #include "core/softmax.h"
 
 #include <type_traits>
@@ -21,7 +21,7 @@ using namespace torchweld;
 template <class A>
 constexpr A kExcluded = -__builtin_inff();
 
-// --- Masks: what a scaled score becomes ---
+// --- Masks: turn a scaled score into a masked one ---
 
 struct Unmasked {
   template <class V, class Place>
@@ -64,7 +64,7 @@ struct Additive {
   }
 };
 
-// call(mask) with the mask of a row.
+// call(mask) with the mask for a row.
 template <class T, class Call>
 void with_mask(const ScoreMask& mask, int64_t row, Call&& call) {
   using A = Accumulate<T>;
@@ -88,7 +88,7 @@ template <class T, class Mask>
 Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& masked,
                             int64_t keys) {
   using A = Accumulate<T>;
-  Vec<A> lanes[2] = {splat(kExcluded<A>), splat(kExcluded<A>)};  // two: each waits for itself
+  Vec<A> lanes[2] = {splat(kExcluded<A>), splat(kExcluded<A>)};  // two shorten the dependency chain
   int64_t turn = 0;
   for_vectors<A>(keys, [&](int64_t i, auto at) {
     const Vec<A> z = present(masked(load(scores + i, at) * scale, i, at), at, kExcluded<A>);
@@ -98,11 +98,11 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
   const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
   A highest = kExcluded<A>;
   for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
-  // Exponentials of -inf - 0 are zeros, of -inf - -inf they would be NaN.
+  // exp(-inf - 0) is the zero wanted here; exp(-inf - -inf) would be NaN.
   return highest == kExcluded<A> ? 0 : highest;
 }
 
-// The value from column `begin` to the row's end.
+// Fills the row from column `begin` to its end.
 template <class T>
 void fill(T* row, int64_t begin, int64_t width, Accumulate<T> value, bool streamed) {
   using A = Accumulate<T>;
@@ -135,18 +135,18 @@ void forward_row(const SoftmaxForward& a, int64_t row, Accumulate<T>* scratch, b
   const A inverse = softmax_inverse(sum[0], a.mask, a.causal);
   with_factors<A>(a.dropout, row, [&](auto&& factor) {
     for_vectors<A>(keys, [&](int64_t i, auto at) {
-      __builtin_prefetch(scores + a.width + i);  // the next row's, while this one is in L1
+      __builtin_prefetch(scores + a.width + i);  // prefetch the next row while this one is in L1
       write(y + i, load(scratch + i) * inverse * factor(i), at, streamed);
     });
   });
-  fill(y, keys, a.width, 0 * inverse, streamed);  // NaN where the row is
+  fill(y, keys, a.width, 0 * inverse, streamed);  // NaN if the row is NaN
   if (a.statistics) {
     ((A*)a.statistics)[2 * row] = highest;
     ((A*)a.statistics)[2 * row + 1] = inverse;
   }
 }
 
-// From what the forward returned.
+// Computes the gradient from y.
 template <class T>
 void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
   using A = Accumulate<T>;
@@ -167,7 +167,7 @@ void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
   fill(grad_scores, keys, a.width, (A)0, streamed);
 }
 
-// From the scores: y lacks what was dropped.
+// Computes the gradient from the scores, since y lacks the dropped elements.
 template <class T>
 void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>* softmax,
                             Accumulate<T>* g, bool streamed) {

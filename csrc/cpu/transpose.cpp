@@ -1,10 +1,11 @@
-// The transposition of a 16-bit matrix on the CPU.
+// Transposes a 16-bit matrix on the CPU.
 //
 // Bytes: reads x and writes y once, 2 x rows x columns x 2.
 //
-// Blocks of 64 x 64 are turned on the stack: x is read, and y written, in whole lines, each once.
-// Straight from one to the other every line would be touched in pieces, and a power of two between
-// the rows of either puts those lines into one set of a cache, from where they drive each other out.
+// Blocks of 64 x 64 are transposed on the stack, so that every cache line of x is read once and
+// every line of y is written once, whole. A direct copy would touch each line in pieces. If the
+// rows of x or y are a power of two apart, those lines also share one cache set and evict each
+// other.
 #include "core/transpose.h"
 
 #include <algorithm>
@@ -16,8 +17,8 @@ namespace {
 
 using namespace torchweld;
 
-// 8 x 8 elements are turned in the registers that every instruction set has: wider ones would need
-// permutations across their halves, and memory is slower than this already.
+// 8 x 8 tiles fit the registers of every instruction set. Wider registers would need permutations
+// across their halves, and memory is already the slower part.
 constexpr int64_t kTile = 8;
 typedef uint16_t Row __attribute__((vector_size(kTile * sizeof(uint16_t))));
 
@@ -27,13 +28,13 @@ typedef uint16_t Row __attribute__((vector_size(kTile * sizeof(uint16_t))));
 #define TW_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Row{__VA_ARGS__})
 #endif
 
-// The first halves, and the second ones, one element of each in turn.
+// Interleave the first, or the second, halves of a and b.
 inline Row zip_first(Row a, Row b) { return TW_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
 inline Row zip_second(Row a, Row b) { return TW_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
 
 #undef TW_SHUFFLE
 
-// Row and column of an element are three bits each; a round moves all six of them on by one.
+// An element's row and column take three bits each. Every round rotates these six bits by one.
 inline void turn_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch) {
   Row tile[kTile], next[kTile];
   for (int64_t i = 0; i < kTile; ++i) std::memcpy(&tile[i], x + i * x_pitch, sizeof(Row));
@@ -47,8 +48,8 @@ inline void turn_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y
   for (int64_t i = 0; i < kTile; ++i) std::memcpy(y + i * y_pitch, &tile[i], sizeof(Row));
 }
 
-// A block, of which height and width are constants where it is whole. The last tile either way ends
-// where the block does, over some of what the one before it has turned.
+// Transposes a block. Height and width are compile-time constants if the block is whole. The last
+// tile in either direction ends where the block ends, and overlaps the tile before it.
 inline void turn_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch,
                        int64_t height, int64_t width) {
   alignas(64) uint16_t turned[kTransposeBlock][kTransposeBlock];
@@ -83,7 +84,7 @@ TW_EXPORT void transpose_16_bits(const Transpose& a, int64_t begin, int64_t end)
       const int64_t height = std::min(kBlock, a.rows - row);
       const uint16_t* x = (const uint16_t*)a.x + row * a.columns + column;
       uint16_t* y = (uint16_t*)a.y + column * a.rows + row;
-      // The next block is in other pages, where the processor does not look ahead by itself.
+      // The next block lies in other pages, which the hardware prefetcher does not follow.
       for (int64_t i = 0; i < kBlock; ++i) __builtin_prefetch(x + (kBlock + i) * a.columns);
       if (height == kBlock && width == kBlock) {
         turn_block(x, a.columns, y, a.rows, kBlock, kBlock);

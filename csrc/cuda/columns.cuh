@@ -1,16 +1,18 @@
-// Columns of a row that lies anywhere: N in a row for each access, 16 bytes at a time where the row
-// is aligned to that, else one by one. Threads past the end of the row ask for less than one column.
+// Columns of a row at any alignment: N adjacent ones per access. If the row is aligned, an access
+// moves 16 bytes at a time, else one column at a time. Threads past the row's end ask for less than
+// one column.
 #pragma once
 
 #include "cuda/vec.cuh"
 
 TW_NAMESPACE_BEGIN
 
-// Columns of an access: four at least, the columns of a call of Philox.
+// Columns of an access. There are at least four, the columns of one call of Philox.
 template <class T, bool Aligned>
 constexpr int kAccessColumns = Aligned ? kAccessBytes / (int)sizeof(T) : 4;
 
-// The `count` columns from p on, N at most, zeros after them. Where Aligned, there are N or none.
+// Loads `count` columns from p, at most N, and zeros after them. If Aligned, count is N or at most
+// 0.
 template <bool Aligned, class T, int N>
 __device__ __forceinline__ void load_columns(Packed<T, N>& to, const T* p, int count) {
   constexpr int kWords = Packed<T, N>::kWords;

@@ -1,6 +1,6 @@
-// As much of cuBLASLt as a GEMM with an epilogue needs, in words of our own: the library is the copy
-// that torch has loaded, so that nothing of it is there when this is built. Where its header is,
-// these words are held against it.
+// The part of cuBLASLt's interface that a GEMM with an epilogue needs, declared here: the library
+// is the copy that torch has loaded, and its header may be missing at build time. If the header is
+// there, static assertions compare these declarations with it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,8 +39,8 @@ enum class Choice : int {
   alignment_c = 7,
   alignment_d = 8,
 };
-// An epilogue is a sum of these; gelu is the one by tanh. The gradient of a bias goes where a bias
-// would be, the sum before gelu comes from where it went.
+// An epilogue is a sum of these. gelu is the tanh form. A bias gradient is written to the bias's
+// address, and aux holds the sum before gelu in both directions.
 enum Epilogue : uint32_t {
   kBias = 4,
   kBiasGradient = 16,
@@ -48,7 +48,7 @@ enum Epilogue : uint32_t {
   kGeluGradient = 64,
   kAux = 128
 };
-// Partial sums are added in float32, and not in the result's 16 bits.
+// Partial sums are added in float32, not in the result's 16 bits.
 constexpr uint32_t kReduceInFloat32 = 2;
 
 struct Handle;
@@ -66,7 +66,7 @@ struct Heuristic {
   int reserved[4];
 };
 
-// Every function that is used: what follows cublasLt in its name, and its arguments.
+// Every function in use: its name after "cublasLt", and its arguments.
 #define TW_CUBLASLT(F)                                                                            \
   F(Create, Handle**)                                                                             \
   F(MatmulDescCreate, Desc**, Compute, DataType)                                                  \
@@ -118,7 +118,7 @@ inline const Functions& functions() {
 }
 
 #if defined(TW_CUBLASLT_HEADER)
-// Whether arguments of one function can be passed as those of the other.
+// Whether arguments for one function can be passed to the other.
 template <class R, class... A, class S, class... B>
 constexpr bool alike(R (*)(A...), S (*)(B...)) {
   if constexpr (sizeof...(A) != sizeof...(B)) {

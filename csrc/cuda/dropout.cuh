@@ -1,10 +1,10 @@
-// What core/dropout.h drops, for the columns that a thread holds.
+// The dropout of core/dropout.h for the columns that a thread holds.
 //
-// A call of Philox makes the words of four columns: 10 rounds of two multiplications, of which both
-// halves count, and two three-way XORs; the rounds' keys are the same in all threads and cost nothing
-// on the uniform datapath. A row's first multiplications are made once. With the comparison and its
-// bit that is 12 instructions a column, none of which waits for memory: they belong between a
-// kernel's loads and the first use of what is loaded.
+// One call of Philox makes the words of four columns. It takes 10 rounds of two multiplications,
+// both halves of which count, and two three-way XORs. The round keys are the same in all threads
+// and cost nothing on the uniform datapath. A row's first multiplications are made once. Including
+// the comparison and its bit, that is 12 instructions a column. None of them waits for memory, so
+// place them between a kernel's loads and the first use of the loaded values.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,19 +13,19 @@
 
 TW_NAMESPACE_BEGIN
 
-// A row of the dropped tensor. Skewed: the tensor may be a part that begins at a column which four
-// does not divide, so that a thread's columns are in one more group of four than they fill.
+// A row of the dropped tensor. Skewed: the tensor may be a part that begins at a column that is not
+// a multiple of four. A thread's columns then touch one more group of four than they would fill.
 template <bool Skewed>
 class DropoutRow {
  public:
-  // `row` is that of the whole tensor.
+  // `row` is the whole tensor's.
   __device__ __forceinline__ DropoutRow(const Dropout& dropout, int64_t row)
       : seed_(*dropout.seed),
         row_(row),
         first_(Skewed ? dropout.column : 0),
         threshold_(dropout.threshold) {}
 
-  // Of N columns from `column` on, which four divides, as bits: which are kept.
+  // Bits that say which of N columns from `column` on are kept; `column` is a multiple of four.
   template <int N>
   __device__ __forceinline__ unsigned kept(int64_t column) const {
     static_assert(N % 4 == 0 && N + 4 <= 32);

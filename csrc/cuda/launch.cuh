@@ -1,5 +1,5 @@
-// How kernels are launched and what they ask of the launch. The emulator (tests/emulator) has twins
-// of what plain C++ cannot say: the launch itself, dynamic shared memory, and inline PTX.
+// Kernel launches, and what kernels ask of them. The emulator (tests/emulator) has its own versions
+// of what plain C++ cannot express: the launch, dynamic shared memory, and inline PTX.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 }
 #endif
 
-// What a launch's arguments may take.
+// The most bytes that a launch's arguments may take.
 #if !defined(TW_EMULATED) && CUDART_VERSION < 12010
 #error "CUDA 12.1 is needed: before it a launch's arguments could take 4 KB alone"
 #endif
@@ -27,7 +27,7 @@ constexpr size_t kLaunchBytes = 32764;
 struct Launch {
   dim3 grid, threads;
   size_t shared_bytes = 0;
-  bool cooperative = false;  // every block runs at the same time as the others, or none runs
+  bool cooperative = false;  // all blocks run at the same time, or the launch fails
 };
 
 template <class... Params, class... Args>
@@ -52,7 +52,7 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& how, cudaStream_t st
 #endif
 }
 
-// Of the current device.
+// Reads the current device.
 inline int multiprocessors() {
   int device = 0, count = 1;
   if (cudaGetDevice(&device) == cudaSuccess) {
@@ -61,9 +61,9 @@ inline int multiprocessors() {
   return count;
 }
 
-// --- Inline PTX, each with its twin ---
+// --- Inline PTX, each with an emulated version ---
 
-// 2^x within 2^-22 of it; 0 where that is below the smallest normal number.
+// 2^x within a relative error of 2^-22; 0 if it is below the smallest normal number.
 __device__ __forceinline__ float power_of_2(float x) {
 #if defined(TW_EMULATED)
   return x < -126 ? 0 : std::exp2(x);
@@ -74,7 +74,7 @@ __device__ __forceinline__ float power_of_2(float x) {
 #endif
 }
 
-// Brings a line into L2 for a later read.
+// Brings a cache line into L2 for a later read.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
 #if defined(TW_EMULATED)
   (void)p;
@@ -83,7 +83,8 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 #endif
 }
 
-// A word that blocks pass to each other: whole and in memory that all see, ordered with no other.
+// A word that blocks pass to each other. It arrives whole, in memory visible to all blocks, and is
+// not ordered with any other access.
 __device__ __forceinline__ void publish(uint64_t* p, uint64_t word) {
 #if defined(TW_EMULATED)
   __atomic_store_n(p, word, __ATOMIC_RELAXED);

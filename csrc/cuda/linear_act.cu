@@ -1,31 +1,34 @@
-// linear_act as one GEMM of cuBLASLt's, whose epilogue adds the bias, activates, and stores the sum
-// before the activation where there is a gradient; and in the backward of the layer behind it, one
-// whose epilogue takes the gradient back through the activation and adds up the bias's. It has gelu
-// by tanh; there is none by erf and none for silu, and its relu makes 0 of NaN.
+// linear_act as one cuBLASLt GEMM. Its epilogue adds the bias, applies the activation and, if there
+// is a gradient, stores the sum before the activation. For the backward of the next layer there is
+// a second GEMM, whose epilogue takes the gradient back through the activation and adds up the
+// bias's gradient. Both have gelu by tanh. cuBLASLt has neither gelu by erf nor silu, and its relu
+// turns NaN into 0.
 //
-// With M rows, K inputs and N outputs it does 2 M N K operations; at 16 bits it reads 2 (M K + N K)
-// bytes and writes 2 M N of y and, where there is a gradient, as many of z. torch's GEMM and a pass
-// of bias_act move 2 M N more, or 4 M N more. Its floor is the bare GEMM with that one more tensor
-// to write: triton_kernels/linear_act.py has the times on an H200, by which the unfused form is at
-// 1.08x the GEMM at (8192, 4096) x 16384 and this one should be below 1.06x, with the library's own
-// main loop and an epilogue that overlaps it.
+// With M rows, K inputs and N outputs linear_act does 2 M N K operations. At 16 bits it reads 2 (M
+// K + N K) bytes and writes 2 M N of y and, with a gradient, as many of z. torch's GEMM followed by
+// bias_act moves 2 M N more, or 4 M N more. The floor is the bare GEMM plus one more tensor to
+// write. triton_kernels/linear_act.py has the times on an H200: at (8192, 4096) x 16384 the unfused
+// form takes 1.08x the GEMM. This kernel should stay below 1.06x, with the library's own main loop
+// and an epilogue that overlaps it.
 //
-// linear_act's backward is torch's two GEMMs and bias_act's pass, which has both gradients of the
-// sum. In an mlp that pass reads what grad_y @ w2 has just written. DGELU_BGRAD reads z there and
-// writes grad_z at once: 4 M N bytes less. On an H200 at bf16, K outputs of the mlp, in milliseconds:
+// linear_act's backward is torch's two GEMMs and bias_act's pass, which computes both gradients of
+// the sum. In an mlp that pass reads what grad_y @ w2 has just written. DGELU_BGRAD reads z there
+// and writes grad_z at once: 4 M N bytes less. On an H200 at bf16, K outputs of the mlp, in
+// milliseconds:
 //
-//     (M, K) x N            GEMM alone   pass of 3 trips   unfused         z read   fused, at best
+//     (M, K) x N            bare GEMM    pass of 3 trips   unfused         z read   fused, at best
 //     (8192, 4096) x 16384     1.53          0.19          1.12x the GEMM   0.06    1.04x
 //     (8192, 1024) x 4096      0.095         0.047         1.49x            0.016   1.16x
 //
-// That is 0.12 ms of the 6.3 that the backward's four GEMMs and the pass take at the first shape,
-// 2%, and 0.03 of 0.43 at the second, 7%. To be 2% ahead, as the choice asks, its GEMM has to reach
-// 94% of the rate of torch's at the first shape and 77% at the second.
+// That saves 0.12 ms of the 6.3 ms that the backward's four GEMMs and the pass take at the first
+// shape (2%), and 0.03 ms of 0.43 ms at the second (7%). The automatic choice asks for a lead of
+// 2%. For that the fused GEMM has to reach 94% of the rate of torch's GEMM at the first shape and
+// 77% at the second.
 //
-// Not built: BGRADB, which adds up the second bias's gradient in the GEMM of the second weight's. It
-// saves one read of grad_y, 2 M K bytes: 0.016 ms and 0.004 ms, 0.3% and 1% of the backward, and less
-// at the second shape, where grad_y fits L2. A GEMM's time differs by as much from run to run, and
-// the kernels with that epilogue are fewer than those that torch's GEMM has to choose from.
+// Not built: BGRADB, which adds up the second bias's gradient in the GEMM of the second weight's
+// gradient. It saves one read of grad_y, 2 M K bytes: 0.016 ms and 0.004 ms, 0.3% and 1% of the
+// backward, and less at the second shape, where grad_y fits L2. A GEMM's time varies by as much
+// from run to run, and fewer kernels have that epilogue than torch's GEMM can choose from.
 #include "cuda/linear_act.h"
 
 #include <map>
@@ -38,20 +41,21 @@
 namespace torchweld {
 namespace {
 
-// What cuBLASLt asks of the rows of z, in elements; its fast kernels ask the same of x and weight.
+// cuBLASLt requires rows of z to be a multiple of this; its fast kernels need it for x and weight
+// too.
 constexpr int64_t kMultiple = 8;
-// Of addresses, in bytes.
+// The alignment that it requires of addresses, in bytes.
 constexpr uint32_t kAlignment = 16;
 constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;
-// As torch has it on Hopper.
+// torch's limit on Hopper.
 constexpr uint64_t kMostWorkspaceBytes = 32 << 20;
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kAlignment == 0; }
 
-// result = left @ right, or left @ right^T, and what the epilogue makes of it.
+// result = epilogue(left @ right), or of left @ right^T.
 struct Product {
   const void* left;   // [rows, inner]
-  const void* right;  // [inner, columns], transposed [columns, inner]
+  const void* right;  // [inner, columns], or [columns, inner] if transposed
   void* result;       // [rows, columns]
   const void* bias;   // [columns]: the bias, or its gradient; or null
   const void* sum;    // [rows, columns]: before the activation; or null
@@ -80,7 +84,8 @@ bool is_served(const Product& p) {
          is_aligned(p.bias) && is_aligned(p.sum) && p.dtype != DType::f64 && lt::functions().all();
 }
 
-// cuBLASLt counts columns first: to it the result is right, transposed, times left.
+// cuBLASLt's matrices are column-major. It therefore sees the result as right, transposed, times
+// left.
 class Gemm {
  public:
   lt::Desc* desc = nullptr;
@@ -121,7 +126,7 @@ class Gemm {
   }
   Gemm(const Gemm&) = delete;
 
-  // The first failure stays.
+  // Runs the step unless an earlier one failed. The first failure is kept.
   template <class Step>
   void then(const Step& step) {
     if (status == lt::Status::success) status = step();
@@ -136,7 +141,7 @@ class Gemm {
   const lt::Functions& lt_ = lt::functions();
 };
 
-// The algorithm for a problem of these sizes, wherever its tensors are.
+// The algorithm for a problem of these sizes, whatever the addresses of its tensors.
 struct Plan {
   lt::Handle* handle = nullptr;
   lt::Heuristic found = {};
@@ -144,7 +149,7 @@ struct Plan {
 };
 
 Plan first_of_the_heuristic(lt::Handle* handle, Product p) {
-  // It looks at these addresses for no more than their alignment: others come with the same plan.
+  // The heuristic looks only at these addresses' alignment, so the plan also fits other addresses.
   void* const somewhere = reinterpret_cast<void*>(uintptr_t{kAlignment});
   if (p.bias) p.bias = somewhere;
   if (p.sum) p.sum = somewhere;
@@ -183,7 +188,7 @@ Plan plan_of(const Product& p) {
     std::map<int, lt::Handle*> handles;
     std::map<Key, Plan> plans;
   };
-  // Never destroyed: at exit CUDA may be gone before.
+  // Never destroyed: CUDA may be gone before this at exit.
   static Known& known = *new Known;
   constexpr size_t kMost = 4096;
   int device = 0;
@@ -200,7 +205,7 @@ Plan plan_of(const Product& p) {
   return known.plans[key] = first_of_the_heuristic(handle, p);
 }
 
-// The workspace that the product wants.
+// Asks for the workspace that the product needs.
 int plan(const Product& p, int64_t* workspace_bytes) {
   if (!is_served(p)) return kNotServed;
   const Plan plan = plan_of(p);

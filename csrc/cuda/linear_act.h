@@ -1,4 +1,4 @@
-// The GEMMs of cuBLASLt's on either side of gelu by tanh: what their launchers take.
+// The arguments of the launchers of cuBLASLt's two GEMMs: before, and after, gelu by tanh.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// Tensors are contiguous, and all of dtype; products of float32 may be those of tf32 if it says so.
+// Tensors are contiguous and of dtype. With tf32, float32 products may be computed in tf32.
 
 // linear_act: y = gelu(z), z = x @ weight^T + bias.
 struct LinearAct {
@@ -21,8 +21,8 @@ struct LinearAct {
   bool tf32;
 };
 
-// The layer behind it, y = gelu(z) @ weight^T: grad_z = (grad_y @ weight) * gelu'(z), grad_bias its sum
-// over rows.
+// The layer after it, y = gelu(z) @ weight^T: grad_z = (grad_y @ weight) * gelu'(z), and grad_bias,
+// its sum over rows.
 struct ActLinearBackward {
   const void* grad_y;  // [rows, inner]
   const void* weight;  // [inner, columns]
@@ -34,7 +34,8 @@ struct ActLinearBackward {
   bool tf32;
 };
 
-// What a launcher returns where cuBLASLt does not serve; 0 is success, others are its own.
+// A launcher returns this if cuBLASLt does not serve the product. 0 is success; other codes are
+// errors.
 constexpr int kNotServed = -1;
 
 }  // namespace torchweld

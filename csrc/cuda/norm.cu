@@ -1,39 +1,42 @@
-// LayerNorm and RMSNorm in CUDA. Nothing here has been measured yet: what follows is the argument
-// for the design, and bench/evidence is where figures will be.
+// LayerNorm and RMSNorm in CUDA. Nothing here has been measured yet. This header argues for the
+// design, and bench/evidence will hold the figures.
 //
-// 1. The floor. Forward reads x and writes y, backward reads grad_y and x and writes grad_x: 2 and 3
-//    tensors of rows x width. At bf16 32768 x 4096 these are 0.54 and 0.81 GB, 125 and 187 us at the
-//    4.3 TB/s that a copy reaches on an H200. Statistics are 8 bytes a row, parameters stay in L2.
+// 1. The floor. Forward reads x and writes y, 2 tensors of rows x width. Backward reads grad_y and
+//    x and writes grad_x, 3 tensors. At bf16 32768 x 4096 these are 0.54 and 0.81 GB, 125 and 187
+//    us at the 4.3 TB/s that a copy reaches on an H200. Statistics are 8 bytes a row, parameters
+//    stay in L2.
 //
-// 2. Rows in registers. A row is read once because its elements stay in the registers of its threads
-//    between the statistics and the result, as the bits that memory has. Latency of about 1 us times
-//    bandwidth asks for some 32 KB in flight on each multiprocessor: 4 loads of 16 bytes a thread at
-//    2048 threads are 128 KB, at 1024 threads 64 KB. A thread holds 1, 4 or 16 such loads (V):
-//      - V = 1, a part of a warp for each row, up to 256 (16-bit) or 128 (fp32) elements: narrow rows
-//        share a block, no barrier;
+// 2. Rows in registers. A row is read once: between the statistics and the result its elements stay
+//    in the registers of its threads, as the bits that memory has. Latency of about 1 us times
+//    bandwidth asks for some 32 KB in flight on each multiprocessor: 4 loads of 16 bytes a thread
+//    are 128 KB at 2048 threads and 64 KB at 1024 threads. A thread holds 1, 4 or 16 such loads
+//    (V):
+//      - V = 1, a part of a warp for each row, up to 256 (16-bit) or 128 (fp32) elements: narrow
+//        rows share a block, without a barrier;
 //      - V = 4, up to 1024 threads, 32768 or 16384 elements;
-//      - V = 16, 512 threads, twice that. One block fills a multiprocessor, so that nothing would load while it
-//        reduces and stores: it brings its next row into L2 before it does (132 rows of 128 KB are 17
-//        of 50 MB), and DRAM stays busy.
+//      - V = 16, 512 threads, twice that. One block fills a multiprocessor, so nothing would load
+//        while the block reduces and stores. The block therefore first brings its next row into L2
+//        (132 rows of 128 KB are 17 of 50 MB), and DRAM stays busy.
 //
-// 3. Backward owns columns. A block walks down its chunk of rows, a thread keeps the same 16 (8 and 4
-//    where V = 1) columns all the way, and the parameter gradients of those columns in 32 registers:
-//    partial sums are written once a chunk. 264 chunks at width 4096 are 8.7 MB written and read, 2%
-//    of the floor. 2 blocks of 256 threads load 2 x 256 x 64 (16-bit) or 128 (fp32) bytes a row: 32 or
-//    64 KB a multiprocessor. In 16 bits there are registers for the next row too, whose loads are in
-//    flight while a row is reduced.
+// 3. Backward owns columns. A block walks down its chunk of rows. A thread keeps the same 16
+//    columns (8 and 4 where V = 1) all the way, and holds their parameter gradients in 32
+//    registers: partial sums are written once a chunk. 264 chunks at width 4096 are 8.7 MB written
+//    and read, 2% of the floor. 2 blocks of 256 threads load 2 x 256 x 64 (16-bit) or 128 (fp32)
+//    bytes a row: 32 or 64 KB a multiprocessor. In 16 bits there are registers for the next row
+//    too, which loads while the current row is reduced.
 //
-// 4. Backward of wide rows. A row past 4096 columns is shared by several blocks, each with its slice
-//    of columns: holding a whole row in one block would leave no registers for the parameter
-//    gradients, and keeping those in memory would move 16 bytes an element for the 6 that count (bf16).
-//    Blocks of a row pass each other two sums through L2, in words that carry the row's number, so
-//    that no flag and no fence is needed; they are launched together (cooperative). At 65536 columns
-//    16 blocks share a row: 2 blocks on each multiprocessor and a row loaded ahead cover an exchange
-//    of about 2 us, as a row's 3 x 8 KB a block take 2 x 0.75 us at full bandwidth: the margin is thin,
-//    and the first thing to measure.
+// 4. Backward of wide rows. Several blocks share a row past 4096 columns, each with its slice of
+//    columns. A whole row in one block would leave no registers for the parameter gradients, and
+//    keeping those in memory would move 16 bytes an element for the 6 that count (bf16). The blocks
+//    pass each other two sums through L2, in words that carry the row's number, so that no flag and
+//    no fence is needed. They are launched together (cooperative). At 65536 columns 16 blocks share
+//    a row. 2 blocks on each multiprocessor and a row loaded ahead cover an exchange of about 2 us,
+//    since a row's 3 x 8 KB a block take 2 x 0.75 us at full bandwidth. The margin is thin, and is
+//    the first thing to measure.
 //
-// 5. Anything else (a width that 16 bytes do not divide, a pointer off by an element, a width past
-//    what fits) goes element by element, several times over each row, with L2 behind it. Right first.
+// 5. Anything else (a width that is not a multiple of 16 bytes, a pointer off by an element, a
+//    width past what fits) goes element by element, several times over each row, with L2 behind it.
+//    This path aims at correct results first.
 #include "core/norm.h"
 
 #include <cuda_runtime.h>
@@ -52,11 +55,11 @@ using namespace torchweld;
 constexpr int kForwardThreads = 1024;
 constexpr int kWideThreads = 512;
 constexpr int kBackwardThreads = 256;
-constexpr int kBackwardElements = 16;  // columns of a thread
+constexpr int kBackwardElements = 16;  // columns per thread
 constexpr int kSlice = kBackwardThreads * kBackwardElements;
 constexpr int kBlocksPerMultiprocessor = 2;
 
-// V loads a thread: share v of a row is one of them. Width is a multiple of an access.
+// A thread's V loads of a row, its shares. The width is a multiple of an access.
 template <class T, int V>
 struct Shares {
   static constexpr int kElements = Packed<T>::kElements;
@@ -69,7 +72,7 @@ struct Shares {
   __device__ __forceinline__ bool has(int v) const { return at(v) < end; }
 };
 
-// Kernels multiply by it: an exact division is a call, which spills registers around it.
+// Kernels multiply by this: an exact division is a call, which spills registers around it.
 float per_width_of(int64_t width) { return (float)(1.0 / (double)width); }
 
 // --- Forward ------------------------------------------------------------------------------------
@@ -79,7 +82,8 @@ __global__ void __launch_bounds__(V == 1   ? kNarrowBlock
                                   : V == 4 ? kForwardThreads
                                            : kWideThreads)
     forward_in_registers(NormForward a, float per_width, int row_threads) {
-  // Known when compiled where registers are scarce: addresses are then one register and constants.
+  // A compile-time constant where registers are scarce: addresses are then one register and
+  // constants.
   const int threads = V == 16 ? kWideThreads : row_threads;
   constexpr int N = Packed<T>::kElements;
   const bool float_params = a.param_dtype == DType::f32;
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(V == 1   ? kNarrowBlock
   }
 }
 
-// The thread's part of a sum over a row, in runs: the rounding error does not grow with the row.
+// This thread's part of a sum over a row, in runs, so that rounding does not grow with the row.
 template <class Term>
 __device__ __forceinline__ float sum_in_runs(int64_t width, Term&& term) {
   constexpr int kRun = 32;
@@ -175,7 +179,7 @@ __device__ __forceinline__ float sum_in_runs(int64_t width, Term&& term) {
   return total;
 }
 
-// One block a row, any width and alignment.
+// One block per row, any width and alignment.
 template <bool Centered, class T>
 __global__ void __launch_bounds__(kBackwardThreads, 1) forward_any(NormForward a, float per_width) {
   const bool float_params = a.param_dtype == DType::f32;
@@ -217,7 +221,8 @@ cudaError_t launch_forward(const NormForward& a, cudaStream_t stream) {
   const int threads = V == 16 ? kWideThreads : threads_of_row(a.width / Packed<T>::kElements, V);
   const int block = threads <= kWarp ? kNarrowBlock : threads;
   const int64_t blocks = (a.rows + block / threads - 1) / (block / threads);
-  // V = 16 walks over rows, so as to know its next one; otherwise blocks come as they are free.
+  // V = 16 walks over rows in order to know the next one. Otherwise blocks start as resources free
+  // up.
   const int64_t most = V == 16 ? multiprocessors() : 1 << 30;
   return launch(forward_in_registers<Centered, T, V>,
                 {dim3((unsigned)(blocks < most ? blocks : most)), block, 2 * kWarp * sizeof(float)},
@@ -226,7 +231,7 @@ cudaError_t launch_forward(const NormForward& a, cudaStream_t stream) {
 
 template <bool Centered>
 cudaError_t forward(const NormForward& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // of a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
   if (a.rows == 0 || a.width == 0) return cudaSuccess;
   dispatch(a.dtype, DType::f32, [&](auto t, auto) {
     using T = typename decltype(t)::type;
@@ -252,14 +257,14 @@ cudaError_t forward(const NormForward& a, cudaStream_t stream) {
 
 // --- Backward -----------------------------------------------------------------------------------
 
-// The blocks that share a row, one for each slice of columns, and the words they pass each other:
-// a sum in one half, the number of its row, from 1, in the other.
+// The blocks that share a row, one for each slice of columns, and the words that they pass each
+// other. One half of a word is a sum, the other the number of its row, counted from 1.
 struct Exchange {
   uint64_t* words;  // [chunks][2 rows][slices][2 sums]
   int slices;
 
-  // Adds to both sums those of the other slices, slice by slice. A block may be one row ahead of
-  // another, never two: so two rows of words are enough.
+  // Adds the sums of the other slices, slice by slice. A block is at most one row ahead of another,
+  // so two rows of words are enough.
   __device__ __forceinline__ void add_slices(float (&sums)[2], int64_t chunk, int slice,
                                              int64_t row_number, float* shared) const {
     uint64_t* row = words + (chunk * 2 + row_number % 2) * slices * 2;
@@ -302,7 +307,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   const int64_t begin = (int64_t)slice * kSlice;
   const Shares<T, V> shares{(int)threadIdx.x % threads, threads, begin,
                             begin + kSlice < a.width ? begin + kSlice : a.width};
-  float* scratch = (float*)dynamic_shared();  // two areas for the sums, then those of the exchange
+  float* scratch = (float*)dynamic_shared();  // two areas for the sums, then two for the exchange
   const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
                 last = chunk_begin(a.rows, a.chunks, chunk + 1);
 
@@ -367,7 +372,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
     }
   }
 
-  // The rows that were walked side by side are added up in shared memory, group by group.
+  // Rows that were walked side by side are added up in shared memory, group by group.
   const auto write_partials = [&](float (&sums)[V][N], float* partials) {
     if (!partials) return;
     partials += chunk * a.width;
@@ -398,7 +403,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   write_partials(grad_bias, (float*)a.bias_partials);
 }
 
-// One block a chunk, any width and alignment; a thread keeps to its columns, whose sums are in
+// One block per chunk, any width and alignment. A thread keeps to its columns; their sums are in
 // memory.
 template <bool Centered, class T>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
@@ -491,7 +496,7 @@ cudaError_t backward(const NormBackward& a, cudaStream_t stream) {
 
 // --- Parameter gradients ------------------------------------------------------------------------
 
-constexpr int kColumns = 32;  // of a block; each is added up by as many threads
+constexpr int kColumns = 32;  // columns per block, each added up by kWarp threads
 
 template <class P>
 __global__ void __launch_bounds__(kColumns* kWarp) add_chunks(NormBackward a) {
@@ -539,8 +544,8 @@ TW_EXPORT cudaError_t norm_parameter_gradients(const NormBackward& a, cudaStream
   return error;
 }
 
-// Enough chunks to fill the device, and at least 16 rows in each, so that their partial sums stay a
-// small part of the bytes. Blocks that share rows have to fit side by side.
+// Enough chunks to fill the device, with at least 16 rows in each, so that partial sums stay a
+// small part of the bytes. Blocks that share a row have to be resident at the same time.
 TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t width) {
   const int64_t slices = slices_of(width) > 1 ? slices_of(width) : 1;
   const int64_t resident = (int64_t)kBlocksPerMultiprocessor * multiprocessors();

@@ -1,7 +1,8 @@
-// quantize_8bit and dequantize_8bit in CUDA: a block of 256 elements is a warp's.
+// quantize_8bit and dequantize_8bit in CUDA: one warp per block of 256 elements.
 //
-// Bytes an element, fp32: 4 read, 1 and 1/64 written; and the reverse. A block of threads encodes 64
-// blocks, 80 KB of traffic, for the 7 or 13 KB of tables that it fills from L2. Not measured yet.
+// Bytes per fp32 element: quantising reads 4 and writes 1 + 1/64, dequantising the reverse. A
+// thread block encodes 64 blocks, 80 KB of traffic, and first fills 7 or 13 KB of tables from L2.
+// Not measured yet.
 #include "core/dispatch.h"
 #include "cuda/launch.cuh"
 #include "cuda/quant8.cuh"
@@ -11,9 +12,9 @@ namespace {
 using namespace torchweld;
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr uint32_t kPiece = 64;  // blocks of a block of threads
+constexpr uint32_t kPiece = 64;  // blocks per thread block
 
-// body(block, where it lies, group -> its Access) in the block's warp; one branch for all accesses.
+// body(block, its begin, group -> its Access) in the block's warp. One branch serves all accesses.
 template <class Body>
 __device__ __forceinline__ void for_blocks(uint32_t blocks, int64_t width, bool is_aligned,
                                            Body&& body) {
@@ -89,7 +90,7 @@ cudaError_t launch_blocks(void (*kernel)(Args, uint32_t, bool), const Args& a, b
 }  // namespace
 
 TW_EXPORT cudaError_t quantize_8bit(const Quantize8& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // of a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;
     error = launch_blocks(a.is_signed ? quantize<T, true> : quantize<T, false>, a,

@@ -1,4 +1,4 @@
-// The 8-bit maps on the device: in shared memory, since lanes look up different entries.
+// The 8-bit maps on the device. They are in shared memory because lanes look up different entries.
 #pragma once
 
 #include <type_traits>
@@ -17,8 +17,7 @@ __device__ __forceinline__ bool is_finite(float v) {
   return (__float_as_uint(v) & ~kSignBit) < kInfinityBits;
 }
 
-// Of all elements of the block, by their bits: these have the order of magnitudes, and NaN is the
-// largest of all.
+// The largest magnitude in the block. Bits sort like magnitudes, and NaN is the largest.
 __device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups][4]) {
   unsigned most = 0;
 #pragma unroll
@@ -31,7 +30,7 @@ __device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups
   return __uint_as_float(__reduce_max_sync(0xffffffffu, most));
 }
 
-// Of the group's elements and those of as many lanes around it as have its row.
+// The largest magnitude among the group's elements in the adjacent lanes that share its row.
 __device__ __forceinline__ float largest_magnitude(const float (&group)[4], int lanes_of_row) {
   unsigned most = 0;
 #pragma unroll
@@ -43,9 +42,9 @@ __device__ __forceinline__ float largest_magnitude(const float (&group)[4], int 
   return __uint_as_float(most);
 }
 
-// call(fraction), where fraction(x) is x / absmax, rounded once: by the three instructions that are
-// left of a division where its divisor's reciprocal is known, and nothing becomes too large or too
-// small for them: but for fractions below 2^-23, which are nearest to zero anyhow.
+// call(fraction), where fraction(x) is x / absmax, rounded once. With the reciprocal known, three
+// instructions of a division remain. They neither overflow nor underflow here, except for fractions
+// below 2^-23, which are nearest to zero in any case.
 template <class Call>
 __device__ __forceinline__ void with_fractions(float absmax, Call&& call) {
   const float divisor = quant_divisor(absmax);
@@ -60,7 +59,7 @@ __device__ __forceinline__ void with_fractions(float absmax, Call&& call) {
   }
 }
 
-// What decoding and encoding look up.
+// The tables for decoding and encoding.
 template <bool Signed>
 struct SharedMap {
   float value[256];
@@ -71,9 +70,9 @@ struct SharedMap {
     for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
     for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
   }
-  // Of the values that a lane has of a block, in so many groups; no lane's is larger than absmax.
-  // `KeepsPositive`, for a second moment, whose root is a divisor: what is not zero does not become
-  // it.
+  // Encodes the values of a block that this lane holds, in this many groups. None is larger than
+  // absmax. `KeepsPositive` keeps positive values from becoming zero: the root of a second moment
+  // is a divisor.
   template <int Groups = kGroups, bool KeepsPositive = false>
   __device__ __forceinline__ void encode(Four<uint8_t>* to, const float (*values)[4],
                                          float absmax) const {
@@ -98,13 +97,13 @@ struct NoMap {
   __device__ __forceinline__ void fill() {}
 };
 
-// Those of the maps that a kernel needs.
+// The maps that a kernel needs.
 template <bool Signed, bool Unsigned>
 struct MapsOf {
   std::conditional_t<Signed, SharedMap<true>, NoMap> with_sign;
   std::conditional_t<Unsigned, SharedMap<false>, NoMap> without;
 
-  // By all threads of the block.
+  // All threads of the block must call this.
   __device__ __forceinline__ void fill() {
     with_sign.fill();
     without.fill();

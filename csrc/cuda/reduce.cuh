@@ -1,4 +1,4 @@
-// Sums and maxima over the threads of a row, in an order that the launch alone decides.
+// Sums and maxima over the threads of a row, in an order that depends only on the launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@ TW_NAMESPACE_BEGIN
 constexpr int kWarp = 32;
 constexpr int kNarrowBlock = 128;  // threads of a block whose rows are narrower than a warp
 
-// Threads that share a row of `accesses` loads, `per_thread` each: a power of two within a warp, or
-// whole warps.
+// The number of threads that share a row of `accesses` loads, with `per_thread` loads each: a power
+// of two within a warp, or whole warps.
 inline int threads_of_row(int64_t accesses, int per_thread) {
   const int64_t needed = (accesses + per_thread - 1) / per_thread;
   if (needed > kWarp) return (int)((needed + kWarp - 1) / kWarp * kWarp);
@@ -20,10 +20,10 @@ inline int threads_of_row(int64_t accesses, int per_thread) {
   return threads;
 }
 
-// `threads` threads share a row: a power of two within a warp, or the whole block of whole warps.
-// Every thread of the block calls, and gets its row's values, all combined in one order. `scratch`,
-// N floats for each warp, must not be that of the previous call: the one barrier lies between
-// writing and reading.
+// Combines values over the `threads` threads of a row: a power of two within a warp, or a whole
+// block of whole warps. Every thread of the block calls it and gets its row's result, combined in
+// one fixed order. `scratch`, N floats for each warp, must differ from the previous call's: the
+// only barrier lies between writing and reading.
 template <int N, class Combine>
 __device__ __forceinline__ void combine_over_row(float (&values)[N], int threads, float* scratch,
                                                  float neutral, Combine&& combine) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sum_over_row(float (&values)[N], int threads, fl
   combine_over_row(values, threads, scratch, 0, [](float a, float b) { return a + b; });
 }
 
-// NaN is passed over.
+// Ignores NaN.
 __device__ __forceinline__ float max_over_row(float value, int threads, float* scratch) {
   float values[1] = {value};
   combine_over_row(values, threads, scratch, -__builtin_inff(),

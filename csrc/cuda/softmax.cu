@@ -1,39 +1,42 @@
-// Softmax with scale, mask and dropout in CUDA. Nothing here has been measured yet: what follows is
-// the argument for the design, and bench/evidence is where figures will be.
+// Softmax with scale, mask and dropout in CUDA. Nothing here has been measured yet. This header
+// argues for the design, and bench/evidence will hold the figures.
 //
-// 1. The floor. Forward reads the scores and writes y; backward reads grad_y and y, or the scores
-//    where something was dropped, and writes grad_scores: 2 and 3 tensors of rows x width, and the
-//    mask where there is one. At bf16 4 x 32 x 2048 x 2048 these are 2.1 and 3.2 GB, 0.50 and 0.75 ms
-//    at the 4.3 TB/s that a copy reaches on an H200. Under the causal mask half of the scores is not
-//    read: 1.5 and 2 tensors. Statistics are 8 bytes a row, there where something is dropped.
+// 1. The floor. Forward reads the scores and writes y, 2 tensors of rows x width. Backward reads
+//    grad_y and y (or the scores, with dropout) and writes grad_scores, 3 tensors. A mask is read
+//    in addition. At bf16 4 x 32 x 2048 x 2048 these are 2.1 and 3.2 GB, 0.50 and 0.75 ms at the
+//    4.3 TB/s that a copy reaches on an H200. Under the causal mask half of the scores is not read:
+//    1.5 and 2 tensors. Statistics, kept only with dropout, are 8 bytes a row.
 //
 // 2. Rows in registers. A thread holds 4 accesses of 16 bytes: 32 columns in 16 bits, 16 in fp32;
-//    in backward 16 columns of two tensors. So a row is read once up to 8192 columns (4096: fp32, and
-//    backward), 256 threads. At 80 registers 768 threads fill a multiprocessor and have 48 KB of
-//    scores in flight, of the 16 KB that 1 us at half of the copy bandwidth asks for. Rows of up to
-//    1024 columns (512) are a warp's or less: no barrier. Wider ones go tile by tile and twice over
-//    the row, with a running maximum, and come from L1 or L2 the second time: three rows of 131072
-//    on each of 132 multiprocessors are 104 MB in 16 bits, more than L2 has; up to 32768 they fit.
+//    in backward 16 columns of two tensors. With 256 threads a row of up to 8192 columns (4096 in
+//    fp32 and in backward) is read once. At 80 registers 768 threads fill a multiprocessor and have
+//    48 KB of scores in flight, where 1 us at half of the copy bandwidth asks for 16 KB. Rows of up
+//    to 1024 columns (512) take a warp or less, without a barrier. Wider rows go tile by tile and
+//    twice over the row, with a running maximum. The second time they come from L1 or L2, up to
+//    32768 columns: three rows of 131072 on each of 132 multiprocessors are 104 MB in 16 bits, more
+//    than L2 has.
 //
-// 3. Instructions. 132 multiprocessors start 29.6e12 of a thread's instructions in a second, at the
-//    copy bandwidth 27 a column of bf16 forward and 41 backward; twice that in fp32. Counted in the
-//    code for sm_90, at a width of 4096:
-//      - forward, nothing dropped: 19 a column, 6 of them a thread's fixed costs: memory decides, and
-//        88% of the copy bandwidth is to be expected;
-//      - backward from y: 21, likewise, 80% and more;
-//      - forward with dropout: 33, of which Philox and what it decides are 14 (its bare
+// 3. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
+//    bandwidth that is 27 a column of bf16 forward and 41 backward; twice that in fp32. Counted in
+//    the code for sm_90, at a width of 4096:
+//      - forward without dropout: 19 a column, 6 of them a thread's fixed costs: memory decides,
+//        and 88% of the copy bandwidth is to be expected;
+//      - backward from y: 21, so that memory decides again, 80% and more;
+//      - forward with dropout: 33, of which Philox and its comparisons are 14 (the bare
 //        multiplications and XORs are 10): bf16 can reach 83% of the copy bandwidth if no cycle is
-//        lost, fp32 is memory's;
+//        lost, and fp32 is limited by memory;
 //      - backward from the scores: 40, just what memory leaves time for.
-//    So Philox is drawn between the loads and their first use, where threads wait anyhow, and waits
-//    as one bit a column, which frees the registers for the rows.
+//    Philox therefore runs between the loads and their first use, where threads wait anyway. Its
+//    result is kept as one bit a column, which frees the registers for the rows.
 //
-// 4. Exponentials are 2^(z * log2(e) - that of the highest), one fused multiply-add and ex2.approx,
-//    within 2^-22: each thread's relative to the highest that it has seen itself, so that one pass
-//    over the registers has both; one factor a thread brings them together at the end.
+// 4. Exponentials are 2^(z * log2(e) - that of the highest): one fused multiply-add and ex2.approx,
+//    within 2^-22. Each thread subtracts the highest that it has seen itself, so that one pass over
+//    the registers finds both the maximum and the sum. One factor a thread rescales them at the
+//    end.
 //
-// 5. Rows that lie anyhow (a width that 16 bytes do not divide, a pointer off by an element) run
-//    through the same code, four columns at a time, each loaded for itself. Right first.
+// 5. Rows at any alignment (a width that is not a multiple of 16 bytes, a pointer off by an
+//    element) run through the same code, four columns at a time, each loaded on its own. This path
+//    aims at correct results first.
 #include "core/softmax.h"
 
 #include <cuda_runtime.h>
@@ -52,16 +55,16 @@ using namespace torchweld;
 
 constexpr int kThreads = 256;
 template <bool Aligned>
-constexpr int kBlocks = Aligned ? 3 : 2;  // of that many threads on a multiprocessor
+constexpr int kBlocks = Aligned ? 3 : 2;  // blocks of kThreads per multiprocessor
 constexpr int kForwardAccesses = 4;
 template <class T, bool Aligned>
 constexpr int kBackwardAccesses = 16 / kAccessColumns<T, Aligned>;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kExcluded = -__builtin_inff();
 
-// --- A row's part that is in registers ----------------------------------------------------------
+// --- The part of a row in registers -------------------------------------------------------------
 
-// V accesses of N columns a thread, side by side with those of the row's other threads.
+// V accesses of N columns per thread, next to those of the row's other threads.
 template <class T, bool Aligned, int Accesses>
 struct Tile {
   static constexpr int N = kAccessColumns<T, Aligned>, V = Accesses;
@@ -69,7 +72,7 @@ struct Tile {
 
   __device__ __forceinline__ int at(int v) const { return (v * threads + thread) * N; }
   __device__ __forceinline__ int64_t columns() const { return (int64_t)threads * V * N; }
-  // How many of the tile's columns are among the row's first `end`.
+  // The number of the tile's columns that are among the row's first `end`.
   __device__ __forceinline__ int until(int64_t end, int64_t begin) const {
     const int64_t left = end - begin;
     return left < 0 ? 0 : left < columns() ? (int)left : (int)columns();
@@ -82,7 +85,7 @@ struct Tile {
       load_columns<Aligned>(to[v], from + at(v), count - at(v));
     }
   }
-  // Those of the values that are not among the first `count` columns.
+  // Overwrites all values past the first `count` columns.
   __device__ __forceinline__ void fill(float (&values)[V][N], int count, float with) const {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -102,7 +105,7 @@ struct Tile {
   }
 };
 
-// call(v, i) for all of a thread's columns.
+// call(v, i) for each of a thread's columns.
 template <class Tile, class Call>
 __device__ __forceinline__ void for_columns(const Tile&, Call&& call) {
 #pragma unroll
@@ -114,19 +117,20 @@ __device__ __forceinline__ void for_columns(const Tile&, Call&& call) {
 
 // --- Masks --------------------------------------------------------------------------------------
 
-// What divisions by sizes need, for the two maps of rows and the causal mask.
+// Divisors for the two row maps and the causal mask.
 struct Places {
   Rows mask, dropout;
   Divisor queries;
 };
 
-// A row of the mask. One that is the same in all columns is a number of keys, 0, or what is added.
+// A row of the mask. If it broadcasts along columns, a boolean mask only limits the number of keys,
+// and an additive one is `added`.
 struct RowMask {
   const void* data = nullptr;
   float added = 0;
 };
 
-// The number of keys that the row sees, and its mask for these.
+// Returns the number of keys that the row sees, and sets its mask for them.
 template <class T>
 __device__ __forceinline__ int64_t keys_of_row(const ScoreMask& mask, const Causal& causal,
                                                const Places& places, int64_t row, int64_t width,
@@ -145,7 +149,7 @@ __device__ __forceinline__ int64_t keys_of_row(const ScoreMask& mask, const Caus
   return keys;
 }
 
-// z of those of the tile's columns that are visible, the tile's first `visible`, -inf in the others.
+// Computes z for the tile's first `visible` columns, and -inf for the others.
 template <class T, bool Aligned, int V, int N>
 __device__ __forceinline__ void masked_scores(float (&z)[V][N], const Packed<T, N> (&scores)[V],
                                               const Tile<T, Aligned, V>& tile, float scale,
@@ -178,17 +182,17 @@ __device__ __forceinline__ void masked_scores(float (&z)[V][N], const Packed<T, 
   tile.fill(z, visible, kExcluded);
 }
 
-// The power of two that exp(z) is, rounded: not to be contracted with what is subtracted from it,
-// since exponentials relative to it have to fit together.
+// The rounded exponent z * log2(e) of exp(z) as a power of two. It must not be contracted with the
+// subtraction that follows: exponentials relative to the same base have to agree.
 __device__ __forceinline__ float exponent_of(float z) { return __fmul_rn(z, kLog2E); }
 
-// That of a row's highest, to be subtracted from exponents: nothing where nothing is to be seen,
-// since the powers of -inf - 0 are the zeros that they should be.
+// The exponent of a row's highest score, which is subtracted from all exponents. It is 0 if nothing
+// is visible: powers of -inf - 0 are the zeros wanted there.
 __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
 
-// Which of a thread's columns are kept, as bits.
+// Bits that say which of a thread's columns are kept.
 template <class Tile>
 __device__ __forceinline__ unsigned kept_columns(const Tile& tile, const Dropout& dropout,
                                                  const Places& places, int64_t row, int64_t begin) {
@@ -218,7 +222,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   RowMask mask;
   const int64_t keys = exists ? keys_of_row<T>(a.mask, a.causal, places, row, a.width, mask) : 0;
 
-  // Exponentials relative to the highest that this thread has seen, and which of them are kept.
+  // Exponentials relative to the highest score that this thread has seen, and which of them are
+  // kept.
   float e[Tile::V][Tile::N], highest = kExcluded, sum = 0;
   unsigned kept = ~0u;
   const auto load = [&](int64_t begin, bool drop) {
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   }
 
   const float kept_factor = factor * inverse * (float)a.dropout.scale;
-  const float dropped_value = kept_factor * 0;  // NaN where the row is
+  const float dropped_value = kept_factor * 0;  // NaN if the row is NaN
   for (begin = 0; begin < a.width; begin += tile.columns()) {
     if (!one_tile) {
       load(begin, drops);
@@ -271,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
 
 // --- Backward -----------------------------------------------------------------------------------
 
-// FromScores: what was dropped is missing from y.
+// FromScores: computes s from the scores, since y lacks the dropped elements.
 template <class T, bool Aligned, bool FromScores>
 __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
     backward(SoftmaxBackward a, Places places) {
@@ -327,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   for (begin = 0; begin < a.width; begin += tile.columns()) {
     if (!one_tile) load(begin);
     for_columns(tile, [&](int v, int i) { s[v][i] *= (g[v][i] - dot[0]) * (float)a.scale; });
-    tile.fill(s, tile.until(keys, begin), 0);  // also where the row is NaN
+    tile.fill(s, tile.until(keys, begin), 0);  // also if the row is NaN
     tile.store(grad_scores + begin, s, tile.until(a.width, begin));
   }
 }
@@ -349,13 +354,13 @@ bool is_aligned(const ScoreMask& mask, int columns) {
   return aligned;
 }
 
-// `columns` of an access, `accesses` a thread.
+// `columns` per access, `accesses` per thread.
 template <class Args>
 cudaError_t launch_rows(void (*kernel)(Args, Places), const Args& a, int columns, int accesses,
                         cudaStream_t stream) {
   const int needed = threads_of_row((a.width + columns - 1) / columns, accesses);
   const int threads = needed < kThreads ? needed : kThreads;
-  const int rows = threads <= kWarp ? kNarrowBlock / threads : 1;  // of a block
+  const int rows = threads <= kWarp ? kNarrowBlock / threads : 1;  // rows per block
   const int64_t blocks = (a.rows + rows - 1) / rows;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(
@@ -368,7 +373,7 @@ cudaError_t launch_rows(void (*kernel)(Args, Places), const Args& a, int columns
 template <class Args, class Call>
 cudaError_t with_type_and_alignment(const Args& a, std::initializer_list<const void*> tensors,
                                     Call&& call) {
-  cudaError_t error = cudaErrorInvalidValue;  // of a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
   if (a.rows == 0 || a.width == 0) return cudaSuccess;
   dispatch(a.dtype, DType::f32, [&](auto t, auto) {
     constexpr int N = Packed<typename decltype(t)::type>::kElements;

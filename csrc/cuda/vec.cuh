@@ -1,5 +1,5 @@
-// Elements of a row, 16 bytes at a time. They are kept as the bits that memory has, since 16-bit
-// elements then take half the registers that floats would, and converted where they are used.
+// Elements of a row, 16 bytes at a time. They are kept as the bits in memory and converted on use:
+// 16-bit elements then take half the registers that floats would.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,7 +41,7 @@ __device__ __forceinline__ unsigned bits_of(Half v) { return v.bits; }
 __device__ __forceinline__ unsigned bits_of(uint8_t v) { return v; }
 __device__ __forceinline__ unsigned bits_of(uint16_t v) { return v; }
 
-// The element that these are the bits of; what is above them does not matter.
+// The element with these bits. Higher bits are ignored.
 template <class T>
 __device__ __forceinline__ T element(unsigned bits) {
   if constexpr (sizeof(T) == 4) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ float parameter(const void* p, int64_t i, bool is_flo
   return is_float ? ((const float*)p)[i] : to_float(((const T*)p)[i]);
 }
 
-// --- Some elements, 16 bytes of them if nothing else is said ---
+// --- Several elements, 16 bytes of them by default ---
 
 template <class T, int N = kAccessBytes / (int)sizeof(T)>
 struct Packed {
@@ -71,21 +71,21 @@ struct Packed {
   Packed() = default;
   __device__ __forceinline__ explicit Packed(uint4 bits) : word{bits.x, bits.y, bits.z, bits.w} {}
 
-  // Element i in the low bits; what is above it does not matter.
+  // Element i in the low bits; the higher bits are undefined.
   __device__ __forceinline__ unsigned bits(int i) const {
     return word[i / kInWord] >> (i % kInWord * 8 * sizeof(T));
   }
   __device__ __forceinline__ float operator[](int i) const { return to_float(element<T>(bits(i))); }
 
-  // Between two passes over the elements: the compiler would keep the floats of the first, which
-  // take the registers that this struct is there to save.
+  // Call this between two passes over the elements. The compiler would otherwise keep the floats of
+  // the first pass, which take the registers that this struct saves.
   __device__ __forceinline__ void forget_floats() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
   }
 };
 
-// Read for the last time: not to be kept in the caches.
+// For the last read of these elements: they need not stay in the caches.
 template <class T>
 __device__ __forceinline__ Packed<T> load_once(const T* p) {
   return Packed<T>(__ldcs((const uint4*)p));
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store(T* p, const float (&values)[Packed<T>::kEl
   __stcs((uint4*)p, make_uint4(word[0], word[1], word[2], word[3]));
 }
 
-// As many parameters, of T or float32, which every row reads.
+// N parameters, of T or float32. Every row reads them.
 template <class T, int N>
 __device__ __forceinline__ void load_parameters(float (&values)[N], const void* p, int64_t i,
                                                 bool is_float) {

@@ -1,4 +1,4 @@
-// The CUDA that the kernels were compiled with, which decides the oldest driver they run under.
+// The CUDA version that compiled the kernels. It decides the oldest driver they run under.
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"

@@ -1,5 +1,5 @@
-// cuBLASLt on the CPU: what csrc/cuda asks of it, computed plainly from the descriptors that it is
-// given, and refused where cuBLASLt's documentation refuses it.
+// cuBLASLt on the CPU. It computes what csrc/cuda asks for straight from the descriptors, and
+// refuses what cuBLASLt's documentation refuses.
 #include "cuda/cublaslt.h"
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ struct Desc {
   void* aux = nullptr;
   int64_t aux_ld = 0;
 };
-// Columns are `ld` apart.
+// Columns are `ld` elements apart.
 struct Layout {
   DataType type;
   uint64_t rows, columns;
@@ -38,10 +38,12 @@ struct Preference {
 
 namespace {
 
-// The one inner size that it has no algorithm for: the real one has none for what it does not say.
+// The one inner size for which this cuBLASLt has no algorithm. The real one also has gaps, which
+// are not documented.
 constexpr uint64_t kNoAlgorithm = 104;
 constexpr size_t kWorkspaceBytes = 4096;
-// How many products make a partial sum, and the scheme that rounds it to the result's dtype.
+// The number of products in a partial sum. The scheme below rounds partial sums to the result's
+// dtype.
 constexpr int64_t kPart = 8;
 constexpr uint64_t kReduceInResultsType = 4;
 constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
@@ -108,7 +110,7 @@ Status MatmulPreferenceSetAttribute(Preference* preference, Choice choice, const
 
 bool is_aligned(const void* p, uint64_t bytes) { return (uintptr_t)p % bytes == 0; }
 
-// Of the sums of parts that are those that cuBLASLt has, less relu's, which nobody asks for.
+// Whether cuBLASLt has an epilogue of these parts. relu is left out, since nobody asks for it.
 bool is_there(uint32_t epilogue) {
   for (const uint32_t there : {(uint32_t)kGelu, kGelu | kBias, kGelu | kAux, kGelu | kAux | kBias,
                                kGeluGradient | kAux, kGeluGradient | kAux | kBiasGradient}) {
@@ -117,7 +119,7 @@ bool is_there(uint32_t epilogue) {
   return false;
 }
 
-// Whether the descriptors fit each other.
+// Whether the descriptors fit together.
 Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   const bool turned = desc.transpose_a == Transpose::yes;
   const uint64_t rows = turned ? a.columns : a.rows, inner = turned ? a.rows : a.columns;
@@ -136,7 +138,7 @@ Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c
   return inner == kNoAlgorithm ? Status::not_supported : Status::success;
 }
 
-// What the epilogue's addresses are multiples of, which an algorithm then counts on.
+// The common alignment of the epilogue's addresses, which an algorithm may rely on.
 uint64_t alignment_of(const Desc& desc) {
   uintptr_t bits = kMostAlignment;
   if (desc.epilogue & (kBias | kBiasGradient)) bits |= (uintptr_t)desc.bias;
@@ -144,7 +146,8 @@ uint64_t alignment_of(const Desc& desc) {
   return bits & (~bits + 1);
 }
 
-// What an algorithm is for; `found_with` is what its heuristic was told beside the descriptors.
+// Identifies the problem that an algorithm serves. `found_with` is what the heuristic was told
+// beside the descriptors.
 Algorithm algorithm_for(const Desc& desc, uint64_t found_with, const Layout& a, const Layout& d) {
   return {{kMark | found_with << 32, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type,
            a.rows, a.columns, d.rows, d.columns}};
@@ -157,10 +160,10 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
   if (!handle || wanted < 1) return Status::invalid_value;
   const Status status = check(*desc, *a, *b, *c, *d);
   if (status != Status::success) return status;
-  // Its kernels load 16 bytes at a time, and keep partial sums.
+  // The kernels load 16 bytes at a time and keep partial sums.
   for (const uint32_t alignment : preference->alignments) {
     if (alignment < 16) return Status::not_supported;
-    if (alignment > 16) return Status::invalid_value;  // more than tensors are promised to have
+    if (alignment > 16) return Status::invalid_value;  // more than tensors promise
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
   const uint64_t found_with = alignment_of(*desc) | (uint64_t)preference->reductions << 16;
@@ -191,7 +194,7 @@ float rounded(float value, DataType type) {
   return load(&bits, type, 0);
 }
 
-// Of float32, its first 10 bits of fraction.
+// Truncates a float32 to the first 10 bits of its fraction.
 float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
 
 float gelu(float z) {

@@ -1,4 +1,4 @@
-// One thread of control with a stack of its own, known to ASan and TSan where they are there.
+// A thread of control with a stack of its own, registered with ASan and TSan if they are in use.
 #pragma once
 
 #include <pthread.h>
@@ -21,7 +21,7 @@ void __tsan_release(void* address);
 }
 #endif
 
-// Saves the callee-saved registers on the stack, keeps the stack pointer in *from, goes on at `to`.
+// Saves the callee-saved registers on the stack and the stack pointer in *from, then resumes `to`.
 extern "C" void emulator_switch(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -33,7 +33,7 @@ __asm__(
     "  movq %rsi, %rsp\n"
     "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n"
     "  ret\n");
-constexpr int kFrameWords = 8;  // of which one aligns the stack as a call would
+constexpr int kFrameWords = 8;  // one of them aligns the stack as a call would
 constexpr int kReturnWord = 6;
 #elif defined(__aarch64__)
 __asm__(
@@ -60,7 +60,7 @@ namespace emulator {
 
 class Fiber {
  public:
-  // The fiber that the OS thread already is.
+  // The fiber of the running OS thread.
   Fiber() {
 #if defined(__SANITIZE_ADDRESS__)
     pthread_attr_t attributes;
@@ -75,7 +75,7 @@ class Fiber {
 #endif
   }
 
-  // A new one that will run entry(), which never returns.
+  // A new fiber that will run entry(). entry() never returns.
   explicit Fiber(void (*entry)()) {
     stack_ = static_cast<char*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -88,7 +88,7 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Forgets where it was and begins again.
+  // Discards the fiber's state, so that it starts over with entry().
   void restart(void (*entry)()) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(stack_, kStackBytes);
@@ -101,8 +101,8 @@ class Fiber {
     fake_stack_ = nullptr;
   }
 
-  // Goes on in `other`; returns when something switches back. Without ordering memory: only
-  // barriers do.
+  // Resumes `other`, and returns when something switches back. The switch orders no memory
+  // accesses: only barriers do.
   void switch_to(Fiber& other) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&fake_stack_, other.stack_, other.stack_bytes_);
@@ -114,7 +114,7 @@ class Fiber {
     arrive();
   }
 
-  // What a fiber does first when it is switched to; `entry` calls it by itself.
+  // The first thing that a fiber does after a switch. `entry` calls it itself.
   void arrive() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack_, nullptr, nullptr);

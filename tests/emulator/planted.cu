@@ -1,4 +1,4 @@
-// Kernels with a fault each, and one without, for test_emulator.py: what the emulator must catch.
+// Kernels with one fault each, and kernels without any, for test_emulator.py.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <pybind11/numpy.h>
@@ -18,12 +18,12 @@ __global__ void reverse(const float* x, float* y) {
   const int i = threadIdx.x;
   shared[i] = x[i];
   if (Barrier) __syncthreads();
-  y[i] = shared[kThreads - 1 - i];  // the line that a missing barrier is reported at
+  y[i] = shared[kThreads - 1 - i];  // a missing barrier is reported at this line
 }
 
 __global__ void one_past_the_end(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i <= n) y[i] = x[i < n ? i : 0];  // the line that an access out of bounds is reported at
+  if (i <= n) y[i] = x[i < n ? i : 0];  // an access out of bounds is reported at this line
 }
 
 __global__ void skip_the_last(const float* x, float* y, int n) {
@@ -47,7 +47,7 @@ __global__ void order_of_warps(const float*, float* y) {
   if (threadIdx.x % 32 == 0) y[atomicAdd(&next, 1)] = threadIdx.x / 32;
 }
 
-// 8 results a lane, from every warp operation.
+// Writes 8 results per lane, covering every warp operation.
 __global__ void warp_operations(const float* x, float* y) {
   const int i = threadIdx.x, n = blockDim.x;
   const unsigned all = 0xffffffffu;
@@ -71,7 +71,7 @@ __global__ void round_trip(const float* x, float* y, int n) {
   y[3 * n + i] = __bfloat162float(__float2bfloat16_rn(x[i]));
 }
 
-// Each block adds up its part, waits for all the others, and reads their sums.
+// Each block adds up its part, waits for all other blocks, and reads their sums.
 __global__ void sum_over_grid(const float* x, float* y, float* sums) {
   float* shared = (float*)dynamic_shared();
   shared[threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];

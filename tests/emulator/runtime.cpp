@@ -1,5 +1,6 @@
-// The scheduler: runs every fiber until it waits, and lets a group go on when all of it has come.
-// Compiled without TSan even where the kernels are: its own data is no business of a kernel's.
+// The scheduler. It runs every fiber until it waits, and resumes a group once all of its threads
+// have arrived. It is compiled without TSan even if the kernels are compiled with it: races in the
+// scheduler's own data are not the kernels'.
 #include "runtime.h"
 
 #include <algorithm>
@@ -37,7 +38,7 @@ struct Thread {
   std::unique_ptr<Fiber> fiber;
 };
 
-// Two sets of slots: a lane may be one exchange ahead of another, never two.
+// There are two sets of slots, since a lane is at most one exchange ahead of another.
 struct Warp {
   std::vector<Thread*> lanes;
   uint64_t slots[2][kWarp] = {};
@@ -106,7 +107,7 @@ bool same_site(const Site& a, const Site& b) {
   return a.line == b.line && !std::strcmp(a.file, b.file);
 }
 
-// Releases the threads if all of them wait in `state` at one place; whether it did.
+// Releases the threads if all of them wait in `state` at one place. Returns whether it did.
 bool release_group(const std::vector<Thread*>& threads, State state) {
   for (const Thread* t : threads) {
     if (t->state != state || !same_site(t->site, threads[0]->site)) return false;
@@ -124,7 +125,7 @@ bool release_warp(Warp& warp) {
       return !in_mask(o) || (o->state == State::kWarpOperation && o->mask == t->mask &&
                              same_site(o->site, t->site));
     });
-    // A lane that the block does not have cannot come.
+    // Lanes that the block does not have can never arrive.
     if (!complete || (warp.lanes.size() < kWarp && t->mask >> warp.lanes.size())) continue;
     const uint32_t mask = t->mask;
     for (Thread* o : warp.lanes) {
@@ -166,7 +167,7 @@ void start_block(Block& block, Index index, Index dim, Index grid, size_t shared
   }
 }
 
-// Runs these blocks side by side to their end.
+// Runs these blocks side by side until all end.
 bool run_blocks(std::vector<Block>& blocks) {
   std::vector<Thread*> everyone;
   std::vector<Warp*> warps;
@@ -210,7 +211,7 @@ bool run_blocks(std::vector<Block>& blocks) {
 
 }  // namespace
 
-// For tests that count them.
+// Tests count with these.
 extern "C" {
 __attribute__((visibility("default"))) int64_t emulator_launches = 0;
 }
@@ -276,7 +277,7 @@ uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uin
     *votes = 0;
     for (int i = 0; i < kWarp; ++i) *votes |= uint32_t{(mask >> i & 1) && slots[i]} << i;
   }
-  // A lane outside of the mask has no value: what comes back is none of its own.
+  // A lane outside of the mask has no value, so it yields all ones instead.
   return mask >> source & 1 ? slots[source] : ~uint64_t{0};
 }
 

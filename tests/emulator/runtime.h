@@ -1,6 +1,6 @@
-// A CUDA device on the CPU: the threads of a block are fibers of one OS thread, and what they wait
-// for each other at (barriers, warp operations) are switches. What kernels see of it is
-// include/cuda_runtime.h; what only the runtime and the launch helper see is here.
+// A CUDA device on the CPU. The threads of a block are fibers of one OS thread, and they switch
+// where they wait for each other (barriers, warp operations). Kernels see include/cuda_runtime.h.
+// This header is only for the runtime and the launch helper.
 #pragma once
 
 #include <cstddef>
@@ -13,45 +13,45 @@ struct Index {
   unsigned x, y, z;
 };
 
-// Where in the kernel a thread waits: names it when the wait cannot end.
+// The place in a kernel where a thread waits, named in the error if the wait cannot end.
 struct Site {
   const char* what;
   const char* file;
   int line;
 };
 
-// The indices of the thread that runs now.
+// The indices of the running thread.
 struct Context {
   Index thread, block, block_dim, grid_dim;
 };
 extern Context* current;
 
-// Runs body() in every thread of every block. False if threads wait for each other in a way that
-// cannot end; last_error() then says who waits where. Blocks follow one another, in a shuffled
-// order; those of a cooperative launch run side by side.
+// Runs body() in every thread of every block. Returns false if threads wait for each other forever;
+// last_error() then says who waits where. Blocks run one after another in a shuffled order, except
+// in cooperative launches, where all run side by side.
 bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
          const std::function<void()>& body);
 const char* last_error();
 
-// Of the block of the running thread; full of NaN when the block starts.
+// The dynamic shared memory of the running thread's block, filled with NaN when the block starts.
 void* dynamic_shared();
 
 // All threads of the block (or of the grid) wait here for each other. Returns the number of threads
-// that came with a true predicate.
+// that arrived with a true predicate.
 int block_barrier(bool predicate, Site site);
 void grid_barrier(Site site);
 
-// The lanes of the mask wait here for each other and swap values: returns the value of lane
-// `source`, which must be in the mask. `votes` receives the lanes whose value is not zero.
+// The lanes of the mask wait here for each other and exchange values. Returns the value of lane
+// `source`, which must be in the mask. `votes` receives the lanes with a nonzero value.
 uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uint32_t* votes);
-// The same as a barrier that also orders memory.
+// The same without values, as a barrier that also orders memory.
 void warp_barrier(uint32_t mask, Site site);
 int lane();
 
-// Lets other threads run: for loops that wait on memory.
+// Lets other threads run, for loops that wait on memory.
 void yield();
 
-// cuBLASLt's function of this name, by cublaslt.cpp.
+// The function of this name in cublaslt.cpp.
 void* cublaslt(const char* name);
 
 }  // namespace emulator

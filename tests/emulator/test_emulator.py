@@ -1,4 +1,4 @@
-"""The emulator runs right kernels rightly, and catches the faults that are planted."""
+"""The emulator runs correct kernels correctly and catches planted faults."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_shared_memory_starts_as_nan(planted: ModuleType) -> None:
 
 def test_a_barrier_that_some_do_not_reach_is_an_error(planted: ModuleType) -> None:
     x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
-    for _ in range(2):  # and the emulator goes on working after it
+    for _ in range(2):  # the emulator still works after a failure
         with pytest.raises(
             RuntimeError, match=r"40 of 64 threads wait.*__syncthreads.*planted\.cu"
         ):
@@ -166,7 +166,7 @@ def test_a_cooperative_grid_waits_for_itself(planted: ModuleType) -> None:
 
 
 def test_conversions_are_exact(planted: ModuleType) -> None:
-    """Every half and bfloat16 is kept; floats between them round to nearest, ties to even."""
+    """Halves and bfloat16 convert exactly; floats between them round to nearest, ties to even."""
     halves = np.arange(65536, dtype=np.uint16).view(np.float16)
     halves = halves[~np.isnan(halves)].astype(np.float32)
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)

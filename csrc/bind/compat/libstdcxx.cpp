@@ -1,4 +1,4 @@
-// What the headers of newer compilers expect of libstdc++: the libraries run with that of gcc 8.
+// Symbols that newer compilers' headers expect in libstdc++: these libraries run with gcc 8's.
 #include <new>
 #include <sstream>
 

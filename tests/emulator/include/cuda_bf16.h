@@ -1,4 +1,4 @@
-// bfloat16 as CUDA's header of this name has it: as much of it as csrc/cuda uses.
+// The part of CUDA's bfloat16 header that csrc/cuda uses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ struct alignas(4) __nv_bfloat162 {
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 v) { return v.bits; }
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return {bits}; }
 inline float __bfloat162float(__nv_bfloat16 v) { return __uint_as_float(unsigned{v.bits} << 16); }
-// To nearest, ties to even; a NaN becomes the canonical one.
+// Rounds to nearest, ties to even. A NaN becomes the canonical one.
 inline __nv_bfloat16 __float2bfloat16_rn(float f) {
   const unsigned bits = __float_as_uint(f);
   if (f != f) return {0x7fff};

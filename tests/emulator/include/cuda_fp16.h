@@ -1,4 +1,4 @@
-// Half precision as CUDA's header of this name has it: as much of it as csrc/cuda uses.
+// The part of CUDA's half precision header that csrc/cuda uses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,13 +22,13 @@ inline float __half2float(__half v) {
                                    : std::ldexp((float)mantissa, -24);
   return __uint_as_float(sign | __float_as_uint(magnitude));
 }
-// To nearest, ties to even; a NaN becomes the canonical one.
+// Rounds to nearest, ties to even. A NaN becomes the canonical one.
 inline __half __float2half_rn(float f) {
   const unsigned short sign = __float_as_uint(f) >> 16 & 0x8000u;
   const float magnitude = std::fabs(f);
   if (f != f) return {0x7fff};
   if (magnitude >= 65520.0f) return {(unsigned short)(sign | 0x7c00u)};
-  // The spacing of halves at this magnitude; nearbyint rounds to even.
+  // The spacing of halves at this magnitude. nearbyint rounds to even.
   const int exponent = std::max(std::ilogb(magnitude), -14);
   const unsigned steps = (unsigned)std::nearbyint(std::ldexp(magnitude, 10 - exponent));
   return {(unsigned short)(sign | (magnitude == 0 ? 0 : ((exponent + 14) << 10) + steps))};

@@ -1,5 +1,5 @@
-// CUDA's runtime and device functions, for kernels that run in tests/emulator: as much of them as
-// csrc/cuda uses. Stands before the toolkit's header of this name.
+// The part of CUDA's runtime and device functions that csrc/cuda uses, for kernels run by
+// tests/emulator. It comes before the toolkit's header of this name on the include path.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__ &  // behind the type: all threads have the same, on none of their stacks
+#define __grid_constant__ &  // follows the type: all threads share one copy, on no stack of theirs
 #define __align__(n) alignas(n)
-// One block runs at a time, so that its variables can be everyone's; not so in cooperative
-// launches, which have to use dynamic shared memory.
+// One block runs at a time, so its variables can be static. In cooperative launches several blocks
+// run at once, and those have to use dynamic shared memory.
 #define __shared__ static
 #define __constant__ static
 
@@ -52,7 +52,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 #define gridDim (emulator::current->grid_dim)
 constexpr int warpSize = 32;
 
-// --- Barriers, shuffles, votes: each knows the line that it is called from ---
+// --- Barriers, shuffles, votes: each records the line that it is called from ---
 
 #define TW_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define TW_SITE(what) \
@@ -190,7 +190,7 @@ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 
-// --- The host's side ---
+// --- The host side ---
 
 #define CUDART_VERSION 0
 
@@ -208,13 +208,13 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-// A device of few multiprocessors, which small tensors fill.
+// A device with so few multiprocessors that small tensors fill it.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = 20, cudaSuccess;
 }
 
 namespace emulator {
-// What csrc/cuda/launch.cuh calls in place of <<<>>>.
+// csrc/cuda/launch.cuh calls this in place of <<<>>>.
 template <class Body>
 cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, bool cooperative, Body&& body) {
   const size_t threads = size_t{block.x} * block.y * block.z;
