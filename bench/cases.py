@@ -1,4 +1,4 @@
-"""What is measured: an op's declared shapes in a dtype, in three directions."""
+"""What is measured: an op's declared shapes, in a dtype and in three directions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def variant(self) -> str:
-        """What tells it from the op's other cases of its shape: "mask, scale 0.125"."""
+        """What distinguishes it from the op's other cases of this shape: "mask, scale 0.125"."""
         everywhere = set.intersection(*[set(_said(self.op, a)) for a in self.op.benchmarks])
         return ", ".join(word for word in _said(self.op, self.arguments) if word not in everywhere)
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
-    """The arguments in words; what is absent, off or a matter of shape is not said."""
+    """The arguments in words, without those that are absent, off or implied by the shape."""
     words = []
     for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
         if isinstance(value, TensorSpec) or value is True:
@@ -80,16 +80,16 @@ class Problem:
         return torch.autograd.grad(results, list(self.leaves().values()), self.grads)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The inputs that are tensors, by name."""
+        """The tensors among the inputs, by name."""
         named = zip(self.op.forward_signature.arguments, self.inputs, strict=True)
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Those of them that get a gradient."""
+        """The tensors that get a gradient."""
         return {name: value for name, value in self.tensors().items() if value.requires_grad}
 
     def double(self) -> Problem:
-        """The same numbers in float64."""
+        """The same problem with its numbers in float64."""
         wide = [
             v.detach().double().requires_grad_(v.requires_grad)
             if isinstance(v, torch.Tensor) and v.is_floating_point()
@@ -104,7 +104,7 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# How far up the list of an op's shapes by size.
+# Positions in the list of an op's shapes, sorted by size.
 SMALLEST, MIDDLE = 0.0, 0.5
 
 
@@ -114,7 +114,7 @@ def cases(
     dtypes: Sequence[torch.dtype],
     sizes: Sequence[float] | None = None,
 ) -> list[Case]:
-    """What to measure: of each op all shapes, or those of these sizes."""
+    """What to measure: all shapes of each op, or those of these sizes."""
     found = []
     for op in ops:
         arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu

@@ -1,4 +1,4 @@
-"""No time for a wrong result: every contender's results beside the reference in float64."""
+"""A wrong result is not timed: every contender is compared with the reference in float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchweld.bench.cases import Problem
 
 Results = dict[str, torch.Tensor]
 
-# How much farther off than eager, or than rounding the exact result, is still the same function.
-# The contract's bounds are tighter (tests/contract/test_oracle.py); peers need not meet those.
+# A contender may be this many times farther off than eager, or than rounding the exact result. The
+# contract's bounds are tighter (tests/contract/test_oracle.py); peers need not meet those.
 SLACK = 4.0
 
 
 class Judge:
-    """The exact results of a problem, and how far off a contender may be."""
+    """The exact results of a problem, and the errors that a contender may have."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -43,7 +43,7 @@ class Judge:
                 return f"wrong result: {name} has shape {list(found[name].shape)}"
             errors = _errors(found[name], exact)
             for kind, error, bound in zip(("RMS", "max"), errors, self._bounds[name], strict=True):
-                if not error <= bound:  # also where it is NaN
+                if not error <= bound:  # also if the error is NaN
                     return f"wrong result: {name} is off by {error:.2g} ({kind}), not {bound:.2g}"
         return None
 
@@ -58,6 +58,6 @@ def results(problem: Problem, function: Callable[..., Any]) -> Results:
 
 
 def _errors(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """RMS and largest error."""
+    """The RMS error and the largest error."""
     error = found.double() - exact
     return error.square().mean().sqrt().item(), error.abs().max().item()

@@ -1,4 +1,4 @@
-"""`torchweld bench`: its options, and what they set going."""
+"""The command `torchweld bench`: its options, and the run that they start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMED_DTYPES = {
 
 
 class Refusal(Exception):  # noqa: N818
-    """What was asked for cannot be done here: says why, in a line."""
+    """What was asked for cannot be done here. The message says why, in one line."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +81,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
-    """Names of ops."""
+    """Add the option that names ops."""
     names = ", ".join(recording.PROVEN)
     parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {names}")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; its exit status is 1 where a contender's result was wrong."""
+    """Run the command. Its exit status is 1 if a contender's result was wrong."""
     try:
         if options.check_evidence:
             return _check_evidence()
@@ -153,7 +153,7 @@ def _measure(options: argparse.Namespace) -> Report:
 
 
 def _rules(options: argparse.Namespace) -> list[str]:
-    """The optimizers' rules to measure: a step has no direction, and one dtype."""
+    """The optimizer rules to measure. A step has no direction, and one dtype."""
     if options.ops:
         return [name for name in options.ops if name in RULES]
     if options.direction or options.dtype:
@@ -164,7 +164,7 @@ def _rules(options: argparse.Namespace) -> list[str]:
 def _prove(
     root: Path, report: Report, names: Sequence[str], backends: Sequence[str]
 ) -> recording.Record:
-    """The contract's part of the evidence."""
+    """Record the evidence's contract part."""
     path = root / "bench" / "evidence" / evidence.file_name(report.machine["name"])
     record = recording.Record(path, report.machine, root)
     proven = [recording.PROVEN[name] for name in names]
@@ -189,7 +189,7 @@ def _read(path: Path) -> Report:
 
 
 def _deliver(report: Report, options: argparse.Namespace) -> int:
-    """Show, save and draw what was found."""
+    """Show, save and draw the results."""
     if options.source:
         show_machine(report.machine)
     show(report)
@@ -215,7 +215,7 @@ def _write(text: str, target: str) -> None:
 
 
 def _check_evidence() -> int:
-    """Informs, and never fails: evidence grows where there is a GPU."""
+    """Report stale evidence without failing: only machines with a GPU can renew it."""
     root = sources.root()
     if root is None:
         raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")

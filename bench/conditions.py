@@ -1,4 +1,4 @@
-"""The conditions that CPU times are taken under, the same for every contender."""
+"""The conditions for CPU times, which are the same for every contender."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import platform
 import sys
 
-# By default glibc maps a large block anew for every call, and its pages fault in one by one: that
+# By default glibc maps a large block anew for every call, and its pages fault in one by one. That
 # takes longer than a norm does. A training process reuses its blocks.
 RESIDENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**28),
 }
-# A thread that waits for its turn behind one of its own team stalls both for a scheduler's slice.
+# If a thread shares a core with another of its team, both stall for a scheduler's slice.
 BOUND = {"OMP_PROC_BIND": "true"}
-# Filling new tensors with NaN, as the tests do, takes time.
+# The tests fill new tensors with NaN, which takes time.
 UNWANTED = "TORCHWELD_POISON"
 
 
 def settle(*, default_allocator: bool) -> None:
-    """Start this very command again with its environment set: it is read when a process starts."""
+    """Start this command again with its environment set: a process reads it only when it starts."""
     wanted = BOUND | ({} if default_allocator else RESIDENT)
     here = {name: value for name, value in os.environ.items() if name != UNWANTED}
     settled = {**here, **wanted} if platform.libc_ver()[0] == "glibc" else here

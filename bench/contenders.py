@@ -1,4 +1,4 @@
-"""Who is measured: eager, torchweld's backends, torch.compile, and peers that are installed."""
+"""Who is measured: eager, torchweld's backends, torch.compile, and installed peers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Contender:
-    """A function of the forward's arguments, and the torchweld backend it asks for, if any."""
+    """A function of the forward's arguments, and the torchweld backend that it asks for, if any."""
 
     name: str
     function: Callable[..., Any]
     backend: str | None = None
-    judged: bool = True  # False: it drops other elements than the reference, so its results differ
+    judged: bool = (
+        True  # False if it drops other elements than the reference
+    )
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A package that has some of the ops: what makes its module's function take our arguments."""
+    """A package with some of the ops, and adapters that call its functions with our arguments."""
 
     package: str
     module: str
@@ -42,7 +44,7 @@ class Peer:
         return None
 
 
-# Those of norms run on GPUs alone.
+# The peers' norms run only on GPUs.
 PEERS = {
     "liger": Peer(
         "liger-kernel",
@@ -71,7 +73,7 @@ PEERS = {
 
 
 def rivals(device: str) -> list[str]:
-    """Who takes part where nobody is named: torch.compile, and the peers that are installed."""
+    """The default contenders: torch.compile and the installed peers."""
     installed = [name for name, peer in PEERS.items() if peer.missing() is None]
     return [COMPILE, *(installed if device == "cuda" else [])]
 
@@ -79,7 +81,7 @@ def rivals(device: str) -> list[str]:
 def contenders(
     op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Eager first, then all that were asked for and can; and why the others cannot."""
+    """Eager first, then everyone asked for who can take part, and why the others cannot."""
     plain = op.plain or op.reference
     judged = op.plain is None or not op.draws(inputs)
     found = [Contender(EAGER, plain, judged=judged)]
@@ -91,7 +93,7 @@ def contenders(
             found.append(Contender(backend, partial(call, op), backend))
     for name in rivals:
         if name == COMPILE:
-            torch.compiler.reset()  # each shape is compiled for itself, as a first one would be
+            torch.compiler.reset()  # each shape is compiled afresh, as if it came first
             found.append(Contender(name, torch.compile(plain), judged=judged))
         elif name not in PEERS:
             continue  # it has optimizers

@@ -1,8 +1,7 @@
 """A small GPT trained with each state codec: python -m torchweld.bench.convergence.
 
-The text is the Python library's own documentation and source, read byte by byte. Every codec
-begins with the same weights and sees the same batches; what is compared is the mean loss of the
-last steps.
+The text is the Python library's own documentation and source, read byte by byte. Every codec starts
+from the same weights and sees the same batches. The result is the mean loss of the last steps.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torchweld.table import Table, progress
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 64, 16
 LAST = 50  # steps whose mean is the final loss
 
-# Name -> the parameters' dtype, and AdamW's settings. The first of a dtype is what others of it are
-# compared with.
+# Name -> the parameters' dtype, and AdamW's settings. Codecs are compared with the first one of
+# their dtype.
 CODECS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
@@ -45,7 +44,7 @@ CODECS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, normalised before."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Of bytes."""
+    """A GPT on bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class GPT(nn.Module):
 
 
 def text() -> torch.Tensor:
-    """Some megabytes that every Python install has."""
+    """A few megabytes that every Python installation has."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
@@ -117,7 +116,7 @@ def final(losses: Sequence[float]) -> float:
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """The losses of the first seed, and how far each is from what it is compared with."""
+    """The losses of the first seed, and the distance of each codec from its baseline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -146,12 +145,12 @@ def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def compared_with(codec: str) -> str:
-    """The first codec of the same parameters."""
+    """The first codec with the same parameter dtype."""
     return next(name for name in CODECS if CODECS[name][0] is CODECS[codec][0])
 
 
 def main() -> None:
-    """Trains, prints a table of final losses, and draws the curves."""
+    """Train, print a table of final losses, and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""What the memory allows: streams with an op's own mix of reads and writes, timed beside it."""
+"""What memory allows: streams with an op's own mix of reads and writes, timed beside the op."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torchweld.bench.timing import Clock, interleaved, last_level_cache
 from torchweld.registry.cost import Traffic
 
-# Below this a stream measures the calls of its two or three torch ops, not the memory.
+# A smaller stream measures the calls of its two or three torch ops, not the memory.
 LEAST_BYTES = 2**20
 
 
 def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
-    """Moves as many bytes as the op has to, in the best of torch's simplest loops.
+    """Move as many bytes as the op has to, in the best mix of torch's simplest loops.
 
-    Three of them make any mix: a + b -> c (2 reads for a write), a copy (1:1), and a sum (reads)
-    or a fill (writes) for what is left. In place, where a CPU need not fetch what it overwrites:
-    a + 1 -> a (1:1), and a sum.
+    Three loops make any mix: a + b -> c (2 reads for a write), a copy (1:1), and a sum (reads) or a
+    fill (writes) for the rest. In place, a CPU does not fetch what it overwrites. The loops are
+    then a + 1 -> a (1:1) and a sum.
     """
     if traffic.total < LEAST_BYTES:
         return None
@@ -31,7 +31,7 @@ def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
     added, copied, summed, filled = mix(reads, writes)
     source = torch.ones(reads, device=device)
     target = torch.empty(writes, device=device)
-    # Disjoint pieces, so that nothing is found in a cache.
+    # Disjoint pieces, so that nothing is in a cache already.
     a, b, c, s = source.split([added, added, copied, summed])
     a_b, c_c, f = target.split([added, copied, filled])
 
@@ -56,7 +56,7 @@ def mix(reads: int, writes: int) -> tuple[int, int, int, int]:
 
 
 def copy_gbps(clock: Clock, device: str) -> float:
-    """Bandwidth of a large copy, reads and writes counted, for the record."""
+    """The bandwidth of a large copy, counting reads and writes, for the record."""
     half = 2**29 if device == "cuda" else 2 * last_level_cache()
     run = stream(Traffic(half, half), device)
     assert run is not None

@@ -1,4 +1,4 @@
-"""Where and with what a run is made."""
+"""The machine and software of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.machine import cpu_name, versions
 
 
 def machine(device: str) -> dict[str, Any]:
-    """All that a time depends on, and when it was taken."""
+    """Everything that a time depends on, and when it was taken."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,

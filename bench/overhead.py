@@ -1,4 +1,4 @@
-"""What a call costs beside its work: tensors so small that nothing else is left."""
+"""What a call costs beside its work, measured on tensors so small that nothing else is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = 50  # in a block, which is timed as a whole
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds of a call: plain torch's, the automatic choice's, each backend's."""
+    """Microseconds per call: plain torch, the automatic choice, and each backend."""
 
     op: str
     shape: list[int]
@@ -34,7 +34,7 @@ class Overhead:
 
 
 def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
-    """On the host's clock, from warm caches, on one thread."""
+    """Measured on the host's clock, from warm caches, on one thread."""
     problem = Case(op, op.tiny, torch.float32, device).draw()
     ours = _as_users_call(op)
     calls: list[tuple[Callable[..., Any], str | None]] = [
@@ -56,7 +56,7 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
 
 
 def _as_users_call(op: Op) -> Callable[..., Any]:
-    """The public function, on the forward's arguments: a seed is drawn at every call."""
+    """The public function on the forward's arguments; it draws a seed at every call."""
     if op.inputs is None and not isinstance(op, Composite):
         return getattr(torchweld.functional, op.name)
 
@@ -92,7 +92,7 @@ def _block(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The work is too little for two, and waking a second one varies more than a call takes."""
+    """Use one thread: waking a second one varies by more than a call takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The results as a picture: speed over eager, and that of a plain stream of as many bytes."""
+"""The results as a picture: speed over eager, with the speed of a stream of as many bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
 WIDTH = 19  # inches of panels side by side
-Group = tuple[str, str]  # shape, with what else tells cases apart, and direction
+Group = tuple[str, str]  # shape and variant, and direction
 
 
 def plot(report: Report, path: Path) -> None:
@@ -68,7 +68,7 @@ def _groups(results: Sequence[Result], op: str, dtype: str) -> dict[Group, dict[
 
 
 def _width(groups: dict[Group, dict[str, Result]]) -> float:
-    """Inches that bars take, and the names of shapes below them."""
+    """Inches that the bars take, with the names of shapes below them."""
     labels = [label for label, _ in groups]
     longest = {label: max(map(len, _lines(label).split("\n"))) for label in labels}
     return sum(max(0.62, 0.085 * longest[label] / labels.count(label)) for label in labels)
@@ -98,7 +98,7 @@ def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[s
 
 
 def _mark(panel: Any, at: int, limit: float, top: float) -> None:
-    """A limit; one far above every bar as a number, lest it press the bars flat."""
+    """Mark a limit. One far above every bar becomes a number, so that the bars stay tall."""
     if limit > top:
         panel.annotate(
             f"limit {limit:.0f}",
@@ -115,7 +115,7 @@ def _mark(panel: Any, at: int, limit: float, top: float) -> None:
 def _bar(
     panel: Any, result: Result, middle: float, width: float, colour: str, *, crowded: bool
 ) -> None:
-    """Pale where it is a backend that the automatic choice leaves to eager."""
+    """A bar, pale if the automatic choice leaves the case to eager."""
     height = result.speed_up or 0.0
     pale = result.contender in BACKENDS and not result.automatic
     panel.bar(middle, height, width, color=colour, alpha=0.3 if pale else 1.0)
@@ -141,12 +141,12 @@ def _limit(group: dict[str, Result]) -> float | None:
 
 
 def _lines(label: str) -> str:
-    """A shape on a line, and what else tells it apart on lines of their own."""
+    """A shape on one line, and its variant on lines of its own."""
     return label.replace(", ", "\n").replace(" ", "\n", 1)
 
 
 def _name_shapes(panel: Any, labels: Sequence[str]) -> None:
-    """Each once, below its directions."""
+    """Write each name once, below its directions."""
     for label in dict.fromkeys(labels):
         places = [at for at, other in enumerate(labels) if other == label]
         panel.annotate(

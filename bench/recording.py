@@ -1,4 +1,4 @@
-"""Evidence from a GPU: records the contract's count and the times; tells whether it is stale."""
+"""Evidence from a GPU: record the contract's count and the times, and tell whether it is stale."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from torchweld.registry import BACKENDS, OPS, Op
 
 Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
-# As pytest-xdist says it of targets that tests/conftest.py names:
-# [gw0] [ 12%] PASSED tests/contract/test_oracle.py::test[layer_norm-gpu-cuda-float32]
+# The format in which pytest-xdist reports the targets named by tests/conftest.py:
+#  [gw0] [ 12%] PASSED tests/contract/test_oracle.py::test[layer_norm-gpu-cuda-float32]
 _OUTCOME = re.compile(
     r"^\[gw\d+\] \[ *\d+%\] (?P<is>PASSED|FAILED|ERROR) .*"
     r"\[(?:(?P<op>\w+)-|[^\]]*)gpu-(?P<backend>[a-z]+)[^\]]*\]"
 )
-# Each of these tests is of every rule.
+# Each of these tests covers every rule.
 _OF_RULES = "tests/optim/test_optim_cuda*.py"
-# Of a result, what the evidence keeps.
+# The parts of a result that the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "flops", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 
 class Record:
-    """The evidence file of a GPU, written after every step: what is cut off keeps what it had.
+    """The evidence file of a GPU, written after every step, so that an interrupted run keeps its
+    steps.
 
-    `root` is where the sources are that evidence is of; an installed package has none.
+    `root` is the repository with the sources; an installed package has none.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any], root: Path | None) -> None:
         self.path, self._root = path, root
-        # Evidence that cannot be read is an error: it would be lost with the first step.
+        # Unreadable evidence is an error: the first step would overwrite it.
         self._content: dict[str, Any] = (
             json.loads(path.read_text()) if path.exists() else {"ops": {}}
         )
@@ -53,7 +54,7 @@ class Record:
         }
 
     def begin(self, op: Proven, backend: str) -> None:
-        """Forget what was known of older sources."""
+        """Forget the evidence of older sources."""
         self._content["ops"].setdefault(op.name, {})[backend] = {
             "sources": sources_hash(op, backend, self._root) if self._root else None,
             "passed": 0,
@@ -80,7 +81,7 @@ class Record:
 
 
 def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
-    """Runs the contract tests on the GPU: op, backend and whether it passed, test by test."""
+    """Run the contract tests on the GPU: op, backend and whether it passed, test by test."""
     ops = {(op, backend) for op, backend in targets if op in OPS}
     if ops:
         wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in ops)
@@ -95,12 +96,12 @@ def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, s
 
 
 def _outcomes(root: Path, wanted: str, where: list[str]) -> Iterator[Any]:
-    """Those of the tests that are wanted; whatever else they print goes to stderr."""
+    """The outcomes of the selected tests. Whatever else they print goes to stderr."""
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, *where]
-    # Most of the time is that of compilers, on the CPU; what fills a GPU goes to one worker.
+    # Most of the time goes to compilers on the CPU. Tests that fill a GPU go to one worker.
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     command += ["-n", str(workers), "--dist", "loadgroup"]
-    # Inductor would start processes of its own in each.
+    # Inductor would start processes of its own in each worker.
     serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=root, env=serial, stdout=pipe, text=True) as tests:
@@ -119,7 +120,7 @@ def gpu_backends(op: Proven) -> list[str]:
 
 
 def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Op, GPU backend, GPU, and what its evidence is worth."""
+    """Op, GPU backend, GPU, and the state of its evidence."""
     lines = []
     for op in PROVEN.values():
         for backend in gpu_backends(op):
@@ -136,7 +137,7 @@ def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, 
 
 
 def results(record: dict[str, Any], root: Path | None) -> list[Result]:
-    """The times of an evidence file, stale ones marked where the sources are at hand."""
+    """The times of an evidence file, marked as stale if the sources here differ."""
     found = []
     for op, proofs in record["ops"].items():
         for backend, proof in proofs.items():
@@ -152,9 +153,9 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
 
 
 def _winner(results: Iterable[Result], like: Result) -> str | None:
-    """Who the automatic choice takes at this shape: the fastest in both directions, if any is.
+    """The automatic choice at this shape: the backend that is fastest in both directions, if any.
 
-    Of a rule its kernel, whatever its speed is beside torch's optimizer.
+    For a rule it is the rule's kernel, however fast torch's optimizer is.
     """
     if like.op in RULES:
         return like.contender

@@ -1,4 +1,4 @@
-"""What a run found: a table for the terminal, JSON, and Markdown for the README."""
+"""The results of a run as a table for the terminal, as JSON, and as Markdown for the README."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchweld.table import Table
 
 @dataclass
 class Report:
-    """Everything that a run found, and where it ran."""
+    """All results of a run, and where it ran."""
 
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Report:
 
 
 def load(path: Path) -> Report:
-    """What `save` wrote."""
+    """Read what `save` wrote."""
     saved = json.loads(path.read_text())
     return Report(
         saved["machine"],
@@ -43,7 +43,7 @@ def load(path: Path) -> Report:
 
 
 def show_machine(where: dict[str, Any]) -> None:
-    """What the reader has to know before the figures."""
+    """Print what the reader has to know before the figures."""
     made_of = where["versions"]
     device = where["name"]
     if where["device"] == "cpu":
@@ -56,7 +56,7 @@ def show_machine(where: dict[str, Any]) -> None:
 
 
 def show(report: Report) -> None:
-    """The table of results, the overheads, and what there is to say about them."""
+    """Print the table of results, the overheads, and remarks about them."""
     on_gpu = report.machine["device"] == "cuda"
     headers = [
         "op",
@@ -118,7 +118,7 @@ def _style(result: Result) -> str:
 
 
 def _remarks(results: Sequence[Result]) -> list[str]:
-    """How to read the table, and who is not in it."""
+    """Explain how to read the table, and list who is not in it."""
     lines = ["* what the automatic choice takes"]
     if any(result.share for result in results):
         lines.append("limit: % of what a plain stream reached with the same reads and writes")
@@ -142,7 +142,7 @@ def _remarks(results: Sequence[Result]) -> list[str]:
 
 
 def _overhead_table(overheads: Iterable[Overhead]) -> Table:
-    """Microseconds, and times torch.nn.functional's."""
+    """Microseconds, and multiples of torch.nn.functional's time."""
     overheads = list(overheads)
     backends = list(dict.fromkeys(name for line in overheads for name in line.backend_us))
     forced = [f"{name} by name" for name in backends]
@@ -164,9 +164,9 @@ def _overhead_table(overheads: Iterable[Overhead]) -> Table:
 
 
 def markdown(results: Iterable[Result]) -> str:
-    """A table for the README: what the automatic choice takes, against eager.
+    """A table for the README: the automatic choice against eager.
 
-    A busy machine flatters what is faster, so that what was measured on one is left out.
+    Cases measured on a busy machine are left out, since that flatters the faster contender.
     """
     lines = [
         "| op | shape | dtype | direction | eager | torchweld | on | speed-up | GB/s | limit |",

@@ -1,4 +1,4 @@
-"""Measures a case: checks every contender's results, then times them in turn."""
+"""Measure a case: check every contender's results, then time them in turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchweld.registry.cost import Traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run measures: who takes part in which directions, and for how long."""
+    """How a run measures: who takes part, in which directions, and for how long."""
 
     directions: Sequence[str]
     backends: Sequence[str]
@@ -35,8 +35,8 @@ class Plan:
 class Result:
     """One contender in one case and direction.
 
-    Its status is "timed"; "refused", for a wrong result or an error; or "absent". The last two
-    have a reason and no times.
+    Its status is "timed"; "refused", after a wrong result or an error; or "absent". The last two
+    carry a reason and no times.
     """
 
     op: str
@@ -47,22 +47,22 @@ class Result:
     elements: int
     bytes: int
     flops: int = 0
-    variant: str = ""  # what tells it from others of its shape
+    variant: str = ""  # what distinguishes it from others of its shape
     status: str = "timed"
     reason: str | None = None
     ms: float | None = None
     p20: float | None = None
     p80: float | None = None
-    calls: int = 0  # that the times are of
+    calls: int = 0  # that were timed
     disturbed: int = 0  # calls during which other processes held a core
-    reliable: bool = True  # not so if disturbed calls had to be counted in
+    reliable: bool = True  # False if disturbed calls had to be counted in
     eager_ms: float | None = None
     speed_up: float | None = None
     gbps: float | None = None
     limit_ms: float | None = None  # of a stream with the same reads and writes
     share: float | None = None
-    peak_bytes: int | None = None  # beside the inputs; CUDA alone
-    automatic: bool = False  # what the automatic choice takes
+    peak_bytes: int | None = None  # beyond the inputs; only on CUDA
+    automatic: bool = False  # whether the automatic choice takes it
 
     @property
     def label(self) -> str:
@@ -98,7 +98,7 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
 
 
 def _fault(judge: Judge, contender: Contender) -> str | None:
-    """Why the contender is not timed: its results are wrong, or there are none."""
+    """Why the contender is not timed: its results are wrong or missing."""
     try:
         with torchweld.use_backend(contender.backend):
             return judge.fault(contender.function)
@@ -115,7 +115,7 @@ def _timed(
     plan: Plan,
     clock: Clock,
 ) -> list[Result]:
-    """Times all contenders, and with them the stream that is their limit."""
+    """Time all contenders, together with the stream that is their limit."""
     runs: dict[str, Run] = {c.name: partial(_run, problem, direction, c) for c in sound}
     blank = partial(_result, case, direction, traffic=traffic)
     return compare(runs, traffic, case.device, plan, clock, blank)
@@ -129,7 +129,7 @@ def compare(
     clock: Clock,
     blank: Callable[[str], Result],
 ) -> list[Result]:
-    """Contenders' times, and with them that of a stream; `blank` has a contender's other facts."""
+    """Contenders' times and the stream's. `blank` has each contender's other facts."""
     timed = list(runs.values())
     stream = limits.stream(traffic, device)
     if stream is not None:
@@ -168,7 +168,7 @@ def _run(problem: Problem, direction: str, contender: Contender, clock: Clock) -
 
 
 def _peak_bytes(run: Run, device: str) -> int | None:
-    """The most memory that was allocated at once beside what was before."""
+    """The peak of allocated memory, beyond what was allocated before."""
     if device != "cuda":
         return None
     peak = 0

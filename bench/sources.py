@@ -1,4 +1,4 @@
-"""Kernel sources and their hash, which says whether evidence is of the code as it is now."""
+"""Kernel sources and their hash, which tells whether evidence fits the present code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def root() -> Path | None:
 def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
     """All files that decide what the backend's kernels do, derived from includes and imports.
 
-    Native kernels have a binding of their file's name, and the compiler's flags.
+    For native kernels these include the binding named like the kernel's file, and the compiler
+    flags.
     """
     roots = [folder / name for name in op.sources[backend]]
     native = [path for path in roots if path.suffix != ".py"]

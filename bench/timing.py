@@ -12,31 +12,31 @@ import torch
 
 
 class Sample(NamedTuple):
-    """Milliseconds that a call took, and that its threads waited meanwhile for a core."""
+    """Milliseconds that a call took, and that its threads meanwhile waited for a core."""
 
     ms: float
     waited: float = 0.0
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes show in it. Waking up a sleeping thread takes microseconds."""
+        """Whether other processes disturbed it, beyond the microseconds of waking a thread."""
         return self.waited > max(0.05 * self.ms, 0.02)
 
 
 # Times a call from neutral caches.
 Clock = Callable[[Callable[[], Any]], Sample]
-# Something to time: prepares, untimed, what it then hands to the clock.
+# Prepares a call, untimed, and hands it to the clock.
 Run = Callable[[Clock], Sample]
 
 
-# On a busy machine, seconds of sleep before a call: the scheduler then lets it run in one go.
+# Seconds of sleep before a call on a busy machine: the scheduler then lets it run uninterrupted.
 REST = 0.01
 
 
 class CpuClock:
-    """Wall time. What is timed starts from caches full of another, clean buffer.
+    """Wall time. Each timed call starts from caches full of another, clean buffer.
 
-    Otherwise a contender would find some of its inputs in the cache, and pay for writing back
+    Otherwise a contender would find some of its inputs in the cache, and would pay for writing back
     what its predecessor left there.
     """
 
@@ -67,8 +67,9 @@ def wall_time(call: Callable[[], Any]) -> Sample:
 class CudaClock:
     """Device time between two events, from an L2 full of another, clean buffer.
 
-    Reading it takes the GPU longer than the host takes to queue the call behind it, so that what
-    lies between the events is the GPU's work alone; `bench/overhead.py` has the host's.
+    Reading that buffer takes the GPU longer than the host takes to queue the call behind it. The
+    time between the events is therefore only the GPU's work; `bench/overhead.py` measures the
+    host's.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ def clock_for(device: str) -> Clock:
 
 
 def last_level_cache() -> int:
-    """Bytes of the CPU's last-level cache; a guess where the system does not tell."""
+    """Bytes of the CPU's last-level cache, or a guess if the system does not say."""
     units = {"K": 2**10, "M": 2**20}
     files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     matches = [re.fullmatch(r"(\d+)([KM])", path.read_text().strip()) for path in files]
@@ -108,7 +109,7 @@ def _waited() -> float:
 class Times(NamedTuple):
     """A run's milliseconds, and how many of its calls were disturbed.
 
-    Disturbed calls are left out, unless that leaves too few: then they count, for every contender.
+    Disturbed calls are left out unless too few others remain. Then they count, for every contender.
     """
 
     ms: list[float]
@@ -122,10 +123,10 @@ class Times(NamedTuple):
 def interleaved(
     runs: Sequence[Run], clock: Clock, *, seconds: float, at_least: int, at_most: int
 ) -> list[Times]:
-    """Times of every run, in rounds: drift of the machine meets all of them alike.
+    """Times of every run, in rounds, so that drift of the machine affects all runs alike.
 
-    Takes `seconds`, and up to twice that on a busy machine, until each has been left alone
-    `at_least` times.
+    Takes `seconds`, or up to twice that on a busy machine, until each run has `at_least`
+    undisturbed calls.
     """
     for run in runs:
         run(clock)
@@ -137,7 +138,7 @@ def interleaved(
         if turn >= at_least and spent > (seconds if enough else 2 * seconds):
             break
         for offset in range(len(runs)):
-            at = (turn + offset) % len(runs)  # nobody always follows the same one
+            at = (turn + offset) % len(runs)  # no run always follows the same one
             samples[at].append(runs[at](clock))
     reliable = min(map(_undisturbed, samples)) >= min(at_least, 5)
     return [_times(taken, reliable) for taken in samples]

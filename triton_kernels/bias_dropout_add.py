@@ -1,28 +1,29 @@
 """bias_dropout_add in Triton; csrc/core/bias_dropout_add.h has the formulas.
 
-Triton and not CUDA: passes over elements are what it writes best, and `tl.philox` is the stream's.
+It is written in Triton, not CUDA: Triton suits element-wise passes, and `tl.philox` is the
+stream's.
 
 A unit below is rows x width elements, once over DRAM.
 
 Forward, 3 units: x and residual are read, y is written. A program has one tile of 2048 elements,
-    two 16-byte loads a thread of each tensor at bf16; with 8 programs on a multiprocessor, as 64
-    registers a thread let there be, 64 KiB are in flight, where an H200 needs about 30 KiB for 4.8
-    TB/s at 800 ns. The bias comes from L1 and L2. The floor at bf16 32768 x 4096 is 0.81 GB, 0.19
-    ms at the 4.3 TB/s of a copy; eager with dropout moves 7 units and a mask twice, so that 2.3
-    times its speed is the most there is to gain.
-Backward, 2 units: grad_y is read, grad_x written; only the first where grad_x is grad_y. A program
-    walks a chunk of rows in one tile of columns and keeps their sums for grad_bias in registers,
-    which it writes once; they are added in a fixed order: no atomics, the same bits every run. At
-    bf16 32768 x 4096 on 132 processors that is 264 chunks: 4.3 MB of partial sums beside 537 MB.
-    The next rows arrive in shared memory meanwhile.
+    two 16-byte loads a thread of each tensor at bf16. 64 registers a thread allow 8 programs on a
+    multiprocessor, which keep 64 KiB in flight. An H200 needs about 30 KiB for 4.8 TB/s at 800 ns.
+    The bias comes from L1 and L2. The floor at bf16 32768 x 4096 is 0.81 GB, 0.19 ms at the 4.3
+    TB/s of a copy. Eager with dropout moves 7 units and a mask twice, so that 2.3 times its speed
+    is the most there is to gain.
+Backward, 2 units: grad_y is read, grad_x written; only the read remains if grad_x is grad_y. A
+    program walks a chunk of rows in one tile of columns and keeps their sums for grad_bias in
+    registers, which it writes once. The chunks are added in a fixed order: no atomics, the same
+    bits every run. At bf16 32768 x 4096 on 132 processors that is 264 chunks: 4.3 MB of partial
+    sums beside 537 MB. The next rows arrive in shared memory meanwhile.
 
 Philox costs about 10 instructions an element: 134 million elements are 1.3e9, 42 million warp
-instructions, which 132 multiprocessors issue in 0.05 ms at 4 a cycle and 1.6 GHz. That is a
-quarter of the time that the memory takes forward, and behind it with 8 or more warps a scheduler:
-the aim is 88% of copy bandwidth forward, 80% backward.
+instructions, which 132 multiprocessors issue in 0.05 ms at 4 a cycle and 1.6 GHz. That is a quarter
+of the forward's memory time, and 8 or more warps a scheduler hide it behind the memory. The aim is
+88% of copy bandwidth forward, 80% backward.
 
-Tiles begin at every fourth column of the whole tensor, where a counter's words do: a part of it
-that begins in between has its first tile moved to the left by up to three columns.
+Tiles begin at every fourth column of the whole tensor, where a counter's words begin. If a part
+begins in between, its first tile moves to the left by up to three columns.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -141,10 +142,10 @@ def _backward(
 
 @functools.cache
 def _tile(width: int) -> dict[str, int]:
-    """2048 elements: columns enough for wide accesses, and rows where there are fewer."""
+    """A tile of 2048 elements: columns enough for wide accesses, and rows if there are fewer."""
     block = max(4, min(512, triton.next_power_of_2(max(width, 1))))
     tile = {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
-    # Left to itself, ptxas spills a few bytes where rows are not aligned.
+    # Without a limit ptxas spills a few bytes if rows are not aligned.
     return tile if width % 16 == 0 else tile | {"maxnreg": 128}
 
 
@@ -155,7 +156,7 @@ def _dropout(
     whole: Sizes,
     offset: Sizes,
 ) -> tuple[Any, ...]:
-    """What both kernels ask for, from `skew` on."""
+    """The arguments that both kernels take, from `skew` on."""
     column = offset[-1] if seed is not None and offset else 0
     return (column % 4, column, *dropout_arguments(p, seed, shape, whole, offset))
 
@@ -201,7 +202,7 @@ def _backward_launches(
     yield from add_chunks_launches(gradients, partials, chunks, width)
 
 
-# What the registry calls: the signatures are those of the op's schemas.
+# --- Called by the registry, with the signatures of the op's schemas ---
 
 
 def bias_dropout_add(
@@ -244,7 +245,7 @@ def bias_dropout_add_backward(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, width, p in itertools.product(dtypes, (64, 4096, 131073), (0.0, 0.1)):
         if dtype == torch.float32 and width != 4096:

@@ -1,7 +1,7 @@
 """Sums over rows for a parameter's gradient, in two stages, as in csrc/core/chunks.h.
 
-Rows are shared out to chunks; a program sums its chunk's in registers and writes them once, and the
-chunks are added in a fixed order: no atomics, the same bits every run.
+Rows are divided into chunks. A program sums its chunk in registers and writes the sums once, and
+the chunks are added in a fixed order: no atomics, the same bits every run.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -19,7 +19,7 @@ from .launch import Launch, launch, processors
 
 @triton.jit
 def chunk_range(chunk, rows, chunks, ROWS: tl.constexpr):
-    """The first tile of ROWS rows that a chunk has, and the one past its last."""
+    """The first tile of ROWS rows in a chunk, and the tile after its last."""
     tiles = tl.cdiv(rows, ROWS)
     first = tiles // chunks * chunk + tl.minimum(tiles % chunks, chunk)
     return first, first + tiles // chunks + (chunk < tiles % chunks).to(tl.int32)
@@ -27,7 +27,7 @@ def chunk_range(chunk, rows, chunks, ROWS: tl.constexpr):
 
 @triton.jit
 def store_partial(partials_ptr, chunk, column, width, inside, partial):
-    """Writes a chunk's sums, where they are wanted; `partial` has those of each row of a tile."""
+    """Write a chunk's sums if they are wanted. `partial` has the sums of each row of a tile."""
     if partials_ptr is not None:
         at = partials_ptr + chunk.to(tl.int64) * width + column
         tl.store(at, tl.sum(partial, 0), mask=inside)
@@ -68,7 +68,7 @@ def _add_chunks(
 
 
 def chunks_of(row_tiles: int, column_tiles: int, device: torch.device) -> int:
-    """How many chunks for programs of one tile of columns, four of them on a multiprocessor."""
+    """The number of chunks for programs of one tile of columns, four on a multiprocessor."""
     # Several waves: a single one would seldom be full.
     return max(1, min(16 * processors(device) // max(column_tiles, 1), row_tiles))
 
@@ -76,7 +76,7 @@ def chunks_of(row_tiles: int, column_tiles: int, device: torch.device) -> int:
 def partials_of(
     gradients: Sequence[torch.Tensor | None], chunks: int, width: int
 ) -> list[torch.Tensor | None]:
-    """Where the chunks write their sums for each gradient, None for one that is not wanted."""
+    """Where the chunks write their sums for each gradient; None for one that is not wanted."""
     return [
         None if grad is None else grad.new_empty((chunks, width), dtype=torch.float32)
         for grad in gradients
@@ -91,10 +91,10 @@ def add_chunks_launches(
     *,
     wide: bool = False,
 ) -> Iterator[Launch]:
-    """Adds the chunks up to the gradients of weight and bias, if one of them is wanted."""
+    """Add the chunks up to the gradients of weight and bias, if either is wanted."""
     if all(gradient is None for gradient in gradients):
         return
-    # Wide rows leave few chunks, and columns enough to fill the GPU with wider blocks of them.
+    # Wide rows leave few chunks, but enough columns to fill the GPU with wider blocks.
     block = 256 if wide else 32
     yield launch(
         _add_chunks,
@@ -103,6 +103,6 @@ def add_chunks_launches(
         CHUNKS=8 if wide else 32,
         BLOCK=block,
         num_warps=4,
-        # Rows that Triton does not know to be aligned take more addresses.
+        # Rows that Triton does not know to be aligned need more registers for addresses.
         maxnreg=128 if wide or width % 16 else 64,
     )

@@ -1,7 +1,7 @@
 """The random stream of dropout in Triton: element for element that of torchweld.random.
 
-Triton's own `tl.philox` is the same Philox 4x32-10. A call makes the words of four columns, so it
-is made for every fourth, and the words are brought into the columns' order.
+Triton's own `tl.philox` is the same Philox 4x32-10. One call makes the words of four columns. It is
+therefore called for every fourth column, and the words are put in column order.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -24,10 +24,10 @@ Sizes = Sequence[int] | None
 
 @triton.jit
 def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK]: 0 where an element is dropped, else `scale`.
+    """[ROWS, BLOCK]: 0 if an element is dropped, else `scale`.
 
-    Of BLOCK columns from `first` on, which four divides, in the whole tensor's rows `number`, of
-    int64. `threshold` has the bits of a uint32.
+    The columns are BLOCK from `first` on, a multiple of four, in the whole tensor's rows `number`,
+    which are int64. `threshold` has the bits of a uint32.
     """
     group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)[None, :]
     low = number.to(tl.uint32)[:, None]
@@ -44,10 +44,10 @@ def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def dropped(x, row, first, dropout):
-    """What dropout leaves of x, [ROWS, BLOCK], whose rows are numbered from the part's first.
+    """Apply dropout to x, [ROWS, BLOCK], whose rows are numbered from the part's first.
 
-    Columns are as in `factors`. `dropout` is what `dropout_arguments` returns, the rows' numbers in
-    a tuple of their own; without a seed nothing is dropped.
+    Columns are as in `factors`. `dropout` is the result of `dropout_arguments`, with the rows'
+    numbers in a tuple of their own. Without a seed nothing is dropped.
     """
     seed_ptr, threshold, scale, numbers = dropout
     if seed_ptr is None:
@@ -64,7 +64,7 @@ def check_dropout(
     whole: Sizes,
     offset: Sizes,
 ) -> None:
-    """What the bindings of the other kernels refuse too."""
+    """Refuse what the bindings of the other kernels refuse too."""
     if not 0 <= p <= 1:
         raise ValueError("p is not between 0 and 1")
     if p and (
@@ -87,9 +87,9 @@ def dropout_arguments(
     whole: Sizes,
     offset: Sizes,
 ) -> tuple[Any, ...]:
-    """Seed, threshold, scale; the first row's number and, for `place`, those of the others.
+    """Seed, threshold, scale; the first row's number and, for `place`, the other rows' numbers.
 
-    Of a tensor whose last dimension makes the columns, which all are here.
+    For a tensor whose last dimension is the columns, all of which are here.
     """
     threshold = min(round(p * 2**32), 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold  # one type, whatever p

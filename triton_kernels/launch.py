@@ -1,4 +1,4 @@
-"""A kernel launch as a value: what runs is what the ahead-of-time tests compile."""
+"""A kernel launch as a value, so that the ahead-of-time tests compile exactly what runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Launch(NamedTuple):
-    """A kernel with all that its run depends on."""
+    """A kernel with everything that its run depends on."""
 
     kernel: Any
     grid: int
@@ -23,7 +23,7 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
 
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
-    """Runs the launches in order on the device of `on`, which need not be the current one."""
+    """Run the launches in order on the device of `on`, which need not be the current one."""
     with torch.cuda.device_of(on):
         for kernel, grid, args, options in launches:
             if grid:
@@ -32,7 +32,7 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere (interpreter, meta tensors) enough to share out work."""
+    """Multiprocessors of a GPU; elsewhere (interpreter, meta tensors) enough to divide work."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4

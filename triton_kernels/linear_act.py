@@ -1,31 +1,31 @@
 """linear_act's GEMM in Triton, with the bias and the activation in its epilogue.
 
-With M rows, K inputs and N outputs it does 2 M N K operations; at 16 bits it reads 2 (M K + N K)
-bytes and writes 2 M N of y and, where there is a gradient, as many of z, the sum before the
-activation. torch's GEMM followed by bias_act writes z, reads it and writes y: 2 M N bytes more, one
-of its three trips, and where nothing is saved two of three.
+With M rows, K inputs and N outputs it does 2 M N K operations. At 16 bits it reads 2 (M K + N K)
+bytes and writes 2 M N of y and, with a gradient, as many of z, the sum before the activation.
+torch's GEMM followed by bias_act writes z, reads it and writes y. That is 2 M N bytes more: one of
+its three trips, or two of three if nothing is saved.
 
 On an H200 (132 processors; 989 TFLOP/s dense at bf16, of which a library's GEMM reaches about 720;
 copies of 4.3 TB/s), in milliseconds:
 
-    (M, K) x N            GEMM alone   y and z   a pass over z   unfused
+    (M, K) x N            bare GEMM    y and z   a pass over z   unfused
     (8192, 4096) x 16384     1.53        0.12        0.12         1.08x the GEMM
     (8192, 1024) x 4096      0.095       0.03        0.03         1.33x
 
 The floor of this kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
-shape and 1.16x at the second; without z, the GEMM itself. The targets at the first shape are 1.06x
-(tanh) and 1.09x (erf). There the unfused form is at 1.08x, so that this one wins with 96% of the
-library's rate in its GEMM; at the second shape 86% are enough. With loads through pointers, as
-here, 80 to 90% are to be expected on that GPU: it should win at the second shape and lose at the
+shape and 1.16x at the second. Without z it is the GEMM itself. The targets at the first shape are
+1.06x (tanh) and 1.09x (erf). The unfused form takes 1.08x there, so this kernel wins if its GEMM
+reaches 96% of the library's rate; at the second shape 86% are enough. Loads through pointers, as
+here, should reach 80 to 90% on that GPU: the kernel should win at the second shape and lose at the
 first. On sm_80, where pointers feed the tensor cores as well as anything, both are within reach.
-Which form runs is therefore timed on the GPU at hand, the unfused one among the contenders:
+The form that runs is therefore timed on the GPU at hand, the unfused one among the contenders:
 `torchweld/ops/gemm/timing.py`.
 
-A program has one tile of y. Its epilogue takes 20 operations an element by erf: for a tile of
-128 x 256 about 5 us, as its two stores do, where K = 4096 takes 36 us of products. Tiles of
-128 x 128 by eight warps in at most 128 registers (sm_90) let two programs share a processor, one in
-its epilogue while the other multiplies. Programs walk a band of BAND tiles' rows column by column:
-132 of them then share about 8 + 17 tiles' worth of x and weight in L2, and not 1 + 132.
+A program has one tile of y. Its epilogue by erf takes 20 operations an element. For a tile of 128 x
+256 that is about 5 us, and the two stores take as long; at K = 4096 the products take 36 us. Tiles
+of 128 x 128 by eight warps in at most 128 registers (sm_90) let two programs share a processor, one
+in its epilogue while the other multiplies. Programs walk a band of BAND rows of tiles column by
+column: 132 of them then share about 8 + 17 tiles' worth of x and weight in L2, not 1 + 132.
 
 To be tried on a GPU: tensor descriptors (TMA), and a persistent loop over tiles, whose epilogue
 overlaps the next tile's first loads.
@@ -51,7 +51,8 @@ from .tensors import check_beside, contiguous, load_parameter, store
 def _tile_in_band(
     program, rows, columns, BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # Row and column of a program's tile: down the rows of a band, then on to its next column.
+    # Row and column of a program's tile. Programs go down the rows of a band, then to its next
+    # column.
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     first = program // (BAND * column_tiles) * BAND
     height = tl.minimum(BAND, row_tiles - first)
@@ -86,7 +87,7 @@ def _linear_act(
     row, column, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
     rows_inside = (first_row + row < rows)[:, None]
     columns_inside = (first_column + column < columns)[None, :]
-    # Within a tile 32 bits are enough, which take half of the registers.
+    # 32 bits are enough within a tile, and take half of the registers.
     x_place = row[:, None] * x_row_stride + k[None, :] * x_stride
     weight_place = column[None, :] * weight_row_stride + k[:, None] * weight_stride
     x_ptr += first_row * x_row_stride
@@ -102,7 +103,7 @@ def _linear_act(
         total = tl.dot(x, weight, total, input_precision=PRECISION)
         x_ptr += INNER * x_stride
         weight_ptr += INNER * weight_stride
-    # In quarters: what is on its way from registers to memory takes registers too.
+    # Stored in quarters: data on its way from registers to memory takes registers too.
     left, right = _halves(total)
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
@@ -142,10 +143,10 @@ class Tile(NamedTuple):
         return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps"
 
 
-# Large, for the most products a byte; half of that, two programs on a processor; for fewer rows.
-# The last is for what would not fit the registers of larger ones: elements that are loaded one by
-# one, since 16 bytes do not divide the rows, and float32 without tensor cores. All three stages fit
-# the shared memory of sm_80.
+# A large tile, for the most products a byte; half of that, for two programs on a processor; a tile
+# for fewer rows. The last serves elements whose loads would not fit the registers of larger tiles:
+# those loaded one by one, since rows are not a multiple of 16 bytes, and float32 without tensor
+# cores. All three stages fit the shared memory of sm_80.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), _LAST),
@@ -154,12 +155,12 @@ _TILES = {
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """What `linear_act` counts its tiles in."""
+    """The tiles that `linear_act` counts by number."""
     return _TILES[dtype.itemsize]
 
 
 def contenders(dtype: torch.dtype, inner: int) -> range:
-    """Those of the tiles that may be fastest where rows have so many elements."""
+    """The tiles that may be fastest when rows have this many elements."""
     last = len(tiles(dtype)) - 1
     tensor_cores = dtype.itemsize == 2 or precision() == "tf32"
     fits = tensor_cores and inner * dtype.itemsize % 16 == 0
@@ -167,12 +168,12 @@ def contenders(dtype: torch.dtype, inner: int) -> range:
 
 
 def precision() -> str:
-    """Of float32 products: what torch's GEMMs are allowed, by its older switch or its newer one."""
+    """How float32 products are computed: as torch's older or newer switch allows its GEMMs."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _factor(matrix: torch.Tensor) -> torch.Tensor:
-    """A GEMM's factor; copied where places within a tile would not fit 32 bits."""
+    """A GEMM's factor, copied if positions within a tile would not fit 32 bits."""
     if max(matrix.stride()) < _LONGEST_STRIDE:
         return matrix
     if matrix.shape[1] >= _LONGEST_STRIDE:
@@ -219,7 +220,7 @@ def linear_act(
     tile: int,
     save_z: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and z or nothing; `tile` is a place in `tiles(x.dtype)`."""
+    """y, and z or nothing; `tile` is an index into `tiles(x.dtype)`."""
     columns, inner = weight.shape
     if x.shape[-1] != inner or (weight.dtype, weight.device) != (x.dtype, x.device):
         raise ValueError("a weight does not fit x")
@@ -242,7 +243,7 @@ def linear_act(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
 
     def case(dtype, width, kind, tile, precision):
         x, y = (torch.empty(4096, width, dtype=dtype, device="meta") for _ in range(2))

@@ -1,35 +1,35 @@
 """LayerNorm and RMSNorm in Triton; RMSNorm is CENTERED=False of the same kernels.
 
-csrc/core/norm.h has the formulas, norm_rows.py what a row takes. A unit below is rows x width
-elements, once over DRAM.
+csrc/core/norm.h has the formulas, norm_rows.py what both kinds of norm do with a row. A unit below
+is rows x width elements, once over DRAM.
 
 Forward, 2 units: x is read, y written; weight and bias come from L1 and L2.
-    _forward holds whole rows in registers (width <= 16384), so the mean and then the squares of
-    what is left after it are exact two-pass sums. 64 bytes of x a thread, in four 16-byte loads:
-    at bf16 x 4096 a row is 128 threads of at most 64 registers, so eight rows (64 KiB) are in
-    flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. Narrower rows
-    share a program of 4096 elements.
+    _forward holds whole rows in registers (width <= 16384). The mean, and then the squares of x
+    minus the mean, are exact two-pass sums. A thread loads 64 bytes of x in four 16-byte loads. At
+    bf16 x 4096 a row is 128 threads of at most 64 registers, so eight rows (64 KiB) are in flight
+    on a multiprocessor. An H200 needs about 30 KiB for 4.8 TB/s at 800 ns. Narrower rows share a
+    program of 4096 elements.
+
     _forward_wide gives a row 1024 threads, one row a multiprocessor, and reads it twice: first for
     the statistics, then for y. A 128 KiB row (bf16 x 65536) lies in L1 by then, a larger one in L2.
     Every lane keeps its own mean and sum of squares (Welford), and the lanes are combined at the
-    end (Chan): accurate as two passes are, without their third read and without a block-wide
+    end (Chan). This is as accurate as two passes. It saves their third read, and a block-wide
     reduction an iteration, which would hold back the loads of the next.
 
 Backward, 3 units and the partials: grad_y and x are read, grad_x written.
-    _backward walks a chunk of rows a program, all programs resident at once (16 warps a
+    In _backward a program walks a chunk of rows, and all programs are resident at once (16 warps a
     multiprocessor at 128 registers are its whole register file). weight, and the sums for
-    grad_weight and grad_bias, stay in registers: 16 columns a thread, hence width <= 8192. The
-    next rows arrive in shared memory meanwhile (cp.async, STAGES), 32 KiB or more in flight.
-    Each chunk writes its sums once, 8 bytes a column, see chunks.py. At bf16 32768 x 4096 that is
-    264 chunks, 17 MB written and read beside 805 MB; at 4096 x 1024 4 MB beside 25 MB, which L2
-    holds.
+    grad_weight and grad_bias, stay in registers: 16 columns a thread, hence width <= 8192. The next
+    rows arrive in shared memory meanwhile (cp.async, STAGES), 32 KiB or more in flight. Each chunk
+    writes its sums once, 8 bytes a column, see chunks.py. At bf16 32768 x 4096 that is 264 chunks,
+    17 MB written and read beside 805 MB; at 4096 x 1024 4 MB beside 25 MB, which L2 holds.
 
     Wider rows do not fit: neither the row nor its parameter sums. _sum_columns then takes tiles of
-    columns, and writes the tile's two sums of every row instead of grad_x, which _grad_x_wide
-    computes once all are known. This reads grad_y and x again: 5 units, so at most 60% of the copy
-    bandwidth counted at 3. To get below, a row must be spread over a cluster.
+    columns, and writes the tile's two sums of every row instead of grad_x. _grad_x_wide computes
+    grad_x once all sums are known. This reads grad_y and x again: 5 units, so at most 60% of the
+    copy bandwidth counted at 3. To do better, a row must be spread over a cluster.
 
-Nothing is tuned at run time: launch overhead is what decides at 4096 x 1024.
+Nothing is tuned at run time: launch overhead decides at 4096 x 1024.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -174,9 +174,9 @@ def _grad_x_wide(
     differentiate_wide(*tensors, *sizes, finish, _store_grad_x, CENTERED, BLOCK, SUMMED_BLOCK, SUMS)
 
 
-# The widest rows that registers hold without a spill.
+# The widest rows that fit the registers without a spill.
 _WIDEST_FORWARD_ROW = 16384
-# Columns of an iteration when rows are wider.
+# Columns per iteration for wider rows.
 _WIDE_FORWARD_BLOCK = 8192
 
 
@@ -262,7 +262,7 @@ def _norm_backward(
     return grad_x
 
 
-# What the registry calls: the signatures are those of the ops' schemas.
+# --- Called by the registry, with the signatures of the ops' schemas ---
 
 
 def layer_norm(
@@ -317,7 +317,7 @@ def rms_norm_backward(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     widths = (64, 1024, 4096, 8192, 65536, 131073)
     for centered, dtype, width in itertools.product((True, False), dtypes, widths):

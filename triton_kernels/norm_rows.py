@@ -1,8 +1,9 @@
-"""Rows of LayerNorm and RMSNorm in Triton: what the plain norms and those that add to a residual
-stream before share, as csrc/cpu/norm.h on the CPU. norm.py has the argument for their shapes.
+"""Rows of LayerNorm and RMSNorm in Triton, shared by the plain and the residual norms.
 
-RMSNorm is CENTERED=False. `load`, `finish` and their like are tuples of what the functions LOAD and
-FINISH, constants that differ between the ops, need beside their arguments.
+csrc/cpu/norm.h is its counterpart on the CPU. norm.py has the argument for the shapes of the work.
+
+RMSNorm is CENTERED=False. The ops differ in the functions LOAD and FINISH, which are constants.
+`load`, `finish` and their like are tuples of these functions' other arguments.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -37,7 +38,7 @@ def normalize(
     eps,
     CENTERED: tl.constexpr,
 ):
-    """Stores y and the statistics of whole rows x, which is 0 outside of the tensor."""
+    """Store y and the statistics of whole rows x, which is 0 outside of the tensor."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     if CENTERED:
         mean = tl.sum(x, 1) / width
@@ -66,9 +67,9 @@ def normalize_wide(
     CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same of one row in two passes, of BLOCK columns at a time.
+    """The same for one row in two passes of BLOCK columns at a time.
 
-    LOAD(source, row, start, width, AGAIN, BLOCK) has the columns from start on, in either pass.
+    LOAD(source, row, start, width, AGAIN, BLOCK) returns the columns from start on, in either pass.
     """
     lane = tl.arange(0, BLOCK)
     lane_mean = tl.zeros([BLOCK], tl.float32)
@@ -115,7 +116,7 @@ def _load_grad_y_and_x_hat(
     x_stride,
     CENTERED: tl.constexpr,
 ):
-    # Zeros outside the tensor, where the mean times rstd may be too large for a number.
+    # Zeros outside the tensor: there mean times rstd may overflow.
     inside_rows = row < rows
     inside = inside_rows[:, None] & (column < width)[None, :]
     grad_y = load(grad_y_ptr, row[:, None], column[None, :], grad_y_stride, inside)
@@ -156,9 +157,9 @@ def differentiate(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Walks a chunk of rows for the parameters' gradients, and for those of the rows.
+    """Walk a chunk of rows for the gradients of the parameters and of the rows.
 
-    FINISH(finish, grad_x, row, start, inside) stores the latter. Where columns are in several
+    FINISH(finish, grad_x, row, start, inside) stores the rows' gradients. If columns are in several
     tiles, `row_sums_ptr` gets the tile's sums of every row instead, for `differentiate_wide`.
     """
     column_tiles = tl.cdiv(width, BLOCK)
@@ -283,7 +284,7 @@ def check_norm(
     eps: float = 0,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """What the bindings of the other kernels refuse too; of x's dtype, or this, is y."""
+    """Refuse what the bindings of the other kernels refuse too; y has x's dtype, or this one."""
     trailing = len(normalized_shape)
     if trailing == 0 or x.shape[max(0, x.dim() - trailing) :] != tuple(normalized_shape):
         raise ValueError("x does not end in normalized_shape")
@@ -297,14 +298,14 @@ def check_norm(
 def statistics(
     x: torch.Tensor, normalized_shape: Sequence[int], centered: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Where mean, if there is one, and rstd of the rows go."""
+    """Where the rows' rstd goes, and their mean if there is one."""
     leading = x.shape[: x.dim() - len(normalized_shape)]
     rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
     return torch.empty_like(rstd) if centered else None, rstd
 
 
 def epsilon_of(eps: float | None) -> float:
-    """RMSNorm's: eager takes the epsilon of the type that it computes in."""
+    """RMSNorm's default: eager takes the epsilon of the type that it computes in."""
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
@@ -315,7 +316,7 @@ def check_statistics(
     check_beside(x, leading, *saved, dtype=torch.float32)
 
 
-# Columns of a program where rows are wider than registers hold.
+# Columns per program for rows wider than the registers hold.
 _WIDE_BACKWARD_BLOCK = 1024
 _WIDE_GRADIENT_BLOCK = 4096
 
@@ -348,7 +349,7 @@ def _backward_tile(width: int, itemsize: int, columns_a_thread: int) -> dict[str
         "BLOCK": block,
         "STAGES": 3 if prefetched <= 32768 else 2,
         "num_warps": 16 if block > 256 * columns_a_thread else 8,
-        # Left to itself, ptxas spills a few bytes below the number that is free.
+        # Without a limit ptxas spills a few bytes although registers are free.
         "maxnreg": 128,
     }
 

@@ -1,4 +1,4 @@
-"""Where the rows of a tensor lie in another that it is a part of, or that is broadcast to it."""
+"""Where the rows of a part, or of a broadcast tensor, lie in the whole tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl  # noqa: F401 - the interpreter wants it beside a k
 
 @triton.jit
 def place(row, first, size1, size2, stride0, stride1, stride2):
-    """The place of rows of three leading dimensions: the sizes of the last two, all strides."""
+    """The place of rows with three leading dimensions: the sizes of the last two, all strides."""
     above1 = row // size2
     above0 = above1 // size1
     at = first + above0 * stride0 + (above1 - above0 * size1) * stride1
@@ -18,7 +18,7 @@ def place(row, first, size1, size2, stride0, stride1, stride2):
 
 
 def row_map(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Sizes and strides for `place`; None if merging leaves more than three dimensions."""
+    """Sizes and strides for `place`, or None if merging leaves more than three dimensions."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:

@@ -2,17 +2,17 @@
 
 csrc/core/softmax.h has the formulas. A unit below is rows x width elements, once over DRAM.
 
-Forward, 2 units, and the mask where it has as many elements: the scores are read, y written. Rows
-of up to 16384 columns stay in registers, 32 columns a thread. Wider ones are gone over twice, 4096
-columns at a time: first every lane keeps its own maximum and sum, without a reduction that would
-hold back the next loads; then y is written, the scores coming from L1 or L2.
+Forward, 2 units, and the mask if it has as many elements: the scores are read, y written. Rows of
+up to 16384 columns stay in registers, 32 columns a thread. Wider rows are processed twice, 4096
+columns at a time. First every lane keeps its own maximum and sum, without a reduction that would
+hold back the next loads. Then y is written, with the scores from L1 or L2.
 
-Backward, 3 units: grad_y and y are read, or the scores where something was dropped, and grad_scores
-written. Rows of up to 8192 columns stay in registers, 16 columns of both tensors a thread.
+Backward, 3 units: grad_y and y (or the scores, with dropout) are read, and grad_scores written.
+Rows of up to 8192 columns stay in registers, 16 columns of both tensors a thread.
 
-Under the causal mask nothing is loaded that is not seen. Narrow rows share a program of 2048
-columns. Blocks are powers of two: at 1025 columns half of the lanes have nothing to do. What Philox
-costs in instructions is in csrc/cuda/softmax.cu. Nothing is tuned at run time.
+Under the causal mask invisible keys are not loaded. Narrow rows share a program of 2048 columns.
+Blocks are powers of two: at 1025 columns half of the lanes have nothing to do. What Philox costs in
+instructions is in csrc/cuda/softmax.cu. Nothing is tuned at run time.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -36,7 +36,7 @@ from .tensors import contiguous, empty_like
 
 @triton.jit
 def _visible_keys(row, rows, queries, first_keys, width, CAUSAL: tl.constexpr):
-    """How many leading keys rows see; their first query `first_keys` of them, none if negative."""
+    """Leading keys that rows see, of which the first query sees `first_keys` (none if negative)."""
     keys = row * 0 + width
     if CAUSAL:
         keys = tl.minimum(tl.maximum(row % queries + first_keys, 0), width)
@@ -50,20 +50,20 @@ def _exp(x):
 
 @triton.jit
 def _finite(highest):
-    """What exponentials are relative to: 0 where nothing is to be seen, as exp(-inf - 0) is 0."""
+    """The base of exponentials: 0 if nothing is visible, since exp(-inf - 0) is 0."""
     return tl.where(highest == -float("inf"), 0, highest)
 
 
 @triton.jit
 def _inverse(total, MASKED: tl.constexpr):
-    """1 / total; of rows that are masked away zeros are left, others of -inf alone give 0 * inf."""
+    """1 / total. Fully masked rows become zeros; other rows of only -inf give 0 * inf."""
     nothing = total == 0
     return tl.where(nothing, 0.0 if MASKED else float("inf"), 1 / tl.where(nothing, 1, total))
 
 
 @triton.jit
 def _masked_scores(scores_ptr, mask_ptr, row, column, seen, width, mask_row, mask_stride, scale):
-    """Scores, scaled and masked; -inf where nothing is to be seen."""
+    """Scores, scaled and masked; -inf for invisible keys."""
     at = row[:, None] * width + column[None, :]
     z = tl.load(scores_ptr + at, mask=seen, other=0).to(tl.float32) * scale
     if mask_ptr is not None:
@@ -123,7 +123,7 @@ def _forward(
     mask = (width, mask_row, mask_stride, scale)
 
     if WIDE:
-        # A lane's own maximum and sum: no reduction across threads before the end.
+        # Each lane keeps its own maximum and sum: no reduction across threads before the end.
         lane_highest = tl.full([ROWS, BLOCK], -float("inf"), tl.float32)
         lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in tl.range(0, tl.max(keys), BLOCK):
@@ -164,7 +164,7 @@ def _forward(
 def _softmax_and_gradient(
     grad_y_ptr, y_ptr, row, keys, start, statistics, scores, mask, dropout, BLOCK: tl.constexpr
 ):
-    """s and g of the formulas, of BLOCK columns; s is 0 where nothing is to be seen."""
+    """s and g of the formulas for BLOCK columns; s is 0 for invisible keys."""
     column = start + tl.arange(0, BLOCK)
     seen = column[None, :] < keys[:, None]
     at = row[:, None] * mask[0] + column[None, :]
@@ -215,7 +215,7 @@ def _backward(
     keys = _visible_keys(row, rows, queries, first_keys, width, CAUSAL)
     mask_row = place(row, 0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2)
     number = place(row, first_number, size1, size2, stride0, stride1, stride2)
-    highest, inverse = row, row  # of no use where y is there
+    highest, inverse = row, row  # unused, since y is given
     if y_ptr is None:
         highest = tl.load(statistics_ptr + 2 * row, mask=row < rows, other=0)
         inverse = tl.load(statistics_ptr + 2 * row + 1, mask=row < rows, other=0)
@@ -225,7 +225,7 @@ def _backward(
     dropout = (seed_ptr, number, threshold, kept_scale)
 
     if WIDE:
-        # A lane's own sum: no reduction across threads before the end.
+        # Each lane keeps its own sum: no reduction across threads before the end.
         lane_dot = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in tl.range(0, tl.max(keys), BLOCK):
             s, g = _softmax_and_gradient(
@@ -257,19 +257,19 @@ _SHARED_BLOCK = 2048  # columns of a program that several narrow rows share
 
 @functools.cache
 def _tile(width: int, widest: int, columns: int) -> dict[str, Any]:
-    """Options of a launch with so many columns a thread, half of them where rows are wider."""
+    """Options of a launch with this many columns a thread, or half as many for wider rows."""
     wide = width > widest
     columns = columns // 2 if wide else columns
     block = _WIDE_BLOCK if wide else max(4, triton.next_power_of_2(width))
     rows = max(1, _SHARED_BLOCK // block)
     warps = min(16, max(1, rows * block // (32 * columns)))
     options = {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-    # Rows that are not aligned take a few registers more under Triton 3.6 than sixteen warps have.
+    # Under Triton 3.6 rows that are not aligned need a few more registers than sixteen warps have.
     return options if width % 16 == 0 else options | {"maxnreg": 128}
 
 
 def _mask(mask: torch.Tensor | None, shape: torch.Size) -> tuple[Any, ...]:
-    """The mask as bytes or floats, and where its columns and rows are."""
+    """The mask as bytes or floats, and the place of its columns and rows."""
     if mask is None:
         return (None, 0, 1, 1, 0, 0, 0)
     mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(shape)
@@ -291,7 +291,7 @@ def _common(
     whole: Sizes,
     offset: Sizes,
 ) -> tuple[Any, ...]:
-    """What both kernels ask for, from `rows` and `width` to `stride2`."""
+    """The arguments that both kernels take, from `rows` and `width` to `stride2`."""
     check_dropout(scores, p, seed, whole, offset)
     shape = scores.shape
     width, queries = shape[-1], shape[-2] if causal and len(shape) > 1 else 1
@@ -330,7 +330,7 @@ def _backward_launch(
     return launch(_backward, grid, *tensors, *common, CAUSAL=causal, **tile)
 
 
-# What the registry calls: the signatures are those of the op's schemas.
+# --- Called by the registry, with the signatures of the op's schemas ---
 
 
 def softmax_dropout(
@@ -375,7 +375,7 @@ def softmax_dropout_backward(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for dtype, width, kind, p in (
         (bf16, 64, None, 0.1),

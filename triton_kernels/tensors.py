@@ -23,7 +23,7 @@ def store(ptr, row, column, stride, value, inside):
 
 @triton.jit
 def load_parameter(ptr, column, width, absent: tl.constexpr):
-    """A row of a parameter in float32; `absent` everywhere where there is none."""
+    """A row of a parameter in float32, or `absent` everywhere if there is no parameter."""
     if ptr is None:
         return tl.full(column.shape, absent, tl.float32)
     else:
@@ -32,7 +32,7 @@ def load_parameter(ptr, column, width, absent: tl.constexpr):
 
 
 def check_like(x: torch.Tensor, *others: torch.Tensor) -> None:
-    """A kernel would read past the end of a smaller tensor."""
+    """Refuse tensors that do not match x: a kernel would read past the end of a smaller one."""
     if any(o.shape != x.shape or o.dtype != x.dtype or o.device != x.device for o in others):
         raise ValueError("tensors differ in shape, dtype or device")
 
@@ -44,9 +44,9 @@ def check_beside(
     dtype: torch.dtype | None = None,
     narrow: bool = False,
 ) -> None:
-    """Whether those given are of this shape, and of x's dtype or float32 under a 16-bit one.
+    """Refuse tensors of another shape, or of a dtype that is neither x's nor float32.
 
-    `narrow`: or of 16 bits beside float32.
+    `narrow` also admits 16-bit tensors beside float32.
     """
     dtypes = {dtype or x.dtype, torch.float32}
     if narrow and len(dtypes) == 1:
@@ -59,13 +59,13 @@ def check_beside(
 
 
 def as_rows(tensor: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """As [rows, width] with columns one element apart; copied only where strides force it."""
+    """x as [rows, width] with adjacent columns, copied only if the strides force it."""
     matrix = tensor.reshape(rows, width)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As [rows, width]; the sizes are not inferred, since one of them may be 0."""
+    """x as [rows, width]. The sizes are not inferred, since one of them may be 0."""
     return as_rows(tensor, tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
@@ -83,5 +83,5 @@ def gradient_of(parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | 
 
 
 def or_empty(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """What an op returns for it."""
+    """What an op returns for a gradient that may be unwanted."""
     return x.new_empty(0) if gradient is None else gradient
