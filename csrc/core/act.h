@@ -9,11 +9,7 @@
 // infinity come out as they do from the formulas of torch's documentation.
 #pragma once
 
-#include <cstring>
-#include <type_traits>
-#include <utility>
-
-#include "core/dtype.h"
+#include "core/exp.h"
 
 TW_NAMESPACE_BEGIN
 
@@ -80,81 +76,6 @@ struct GatedActBackward {
 
 namespace detail {
 
-// The float or double that a value is or consists of.
-template <class V>
-struct ElementOf {
-  using type = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<V&>()[0])>>;
-};
-template <>
-struct ElementOf<float> {
-  using type = float;
-};
-template <>
-struct ElementOf<double> {
-  using type = double;
-};
-template <class V>
-using Element = typename ElementOf<V>::type;
-
-// A value's bits: an unsigned integer for each element.
-template <class V, class Unsigned>
-struct BitsOf {
-  typedef Unsigned type __attribute__((vector_size(sizeof(V))));
-};
-template <class Unsigned>
-struct BitsOf<float, Unsigned> {
-  using type = Unsigned;
-};
-template <class Unsigned>
-struct BitsOf<double, Unsigned> {
-  using type = Unsigned;
-};
-
-template <class To, class From>
-TW_HD To reinterpret(From from) {
-  static_assert(sizeof(To) == sizeof(From), "only bits of one size");
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-// Polynomials, the coefficients from the lowest.
-
-// 2^x for |x| <= 1/2, from interpolation at Chebyshev nodes: relative errors below 2^-23 and 2^-63.
-template <class A>
-struct PowerOfTwo;
-template <>
-struct PowerOfTwo<float> {
-  using Unsigned = uint32_t;
-  static constexpr int kMantissaBits = 23, kLowest = -126, kTerms = 6;
-  static TW_HD float term(int i) {
-    constexpr float kTerm[kTerms] = {1.000000075f,   0.693147188f,    0.2402210749f,
-                                     0.05550357114f, 0.009676031918f, 0.001339086336f};
-    return kTerm[i];
-  }
-};
-template <>
-struct PowerOfTwo<double> {
-  using Unsigned = uint64_t;
-  static constexpr int kMantissaBits = 52, kLowest = -1022, kTerms = 13;
-  static TW_HD double term(int i) {
-    constexpr double kTerm[kTerms] = {1.0,
-                                      0.6931471805599453084,
-                                      0.2402265069591007123,
-                                      0.05550410866482169899,
-                                      0.009618129107628483054,
-                                      0.001333355814639035277,
-                                      0.0001540353039336275529,
-                                      1.525273385629346642e-05,
-                                      1.321548681599997697e-06,
-                                      1.017805119296064896e-07,
-                                      7.054894386348348044e-09,
-                                      4.456675341049205878e-10,
-                                      2.573356830875689124e-11};
-    return kTerm[i];
-  }
-};
-
 // Phi(-t) * exp(t^2 / 2) for t >= 0, where Phi is the normal distribution's integral, in
 // 1 / (1 + kScale * t). For float minimax: the relative error is below 2^-23 up to t = 4.5, and from
 // there, where Phi is below 2^-18, below 2^-13. For double interpolated: below 2^-57.
@@ -214,40 +135,7 @@ struct TanhNearZero<double> {
   }
 };
 
-template <class Polynomial, class V>
-TW_HD V evaluate(V x) {
-  V sum = V{} + Polynomial::term(Polynomial::kTerms - 1);
-#pragma GCC unroll 32
-  for (int i = Polynomial::kTerms - 2; i >= 0; --i) sum = sum * x + Polynomial::term(i);
-  return sum;
-}
-
-template <class V>
-TW_HD V magnitude(V x) {
-  using Unsigned = typename PowerOfTwo<Element<V>>::Unsigned;
-  using Bits = typename BitsOf<V, Unsigned>::type;
-  return reinterpret<V>(reinterpret<Bits>(x) & (~(Unsigned)0 >> 1));
-}
-
 }  // namespace detail
-
-// 2^x for x <= 0; 0 where that would be subnormal.
-template <class V>
-TW_HD V power_of_two(V x) {
-  using A = detail::Element<V>;
-  using P = detail::PowerOfTwo<A>;
-  using Bits = typename detail::BitsOf<V, typename P::Unsigned>::type;
-  // Added to a number it leaves the nearest integer in the last bits of the sum, from where that is
-  // shifted to the exponent's place; the magic number's own bits go over the edge.
-  constexpr A kMagic = (A)1.5 * (A)((typename P::Unsigned)1 << P::kMantissaBits);
-  const V shifted = x + kMagic;
-  const V fraction = detail::evaluate<P>(x - (shifted - kMagic));
-  const Bits exponent = detail::reinterpret<Bits>(shifted) << P::kMantissaBits;
-  const V power = detail::reinterpret<V>(detail::reinterpret<Bits>(fraction) + exponent);
-  return x < (A)P::kLowest ? V{} : power;
-}
-
-constexpr double kLog2E = 1.4426950408889634074;
 
 // 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The exponential is that of a negative number:
 // it cannot overflow, and nothing cancels on either side.
@@ -257,8 +145,7 @@ struct Logistic {
 };
 template <class V>
 TW_HD Logistic<V> logistic(V x) {
-  using A = detail::Element<V>;
-  const V e = power_of_two(detail::magnitude(x) * (A)-kLog2E);
+  const V e = exp_nonpositive(-magnitude(x));
   const V s = 1 / (1 + e);
   return {x < 0 ? e * s : s, e * s * s};
 }
@@ -266,16 +153,15 @@ TW_HD Logistic<V> logistic(V x) {
 // exp(-z^2 / 2).
 template <class V>
 TW_HD V gaussian(V z) {
-  using A = detail::Element<V>;
-  return power_of_two(z * z * (A)(-0.5 * kLog2E));
+  return exp_nonpositive(z * z * (Element<V>)-0.5);
 }
 
 // The normal distribution's integral, from the gaussian of z. Below zero nothing cancels, which
 // (1 + erf(z / sqrt(2))) / 2 does there.
 template <class V>
 TW_HD V normal_integral(V z, V gaussian) {
-  using T = detail::Tail<detail::Element<V>>;
-  const V tail = gaussian * detail::evaluate<T>(1 / (1 + T::kScale * detail::magnitude(z)));
+  using T = detail::Tail<Element<V>>;
+  const V tail = gaussian * detail::evaluate<T>(1 / (1 + T::kScale * magnitude(z)));
   return z < 0 ? tail : 1 - tail;
 }
 
@@ -288,7 +174,7 @@ struct Gelu {
   }
   template <class V>
   static TW_HD V gradient(V z, V grad) {
-    using A = detail::Element<V>;
+    using A = Element<V>;
     const V g = gaussian(z);
     return grad * (normal_integral(z, g) + z * g * (A)0.39894228040143267794);  // 1 / sqrt(2 pi)
   }
@@ -302,7 +188,7 @@ struct GeluTanh {
   }
   template <class V>
   static TW_HD V gradient(V z, V grad) {
-    using A = detail::Element<V>;
+    using A = Element<V>;
     const Logistic<V> s = gate(z);
     return grad * (s.value + z * s.slope * ((A)kTwice + (A)(3 * kTwice * kCubic) * z * z));
   }
@@ -311,7 +197,7 @@ struct GeluTanh {
   static constexpr double kTwice = 2 * 0.79788456080286535588, kCubic = 0.044715;
   template <class V>
   static TW_HD Logistic<V> gate(V z) {
-    using A = detail::Element<V>;
+    using A = Element<V>;
     return logistic(z * ((A)kTwice + (A)(kTwice * kCubic) * z * z));
   }
 };
@@ -349,29 +235,28 @@ struct Swish {
   template <class V>
   static TW_HD V gradient(V z, V grad) {
     const Logistic<V> s = gate(z);
-    return grad * (s.value + z * (s.slope * (detail::Element<V>)kScale));
+    return grad * (s.value + z * (s.slope * (Element<V>)kScale));
   }
 
  private:
   static constexpr double kScale = Thousandths / 1000.0;
   template <class V>
   static TW_HD Logistic<V> gate(V z) {
-    return logistic(z * (detail::Element<V>)kScale);
+    return logistic(z * (Element<V>)kScale);
   }
 };
 
 using Silu = Swish<1000>;
 using QuickGelu = Swish<1702>;
 
-// No factor z brings a NaN along here: a payload in its last bits would be shifted into a number.
 struct Sigmoid {
   template <class V>
   static TW_HD V value(V z) {
-    return z == z ? logistic(z).value : z;
+    return logistic(z).value;
   }
   template <class V>
   static TW_HD V gradient(V z, V grad) {
-    return grad * (z == z ? logistic(z).slope : z);
+    return grad * logistic(z).slope;
   }
 };
 
@@ -379,8 +264,8 @@ struct Sigmoid {
 struct Tanh {
   template <class V>
   static TW_HD V value(V z) {
-    using A = detail::Element<V>;
-    const V size = detail::magnitude(z), e = power_of_two(size * (A)(-2 * kLog2E));
+    using A = Element<V>;
+    const V size = magnitude(z), e = exp_nonpositive(-2 * size);
     const V far = (1 - e) / (1 + e);
     const V near = z + z * (z * z) * detail::evaluate<detail::TanhNearZero<A>>(z * z);
     return size >= (A)0.5 ? (z < 0 ? -far : far) : near;

@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "core/exp.h"
 #include "cpu/dropout.h"
-#include "cpu/exp.h"
 #include "cpu/scratch.h"
 #include "cpu/vec.h"
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/dtype.h"
+#include "core/bits.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -40,15 +40,7 @@ inline Vec<A> splat(A value) {
 
 // Lanes of bits as wide as A's: what a comparison of two Vec<A> gives.
 template <class A>
-struct BitsOf {
-  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
-};
-template <>
-struct BitsOf<double> {
-  typedef int64_t type __attribute__((vector_size(kVectorBytes)));
-};
-template <class A>
-using Bits = typename BitsOf<A>::type;
+using Bits = typename BitsOf<Vec<A>>::Signed;
 
 // Of each lane `yes` where the mask's bits are all set, `no` where none is.
 template <class A>

@@ -42,6 +42,7 @@
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"
+#include "core/exp.h"
 #include "cuda/columns.cuh"
 #include "cuda/dropout.cuh"
 #include "cuda/launch.cuh"
@@ -59,7 +60,6 @@ constexpr int kBlocks = Aligned ? 3 : 2;  // blocks of kThreads per multiprocess
 constexpr int kForwardAccesses = 4;
 template <class T, bool Aligned>
 constexpr int kBackwardAccesses = 16 / kAccessColumns<T, Aligned>;
-constexpr float kLog2E = 1.44269504f;
 constexpr float kExcluded = -__builtin_inff();
 
 // --- The part of a row in registers -------------------------------------------------------------
@@ -184,7 +184,7 @@ __device__ __forceinline__ void masked_scores(float (&z)[V][N], const Packed<T, 
 
 // The rounded exponent z * log2(e) of exp(z) as a power of two. It must not be contracted with the
 // subtraction that follows: exponentials relative to the same base have to agree.
-__device__ __forceinline__ float exponent_of(float z) { return __fmul_rn(z, kLog2E); }
+__device__ __forceinline__ float exponent_of(float z) { return __fmul_rn(z, (float)kLog2E); }
 
 // The exponent of a row's highest score, which is subtracted from all exponents. It is 0 if nothing
 // is visible: powers of -inf - 0 are the zeros wanted there.
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   };
   const auto exponentials = [&] {
     const float base = base_of(highest);
-    for_columns(tile, [&](int v, int i) { e[v][i] = power_of_2(e[v][i] * kLog2E - base); });
+    for_columns(tile, [&](int v, int i) { e[v][i] = power_of_2(e[v][i] * (float)kLog2E - base); });
   };
   int64_t begin = 0;
   do {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
       const unsigned kept = exists ? kept_columns(tile, a.dropout, places, row, begin) : 0;
       masked_scores(s, saved, tile, (float)a.scale, a.mask, mask, begin, visible);
       for_columns(tile, [&](int v, int i) {
-        s[v][i] = power_of_2(s[v][i] * kLog2E - base) * inverse;
+        s[v][i] = power_of_2(s[v][i] * (float)kLog2E - base) * inverse;
         g[v][i] = gradient[v][i] * (kept >> (v * N + i) & 1 ? (float)a.dropout.scale : 0);
       });
     } else {
