@@ -30,8 +30,10 @@ class Case:
     @property
     def variant(self) -> str:
         """What distinguishes it from the op's other cases of this shape: "mask, scale 0.125"."""
-        everywhere = set.intersection(*[set(_said(self.op, a)) for a in self.op.benchmarks])
-        return ", ".join(word for word in _said(self.op, self.arguments) if word not in everywhere)
+        everywhere = set.intersection(*[set(_in_words(self.op, a)) for a in self.op.benchmarks])
+        return ", ".join(
+            word for word in _in_words(self.op, self.arguments) if word not in everywhere
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,7 +51,7 @@ class Case:
         return problem
 
 
-def _said(op: Op, arguments: Sequence[Any]) -> list[str]:
+def _in_words(op: Op, arguments: Sequence[Any]) -> list[str]:
     """The arguments in words, without those that are absent, off or implied by the shape."""
     words = []
     for name, value in zip(op.forward_signature.arguments, arguments, strict=True):

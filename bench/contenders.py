@@ -24,9 +24,7 @@ class Contender:
     name: str
     function: Callable[..., Any]
     backend: str | None = None
-    judged: bool = (
-        True  # False if it drops other elements than the reference
-    )
+    judged: bool = True  # False if it drops other elements than the reference
 
 
 @dataclass(frozen=True)

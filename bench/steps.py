@@ -28,7 +28,7 @@ Make = Callable[[Params], Any]
 
 
 class _Clipped:
-    """What max_grad_norm replaces."""
+    """The steps that max_grad_norm replaces: clipping, then the optimizer."""
 
     def __init__(self, params: Params) -> None:
         self._params, self._optimizer = params, torch.optim.AdamW(params, fused=True)
@@ -39,7 +39,7 @@ class _Clipped:
 
 
 class _Reference:
-    """A step in eager torch, of a rule that torch has no optimizer for."""
+    """A step in eager torch, for a rule that torch has no optimizer for."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -51,7 +51,7 @@ class _Reference:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another package's step of the kind: from its module, on these devices."""
+    """Another package's step of this kind: made from its module, on these devices."""
 
     module: str
     make: Callable[[Any], Make]
@@ -63,13 +63,13 @@ class Kind:
     """A rule's step with one way to keep its states, and what it is compared with."""
 
     rule: str
-    reads: int  # bytes of a parameter that have to move
+    reads: int  # bytes per parameter that have to move
     writes: int
-    eager: Make  # torch's own, in the fastest of its ways
+    eager: Make  # torch's own step, in the fastest of its variants
     ours: Make
     variant: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    of_block: tuple[int, int] = (0, 0)  # bytes that are read and written of a block besides
+    of_block: tuple[int, int] = (0, 0)  # bytes read and written per block besides
 
 
 def _fused(params: Params) -> torch.optim.Optimizer:
@@ -83,7 +83,7 @@ _DEEPSPEED = Peer(
     lambda m: lambda params: m.DeepSpeedCPUAdam(params, weight_decay=1e-2, bias_correction=True),
     ("cpu",),
 )
-# A norm is one more reading of the gradients; a ratio a pass more over all that a step reads.
+# A norm reads the gradients once more. A ratio adds a pass over all that a step reads.
 KINDS = (
     Kind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
     Kind("adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"),
@@ -136,7 +136,7 @@ PEERS = {name: peer for kind in KINDS for name, peer in kind.peers.items()}
 
 
 def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
-    """As a model has them: half vectors, half matrices of all sizes, with so many elements."""
+    """Parameters as in a model: half vectors, half matrices of all sizes, with so many elements."""
     choose = random.Random(0).choice
     vectors = [(choose((64, 256, 1024, 4096)),) for _ in range(count // 2)]
     matrices = [(choose((64, 256, 512)), choose((64, 128, 256))) for _ in range(count // 2 - 1)]
@@ -145,15 +145,15 @@ def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
 
 
 def _adapters(rank: int, width: int, elements: int) -> list[tuple[int, ...]]:
-    """As LoRA has them: pairs of matrices, one of long rows and one of very short ones."""
+    """Parameters as in LoRA: pairs of matrices, one of long rows and one of very short ones."""
     pairs = elements // (2 * rank * width)
     return [(rank, width), (width, rank)] * pairs
 
 
 class Grouped:
-    """An optimizer of a group for each parameter, each at a learning rate of its own.
+    """An optimizer with a group for each parameter, each at a learning rate of its own.
 
-    As layers have them whose rates decay: what a step takes besides its bytes, for each group.
+    Layer-wise decayed rates look like this. It shows what a step takes per group besides its bytes.
     """
 
     def __init__(self, make: Make) -> None:
@@ -170,7 +170,7 @@ class StepCase:
 
     kind: Kind
     device: str
-    name: str  # of the shapes, where `shape` does not say it
+    name: str  # of the shapes, if `shape` does not say it
     shape: tuple[int, ...]
     shapes: Sequence[tuple[int, ...]]
 
@@ -229,7 +229,7 @@ def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:
 
 
 def _shape_on(device: str) -> tuple[int, ...]:
-    """A billion elements where a GPU holds them with the states of all contenders."""
+    """A billion elements if a GPU holds them with the states of all contenders."""
     if device == "cpu":
         return (16, 1024, 1024)
     memory = torch.cuda.get_device_properties().total_memory
@@ -237,7 +237,7 @@ def _shape_on(device: str) -> tuple[int, ...]:
 
 
 def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
-    """Every contender's results, whose first step is checked against torch's."""
+    """Every contender's results. Its first step is checked against torch's."""
     problem = _Problem(case)
     runs: dict[str, Run] = {}
     not_timed: list[Result] = []
@@ -274,7 +274,7 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
 
 
 def peers() -> list[str]:
-    """Those that are installed."""
+    """The installed peers."""
     roots = {name: peer.module.partition(".")[0] for name, peer in PEERS.items()}
     return [name for name, module in roots.items() if importlib.util.find_spec(module)]
 
@@ -287,7 +287,7 @@ def measure_either(case: Case | StepCase, plan: Plan, clock: Clock) -> Iterator[
 
 
 class _Problem:
-    """Parameters that all contenders step, each with gradients and states of its own."""
+    """Parameters that all contenders step, each with its own gradients and states."""
 
     def __init__(self, case: StepCase) -> None:
         generator = torch.Generator(case.device).manual_seed(0)
@@ -299,7 +299,7 @@ class _Problem:
         self._elements = case.elements
 
     def enter(self, make: Make, backend: str | None) -> Run:
-        """A contender's step, after its first was found right."""
+        """Add a contender after its first step was found right."""
         grads = [g.clone() for g in self._grads]
         with torch.no_grad():
             for p, start in zip(self._params, self._start, strict=True):
@@ -312,7 +312,7 @@ class _Problem:
             (p.detach() - e).abs().sum().item()
             for p, e in zip(self._params, self._expected, strict=True)
         )
-        # Of lr = 1e-3 at most; clipped gradients feel eps where they are tiny.
+        # At most lr = 1e-3 per step; tiny clipped gradients feel eps.
         if not off < 1e-6 * self._elements:
             raise ValueError(f"wrong result: off by {off / self._elements:.1e} after a step")
         return run

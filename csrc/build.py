@@ -1,15 +1,15 @@
-"""Builds the native libraries with ninja: what setup.py calls, and a command of its own.
+"""Builds the native libraries with ninja; setup.py calls this module, which is also a command.
 
     python csrc/build.py                                  the libraries, into python/torchweld/lib
-    python csrc/build.py --sanitize address,undefined --out build/asan
-    python csrc/build.py --emulator --out build/emulator  the CUDA kernels for tests/emulator
+    python csrc/build.py --sanitize address,undefined --out build/asan python csrc/build.py
+    --emulator --out build/emulator  the CUDA kernels for tests/emulator
 
-libtorchweld_cpu.so            bindings, registers the CPU ops with torch
-libtorchweld_cpu_<isa>.so      CPU kernels, one library per instruction set
-libtorchweld_cuda.so           bindings and CUDA kernels, where nvcc 12.1 or newer is found
+libtorchweld_cpu.so            bindings, registers the CPU ops with torch libtorchweld_cpu_<isa>.so
+CPU kernels, one library per instruction set libtorchweld_cuda.so           bindings and CUDA
+kernels, if nvcc 12.1 or newer is found
 
-Only torch's headers are needed: the stable ABI's symbols come from whatever torch is running, so
-the libraries are linked to empty stand-ins that carry torch's library names.
+Only torch's headers are needed. The stable ABI's symbols come from the torch that is running, so
+the libraries are linked to empty stand-ins with torch's library names.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 
 
 class BuildError(RuntimeError):
-    """The build cannot go on; the message says what is missing and what installs it."""
+    """The build cannot go on. The message says what is missing and what installs it."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One shared library: its objects as (source, rule, flags), and what it links."""
+    """One shared library: its objects as (source, rule, flags), and the libraries it links."""
 
     name: str
     objects: tuple[tuple[Path, str, str], ...]
@@ -61,8 +61,8 @@ class Library:
 def torch_include() -> Path:
     """Torch's headers, found without importing torch.
 
-    Under build isolation the environment's own torch is invisible to import but its headers are
-    where they always are.
+    Under build isolation the environment's own torch cannot be imported, but its headers are in
+    their usual place.
     """
     spec = importlib.util.find_spec("torch")
     places = list(spec.submodule_search_locations or []) if spec else []
@@ -75,7 +75,7 @@ def torch_include() -> Path:
 
 
 def prefix_maps() -> list[str]:
-    """Flags by which libraries hold no path of this machine, but ./csrc/... and ./torch/..."""
+    """Flags that replace this machine's paths in the libraries by ./csrc/... and ./torch/..."""
     return [f"-ffile-prefix-map={place}=." for place in (ROOT, torch_include().parent.parent)]
 
 
@@ -104,7 +104,7 @@ def nvcc() -> str | None:
 
 
 def architecture_flags() -> str:
-    """-gencode flags from TORCH_CUDA_ARCH_LIST, which is written as torch's extensions write it."""
+    """-gencode flags from TORCH_CUDA_ARCH_LIST, in the format of torch's extensions."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
     flags = []
     for item in listed.replace(",", ";").replace(" ", ";").split(";"):
@@ -119,7 +119,7 @@ def architecture_flags() -> str:
 
 def _bindings(rule: str, flags: str) -> tuple[tuple[Path, str, str], ...]:
     sources = sorted((CSRC / "bind").glob("*.cpp"))
-    if "-DTW_CUDA" in flags:  # those whose kernels are there; an op may have Triton's instead
+    if "-DTW_CUDA" in flags:  # ops with a CUDA kernel; the others have Triton's
         sources = [s for s in sources if (CSRC / "cuda" / s.name).with_suffix(".cu").exists()]
     sources += sorted((CSRC / "bind" / "compat").glob("*.cpp"))
     include = f"{TORCH_FLAGS} -I{CSRC / 'bind' / 'compat'} -isystem {torch_include()} {flags}"
@@ -153,9 +153,9 @@ def cuda_library() -> Library:
 
 
 def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str], ...]:
-    """CUDA sources for the host, with tests/emulator in CUDA's place."""
+    """CUDA sources compiled for the host, with tests/emulator in place of CUDA."""
     flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g1 -Wno-unknown-pragmas"
-    # The scheduler switches between what TSan takes for threads: it is not to be watched itself.
+    # Not compiled with TSan: the scheduler switches between fibers that TSan takes for threads.
     runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
     kernels = tuple((s, "cxx", f"{flags} {EMULATOR_FLAGS_OF.get(s.name, '')}") for s in sources)
     return (*kernels, (EMULATOR / "runtime.cpp", "cxx", runtime))
@@ -173,7 +173,7 @@ def emulated_cuda_library(sanitize: str) -> Library:
 
 
 def planted_library(sanitize: str) -> Library:
-    """Kernels with faults, as a Python module: what the emulator's own tests run."""
+    """Kernels with faults, as a Python module, for the emulator's own tests."""
     import pybind11
 
     objects = _emulated([EMULATOR / "planted.cu"], sanitize)
@@ -184,7 +184,7 @@ def planted_library(sanitize: str) -> Library:
 
 
 def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: str) -> Path:
-    """build.ninja for these libraries; returns its path."""
+    """Write build.ninja for these libraries and return its path."""
     flags = f"{CXX_FLAGS} -I{CSRC} {' '.join(prefix_maps())}"
     if sanitize:
         flags += f" -O1 -g1 -fno-omit-frame-pointer -fsanitize={sanitize} -fno-sanitize-recover=all"
@@ -254,9 +254,9 @@ def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: 
 
 
 def glibc_tag(platform_tag: str, tree: Path) -> str:
-    """The wheel's platform tag: the oldest glibc that the libraries under `tree` load under.
+    """The wheel's platform tag: the oldest glibc that can load the libraries under `tree`.
 
-    Not older than 2.28, which is torch's own floor.
+    It is never older than 2.28, torch's own floor.
     """
     libraries = [str(path) for path in tree.rglob("*.so")]
     if not libraries or not platform_tag.startswith("linux"):
@@ -270,7 +270,7 @@ def glibc_tag(platform_tag: str, tree: Path) -> str:
 
 
 def ninja_command() -> list[str]:
-    """Ninja from its Python package, else from the PATH."""
+    """Ninja from its Python package, or from the PATH."""
     if importlib.util.find_spec("ninja"):
         return [sys.executable, "-m", "ninja"]
     if found := shutil.which("ninja"):
@@ -279,7 +279,7 @@ def ninja_command() -> list[str]:
 
 
 def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = "") -> None:
-    """Build the libraries into `out`; unchanged sources are not compiled again."""
+    """Build the libraries into `out`. Unchanged sources are not compiled again."""
     build_dir = ROOT / "build" / "-".join(filter(None, [name, *sanitize.split(",")]))
     ninja_file = write_ninja(build_dir, out.resolve(), libraries, sanitize)
     result = subprocess.run([*ninja_command(), "-f", str(ninja_file)], check=False)
@@ -288,7 +288,7 @@ def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = ""
 
 
 def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = "") -> None:
-    """The package's libraries."""
+    """Build the package's libraries."""
     libraries = cpu_libraries(isa)
     if cuda and nvcc():
         libraries.append(cuda_library())
@@ -301,7 +301,7 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=LIB)
     parser.add_argument("--sanitize", default="", help="address,undefined or thread")

@@ -1,22 +1,22 @@
 """bias_act and gated_act in Triton; csrc/core/act.h has the formulas.
 
-Triton and not CUDA: passes over elements are what it writes best, and the epilogue of a GEMM in
-Triton is to share these functions.
+They are written in Triton, not CUDA: Triton suits element-wise passes, and the epilogue of a Triton
+GEMM shares these functions.
 
 A unit below is rows x width elements, once over DRAM.
 
-bias_act, 2 units: a program has one tile of 2048 elements, two 16-byte loads a thread at bf16; with
-    16 programs on a multiprocessor 64 KiB are in flight, where an H200 needs about 30 KiB for
-    4.8 TB/s at 800 ns. The bias comes from L1 and L2.
+bias_act, 2 units: a program has one tile of 2048 elements, two 16-byte loads a thread at bf16. With
+    16 programs on a multiprocessor 64 KiB are in flight, where an H200 needs about 30 KiB for 4.8
+    TB/s at 800 ns. The bias comes from L1 and L2.
 bias_act_backward, 3 units: a program walks a chunk of rows in one tile of columns and keeps their
     sums for grad_bias in registers, which it writes once. At bf16 8192 x 16384 on 132 processors
     that is 66 chunks of 124 rows: 4.3 MB of partial sums beside 805 MB. They are added in a fixed
     order: no atomics, the same bits every run. The next rows arrive in shared memory meanwhile.
-gated_act, 3 units, and its backward, 5, are tiles as bias_act's; gate and up may be the halves of
-    one GEMM's result, read where they are.
+gated_act, 3 units, and its backward, 5, use tiles like bias_act's. gate and up may be the halves of
+    one GEMM's result; they are read in place.
 
 An element takes about 20 operations (erf) of float32: 8192 x 16384 are 2.7 GFLOP, 0.1 ms at half an
-H200's rate, beside 0.11 ms that its 537 MB take. The tanh form is cheaper.
+H200's rate, beside 0.11 ms for its 537 MB. The tanh form is cheaper.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -85,7 +85,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_gradient(z, grad, ACTIVATION: tl.constexpr):
-    """The gradient of z, where grad is that of its activation."""
+    """The gradient of z, from grad, the gradient of its activation."""
     if ACTIVATION == "gelu":
         integral = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
         return grad * (integral + z * tl.exp(-0.5 * z * z) * 0.3989422804014327)
@@ -114,14 +114,14 @@ def activation_gradient(z, grad, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _logistic_slope(z):
-    # From the exponential of a negative number: s * (1 - s) cancels where s is near one.
+    # Uses the exponential of a negative number: s * (1 - s) cancels if s is near one.
     e = tl.exp(-tl.abs(z))
     return e / ((1 + e) * (1 + e))
 
 
 @triton.jit
 def _tanh(z):
-    # csrc/core/act.h has the polynomial: near zero the quotient cancels.
+    # csrc/core/act.h has the polynomial. Near zero the quotient cancels.
     size = tl.abs(z)
     e = tl.exp(-2 * size)
     far = (1 - e) / (1 + e)
@@ -133,7 +133,8 @@ def _tanh(z):
 
 @triton.jit
 def _tile(index, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # Rows and columns of a tile, counted along the rows first, and which of it is in the tensor.
+    # Rows and columns of a tile, counted along the rows first, and which of its elements are
+    # inside.
     column_tiles = tl.cdiv(width, BLOCK)
     row = (index // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = index % column_tiles * BLOCK + tl.arange(0, BLOCK)
@@ -194,7 +195,7 @@ def _bias_act_backward(
         inside = (row < rows) & (column < width)[None, :]
         grad_y = load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
         z = load(x_ptr, row, column[None, :], x_stride, inside) + bias
-        # Outside the tensor grad_y is 0 and z the bias, whose gradient may still be NaN.
+        # Outside the tensor grad_y is 0 and z is the bias, whose gradient may still be NaN.
         grad_x = tl.where(inside, activation_gradient(z, grad_y, ACTIVATION), 0)
         store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
         partial += grad_x
@@ -247,7 +248,7 @@ def _gated_act_backward(
 
 @functools.cache
 def _tile_of(width: int) -> dict[str, int]:
-    """2048 elements: columns enough for wide accesses, and rows where there are fewer."""
+    """A tile of 2048 elements: columns enough for wide accesses, and rows if there are fewer."""
     block = min(512, triton.next_power_of_2(max(width, 1)))
     return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
 
@@ -258,7 +259,7 @@ def _tiles(rows: int, width: int) -> int:
 
 
 def _kind(activation: str, approximate: str) -> str:
-    """The kernels' name of an activation, which there is."""
+    """The kernels' name for an activation that they have."""
     kind = activation if approximate == "none" else f"{activation}_{approximate}"
     if kind not in KINDS:
         raise ValueError(f"there is no activation {activation} with approximate {approximate}")
@@ -331,7 +332,7 @@ def _gated_act_backward_launch(
     )
 
 
-# What the registry calls: the signatures are those of the ops' schemas.
+# --- Called by the registry, with the signatures of the ops' schemas ---
 
 
 def bias_act(
@@ -381,7 +382,7 @@ def gated_act_backward(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, kind, width in itertools.product(dtypes, KINDS, (4096, 131073)):
         if kind != "gelu" and (dtype == torch.float32 or width != 4096):

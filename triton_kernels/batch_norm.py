@@ -1,22 +1,22 @@
 """normalize_act and the passes of batch_norm_act; csrc/core/batch_norm.h has the formulas.
 
-Triton and not CUDA, as in act.py: passes over tiles, and its activations.
+They are written in Triton, not CUDA, for act.py's reasons: passes over tiles, with its activations.
 
 A unit below is rows x width elements, once over DRAM.
 
-normalize_act, 2 units: a tile of 2048 elements a program, as bias_act. What belongs to columns
-    comes from L2: 16 bytes a column beside 4 x ROWS bytes of bf16, and ROWS >= 4 rows share it.
+normalize_act, 2 units: a tile of 2048 elements a program, as in bias_act. Per-column values come
+    from L2: 16 bytes a column beside 4 x ROWS bytes of bf16, and ROWS >= 4 rows share them.
 column_statistics, 1 unit: a program walks a chunk of rows in one tile of columns. Each lane keeps a
-    running mean and sum of squares (Welford) and lanes are combined at the end (Chan): as accurate
-    as two passes are, without reading x again and without a reduction an iteration. A chunk writes
-    8 bytes a column once, and chunks are combined in a fixed order, relative to the first one's
+    running mean and sum of squares (Welford), and lanes are combined at the end (Chan). This is as
+    accurate as two passes, without reading x again and without a reduction an iteration. A chunk
+    writes 8 bytes a column once. Chunks are combined in a fixed order, relative to the first one's
     mean: no atomics, the same bits every run. At bf16 8192 x 16384 on 132 processors that is 66
     chunks of 124 rows: 8.7 MB beside 268.
-normalize_act_backward, 3 units, or 2 where grad_x is left to a later pass: a chunk of rows a
-    program, both column sums in registers. batch_norm_act_grad_x, 3 units: the same walk.
+normalize_act_backward, 3 units, or 2 if grad_x is left to a later pass: a chunk of rows a program,
+    both column sums in registers. batch_norm_act_grad_x, 3 units: the same walk.
 
-In training that is 3 units forward and 5 backward. To get below, a GEMM has to end in the sums: its
-tile holds the columns of 128 rows, but the variance would be one about a shift and not about the
+In training that is 3 units forward and 5 backward. To do better, a GEMM has to end in the sums: its
+tile holds the columns of 128 rows, but the variance would be taken about a shift, not about the
 mean. An element takes about 25 operations of float32 in each pass, as in act.py: half of an H200's
 rate keeps up with the bytes of bf16.
 """
@@ -56,7 +56,7 @@ from .tensors import (
 
 @triton.jit
 def _normalized(x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width):
-    # x_hat, z, and what x_hat's gradient is scaled with.
+    # x_hat, z, and the scale of x_hat's gradient.
     mean = load_parameter(mean_ptr, column, width, 0)
     rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + eps)
     weight = load_parameter(weight_ptr, column, width, 1)
@@ -166,7 +166,7 @@ def _column_statistics(
         deviation = tl.where(inside, x - lane_mean, 0)
         lane_mean += deviation / (row_tile - first + 1)
         lane_squares += deviation * tl.where(inside, x - lane_mean, 0)
-    # Only the last tile of all may lack rows.
+    # Only the very last tile may lack rows.
     lacking = (last - 1) * ROWS + tl.arange(0, ROWS) >= rows
     count = ((last - first) - lacking.to(tl.int32)).to(tl.float32)[:, None]
     mean = tl.sum(lane_mean * count, 0) / tl.maximum(tl.sum(count, 0), 1)
@@ -179,7 +179,7 @@ def _column_statistics(
 
 @triton.jit
 def _load_chunks(ptr, start, column, chunks, rows, width, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
-    # Some chunks' values and the numbers of their rows.
+    # The values of several chunks, and the number of rows in each.
     chunk = start + tl.arange(0, CHUNKS)
     first, last = chunk_range(chunk, rows, chunks, ROWS)
     count = (tl.minimum(last * ROWS, rows) - first * ROWS).to(tl.float32)
@@ -224,7 +224,7 @@ def _statistics_of_chunks(
 
 
 def _walked_tile(width: int) -> dict[str, int]:
-    """1024 elements: with two sums of each, twice as many do not fit into registers."""
+    """A tile of 1024 elements: with two sums each, twice as many do not fit the registers."""
     tile = _tile_of(width)
     return {**tile, "ROWS": tile["ROWS"] // 2}
 
@@ -311,13 +311,13 @@ def _floats(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _columns(x: torch.Tensor, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Packed, where they fit: a kernel would read past the end of a smaller tensor."""
+    """Checked and packed: a kernel would read past the end of a smaller tensor."""
     if any(c is not None and (c.shape != x.shape[-1:] or c.device != x.device) for c in columns):
         raise ValueError("mean, var, weight or bias does not fit x")
     return tuple([contiguous(c) for c in columns])
 
 
-# What the registry calls: the signatures are those of the ops' schemas.
+# --- Called by the registry, with the signatures of the ops' schemas ---
 
 
 def normalize_act(
@@ -386,7 +386,7 @@ def column_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, kind, width in itertools.product(dtypes, KINDS, (4096, 131073)):
         if kind != "gelu" and (dtype == torch.float32 or width != 4096):

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .rows import place, row_map
 
-# Of what a tensor is a part of, and where it begins there; nothing: it is the whole.
+# The sizes of the whole and the offset of a part in it, or nothing if the tensor is the whole.
 Sizes = Sequence[int] | None
 
 

@@ -1,28 +1,29 @@
 """dropout_add_layer_norm and dropout_add_rms_norm in Triton.
 
-csrc/core/dropout_add_norm.h has the formulas, norm_rows.py what a row has in common with the plain
-norms', and norm.py the argument for the shapes. A unit below is rows x width elements, once over
-DRAM, of the dtype of x or, for the stream, of residual.
+csrc/core/dropout_add_norm.h has the formulas, norm_rows.py what a row shares with the plain norms,
+and norm.py the argument for the shapes. A unit below is rows x width elements, once over DRAM, in
+the dtype of x or, for the stream, of residual.
 
 Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y written.
     _forward holds whole rows (width <= 16384): 32 bytes of x a thread and as much of the residual,
-    at bf16 16 columns in at most 64 registers, so that four programs of 8 warps, 64 KiB of
-    loads, are in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns.
-    The statistics are of z before it is rounded, as y is. The floor at bf16 32768 x 4096 is 1.07
-    GB, 0.25 ms at the 4.3 TB/s of a copy.
-    _forward_wide goes over a row twice and draws twice, 2 units more, which L2 serves: 256 KiB a
+    at bf16 16 columns in at most 64 registers. Four programs of 8 warps, 64 KiB of loads, are then
+    in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. The statistics
+    and y use z before it is rounded. The floor at bf16 32768 x 4096 is 1.07 GB, 0.25 ms at the 4.3
+    TB/s of a copy.
+
+    _forward_wide goes over a row twice and draws twice, 2 units more. L2 serves them: 256 KiB a
     multiprocessor at bf16 x 65536, 34 MB of 50 in all.
 
 Backward, 5 units, 10 bytes an element at bf16, and the partials: grad_y, z and grad_z are read,
-grad_residual and grad_x written; 4 where nothing is dropped and those two are the same, 1 less
-where z itself was not used.
+grad_residual and grad_x written. It is 4 units if nothing is dropped and those two are the same,
+and 1 less if z itself was not used.
     _backward holds whole rows of up to 4096 columns: grad_z and Philox leave registers for 8
-    columns a thread. Wider rows take 2 units more, the sums of
-    column tiles coming first: at most 71% of the bandwidth counted at 5, and 67% at 4.
+    columns a thread. Wider rows take 2 units more, since the sums of column tiles come first: at
+    most 71% of the bandwidth counted at 5, and 67% at 4.
 
 Philox takes about 14 instructions an element, the rest of a pass about 20. An H200 can start 50 in
 the time of 8 bytes, and 65 in that of 10: memory decides, with a third of its time to spare. The
-aim is 90% of copy bandwidth forward and, where rows are held whole, 85% backward.
+aim is 90% of copy bandwidth forward and, for rows held whole, 85% backward.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -67,7 +68,7 @@ from .tensors import (
 
 @triton.jit
 def _add(x_ptr, residual_ptr, x_stride, residual_stride, row, start, inside, dropout):
-    """z of [ROWS, BLOCK] elements, 0 where they are not inside."""
+    """z of [ROWS, BLOCK] elements, 0 outside the tensor."""
     column = start + tl.arange(0, inside.shape[1])
     x = load(x_ptr, row[:, None], column[None, :], x_stride, inside)
     if residual_ptr is None:
@@ -79,7 +80,7 @@ def _add(x_ptr, residual_ptr, x_stride, residual_stride, row, start, inside, dro
 
 @triton.jit
 def _add_again(source, row, start, width, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """z of BLOCK elements of one row, stored where it is asked for again."""
+    """z of BLOCK elements of one row, stored if this is the second pass (AGAIN)."""
     x_ptr, residual_ptr, x_stride, residual_stride, z_ptr, dropout = source
     column = start + tl.arange(0, BLOCK)
     rows = row + tl.arange(0, 1)
@@ -93,7 +94,7 @@ def _add_again(source, row, start, width, AGAIN: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _store_gradients(finish, grad, row, start, inside):
-    """Of the residual and of x, where they are wanted, from that of what was normalised."""
+    """Store the gradients of the residual and of x that are wanted, from the gradient of z."""
     grad_z_ptr, grad_residual_ptr, grad_x_ptr, width, grad_z_stride, dropout = finish
     column = start + tl.arange(0, grad.shape[1])
     at = (row[:, None], column[None, :])
@@ -258,9 +259,9 @@ def _gradients_wide(
     )
 
 
-# The widest rows that registers hold without a spill.
+# The widest rows that fit the registers without a spill.
 _WIDEST_FORWARD_ROW = 16384
-# Columns of an iteration when rows are wider.
+# Columns per iteration for wider rows.
 _WIDE_FORWARD_BLOCK = 4096
 
 
@@ -295,7 +296,7 @@ def _forward_launch(
         triton.cdiv(rows, tile["ROWS"]),
         *(*tensors, rows, width, *strides, eps, *dropout),
         CENTERED=centered,
-        # Left to itself, ptxas spills a few bytes below the number that is free.
+        # Without a limit ptxas spills a few bytes although registers are free.
         maxnreg=64 if width <= _WIDEST_FORWARD_ROW // 2 else 128,
         **tile,
     )
@@ -317,7 +318,7 @@ def _backward_launches(
     tensors = (grad_y, z, weight, mean, rstd, grad_weight, grad_bias)
     grad_z_stride = 0 if grad_z is None else grad_z.stride(0)
     finish = (grad_z, grad_residual, grad_x, grad_z_stride, *dropout)
-    # Half of what the plain norms have: the rest is for grad_z and Philox.
+    # Half as many columns a thread as the plain norms: grad_z and Philox take the other registers.
     return backward_launches(_backward, _gradients_wide, *tensors, finish, columns_a_thread=8)
 
 
@@ -329,7 +330,7 @@ def _dropout(
     whole: Sizes,
     offset: Sizes,
 ) -> tuple[Any, ...]:
-    """What the kernels ask for, from `seed_ptr` on; a norm needs whole rows."""
+    """The kernels' arguments from `seed_ptr` on; a norm needs whole rows."""
     check_dropout(x, p, seed, whole, offset)
     leading, width = x.dim() - len(normalized_shape), math.prod(normalized_shape)
     if whole and tuple(whole[leading:]) != tuple(normalized_shape):
@@ -388,7 +389,7 @@ def _dropout_add_norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if grad_y is None:  # rare: of both results z alone was used
+    if grad_y is None:  # rare: only z was used, not y
         grad_y = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
     check_norm(z, normalized_shape, weight, bias, dtype=x_dtype)
     check_beside(z, z.shape, z, grad_y, dtype=x_dtype)
@@ -412,7 +413,7 @@ def _dropout_add_norm_backward(
     )
 
 
-# What the registry calls: the signatures are those of the ops' schemas.
+# --- Called by the registry, with the signatures of the ops' schemas ---
 
 
 def dropout_add_layer_norm(
@@ -490,7 +491,7 @@ def dropout_add_rms_norm_backward(
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Launches, each with a name, whose kernels the ahead-of-time tests compile."""
+    """Named launches, whose kernels the ahead-of-time tests compile."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for (centered, dtype, stream, p), width in itertools.product(
         (
@@ -509,7 +510,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         dropout = _dropout(x, [width], p, seed, [], [])
         names = f"{dtype} {stream}".replace("torch.", "")
         name = f"dropout_add_{'layer' if centered else 'rms'}_norm {names} {width} {p}"
-        y = z  # as under autocast: what is wider than x is y too
+        y = z  # as under autocast, a wider stream makes y wider too
         yield name, _forward_launch(x, z, weight, bias, z, y, mean, rstd, 1e-5, dropout)
         tensors = (z, y, z, weight, mean, rstd, x, z, weight, bias)
         for step in _backward_launches(*tensors, dropout):

@@ -1,4 +1,4 @@
-// What bindings of ops with an activation have in common.
+// What bindings of ops with an activation share.
 #pragma once
 
 #include "core/act.h"
@@ -17,7 +17,7 @@ inline Activation activation_of(const std::string& activation, const std::string
   STD_TORCH_CHECK(false, "there is no such activation, or it has no such approximate");
 }
 
-// The last size is the width, the others make the rows.
+// The last size is the width; the others form the rows.
 struct Matrix {
   int64_t rows = 1, width;
 
@@ -26,7 +26,7 @@ struct Matrix {
     width = x.sizes()[x.dim() - 1];
     for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.sizes()[i];
   }
-  // What stops kernels from being launched on nothing.
+  // Zero if the rows are empty, so that no kernel is launched.
   int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
 };
 

@@ -1,4 +1,4 @@
-// normalize_act and what batch_norm_act has besides it, for torch; the schemas are in
+// normalize_act and the other ops of batch_norm_act for torch; the schemas are in
 // python/torchweld/ops.
 #include "core/batch_norm.h"
 
@@ -17,7 +17,7 @@ TW_FUNCTION(int64_t, normalize_act_chunks, int64_t rows);
 namespace torchweld {
 namespace {
 
-// [count, width] of what x is computed in.
+// [count, width] of the type that x is computed in.
 Tensor rows_of_columns(const Tensor& x, int64_t count) {
   const int64_t sizes[] = {count, Matrix(x).width};
   return empty(x, Sizes(sizes, 2), accumulate_type(dtype_of(x)));
@@ -41,7 +41,7 @@ Tensor columns_of(const Tensor& x, const Tensor& mean_in, const Tensor& var_in,
   return columns;
 }
 
-// Into y, which is contiguous and may be x.
+// Writes to y, which is contiguous and may be x.
 void normalize_act_into(const Tensor& y, const Tensor& x_in, const Tensor& mean, const Tensor& var,
                         const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                         const std::string& activation, const std::string& approximate) {
@@ -67,7 +67,7 @@ void normalize_act_in_place(Tensor x, Tensor mean, Tensor var, OptionalTensor we
   normalize_act_into(x, x, mean, var, weight, bias, eps, activation, approximate);
 }
 
-// What both backward passes read.
+// The tensors that both backward passes read.
 struct Gradients {
   Tensor grad_y, x, columns;
   NormalizeActBackward args{};
@@ -95,7 +95,7 @@ struct Gradients {
   }
 };
 
-// grad_x, grad_weight, grad_bias where the statistics were given; empty where they are not wanted.
+// grad_x, grad_weight and grad_bias for given statistics; each is empty if it is not wanted.
 std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, Tensor mean,
                                                        Tensor var, OptionalTensor weight,
                                                        OptionalTensor bias, double eps,
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
   return {grad_x, grad_weight, grad_bias};
 }
 
-// grad_x where the statistics are those of x, or of what x is a part of.
+// grad_x for statistics of x itself, or of a whole of which x is a part.
 Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
                              OptionalTensor weight, OptionalTensor bias, Tensor mean_g_in,
                              Tensor mean_g_x_hat_in, double eps, std::string activation,
@@ -145,7 +145,7 @@ Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
   return grad_x;
 }
 
-// mean, var.
+// mean and var.
 std::tuple<Tensor, Tensor> statistics_of_columns(Tensor x_in) {
   const Matrix shape(x_in);
   const Tensor x = packed(x_in);

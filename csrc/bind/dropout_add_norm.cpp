@@ -12,7 +12,7 @@ TW_KERNEL(dropout_add_rms_norm_backward, DropoutAddNormBackward);
 namespace torchweld {
 namespace {
 
-// A norm needs whole rows.
+// Refuses a part of a row, since a norm needs whole rows.
 Dropout whole_rows(const Tensor& x, const Shape& normalized_shape, double p,
                    const OptionalTensor& seed, const Place& place) {
   place.check(x);
@@ -21,7 +21,7 @@ Dropout whole_rows(const Tensor& x, const Shape& normalized_shape, double p,
   return dropout_of(x, normalized_shape.size(), p, seed, place);
 }
 
-// z, y, mean (LayerNorm only), rstd.
+// z, y, mean (LayerNorm only) and rstd.
 template <class Kernel>
 std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
     const Kernel& kernel, bool centered, const Tensor& x_in, const OptionalTensor& residual_in,
@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
   return {z, y, mean, rstd};
 }
 
-// grad_x, grad_residual, grad_weight, grad_bias; empty where they are not wanted.
+// grad_x, grad_residual, grad_weight and grad_bias; each is empty if it is not wanted.
 template <class Kernel>
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Kernel& kernel, const OptionalTensor& grad_z_in, const OptionalTensor& grad_y_in,
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   if (mean_in) check_like(*mean_in, z_in, shape.leading, statistics);
 
   const Tensor z = packed(z_in), rstd = packed(rstd_in);
-  // Rare: of both results z alone was used.
+  // Rare: only z was used, not y.
   const Tensor grad_y =
       grad_y_in ? packed(*grad_y_in) : torch::stable::fill_(empty(z, z.sizes(), y_dtype), 0);
   const OptionalTensor grad_z = packed(grad_z_in), mean = packed(mean_in);
@@ -139,10 +139,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_grads(
                   need_weight, need_bias);
 }
 
-std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm(
-    Tensor x, OptionalTensor residual, Shape normalized_shape, OptionalTensor weight, double p,
-    std::optional<double> eps, OptionalTensor seed, OptionalShape whole, OptionalShape offset,
-    bool wide_y) {
+std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm(Tensor x, OptionalTensor residual,
+                                                        Shape normalized_shape,
+                                                        OptionalTensor weight, double p,
+                                                        std::optional<double> eps,
+                                                        OptionalTensor seed, OptionalShape whole,
+                                                        OptionalShape offset, bool wide_y) {
   const auto [z, y, mean, rstd] = forward(
       dropout_add_rms_norm_forward, /*centered=*/false, x, residual, normalized_shape, weight,
       std::nullopt, p, eps.value_or(default_epsilon(dtype_of(x))), seed, {whole, offset}, wide_y);

@@ -9,7 +9,7 @@ TW_KERNEL(rms_norm_backward, NormBackward);
 namespace torchweld {
 namespace {
 
-// y, mean (LayerNorm only), rstd.
+// y, mean (LayerNorm only) and rstd.
 template <class Kernel>
 std::tuple<Tensor, OptionalTensor, Tensor> forward(const Kernel& kernel, bool centered,
                                                    const Tensor& x_in,
@@ -45,7 +45,7 @@ std::tuple<Tensor, OptionalTensor, Tensor> forward(const Kernel& kernel, bool ce
   return {y, mean, rstd};
 }
 
-// grad_x, grad_weight, grad_bias; the last two are empty where they are not wanted.
+// grad_x, grad_weight and grad_bias. The last two are empty if they are not wanted.
 template <class Kernel>
 std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& grad_y_in,
                                             const Tensor& x_in, const Shape& normalized_shape,

@@ -1,4 +1,4 @@
-// What bindings of ops that end in a norm have in common: checks, sizes, parameter gradients.
+// What bindings of ops that end in a norm share: checks, sizes, parameter gradients.
 #pragma once
 
 #include "bind/launch.h"
@@ -10,7 +10,7 @@ TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t chunks, int64_t width);
 
 namespace torchweld {
 
-// The leading sizes of x are rows, the trailing ones, normalized_shape, make the width.
+// The leading sizes of x are the rows; the trailing ones, normalized_shape, form the width.
 struct Rows {
   Sizes leading;
   int64_t rows = 1, width = 1;
@@ -20,7 +20,7 @@ struct Rows {
     for (int64_t size : leading) rows *= size;
     for (int64_t size : normalized_shape) width *= size;
   }
-  // What stops kernels from being launched on nothing.
+  // Zero if the rows are empty, so that no kernel is launched.
   int64_t items(int64_t n) const { return width == 0 ? 0 : n; }
 };
 
@@ -32,7 +32,8 @@ inline void check_shape(const Tensor& x, const Shape& normalized_shape) {
                   "x does not end in normalized_shape");
 }
 
-// Of weight and bias, beside an x of `dtype`: what kernels read those given as, which must agree.
+// Checks weight and bias against an x of `dtype`. Returns the dtype in which kernels read them,
+// which must be the same for both.
 inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normalized_shape,
                               const OptionalTensor& weight, const OptionalTensor& bias) {
   std::optional<DType> common;
@@ -57,12 +58,12 @@ inline void check_like(const Tensor& t, const Tensor& x, Sizes sizes, ScalarType
 }
 
 // Allocates a backward pass's workspace, partial sums and parameter gradients, and keeps them alive
-// until its last launch.
+// until the last launch.
 class ParameterGradients {
  public:
-  Tensor weight, bias;  // empty where they are not wanted
+  Tensor weight, bias;  // empty if not wanted
 
-  // `args` has sizes and dtypes, and gets the pointers.
+  // `args` has sizes and dtypes, and receives the pointers.
   ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
                      const OptionalTensor& bias_in)
       : args_(args), like_(weight_in ? weight_in : bias_in) {
@@ -94,7 +95,7 @@ class ParameterGradients {
   }
 
   const NormBackward& args_;
-  const OptionalTensor like_;  // of the parameters' own dtype
+  const OptionalTensor like_;  // have the parameters' own dtype
   std::vector<Tensor> scratch_;
 };
 

@@ -1,4 +1,4 @@
-// torch's stable ABI in the few words that a binding needs.
+// The parts of torch's stable ABI that a binding needs.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -38,7 +38,7 @@ inline DType dtype_of(ScalarType dtype) {
 }
 inline DType dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
-// Whether a tensor of this dtype may go along with one of `dtype`: the same, or float32 beside 16 bits.
+// Whether kernels accept this dtype beside `dtype`: the same one, or float32 beside 16 bits.
 inline bool fits_beside(DType given, DType dtype) {
   return given == dtype || (given == DType::f32 && dtype != DType::f64);
 }
@@ -47,7 +47,7 @@ inline ScalarType accumulate_type(DType dtype) {
   return dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// A norm's parameter may also have 16 bits beside float32. Kernels read it as float32 there.
+// A norm's parameter may also have 16 bits beside float32. Kernels then read it as float32.
 inline bool is_parameter_beside(DType given, DType dtype) {
   return fits_beside(given, dtype) || (dtype == DType::f32 && given != DType::f64);
 }
@@ -55,7 +55,7 @@ inline ScalarType parameter_type(ScalarType given, DType dtype) {
   return dtype == DType::f32 ? ScalarType::Float : given;
 }
 
-// What torch adds where no eps is given: the machine epsilon of what the dtype is computed in.
+// torch's default eps: the machine epsilon of the type that the dtype is computed in.
 inline double default_epsilon(DType dtype) { return dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
 
 struct Device {
@@ -68,8 +68,8 @@ inline Device device_of(const Tensor& t) {
   return {type, t.get_device_index()};
 }
 
-// TORCHWELD_POISON=1 fills new tensors with NaN, or with a byte that is no code in particular: a
-// kernel that leaves an element unwritten shows.
+// TORCHWELD_POISON=1 fills new tensors with NaN, or with an arbitrary byte, which reveals elements
+// that a kernel leaves unwritten.
 inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
 
 // A new contiguous tensor on the device of `like`.
@@ -98,7 +98,7 @@ inline Tensor as_type(const Tensor& t, ScalarType dtype) {
   return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
 }
 
-// Contiguous: the tensor itself, or a copy where it is not.
+// The tensor itself if it is contiguous, else a contiguous copy.
 inline Tensor packed(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -106,7 +106,7 @@ inline OptionalTensor packed(const OptionalTensor& t) {
   return t ? OptionalTensor(packed(*t)) : std::nullopt;
 }
 
-// A norm's parameter as kernels read it beside a tensor of `dtype`.
+// A norm's parameter, in the dtype that kernels read beside a tensor of `dtype`.
 inline Tensor parameter(const Tensor& p, DType dtype) {
   return packed(as_type(p, parameter_type(p.scalar_type(), dtype)));
 }

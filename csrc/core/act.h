@@ -1,20 +1,20 @@
-// Activations and their derivatives, and the two passes that fuse them with what stands around a GEMM.
+// Activations and their derivatives, and the two passes that fuse them with the work around a GEMM.
 //
 //   bias_act    y = act(z),  z = x + bias;   grad_x = grad_y * act'(z),  grad_bias = its sum over rows
 //   gated_act   y = act(gate) * up;   grad_gate = grad_y * up * act'(gate),
 //               grad_up = grad_y * act(gate)
 //
 // The functions take a value V: a float, a double, or a compiler's vector of either. They are
-// branch-free, with an exponential of their own, so that a loop over them is all vectors. NaN and
-// infinity come out as they do from the formulas of torch's documentation.
+// branch-free and use core/exp.h, so that loops over them vectorise. NaN and infinity come out as
+// from the formulas in torch's documentation.
 #pragma once
 
 #include "core/exp.h"
 
 TW_NAMESPACE_BEGIN
 
-// Every activation: the type below that computes it, and what Python calls it. A new one is a line
-// here, and a type.
+// Every activation: the type below that computes it, and its name in Python. A new activation needs
+// a line here and a type.
 #define TW_ACTIVATIONS(X)            \
   X(Gelu, "gelu", "none")            \
   X(GeluTanh, "gelu", "tanh")        \
@@ -30,8 +30,8 @@ TW_NAMESPACE_BEGIN
 enum class Activation : int32_t { TW_ACTIVATIONS(TW_ENUMERATOR) };
 #undef TW_ENUMERATOR
 
-// Tensors are contiguous, but for the distance between rows of gate and up, which is given: they
-// often are the two halves of one GEMM's result.
+// Tensors are contiguous, except gate and up. These are often the two halves of one GEMM's result,
+// so the distance between their rows is given.
 struct BiasActForward {
   const void* x;     // [rows, width], dtype
   const void* bias;  // [width], param_dtype, or null: zeros
@@ -55,7 +55,7 @@ struct BiasActBackward {
 };
 
 struct GatedActForward {
-  const void* gate;  // [rows, width], dtype, as up is
+  const void* gate;  // [rows, width], dtype, like up
   const void* up;
   void* y;
   int64_t rows, width, gate_pitch, up_pitch;
@@ -64,7 +64,7 @@ struct GatedActForward {
 };
 
 struct GatedActBackward {
-  const void* grad_y;  // [rows, width], dtype, as all are
+  const void* grad_y;  // [rows, width], dtype, like all others
   const void* gate;
   const void* up;
   void* grad_gate;
@@ -76,9 +76,10 @@ struct GatedActBackward {
 
 namespace detail {
 
-// Phi(-t) * exp(t^2 / 2) for t >= 0, where Phi is the normal distribution's integral, in
-// 1 / (1 + kScale * t). For float minimax: the relative error is below 2^-23 up to t = 4.5, and from
-// there, where Phi is below 2^-18, below 2^-13. For double interpolated: below 2^-57.
+// Phi(-t) * exp(t^2 / 2) for t >= 0, as a polynomial in 1 / (1 + kScale * t). Phi is the normal
+// distribution's integral. The float polynomial is minimax. Its relative error is below 2^-23 up to
+// t = 4.5; beyond that Phi is below 2^-18, and the error below 2^-13. The double polynomial is
+// interpolated, with an error below 2^-57.
 template <class A>
 struct Tail;
 template <>
@@ -109,8 +110,8 @@ struct Tail<double> {
   }
 };
 
-// (tanh(t) / t - 1) / t^2 for |t| <= 1/2, in t^2, interpolated: the relative errors of what tanh is
-// made of by it are below 2^-24 and 2^-61.
+// (tanh(t) / t - 1) / t^2 for |t| <= 1/2, as a polynomial in t^2, interpolated. The relative errors
+// of the resulting tanh are below 2^-24 and 2^-61.
 template <class A>
 struct TanhNearZero;
 template <>
@@ -137,7 +138,7 @@ struct TanhNearZero<double> {
 
 }  // namespace detail
 
-// 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The exponential is that of a negative number:
+// 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The exponential's argument is never positive:
 // it cannot overflow, and nothing cancels on either side.
 template <class V>
 struct Logistic {
@@ -156,8 +157,8 @@ TW_HD V gaussian(V z) {
   return exp_nonpositive(z * z * (Element<V>)-0.5);
 }
 
-// The normal distribution's integral, from the gaussian of z. Below zero nothing cancels, which
-// (1 + erf(z / sqrt(2))) / 2 does there.
+// The normal distribution's integral, from the gaussian of z. Below zero nothing cancels here,
+// while (1 + erf(z / sqrt(2))) / 2 cancels.
 template <class V>
 TW_HD V normal_integral(V z, V gaussian) {
   using T = detail::Tail<Element<V>>;
@@ -165,7 +166,7 @@ TW_HD V normal_integral(V z, V gaussian) {
   return z < 0 ? tail : 1 - tail;
 }
 
-// An activation has value(z), and gradient(z, grad): grad * d value / dz.
+// An activation has value(z), and gradient(z, grad), which is grad * d value / dz.
 
 struct Gelu {
   template <class V>
@@ -225,7 +226,7 @@ struct Relu2 {
   }
 };
 
-// z * logistic(c * z). The gradient multiplies the slope by c, since c * z may overflow.
+// z * logistic(c * z). The gradient multiplies the slope by c, because c * z may overflow.
 template <int Thousandths>
 struct Swish {
   template <class V>
@@ -260,7 +261,7 @@ struct Sigmoid {
   }
 };
 
-// Near zero nothing cancels, and a NaN is near zero.
+// The quotient cancels near zero. The polynomial does not, and it also receives NaN.
 struct Tanh {
   template <class V>
   static TW_HD V value(V z) {

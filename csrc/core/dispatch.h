@@ -1,10 +1,10 @@
-// From the DType of an argument to a C++ type, in one place. A library compiles the types that it
-// serves: double lives in the CPU's baseline alone (TW_BASELINE), where only gradcheck needs it.
+// Turns the DType of an argument into a C++ type, in one place. A library compiles only the types
+// that it serves: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck.
 #pragma once
 
 #include "core/dtype.h"
 
-// What a kernel library exports: found by name, so no C++ mangling.
+// A kernel library's exports. They are found by name, so C++ must not mangle them.
 #define TW_EXPORT extern "C" __attribute__((visibility("default")))
 
 TW_NAMESPACE_BEGIN
@@ -14,7 +14,7 @@ struct Type {
   using type = T;
 };
 
-// call(Type<P>{}) with P that of a tensor which may be float beside a 16-bit T: `dtype` says.
+// call(Type<P>{}), where P is float or T as `dtype` says. Only a 16-bit T has the choice.
 template <class T, class Call>
 inline void dispatch_beside(DType dtype, Call&& call) {
   if constexpr (sizeof(T) == 2) {
@@ -23,8 +23,8 @@ inline void dispatch_beside(DType dtype, Call&& call) {
   call(Type<T>{});
 }
 
-// call(Type<T>{}, Type<P>{}) with T the tensors' type and P the parameters': the same, or float
-// under a 16-bit T. Calls nothing for a type that is not compiled.
+// call(Type<T>{}, Type<P>{}), where T is the tensors' type and P the parameters': T itself, or
+// float if T has 16 bits. Calls nothing for a type that is not compiled.
 template <class Call>
 inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
   const auto with = [&](auto t) {
@@ -46,7 +46,7 @@ inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
   }
 }
 
-// call(Type<T>{}, Type<P>{}, Type<S>{}) with S that of the residual stream beside the tensors.
+// call(Type<T>{}, Type<P>{}, Type<S>{}), where S is also the residual stream's type.
 template <class Call>
 inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, Call&& call) {
   dispatch(dtype, param_dtype, [&](auto t, auto p) {
@@ -54,7 +54,7 @@ inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, Call&& 
   });
 }
 
-// call(Type<T>{}, Type<P>{}, Type<S>{}, Type<Y>{}) with Y that of a result beside the tensors.
+// call(Type<T>{}, Type<P>{}, Type<S>{}, Type<Y>{}), where Y is also a result's type.
 template <class Call>
 inline void dispatch(DType dtype, DType param_dtype, DType stream_dtype, DType y_dtype,
                      Call&& call) {

@@ -1,5 +1,5 @@
-// One row of LayerNorm or RMSNorm, forward and backward: what the norms and those that add to a
-// residual stream before share. X is what the normalised row is stored in, T what y is and its gradient.
+// One row of LayerNorm or RMSNorm, forward and backward, shared by the plain and the residual
+// norms. X is the storage type of the normalised row, T that of y and y's gradient.
 #pragma once
 
 #include "core/norm.h"
@@ -8,7 +8,8 @@
 
 TW_NAMESPACE_BEGIN
 
-// y and the statistics of a row x. prefetch(i) is called as y's columns from i on are written.
+// Computes y and the statistics for a row x. Calls prefetch(i) as y's columns from i on are
+// written.
 template <bool Centered, class T, class P, class X, class Prefetch>
 inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
                           Prefetch&& prefetch) {
@@ -24,7 +25,7 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
                    [&](int64_t i, auto at, Vec<A>* acc) { acc[0] += load(x + i, at); });
     mean = sum[0] / (A)a.width;
   }
-  // The squares of what is left after the mean: the difference of two large sums would cancel.
+  // Sums squares of x minus the mean: a difference of two large sums would cancel.
   A squares[1];
   sum_vectors<A>(a.width, squares, [&](int64_t i, auto at, Vec<A>* acc) {
     const Vec<A> centered = present(load(x + i, at) - mean, at, (A)0);
@@ -43,8 +44,8 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
   ((A*)a.rstd)[row] = rstd;
 }
 
-// The gradient of a row of a.x, handed to finish(i, place, gradient) in vectors; the row's share of
-// the parameter gradients is added to the chunk's partials.
+// Computes the gradient of a row of a.x and hands it to finish(i, place, gradient) in vectors. Adds
+// the row's share of the parameter gradients to the chunk's partials.
 template <bool Centered, class X, class T, class P, class Finish>
 inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,
                               Accumulate<T>* bias_partial, Finish&& finish) {
@@ -55,7 +56,7 @@ inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>*
   const Vec<A> mean = splat(Centered ? ((const A*)a.mean)[row] : 0);
   const Vec<A> rstd = splat(((const A*)a.rstd)[row]);
 
-  A sums[2];  // of g and of g * x_hat
+  A sums[2];  // sums of g and of g * x_hat
   sum_vectors<A>(a.width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
     Vec<A> g = load(grad_y + i, at);
     if (weight) g *= load(weight + i, at);
@@ -69,7 +70,7 @@ inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>*
     const Vec<A> gradient = load(grad_y + i, at);
     const Vec<A> x_hat = norm_normalize(load(x + i, at), mean, rstd);
     const Vec<A> g = weight ? gradient * load(weight + i, at) : gradient;
-    __builtin_prefetch(grad_y + a.width + i);  // the next row's, while this one is in L1
+    __builtin_prefetch(grad_y + a.width + i);  // prefetch the next row while this one is in L1
     __builtin_prefetch(x + a.width + i);
     finish(i, at, norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat));
     accumulate(weight_partial, i, gradient * x_hat, at);

@@ -399,8 +399,8 @@ template <class Number>
 inline void spread_rows(BlockRoom& to, int64_t rows, int64_t width, Number&& number) {
   float* p = to.at;
   for (int64_t row = 0; row < rows; ++row, p += width) {
-    const F32 of_row = splat(number(row));  // the next row overwrites the excess
-    for (int64_t i = 0; i < width; i += kLanes<float>) store(p + i, of_row);
+    const F32 value = splat(number(row));  // the next row overwrites the excess
+    for (int64_t i = 0; i < width; i += kLanes<float>) store(p + i, value);
   }
 }
 

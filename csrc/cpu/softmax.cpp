@@ -95,9 +95,9 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
     Vec<A>& lane = lanes[turn++ & 1];
     lane = maximum<A>(z, lane);
   });
-  const Vec<A> of_both = maximum<A>(lanes[0], lanes[1]);
+  const Vec<A> both = maximum<A>(lanes[0], lanes[1]);
   A highest = kExcluded<A>;
-  for (int64_t k = 0; k < kLanes<A>; ++k) highest = of_both[k] > highest ? of_both[k] : highest;
+  for (int64_t k = 0; k < kLanes<A>; ++k) highest = both[k] > highest ? both[k] : highest;
   // exp(-inf - 0) is the zero wanted here; exp(-inf - -inf) would be NaN.
   return highest == kExcluded<A> ? 0 : highest;
 }

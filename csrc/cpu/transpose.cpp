@@ -35,7 +35,7 @@ inline Row zip_second(Row a, Row b) { return TW_SHUFFLE(a, b, 4, 12, 5, 13, 6, 1
 #undef TW_SHUFFLE
 
 // An element's row and column take three bits each. Every round rotates these six bits by one.
-inline void turn_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch) {
+inline void transpose_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch) {
   Row tile[kTile], next[kTile];
   for (int64_t i = 0; i < kTile; ++i) std::memcpy(&tile[i], x + i * x_pitch, sizeof(Row));
   for (int round = 0; round < 3; ++round) {
@@ -50,13 +50,13 @@ inline void turn_tile(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y
 
 // Transposes a block. Height and width are compile-time constants if the block is whole. The last
 // tile in either direction ends where the block ends, and overlaps the tile before it.
-inline void turn_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch,
-                       int64_t height, int64_t width) {
-  alignas(64) uint16_t turned[kTransposeBlock][kTransposeBlock];
+inline void transpose_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t y_pitch,
+                            int64_t height, int64_t width) {
+  alignas(64) uint16_t transposed[kTransposeBlock][kTransposeBlock];
   if (height < kTile || width < kTile) {
     for (int64_t row = 0; row < height; ++row) {
       for (int64_t column = 0; column < width; ++column) {
-        turned[column][row] = x[row * x_pitch + column];
+        transposed[column][row] = x[row * x_pitch + column];
       }
     }
   } else {
@@ -64,12 +64,13 @@ inline void turn_block(const uint16_t* x, int64_t x_pitch, uint16_t* y, int64_t 
       const int64_t row = std::min(i, height - kTile);
       for (int64_t j = 0; j < width; j += kTile) {
         const int64_t column = std::min(j, width - kTile);
-        turn_tile(x + row * x_pitch + column, x_pitch, &turned[column][row], kTransposeBlock);
+        transpose_tile(x + row * x_pitch + column, x_pitch, &transposed[column][row],
+                       kTransposeBlock);
       }
     }
   }
   for (int64_t column = 0; column < width; ++column) {
-    std::memcpy(y + column * y_pitch, turned[column], height * sizeof(uint16_t));
+    std::memcpy(y + column * y_pitch, transposed[column], height * sizeof(uint16_t));
   }
 }
 
@@ -87,9 +88,9 @@ TW_EXPORT void transpose_16_bits(const Transpose& a, int64_t begin, int64_t end)
       // The next block lies in other pages, which the hardware prefetcher does not follow.
       for (int64_t i = 0; i < kBlock; ++i) __builtin_prefetch(x + (kBlock + i) * a.columns);
       if (height == kBlock && width == kBlock) {
-        turn_block(x, a.columns, y, a.rows, kBlock, kBlock);
+        transpose_block(x, a.columns, y, a.rows, kBlock, kBlock);
       } else {
-        turn_block(x, a.columns, y, a.rows, height, width);
+        transpose_block(x, a.columns, y, a.rows, height, width);
       }
     }
   }

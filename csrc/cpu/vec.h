@@ -1,5 +1,6 @@
-// SIMD by the compiler's vector extensions: one width per instruction set, no intrinsics but for
-// half precision, no libm. A kernel written on Vec<A> compiles for every variant, NEON included.
+// SIMD by the compiler's vector extensions: one width per instruction set, intrinsics only where
+// the compiler lacks an operation, and no libm. A kernel written on Vec<A> compiles for every
+// variant, NEON included.
 #pragma once
 
 #include <sys/mman.h>
@@ -35,20 +36,20 @@ using Vec = typename VecOf<A>::type;
 
 template <class A>
 inline Vec<A> splat(A value) {
-  return value - Vec<A>{};  // x - 0 is x, also where x is -0
+  return value - Vec<A>{};  // x - 0 is x, even if x is -0
 }
 
-// Lanes of bits as wide as A's: what a comparison of two Vec<A> gives.
+// A mask with lanes as wide as A's: the result of comparing two Vec<A>.
 template <class A>
 using Bits = typename BitsOf<Vec<A>>::Signed;
 
-// Of each lane `yes` where the mask's bits are all set, `no` where none is.
+// `yes` in lanes whose mask bits are all set, `no` in lanes whose mask bits are all clear.
 template <class A>
 inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
   return mask ? yes : no;
 }
 
-// A lane of b is kept where a has NaN.
+// Keeps b's lane if a's is NaN.
 template <class A>
 inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
   return a > b ? a : b;
@@ -76,7 +77,7 @@ inline Vec<double> square_root(Vec<double> v) {
   return v;
 }
 
-// Lanes pairwise, in an order that the width alone decides.
+// Adds lanes pairwise, in an order that depends only on the width.
 template <class A>
 inline A horizontal_sum(Vec<A> v) {
   A lane[kLanes<A>];
@@ -87,7 +88,7 @@ inline A horizontal_sum(Vec<A> v) {
   return lane[0];
 }
 
-// The lanes' squares, in double: each added to its sum, or the sum of two.
+// Adds the lanes' squares in double. total() combines the two sums.
 inline void add_squares(Vec<double> (&sums)[2], Vec<float> v) {
   typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
   HalfVec half[2];
@@ -123,7 +124,7 @@ inline U32 select(I32 mask, U32 yes, U32 no) { return ((U32)mask & yes) | (~(U32
 
 inline F32 bf16_to_f32(U32 bits) { return (F32)(bits << 16); }
 
-// Round to nearest, ties to even; NaN becomes the quiet NaN that torch makes of it.
+// Rounds to nearest, ties to even. NaN becomes the same quiet NaN as in torch.
 inline U32 f32_to_bf16(F32 value) {
   const U32 bits = (U32)value;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -131,21 +132,21 @@ inline U32 f32_to_bf16(F32 value) {
 }
 
 inline F32 f16_to_f32(U32 bits) {
-  // The exponent is rebased by a multiplication, which also normalises subnormals; infinities and
-  // NaNs get the exponent they need.
+  // A multiplication rebases the exponent, which also normalises subnormals. Infinities and NaNs
+  // get their exponent separately.
   const U32 magnitude = (bits & 0x7fffu) << 13;
   const F32 rebased = (F32)magnitude * 0x1p112f;
   const U32 special = select((I32)(magnitude >= 0x0f800000u), U32{} + 0x7f800000u, U32{});
   return (F32)((U32)rebased | special | ((bits & 0x8000u) << 16));
 }
 
-// Round to nearest, ties to even, by letting the float adder do it: adding 2^13 ulps of the half
-// aligns the kept bits at the end of the sum's mantissa.
+// Rounds to nearest, ties to even, by means of the float adder: adding 2^13 ulps of the half aligns
+// the kept bits at the end of the sum's mantissa.
 inline U32 f32_to_f16(F32 value) {
   const U32 bits = (U32)value;
   const U32 magnitude = bits & 0x7fffffffu;
   const U32 exponent = magnitude & 0x7f800000u;
-  // Below 2^-14 halves are subnormal with a fixed spacing of 2^-24.
+  // Below 2^-14, halves are subnormal with a fixed spacing of 2^-24.
   const U32 floor_exponent = select((I32)(exponent > 0x38800000u), exponent, U32{} + 0x38800000u);
   const F32 magic = (F32)(floor_exponent + (13u << 23));
   const F32 aligned = (F32)magnitude + magic;
@@ -158,7 +159,7 @@ inline U32 f32_to_f16(F32 value) {
 
 }  // namespace detail
 
-// load and store: kLanes<A> elements of storage type T as accumulators A.
+// load and store convert kLanes<A> elements of storage type T from and to accumulators A.
 template <class T>
 inline Vec<Accumulate<T>> load(const T* p) {
   Vec<T> v;
@@ -199,14 +200,14 @@ inline void store(Half* p, Vec<float> v) {
 #endif
 }
 
-// A place in a row: kLanes<A> whole elements, or the `count` < kLanes<A> that are left at its end.
+// A position in a row: kLanes<A> whole elements, or the last `count` < kLanes<A> at the row's end.
 struct Whole {};
 struct Part {
   int64_t count;
 };
 
-// A vector's lanes that are there; in the others `fill`. Before lanes are combined: what arithmetic
-// makes of those that are not there may be NaN, as 0 / 0 and 0 times infinity are.
+// A vector with `fill` in the lanes past the row's end. Call it before combining lanes: arithmetic
+// on absent lanes may result in NaN, as 0 / 0 and 0 times infinity do.
 template <class A>
 inline Vec<A> present(Vec<A> v, Whole, A) {
   return v;
@@ -218,9 +219,9 @@ inline Vec<A> present(Vec<A> v, Part part, A fill) {
   return choose<A>(left > 0, v, splat(fill));
 }
 
-// Between memory and N things of which a part is there. Not by memcpy: of a number that is not known
-// it is a call, which takes longer than all else that happens to a short row. By masks where there
-// are some, but for AddressSanitizer, which does not see what they keep away from.
+// Load or store the first `count` of N elements. memcpy with a variable size is a call, which would
+// take longer than all other work on a short row. Masked instructions serve where they exist,
+// except under AddressSanitizer, which does not know that masked lanes are not accessed.
 #if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)
 #define TW_MASKED_PARTS
 #endif
@@ -275,7 +276,7 @@ template <class T>
 inline Vec<Accumulate<T>> load(const T* p, Whole, Accumulate<T> = 0) {
   return load(p);
 }
-// Lanes past the end read `fill`.
+// Lanes past the end are `fill`.
 template <class T>
 inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
   using A = Accumulate<T>;
@@ -284,8 +285,8 @@ inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
   return present(load(lanes), part, fill);
 }
 
-// The same of what is read once, from memory, by a loop that computes on it for longer than a
-// processor looks ahead by itself.
+// Loads what is read once, from memory, and prefetches further ahead than the hardware does. It is
+// for loops that compute on each element for a long time.
 constexpr int64_t kAheadBytes = 2048;
 template <class T, class Place>
 inline Vec<Accumulate<T>> read(const T* p, Place place) {
@@ -304,10 +305,10 @@ inline void store(T* p, Vec<Accumulate<T>> v, Part part) {
   store_part(p, lanes, part);
 }
 
-// Past the caches: a result too large to stay in them is written without being read first, which
-// saves a third of a copy's traffic. Not so on pages that are yet to be touched: the kernel zeroes
-// those, and leaves them in the caches. `row` is the last one that the caller writes, and which
-// nobody has touched. Rows must begin on a vector's boundary.
+// Stores past the caches. If a result is too large for them, its lines need not be read first,
+// which saves a third of a copy's traffic. Untouched pages are an exception: the kernel zeroes them
+// and leaves them in the caches. `row` is the last row that the caller writes, still untouched.
+// Rows must begin on a vector's boundary.
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
 
 template <class T>
@@ -344,7 +345,7 @@ inline void stream(T* p, Vec<Accumulate<T>> v) {
 #endif
 }
 
-// Stores a vector of a result, past the caches where that pays.
+// Stores a vector of a result, past the caches if `streamed`.
 template <class T>
 inline void write(T* p, Vec<Accumulate<T>> v, Whole, bool streamed) {
   if (streamed) {
@@ -358,14 +359,14 @@ inline void write(T* p, Vec<Accumulate<T>> v, Part at, bool) {
   store(p, v, at);
 }
 
-// Streamed stores are not ordered with later ones; to be called after the last of them.
+// Orders streamed stores before later stores. Call it after the last of them.
 inline void finish_streams() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// A row of a tensor that may be absent.
+// A row of a tensor, or null if the tensor is absent.
 template <class T>
 inline const T* row_of(const void* tensor, int64_t row, int64_t width) {
   return tensor ? (const T*)tensor + row * width : nullptr;
@@ -383,9 +384,9 @@ inline void for_vectors(int64_t width, Body&& body) {
   if (i < width) body(i, Part{width - i});
 }
 
-// The same where body also adds into N sums. Four accumulators a sum keep the adders busy; they are
-// emptied into a total every kRun vectors, so that the rounding error of a sum does not grow with a
-// long row. The order of the additions depends on the width alone.
+// The same for a body that also adds into N sums. Four accumulators per sum keep the adders busy.
+// They are emptied into a total every kRun vectors, so that rounding does not grow with the row's
+// length. The order of the additions depends only on the width.
 template <class A, int N, class Body>
 inline void sum_vectors(int64_t width, A (&sums)[N], Body&& body) {
   constexpr int64_t kStep = kLanes<A>;

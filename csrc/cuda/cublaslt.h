@@ -87,8 +87,8 @@ inline void* symbol(const char* name) {
   return emulator::cublaslt(name);
 #else
   static void* const library = [] {
-    void* of_13 = dlopen("libcublasLt.so.13", RTLD_LAZY | RTLD_NOLOAD);
-    return of_13 ? of_13 : dlopen("libcublasLt.so.12", RTLD_LAZY | RTLD_NOLOAD);
+    void* cuda_13 = dlopen("libcublasLt.so.13", RTLD_LAZY | RTLD_NOLOAD);
+    return cuda_13 ? cuda_13 : dlopen("libcublasLt.so.12", RTLD_LAZY | RTLD_NOLOAD);
   }();
   return library ? dlsym(library, name) : nullptr;
 #endif

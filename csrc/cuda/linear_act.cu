@@ -148,7 +148,7 @@ struct Plan {
   lt::Status status = lt::Status::success;
 };
 
-Plan first_of_the_heuristic(lt::Handle* handle, Product p) {
+Plan plan_from_heuristic(lt::Handle* handle, Product p) {
   // The heuristic looks only at these addresses' alignment, so the plan also fits other addresses.
   void* const somewhere = reinterpret_cast<void*>(uintptr_t{kAlignment});
   if (p.bias) p.bias = somewhere;
@@ -202,7 +202,7 @@ Plan plan_of(const Product& p) {
     if (status != lt::Status::success) return {nullptr, {}, status};
   }
   if (known.plans.size() == kMost) known.plans.clear();
-  return known.plans[key] = first_of_the_heuristic(handle, p);
+  return known.plans[key] = plan_from_heuristic(handle, p);
 }
 
 // Asks for the workspace that the product needs.

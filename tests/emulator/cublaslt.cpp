@@ -111,7 +111,7 @@ Status MatmulPreferenceSetAttribute(Preference* preference, Choice choice, const
 bool is_aligned(const void* p, uint64_t bytes) { return (uintptr_t)p % bytes == 0; }
 
 // Whether cuBLASLt has an epilogue of these parts. relu is left out, since nobody asks for it.
-bool is_there(uint32_t epilogue) {
+bool has_epilogue(uint32_t epilogue) {
   for (const uint32_t there : {(uint32_t)kGelu, kGelu | kBias, kGelu | kAux, kGelu | kAux | kBias,
                                kGeluGradient | kAux, kGeluGradient | kAux | kBiasGradient}) {
     if (epilogue == there) return true;
@@ -134,7 +134,7 @@ Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c
   if (desc.epilogue & kAux) {
     fits &= desc.aux && desc.aux_ld >= (int64_t)d.rows && desc.aux_ld % 8 == 0;
   }
-  if (!fits || !is_there(desc.epilogue)) return Status::invalid_value;
+  if (!fits || !has_epilogue(desc.epilogue)) return Status::invalid_value;
   return inner == kNoAlgorithm ? Status::not_supported : Status::success;
 }
 
