@@ -190,17 +190,17 @@ def test_meta_tensors_are_refused_by_name(case: str) -> None:
 
 
 BOTH: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
-    "a weight's dtype": (lambda: functional.layer_norm(X, [8], W.half()), ("weight", "x")),
+    "a weight's dtype": (lambda: functional.layer_norm(X, [8], W.double()), ("weight", "x")),
     "a width": (lambda: functional.layer_norm(X, [7]), ("normalized_shape", "x")),
     "a bias's dtype": (lambda: functional.bias_act(X, W.half()), ("bias", "x")),
     "a bias's size": (lambda: functional.bias_act(X, W[:7]), ("bias", "x")),
     "a device": (lambda: functional.bias_act(X, W.to("meta")), ("bias", "x")),
     "up's dtype": (lambda: functional.gated_act(X, X.half()), ("up", "gate")),
     "up's shape": (lambda: functional.gated_act(X, X[:1]), ("up", "gate")),
-    "a residual's dtype": (lambda: add(X, None, X.half()), ("residual", "x")),
+    "a residual's dtype": (lambda: add(X, None, X.double()), ("residual", "x")),
     "a residual's shape": (lambda: add(X, None, X[:1]), ("residual", "x")),
     "a stream's dtype": (
-        lambda: functional.dropout_add_rms_norm(X, X.half(), W),
+        lambda: functional.dropout_add_rms_norm(X, X.double(), W),
         ("residual", "x"),
     ),
     "a mask's dtype": (lambda: softmax(X, W.half()), ("mask", "scores")),
