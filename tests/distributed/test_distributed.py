@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchweld
+from oracle import TORCH
 from processes import processes
 
 WIDTH, ROWS = 256, 64
@@ -150,7 +151,10 @@ def _dropout_on_strided_shards(rank: int) -> None:
     expected = run(leaf)
     expected.square().sum().backward()
     strided = _StridedShard(0, split_factor=2)
-    for placements in ([strided, Shard(0)], [strided, Replicate()], [strided, Shard(1)]):
+    layouts = [[strided, Shard(0)]]
+    if TORCH >= (2, 13):  # older ones cannot redistribute shards with gaps
+        layouts += [[strided, Replicate()], [strided, Shard(1)]]
+    for placements in layouts:
         shards = distribute_tensor(whole, mesh, placements).requires_grad_()
         y = run(shards)
         cut = [getattr(placement, "dim", None) for placement in y.placements]

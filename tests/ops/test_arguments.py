@@ -147,7 +147,7 @@ def test_nodes_have_the_ops_name(op: Op) -> None:
         seen.update(result.grad_fn.name() for result in as_tuple(found))
         return found
 
-    with torchweld.use_backend("cpu"), torch.profiler.profile() as profile:
+    with torchweld.use_backend("cpu"), torch.profiler.profile(acc_events=True) as profile:
         run(op, inputs, function)
     assert seen == {f"{op.name}_cpuBackward"}
     assert any(f"{op.name}_cpuBackward" in event.key for event in profile.key_averages())
