@@ -25,7 +25,7 @@ ASAN := build/asan/lib
 PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
 CUDA_OPTIM := $(wildcard tests/optim/test_optim_cuda*.py)
-NUMBERS := $(addprefix tests/contract/,test_oracle.py test_shapes.py test_determinism.py test_random.py) \
+NUMBERS := $(addprefix tests/contract/,test_absent_lanes.py test_oracle.py test_shapes.py test_determinism.py test_random.py) \
 	$(addprefix tests/ops/,test_linear.py test_quantize_8bit.py) $(CUDA_OPTIM) \
 	$(addprefix tests/optim/,test_optim.py test_optim_adaptive.py test_optim_adafactor.py \
 	test_optim_layouts.py test_optim_rounding.py)
