@@ -86,7 +86,7 @@ def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
 def shaped(
     function: str, name: str, value: torch.Tensor, shape: Sequence[int], meaning: str
 ) -> None:
-    """Of this shape, which is that of what `meaning` says."""
+    """Check the shape; `meaning` says whose it is."""
     if tuple(value.shape) != tuple(shape):
         accepted = f"{meaning}, {list(shape)}"
         raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
@@ -122,7 +122,7 @@ def flag(function: str, name: str, value: Any) -> None:
 
 
 def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
-    """Of a shape that broadcasts to x's."""
+    """Check that the shape broadcasts to x's."""
     missing = x.ndim - value.ndim
     sizes = zip(value.shape, x.shape[max(missing, 0) :], strict=False)
     if missing < 0 or any(size not in (1, wanted) for size, wanted in sizes):

@@ -110,7 +110,11 @@ def test_strides(device: str, matrix: int) -> None:
         torch.testing.assert_close(found, expected)
     one = x[:1].expand(70, 33)
     found = kernel(one, weight, bias, "gelu", "none", LAST, False)[0]
-    torch.testing.assert_close(found, found[:1].expand(70, 41))
+    rows = found[:1].expand(70, 41)
+    if device == "cuda":
+        assert torch.equal(found, rows)
+    else:  # the interpreter's products are numpy's, whose rows may differ in the last bits
+        torch.testing.assert_close(found, rows)
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

@@ -31,7 +31,7 @@ class Kernel:
         self.function = autograd_function(Differentiable.of(op), self)
 
     def public(self, results: tuple[torch.Tensor, ...]) -> Any:
-        """Of the forward's results those that the public function returns."""
+        """The forward's results that the public function returns."""
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
         return tuple([results[i] for i in self._public_at])
