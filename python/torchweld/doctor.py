@@ -11,12 +11,17 @@ import textwrap
 
 import torch
 
+from torchweld import pages
 from torchweld.dispatch import choice, evidence, native
 from torchweld.machine import cpu_name, versions
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.table import Table
 
 WIDTH = 100
+LARGE_BLOCKS = (
+    "mapped and faulted in anew at each call, which is glibc's default: torchweld.keep_pages() at"
+    " the top of a script keeps them resident"
+)
 Facts = list[tuple[str, str]]
 
 
@@ -62,6 +67,7 @@ def _cpu() -> Facts:
         ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
         ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
         ("supported", ", ".join(native.supported_isas())),
+        ("large blocks", pages.why_not() or LARGE_BLOCKS),
     ]
 
 

@@ -16,6 +16,7 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "table": set(),
+    "pages": set(),
     "machine": {"version"},
     "registry": {"errors"},
     "dispatch": {"registry", "errors", "version"},

@@ -1,0 +1,88 @@
+"""Keep the pages of large CPU tensors, so that a training step does not fault them in anew."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+from types import TracebackType
+
+# From glibc's malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+# Blocks of up to 1 GiB come from the heap, which grows by 256 MiB at a time and gives its end back
+# to the system when 2 GiB of it are free.
+KEPT = {M_MMAP_THRESHOLD: 2**30, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 2**28}
+# The most that glibc's own thresholds grow to. They are fixed once a program has set them.
+GLIBC = {M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**26, M_TOP_PAD: 2**17}
+OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+
+
+class KeptPages:
+    """What `keep_pages` did: `reason` is None, or says why nothing was changed."""
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason = reason
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+    def __enter__(self) -> KeptPages:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self:
+            _set(GLIBC)
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def __repr__(self) -> str:
+        return "KeptPages()" if self else f"KeptPages(reason={self.reason!r})"
+
+
+def keep_pages() -> KeptPages:
+    """Have the C library keep freed blocks of CPU memory instead of unmapping them.
+
+    By default glibc maps every block past 32 MiB anew, and each of its pages faults when it is
+    first written. In a training step on the CPU this takes longer than many kernels do, torch's
+    own among them. Call this once at the top of a script, or use it as a context:
+
+        torchweld.keep_pages()
+
+        with torchweld.keep_pages():
+            train()
+
+    The process then keeps about the most memory that it has ever used at once: up to 2 GiB at the
+    end of the heap, and what lies below a block that is still in use. Leaving the context gives
+    free memory back.
+
+    With another C library, or under jemalloc, tcmalloc or mimalloc, nothing is changed: the result
+    is false, and its `reason` says why.
+    """
+    reason = why_not()
+    if reason is None and not _set(KEPT):
+        reason = f"glibc {platform.libc_ver()[1]} refused the thresholds"
+    return KeptPages(reason)
+
+
+def why_not() -> str | None:
+    """Why the pages cannot be kept here, if they cannot."""
+    if platform.libc_ver()[0] != "glibc":
+        return "the C library is not glibc, whose malloc this is about"
+    if other := _other_allocator():
+        return f"{other} serves malloc, and keeps freed blocks by its own rules"
+    return None
+
+
+def _other_allocator() -> str | None:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    return next((name for name in OTHER_ALLOCATORS if f"lib{name}" in loaded), None)
+
+
+def _set(thresholds: dict[int, int]) -> bool:
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(mallopt(name, value) == 1 for name, value in thresholds.items())

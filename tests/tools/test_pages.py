@@ -1,0 +1,70 @@
+"""keep_pages(): page faults counted by the kernel, each trial in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import torchweld
+from torchweld import pages
+
+BLOCK = 64 * 2**20  # bytes, past the 32 MiB that glibc's own threshold grows to
+FAULTS = f"""
+import resource, sys, torch, torchweld
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones({BLOCK} // 4)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+torch.ones(1).add_(1)
+faults()
+found = [faults()]
+with torchweld.keep_pages() as kept:
+    assert kept, kept.reason
+    for _ in range(20):  # each call may find its place in the heap anew until the holes have merged
+        last = faults()
+    found += [last, resident()]
+print(*found, resident())
+"""
+
+
+@pytest.mark.skipif(pages.why_not() is not None, reason=str(pages.why_not()))
+def test_large_blocks_stay_resident_and_are_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
+    before, kept, inside, outside = map(int, done.stdout.split())
+    assert before >= BLOCK // 2**21  # a huge page is one fault
+    assert kept <= before // 100
+    assert inside - outside > 0.9 * BLOCK
+
+
+@pytest.mark.parametrize("name", pages.OTHER_ALLOCATORS)
+def test_other_allocators_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(pages.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(pages, "_set", calls.append)
+    monkeypatch.setattr(pages.Path, "read_text", lambda _: f"7f00 r-xp /usr/lib/lib{name}.so.2")
+    with torchweld.keep_pages() as kept:
+        assert not kept
+        assert name in str(kept.reason)
+    assert not calls
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.platform, "libc_ver", lambda: ("", ""))
+    kept = torchweld.keep_pages()
+    assert not kept
+    assert "glibc" in str(kept.reason)
+
+
+def test_a_refused_threshold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "why_not", lambda: None)
+    monkeypatch.setattr(pages, "_set", lambda _: False)
+    assert "refused" in str(torchweld.keep_pages().reason)
