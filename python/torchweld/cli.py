@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torchweld
 from torchweld import doctor, tune
 from torchweld.bench import command as bench
+from torchweld.bench import compare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=doctor.run)
 
     about = "measure the ops against eager torch, torch.compile and installed peers"
-    command = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
+    also = "`torchweld bench compare A.json B.json` shows what became slower between two runs."
+    described = f"{about.capitalize()}. {also}"
+    command = commands.add_parser("bench", help=about, description=described)
     bench.add_options(command)
     command.set_defaults(run=bench.run)
 
@@ -30,5 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune.add_options(command)
     command.set_defaults(run=tune.run)
 
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments[:2]) == ["bench", "compare"]:  # what follows are files, where bench has ops
+        return compare.run(arguments[2:])
     options = parser.parse_args(arguments)
     return options.run(options)
