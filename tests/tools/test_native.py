@@ -157,3 +157,10 @@ print(torch.equal(y, exact.to(torch.float32).half()), (y != exact.half()).sum().
     (line,) = _run(program, TORCHWELD_CPU_ISA=native.BASELINE)
     equal, different = line.split()
     assert int(different) <= 8 or equal == "True", line
+
+
+def test_importing_leaves_the_compiler_alone() -> None:
+    """torch.compile's modules take longer to import than torchweld."""
+    heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy", "transformers")
+    program = f"import sys, torchweld; print([m for m in {heavy} if m in sys.modules])"
+    assert _run(program) == ["[]"]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchweld.dispatch import cache
+from torchweld.dispatch.constant import assume_constant_result
 from torchweld.registry import OPS, Op
 from torchweld.version import __version__
 
@@ -73,7 +74,7 @@ def against(op: Any, backend: str, inputs: Sequence[Any]) -> str | None:
     return _verdict_while_compiling(op.name, backend, rivals, gpu, x.dtype, size)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def is_proven(op: str, backend: str, gpu_index: int | None) -> bool:
     """Whether all tests passed on this GPU, or, where it has not run, on another of NVIDIA's."""
     return _is_proven(op, backend, gpu_index)
@@ -87,7 +88,7 @@ def _is_proven(op: str, backend: str, gpu_index: int | None) -> bool:
     return any(p["passed"] for p in proofs) and not any(p["failed"] for p in proofs)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _verdict_while_compiling(*constants: Any) -> str | None:
     """The verdict, which torch.compile takes for a constant instead of tracing how it is found."""
     return _verdict(*constants)

@@ -17,6 +17,7 @@ from torchweld.dispatch.autograd import (
     derivatives_of_reference,
 )
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.constant import assume_constant_result
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import timing
@@ -305,7 +306,7 @@ def rows_of(x: torch.Tensor) -> int:
     return x.shape[:-1].numel()
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
     """What is kept, which torch.compile takes for a constant."""
     timed = timing.kept(device, shapes, None)

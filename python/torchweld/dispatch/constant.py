@@ -1,0 +1,17 @@
+"""Functions whose results torch.compile takes as constants of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: Function) -> Function:
+    """Mark a function as torch.compiler.assume_constant_result does.
+
+    That one imports the compiler first, which takes longer than importing torchweld.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
