@@ -1,0 +1,104 @@
+"""Runs an op as `oracle.run` does, and watches what its kernels do besides computing numbers.
+
+A run of every sample is expensive where kernels are imitated. What asks for one shares it: the
+bounds of errors, what is written, and what the fakes promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oracle import Results, run
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.registry import Op
+
+_CANARY, _BEFORE, _AFTER = 7.0, 33, 34
+
+
+def watched(op: Op, backend: str, inputs: list[Any]) -> Results:
+    """The results of a run that reads and writes only what it should.
+
+    Inputs are views into larger buffers; neither they nor what is around them may change. New
+    memory is full of NaN (torchweld's bindings fill it in tests, and so does this for Triton's
+    wrappers), of which none may remain. The fakes of the kernels that ran must have the shapes,
+    dtypes and strides of what came out.
+    """
+    views, buffers = _inside_buffers(inputs)
+    before = [buffer.clone() for buffer in buffers]
+    calls = _Calls(op, backend)
+    with _new_tensors_full_of_nan(backend == "triton"), calls:
+        results = run(op, views)
+    for was, buffer in zip(before, buffers, strict=True):
+        assert torch.equal(was, buffer), "a kernel wrote into its inputs, or around them"
+    if inputs[0].numel():
+        for name, value in results.items():
+            assert not value.isnan().any(), f"{name} has elements that nothing wrote"
+    calls.check()
+    return results
+
+
+def _inside_buffers(inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Each tensor in the middle of a buffer of its own, and the buffers."""
+    buffers: list[torch.Tensor] = []
+
+    def view(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        size = _BEFORE + value.numel() + _AFTER
+        buffers.append(torch.full((size,), _CANARY, dtype=value.dtype, device=value.device))
+        return buffers[-1][_BEFORE:-_AFTER].view_as(value).copy_(value)
+
+    return [view(value) for value in inputs], buffers
+
+
+@contextmanager
+def _new_tensors_full_of_nan(wanted: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided") if wanted else ():
+            original = getattr(torch, name)
+
+            def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> torch.Tensor:
+                result = original(*args, **kwargs)
+                return result.fill_(torch.nan) if result.is_floating_point() else result
+
+            patch.setattr(torch, name, poisoned)
+        yield
+
+
+class _Calls(TorchDispatchMode):
+    """The calls of an op's kernels: what they were given, and what came out."""
+
+    def __init__(self, op: Op, backend: str) -> None:
+        super().__init__()
+        kernel = op.kernels[backend]
+        self.kernels = (kernel.forward, kernel.backward)
+        self.seen: list[tuple[Any, tuple[Any, ...], tuple[torch.Tensor, ...]]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in self.kernels:
+            assert not kwargs
+            self.seen.append((function, args, as_tuple(result)))
+        return result
+
+    def check(self) -> None:
+        """Hold every fake against what came out."""
+        assert {function for function, _, _ in self.seen} == set(self.kernels)
+        for function, args, real in self.seen:
+            # Detached, since a fake of a tensor in a graph looks for its gradient.
+            given = [v.detach() if isinstance(v, torch.Tensor) else v for v in args]
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
+                for imagined, actual in zip(as_tuple(function(*fake)), real, strict=True):
+                    assert imagined.shape == actual.shape
+                    assert imagined.dtype == actual.dtype
+                    assert imagined.stride() == actual.stride()
