@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import torchweld
-from torchweld.bench import limits
+from torchweld.bench import limits, memory
 from torchweld.bench.cases import Case, Problem, name
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender, contenders
@@ -168,21 +168,17 @@ def _run(problem: Problem, direction: str, contender: Contender, clock: Clock) -
 
 
 def _peak_bytes(run: Run, device: str) -> int | None:
-    """The peak of allocated memory, beyond what was allocated before."""
+    """The peak of allocated memory. On the CPU, counting would be all that a small call does."""
     if device != "cuda":
         return None
-    peak = 0
+    peaks: list[int] = []
 
     def observe(call: Callable[[], Any]) -> Sample:
-        nonlocal peak
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        peak = torch.cuda.max_memory_allocated() - before
+        peaks.append(memory.peak_bytes(call, device))
         return Sample(0.0)
 
     run(observe)
-    return peak
+    return peaks[-1]
 
 
 def _result(case: Case, direction: str, contender: str, traffic: Traffic) -> Result:

@@ -20,6 +20,7 @@ import torchweld
 from conftest import GPU
 from oracle import assert_right, run
 from torchweld import functional
+from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
 from torchweld.ops.gemm import epilogue, mlp_backward, timing
@@ -319,7 +320,7 @@ def test_memory(device: str, fused: None) -> None:
 
     assert test_seams._saved(lambda: block(False), leaves) == [[rows, hidden]] * 2
     assert test_seams._saved(lambda: block(True), leaves) == []
-    with test_seams._Live() as live:
+    with LiveBytes() as live:
         y = block(False)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
     assert 3 <= live.peak / (rows * hidden * 4) < 3.5

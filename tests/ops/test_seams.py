@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import torchweld
 from oracle import TORCH, Pool, exact, run
 from torchweld import functional
+from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch.call import call
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import linear as gemm
@@ -291,34 +290,6 @@ def _assert_kept(y: torch.Tensor, leaves: list[torch.Tensor]) -> None:
 # --- Peak memory ----------------------------------------------------------------------------------
 
 
-class _Live(TorchDispatchMode):
-    """Bytes of what torch's ops make, as long as it lives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {s._cdata for s in _storages((args, kwargs))}
-        results = func(*args, **(kwargs or {}))
-        for storage in _storages(results):
-            if storage._cdata not in before | self._known:
-                self._known.add(storage._cdata)
-                self._now += storage.nbytes()
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self._now)
-        return results
-
-    def _forget(self, name: int, size: int) -> None:
-        self._known.discard(name)
-        self._now -= size
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "recompute", "ours", "eagers"),
@@ -337,7 +308,7 @@ def test_peak_memory(
     leaves = materialize((activation(rows, width), *specs), dtype, requires_grad=True)
     seen = {}
     for backend in ("eager", "cpu"):
-        with torchweld.use_backend(backend), _Live() as live:
+        with torchweld.use_backend(backend), LiveBytes() as live:
             y = getattr(functional, name)(*leaves, recompute=recompute)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
         seen[backend] = live.peak / (rows * hidden * dtype.itemsize)
