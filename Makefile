@@ -31,7 +31,11 @@ NUMBERS := $(addprefix tests/contract/,test_absent_lanes.py test_oracle.py test_
 	test_optim_layouts.py test_optim_rounding.py)
 KERNELS := $(NUMBERS) $(addprefix tests/contract/,test_gradients.py test_bad_input.py) \
 	$(addprefix tests/ops/,test_cublaslt.py test_mlp_on_cuda.py)
-CONTRACT := tests/contract tests/ops tests/optim tests/distributed tests/pytorch
+# What depends on torch's version. Kernels have the same numbers under any: one place says so.
+LANE := tests/pytorch tests/distributed tests/tools/test_native.py tests/tools/test_triton_aot.py \
+	$(addprefix tests/contract/,test_oracle.py test_random.py test_gradients.py test_acceptance.py test_declaration.py) \
+	$(addprefix tests/ops/,test_arguments.py test_choice.py test_seams.py test_batch_norm.py test_residual.py) \
+	$(addprefix tests/optim/,test_optim.py test_optim_checkpoints.py test_optim_conformance.py test_optim_habits.py)
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -80,10 +84,6 @@ test: emulator ## The package's own test suite
 	$(call say,testing)
 	@$(PYTEST) -n 2 --dist worksteal tests $(ARGS)
 
-.PHONY: test-contract
-test-contract: emulator ## The contract and the ahead-of-time compiles alone
-	@$(PYTEST) -n 2 --dist worksteal $(CONTRACT) tests/tools/test_triton_aot.py $(ARGS)
-
 .PHONY: test-isa
 test-isa: env ## The kernels' numbers on every CPU instruction set but the best, which `make test` runs on
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.supported_isas()[1:])'); do \
@@ -103,12 +103,16 @@ test-peers: env ## Tests against other packages; installs them
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
 .PHONY: test-lane
-test-lane: ## The contract under Python 3.12, torch 2.11 and Triton 3.6
+test-lane: ## What depends on torch, under Python 3.12, torch 2.11 and Triton 3.6
 	@[ -n "$(PYTHON312)" ] || { echo "torchweld: the second lane did not run: no python3.12 with venv"; exit 0; }; \
 	free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
 	[ -d .venv-2.11 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
-	$(MAKE) --no-print-directory test-contract PYTHON=$(PYTHON312) TORCH=2.11.0 VENV=.venv-2.11 \
-	  ARGS='-k "not interpreter"'  # Triton 3.6 does not interpret under numpy >= 2.4
+	$(MAKE) --no-print-directory lane PYTHON=$(PYTHON312) TORCH=2.11.0 VENV=.venv-2.11
+
+# Triton 3.6 does not interpret under numpy >= 2.4.
+.PHONY: lane
+lane: env
+	@$(PYTEST) -n 2 --dist worksteal -k "not interpreter and not emulator" $(LANE) $(ARGS)
 
 .PHONY: demo
 demo: env ## The quick benchmark: its table, and a plot
@@ -157,7 +161,7 @@ wheel-matrix: wheel ## That wheel under Python 3.12 and torch 2.11
 	@.venv-wheel/bin/pip install -q -r requirements.txt
 	@.venv-wheel/bin/pip install -q --force-reinstall --no-deps dist/torchweld-*.whl
 	@.venv-wheel/bin/python -c 'import torchweld; print(torchweld.__file__, torchweld.backends())'
-	@.venv-wheel/bin/python -m pytest -n 2 -k "not interpreter" $(CONTRACT) $(ARGS)
+	@.venv-wheel/bin/python -m pytest -n 2 -k "not interpreter and not emulator" $(LANE) $(ARGS)
 
 .PHONY: cuda-check
 cuda-check: env ## Compile the CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
@@ -193,7 +197,7 @@ gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over t
 	$(NEEDS_GPU)
 	@for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
-	    -k "gpu-cuda and (layouts or nothing_else or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
+	    -k "gpu-cuda and (layouts or every_sample or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean

@@ -1,0 +1,303 @@
+"""`torchweld demo`: a small GPT learns the text of Python's library, eager and fused.
+
+Every contender starts from the same weights and sees the same batches. The baseline is what torch
+offers: scaled_dot_product_attention and torch.optim.AdamW(fused=True).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import torchweld
+from torchweld import optim
+from torchweld.bench.convergence import text
+from torchweld.bench.machine import machine
+from torchweld.bench.training import Learner, median, take_turns
+from torchweld.table import Table, progress
+
+LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
+WIDTH = {"cpu": 256, "cuda": 1024}
+LEARNING_RATE = 1e-3
+EAGER = "eager"
+THREE_LINES = """\
+import torchweld
+
+model = torchweld.fuse(model)
+optimizer = torchweld.optim.AdamW8bit(model.parameters(), lr=1e-3)  # or AdamW
+"""
+
+
+class GPT(nn.Module):
+    """A GPT on bytes, of torch's own layers."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                *(width, HEADS, 4 * width, dropout),
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(LAYERS)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        causal = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        self.register_buffer("causal", causal, persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.token(tokens) + self.place.weight)
+        for block in self.blocks:
+            x = block(x, src_mask=self.causal, is_causal=True)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders have in common."""
+
+    device: str
+    dropout: float = 0.1
+    autocast: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        precision = "float32" if self.autocast is None else "bfloat16 autocast"
+        return f"{precision}, dropout {self.dropout:g}"
+
+    def learners(self, names: Sequence[str], seed: int) -> list[Learner]:
+        """The contenders of these names, before their first step."""
+        data = text()
+        starts = torch.Generator().manual_seed(seed)
+        batches: list[torch.Tensor] = []
+
+        def batch(step: int) -> torch.Tensor:
+            while len(batches) <= step:
+                at = torch.randint(len(data) - LENGTH - 1, (BATCH, 1), generator=starts)
+                batches.append(data[at + torch.arange(LENGTH + 1)].long())
+            return batches[step].to(self.device)
+
+        def loss(model: nn.Module, step: int) -> torch.Tensor:
+            tokens = batch(step)
+            logits = model(tokens[:, :-1])
+            return cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+        found = []
+        for name in names:
+            torch.manual_seed(seed)
+            model = GPT(WIDTH[self.device], self.dropout).to(self.device)
+            model, optimizer = CONTENDERS[name](model)
+            found.append(Learner(name, model, optimizer, loss, self.autocast))
+        return found
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _eager(model: nn.Module) -> Made:
+    return model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
+
+
+def _compiled(model: nn.Module) -> Made:
+    made, optimizer = _eager(model)
+    return torch.compile(made), optimizer
+
+
+def _fused(model: nn.Module) -> Made:
+    model = torchweld.fuse(model)
+    return model, optim.AdamW(model.parameters(), LEARNING_RATE)
+
+
+def _fused_8bit(model: nn.Module) -> Made:
+    model = torchweld.fuse(model)
+    return model, optim.AdamW8bit(model.parameters(), LEARNING_RATE)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], Made]] = {
+    EAGER: _eager,
+    "fused": _fused,
+    "fused, 8-bit AdamW": _fused_8bit,
+    "torch.compile": _compiled,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `torchweld demo`."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="to train for the curves; default: 90"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss curves")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        print("torchweld demo: --device cuda needs a GPU; torch sees none here", file=sys.stderr)
+        return 2
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        message = "--plot needs matplotlib: pip install torchweld[bench]"
+        print(f"torchweld demo: {message}", file=sys.stderr)
+        return 2
+    kept = torchweld.keep_pages() if device == "cpu" else None
+    names = [name for name in CONTENDERS if name != "torch.compile" or options.compile]
+    about = machine(device)
+    _say_what_runs(about, device, None if kept is None else kept.reason)
+    settings = [
+        Setting(device),
+        Setting(device, dropout=0.0),
+        Setting(device, autocast=torch.bfloat16),
+    ]
+    first = settings[0].learners(names, options.seed)
+    rows = {str(settings[0]): _measured(first, settings[0], seconds=12.0)}
+    _learn(first, options.seconds)
+    _show_losses(first)
+    for setting in settings[1:]:
+        rows[str(setting)] = _measured(setting.learners(names, options.seed), setting, seconds=8.0)
+    curves = {learner.name: learner.losses for learner in first}
+    if options.plot:
+        plot(curves, rows[str(settings[0])], about, options.plot)
+        print(f"plot: {options.plot}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": about, "settings": rows, "losses": curves}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"results: {options.json}")
+    print(f"\nIn your own script:\n\n{THREE_LINES}")
+    return 0
+
+
+def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> None:
+    made_of = about["versions"]
+    print(f"torchweld {made_of['torchweld']}, torch {made_of['torch']}, on {about['name']}")
+    width, tokens = WIDTH[device], BATCH * LENGTH
+    print(f"a GPT of {LAYERS} layers, width {width}, on bytes; {tokens} tokens a step")
+    if device == "cpu":
+        pages = f"not kept: {not_kept}" if not_kept else "kept by torchweld.keep_pages()"
+        print(f"for every contender: pages of large blocks are {pages}")
+
+
+# --- Times --------------------------------------------------------------------------------------
+
+
+def _measured(learners: Sequence[Learner], setting: Setting, seconds: float) -> list[dict[str, Any]]:
+    """Warm up, take turns, and print the table. A row of it is a dictionary."""
+    for _ in progress([f"{learner.name}: warming up" for learner in learners]):
+        pass
+    for learner in learners:
+        learner.learn()
+        learner.learn()
+    steps = take_turns(learners, seconds=seconds, at_least=3, at_most=50)
+    found = []
+    for learner, taken in zip(learners, steps, strict=True):
+        middle = median(taken)
+        found.append(
+            {
+                "contender": learner.name,
+                **middle._asdict(),
+                "total": middle.total,
+                "tokens_per_second": 1e3 * BATCH * LENGTH / middle.total,
+                "peak_bytes": learner.peak_bytes(),
+                "optimizer_bytes": learner.optimizer_bytes(),
+                "steps": len(taken),
+            }
+        )
+    for row in found:
+        row["speed_up"] = found[0]["total"] / row["total"]
+    print(f"\n{setting}")
+    _table(found).show()
+    return found
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    headers = ["", "forward", "backward", "optimizer", "step ms", "x eager", "tokens/s"]
+    table = Table([*headers, "peak MB", "optimizer MB"], numbers_from=1)
+    for row in rows:
+        style = "dim" if row["contender"] == EAGER else ""
+        phases = [f"{row[phase]:.1f}" for phase in ("forward", "backward", "step", "total")]
+        figures = [f"{row['speed_up']:.2f}", f"{row['tokens_per_second']:.0f}"]
+        sizes = [f"{row[size] / 1e6:.1f}" for size in ("peak_bytes", "optimizer_bytes")]
+        table.add(row["contender"], *phases, *figures, *sizes, style=style)
+    return table
+
+
+# --- Losses -------------------------------------------------------------------------------------
+
+
+def _learn(learners: Sequence[Learner], seconds: float) -> None:
+    """Train all in turn for this long, from where they are, by as many steps each."""
+    start = time.monotonic()
+    rounds = 0
+    for _ in progress([f"learning, at most {seconds:.0f} s"] * 1000):
+        if rounds >= 5 and time.monotonic() - start > seconds:
+            break
+        for learner in learners:
+            learner.learn()
+        rounds += 1
+    fewest = min(len(learner.losses) for learner in learners)
+    for learner in learners:
+        del learner.losses[fewest:]
+
+
+def _final(losses: Sequence[float]) -> float:
+    last = losses[-max(len(losses) // 10, 1) :]
+    return sum(last) / len(last)
+
+
+def _show_losses(learners: Sequence[Learner]) -> None:
+    eager = _final(learners[0].losses)
+    print(f"\nloss after {len(learners[0].losses)} steps of the same batches")
+    table = Table(["", "first", "last", "to eager's"], numbers_from=1)
+    for learner in learners:
+        last = _final(learner.losses)
+        table.add(learner.name, f"{learner.losses[0]:.3f}", f"{last:.3f}", f"{last / eager - 1:+.1%}")
+    table.show()
+
+
+def plot(
+    curves: dict[str, list[float]],
+    rows: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    path: Path,
+) -> None:
+    """Losses by step and by time, which is where the contenders differ."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_step, by_time) = pyplot.subplots(
+        1, 2, figsize=(11, 4.2), sharey=True, layout="constrained"
+    )
+    for (name, losses), row in zip(curves.items(), rows, strict=True):
+        seconds = [row["total"] * (step + 1) / 1e3 for step in range(len(losses))]
+        label = f"{name} ({row['speed_up']:.2f}x)"
+        by_step.plot(range(1, len(losses) + 1), losses, label=label, linewidth=1.4)
+        by_time.plot(seconds, losses, label=label, linewidth=1.4)
+    by_step.set_xlabel("step")
+    by_time.set_xlabel("seconds of training")
+    by_step.set_ylabel("loss")
+    by_time.legend(frameon=False)
+    for panel in (by_step, by_time):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"A GPT of {LAYERS} layers on {about['name']}, dropout 0.1", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
