@@ -13,15 +13,17 @@ import torch
 
 import torchweld
 from torchweld import cli
+from torchweld.bench import cases as bench_cases
 from torchweld.bench import command, conditions, limits, recording, report, runner, sources
 from torchweld.bench.cases import MIDDLE, Case, cases
+from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import Sample, interleaved, wall_time
 from torchweld.dispatch import evidence
-from torchweld.registry import OPS, activation, parameter
+from torchweld.registry import OPS, Op, activation, parameter
 from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
 
@@ -159,7 +161,7 @@ def _broken(x, shape, weight, bias, eps):
     raise RuntimeError("no kernel image\nand more")
 
 
-WRONG = [
+WRONG: list[tuple[Callable[..., Any], str]] = [
     (_off_by_a_percent, "wrong result: y"),
     (_one_element_off, "wrong result: y"),
     (_one_element_unwritten, "wrong result: y"),
@@ -183,6 +185,45 @@ def test_a_wrong_kernel_is_not_timed(
         assert wrong.speed_up is None
         assert wrong.reason
         assert wrong.reason.startswith(reason)
+
+
+@pytest.mark.seams
+def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
+    """Of every op's largest: few enough elements for float64, and arguments that fit each other."""
+    for case in cases([op], "cuda", [torch.bfloat16]):
+        part = case.part()
+        assert torch.Size(part.shape).numel() <= bench_cases.MOST_JUDGED
+        assert part.shape[-1] == case.shape[-1]
+        for now, was in zip(part.arguments, case.arguments, strict=True):
+            if now != was:
+                assert torch.broadcast_shapes(now.shape, part.shape) == part.shape
+                assert torch.broadcast_shapes(was.shape, case.shape) == case.shape
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [case for case in WRONG if case[0] is not _one_element_unwritten]
+)
+def test_a_wrong_kernel_is_found_by_a_part(
+    function: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the part are wrong, or elements of the whole are not written."""
+    monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
+    assert CASE.part().shape == (4, 16)
+    fault = runner._fault(Judge(CASE.draw()), Contender("planted", function))
+    assert fault is not None
+    assert fault.startswith(reason)
+
+
+def test_what_is_not_written_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row that the part does not have."""
+    monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
+
+    def unwritten(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y = LAYER_NORM.reference(x, *rest)
+        return y if len(x) == 4 else y.index_fill(0, torch.tensor(7), float("nan"))
+
+    fault = Judge(CASE.draw()).fault(unwritten)
+    assert fault == "wrong result: NaN in y"
 
 
 # --- The command ------------------------------------------------------------------------------
