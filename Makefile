@@ -143,6 +143,8 @@ docs: env .venv-docs/.ready ## The docs site, in build/docs; a broken link fails
 	@$(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip install -q -r $< && touch $@
 
 .PHONY: wheel
+# For all GPUs, not only for those at hand.
+wheel wheel-try wheel-matrix: export TORCH_CUDA_ARCH_LIST ?= all
 wheel: env ## One wheel for every torch >= 2.10, in dist/
 	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
 
@@ -180,10 +182,7 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
 	  $(PYTEST) -n 2 -k "not interpreter and not inductor and not compile" $(KERNELS) $(ARGS)
 
-# Only for the GPU at hand, unless TORCH_CUDA_ARCH_LIST says otherwise.
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
-gpu gpu-sanitize: export TORCH_CUDA_ARCH_LIST ?= $(shell $(PY) -c \
-	'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' 2>/dev/null)
 NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from torchweld.registry import Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 
+# Elements of the first argument that are judged in float64, beside some tensors as large.
+MOST_JUDGED = 2**26
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 
 
@@ -42,13 +44,35 @@ class Case:
     def draw(self) -> Problem:
         """The arguments filled with numbers, and a gradient for each public result."""
         inputs = materialize(self.arguments, self.dtype, self.device, requires_grad=True)
-        problem = Problem(self.op, inputs, [])
+        problem = Problem(self, inputs, [])
         generator = torch.Generator(self.device).manual_seed(1)
         outputs = results(self.op, inputs)
         for like in (outputs[name] for name in self.op.public):
             values = torch.randn(like.shape, generator=generator, device=self.device)
             problem.grads.append(values.to(like.dtype))
         return problem
+
+    def part(self) -> Case:
+        """The same with so few rows that it can be judged in float64; itself if it has as few."""
+        shape = self.shape
+        while torch.Size(shape).numel() > MOST_JUDGED and max(shape[:-1], default=1) > 1:
+            at = next(at for at, size in enumerate(shape) if size > 1)
+            shape = (*shape[:at], shape[at] // 2, *shape[at + 1 :])
+        if shape == self.shape:
+            return self
+        arguments = [
+            TensorSpec(_like(a.shape, self.shape, shape), a.kind)
+            if isinstance(a, TensorSpec) and a.kind != "weight"
+            else a
+            for a in self.arguments
+        ]
+        return replace(self, arguments=tuple(arguments))
+
+
+def _like(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that has or broadcasts to the old shape, beside one of the new."""
+    beside = zip(shape, old[-len(shape) :], new[-len(shape) :], strict=True)
+    return tuple(changed if size == was else size for size, was, changed in beside)
 
 
 def _in_words(op: Op, arguments: Sequence[Any]) -> list[str]:
@@ -68,9 +92,18 @@ def _in_words(op: Op, arguments: Sequence[Any]) -> list[str]:
 class Problem:
     """The inputs of a case, which require gradients, and the gradients of its public results."""
 
-    op: Op
+    case: Case
     inputs: list[Any]
     grads: list[torch.Tensor]
+
+    @property
+    def op(self) -> Op:
+        return self.case.op
+
+    def part(self) -> Problem:
+        """The problem that is judged: itself, or another with fewer rows."""
+        case = self.case.part()
+        return self if case is self.case else case.draw()
 
     def forward(self, function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
         """The function's results, always as a tuple."""
@@ -98,7 +131,7 @@ class Problem:
             else v
             for v in self.inputs
         ]
-        return Problem(self.op, wide, [grad.double() for grad in self.grads])
+        return Problem(self.case, wide, [grad.double() for grad in self.grads])
 
 
 def name(dtype: torch.dtype) -> str:

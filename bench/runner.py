@@ -16,6 +16,7 @@ from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
 from torchweld.dispatch.call import automatic
+from torchweld.dispatch.proof import in_a_line
 from torchweld.registry import EAGER, cost
 from torchweld.registry.cost import Traffic
 
@@ -77,6 +78,8 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     judge = Judge(problem)
     faults = {c.name: _fault(judge, c) if c.judged else None for c in taking_part}
     del judge
+    if case.part() is not case:
+        torch.compiler.reset()  # what is timed is compiled for the whole, as if it came first
     with torchweld.use_backend(None):
         chosen = automatic(case.op, problem.inputs)
     for direction in plan.directions:
@@ -103,7 +106,7 @@ def _fault(judge: Judge, contender: Contender) -> str | None:
         with torchweld.use_backend(contender.backend):
             return judge.fault(contender.function)
     except Exception as error:  # a contender's failure must not end the others' run
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return in_a_line(error)
 
 
 def _timed(

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.dispatch.clock import DeviceClock
+
 
 class Sample(NamedTuple):
     """Milliseconds that a call took, and that its threads meanwhile waited for a core."""
@@ -67,24 +69,18 @@ def wall_time(call: Callable[[], Any]) -> Sample:
 class CudaClock:
     """Device time between two events, from an L2 full of another, clean buffer.
 
-    Reading that buffer takes the GPU longer than the host takes to queue the call behind it. The
-    time between the events is therefore only the GPU's work; `bench/overhead.py` measures the
-    host's.
+    The GPU waits until the host has queued the call; where it did not wait long enough, the call
+    was disturbed. `bench/overhead.py` measures the host's time.
     """
 
     def __init__(self) -> None:
         l2 = torch.cuda.get_device_properties().L2_cache_size
-        self._buffer = torch.ones(max(2**30, 4 * l2) // 4, device="cuda")
-        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._buffer = torch.ones(4 * l2 // 4, device="cuda")
+        self._clock = DeviceClock()
 
     def __call__(self, call: Callable[[], Any]) -> Sample:
-        self._buffer.sum()
-        self._start.record()
-        kept = call()
-        self._stop.record()
-        self._stop.synchronize()
-        del kept
-        return Sample(self._start.elapsed_time(self._stop))
+        taken = self._clock(call, before=self._buffer.sum)
+        return Sample(taken.device, taken.exposed)
 
 
 def clock_for(device: str) -> Clock:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -42,6 +43,8 @@ CSRC = ROOT / "csrc"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+# Of one core, measured with nvcc 13.0.
+MINUTES_PER_ARCHITECTURE = 2
 
 
 class BuildError(RuntimeError):
@@ -103,14 +106,31 @@ def nvcc() -> str | None:
     return next((c for c in candidates if os.access(c, os.X_OK)), None)
 
 
+def architectures() -> list[str]:
+    """What to compile for, from TORCH_CUDA_ARCH_LIST, in the format of torch's extensions.
+
+    "all" is what a wheel is built for. Without the variable: the GPUs at hand, if there are any.
+    """
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(gpus_here()) or "all"
+    listed = DEFAULT_ARCHITECTURES if listed == "all" else listed
+    return [item for item in listed.replace(",", ";").replace(" ", ";").split(";") if item]
+
+
+def gpus_here() -> list[str]:
+    """The compute capabilities of this machine's GPUs, as its driver tells them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = subprocess.run(query, capture_output=True, text=True, check=False)
+    return sorted(set(re.findall(r"^\d+\.\d+$", told.stdout, re.MULTILINE)))
+
+
 def architecture_flags() -> str:
-    """-gencode flags from TORCH_CUDA_ARCH_LIST, in the format of torch's extensions."""
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
+    """The -gencode flags."""
     flags = []
-    for item in listed.replace(",", ";").replace(" ", ";").split(";"):
+    for item in architectures():
         number = item.removesuffix("+PTX").replace(".", "")
-        if not number:
-            continue
         flags.append(f"-gencode arch=compute_{number},code=sm_{number}")
         if item.endswith("+PTX"):
             flags.append(f"-gencode arch=compute_{number},code=compute_{number}")
@@ -143,7 +163,9 @@ def cpu_libraries(isa: str = "") -> list[Library]:
 def cuda_library() -> Library:
     """CUDA kernels and bindings; cudart is static, torch's libraries are resolved when loaded."""
     sources = sorted((CSRC / "cuda").glob("*.cu"))
-    kernels = tuple((s, "nvcc", KERNEL_FLAGS_OF.get(s.name, "")) for s in sources)
+    told = f"""'-DTW_ARCHITECTURES="{";".join(architectures())}"'"""
+    flags = KERNEL_FLAGS_OF | {"version.cu": told}
+    kernels = tuple((s, "nvcc", flags.get(s.name, "")) for s in sources)
     return Library(
         "torchweld_cuda",
         kernels + _bindings("nvcc_host", "-DTW_CUDA"),
@@ -292,12 +314,25 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
     libraries = cpu_libraries(isa)
     if cuda and nvcc():
         libraries.append(cuda_library())
+        _say_how_long()
     elif cuda:
         print(
             "torchweld: no nvcc, so no CUDA library; eager and Triton serve CUDA tensors. "
             "Install the CUDA toolkit and build again to add it."
         )
     run_ninja("native", out, libraries, sanitize)
+
+
+def _say_how_long() -> None:
+    """Before minutes of silence."""
+    wanted = architectures()
+    cores = os.cpu_count() or 1
+    minutes = math.ceil(MINUTES_PER_ARCHITECTURE * len(wanted) / cores)
+    print(
+        f"torchweld: CUDA kernels for {';'.join(wanted)} (TORCH_CUDA_ARCH_LIST names others): with"
+        f" {cores} cores at most {minutes} min, if all are to be compiled",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -5,14 +5,15 @@
 #include "cuda/linear_act.h"
 
 #include <array>
+#include <exception>
 
 #include "bind/act.h"
 
-TW_FUNCTION(int, linear_act_plan, const torchweld::LinearAct&, int64_t* workspace_bytes);
-TW_FUNCTION(int, linear_act_forward, const torchweld::LinearAct&, void* workspace, cudaStream_t);
-TW_FUNCTION(int, act_linear_backward_plan, const torchweld::ActLinearBackward&,
+TW_FUNCTION(bool, linear_act_plan, const torchweld::LinearAct&, int64_t* workspace_bytes);
+TW_FUNCTION(bool, linear_act_forward, const torchweld::LinearAct&, void* workspace, cudaStream_t);
+TW_FUNCTION(bool, act_linear_backward_plan, const torchweld::ActLinearBackward&,
             int64_t* workspace_bytes);
-TW_FUNCTION(int, act_linear_backward_launch, const torchweld::ActLinearBackward&, void* workspace,
+TW_FUNCTION(bool, act_linear_backward_launch, const torchweld::ActLinearBackward&, void* workspace,
             cudaStream_t);
 
 namespace torchweld {
@@ -43,20 +44,25 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty(x, sizes, x.scalar_type());
 }
 
-// Whether cuBLASLt served. Its errors are not raised: the user did not ask for cuBLASLt.
+// Memory for the GEMM, of which there may be none left.
+OptionalTensor workspace_of(int64_t bytes, const Tensor& like) {
+  try {
+    return empty(like, Shape{bytes}, ScalarType::Byte);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+// Whether cuBLASLt served. Its errors are not raised: the user did not ask for cuBLASLt, and torch's
+// GEMM can do the same. What both suffer from torch raises.
 template <class Args>
-bool multiply(int (*plan)(const Args&, int64_t*), int (*gemm)(const Args&, void*, cudaStream_t),
+bool multiply(bool (*plan)(const Args&, int64_t*), bool (*gemm)(const Args&, void*, cudaStream_t),
               const Args& args, const Tensor& like) {
   const DeviceGuard device(like);
   int64_t bytes = 0;
-  int status = plan(args, &bytes);
-  if (status == kNotServed) return false;
-  if (status == 0) {
-    const Tensor workspace = empty(like, Shape{bytes}, ScalarType::Byte);
-    status = gemm(args, workspace.mutable_data_ptr(), device.stream());
-  }
-  STD_TORCH_CHECK(status == 0, "cuBLASLt: status ", status);
-  return true;
+  if (!plan(args, &bytes)) return false;
+  const OptionalTensor workspace = workspace_of(bytes, like);
+  return workspace && gemm(args, workspace->mutable_data_ptr(), device.stream());
 }
 
 // y, and z = x @ weight^T + bias or nothing.

@@ -20,7 +20,7 @@
 namespace torchweld {
 namespace lt {
 
-enum class Status : int { success = 0, invalid_value = 7, not_supported = 15 };
+enum class Status : int { success = 0, alloc_failed = 3, invalid_value = 7, not_supported = 15 };
 enum class DataType : int { f32 = 0, f16 = 2, bf16 = 14 };
 enum class Compute : int { f32 = 68, tf32 = 77 };
 enum class Transpose : int32_t { no = 0, yes = 1 };

@@ -201,19 +201,21 @@ Plan plan_of(const Product& p) {
     const lt::Status status = lt::functions().Create(&handle);
     if (status != lt::Status::success) return {nullptr, {}, status};
   }
+  const Plan plan = plan_from_heuristic(handle, p);
+  if (plan.status == lt::Status::alloc_failed) return plan;  // there may be memory next time
   if (known.plans.size() == kMost) known.plans.clear();
-  return known.plans[key] = plan_from_heuristic(handle, p);
+  return known.plans[key] = plan;
 }
 
-// Asks for the workspace that the product needs.
-int plan(const Product& p, int64_t* workspace_bytes) {
-  if (!is_served(p)) return kNotServed;
+// Asks for the workspace that the product needs; false if cuBLASLt does not serve it.
+bool plan(const Product& p, int64_t* workspace_bytes) {
+  if (!is_served(p)) return false;
   const Plan plan = plan_of(p);
   *workspace_bytes = static_cast<int64_t>(plan.found.workspace_bytes);
-  return plan.status == lt::Status::not_supported ? kNotServed : static_cast<int>(plan.status);
+  return plan.status == lt::Status::success;
 }
 
-int multiply(const Product& p, void* workspace, cudaStream_t stream) {
+bool multiply(const Product& p, void* workspace, cudaStream_t stream) {
   const Plan plan = plan_of(p);
   const float one = 1, zero = 0;
   Gemm gemm(p);
@@ -223,23 +225,23 @@ int multiply(const Product& p, void* workspace, cudaStream_t stream) {
                                   &plan.found.algorithm, workspace, plan.found.workspace_bytes,
                                   stream);
   });
-  return static_cast<int>(gemm.status);
+  return gemm.status == lt::Status::success;
 }
 
 }  // namespace
 
-TW_EXPORT int linear_act_plan(const LinearAct& a, int64_t* workspace_bytes) {
+TW_EXPORT bool linear_act_plan(const LinearAct& a, int64_t* workspace_bytes) {
   return plan(product_of(a), workspace_bytes);
 }
-TW_EXPORT int linear_act_forward(const LinearAct& a, void* workspace, cudaStream_t stream) {
+TW_EXPORT bool linear_act_forward(const LinearAct& a, void* workspace, cudaStream_t stream) {
   return multiply(product_of(a), workspace, stream);
 }
 
-TW_EXPORT int act_linear_backward_plan(const ActLinearBackward& a, int64_t* workspace_bytes) {
+TW_EXPORT bool act_linear_backward_plan(const ActLinearBackward& a, int64_t* workspace_bytes) {
   return plan(product_of(a), workspace_bytes);
 }
-TW_EXPORT int act_linear_backward_launch(const ActLinearBackward& a, void* workspace,
-                                         cudaStream_t stream) {
+TW_EXPORT bool act_linear_backward_launch(const ActLinearBackward& a, void* workspace,
+                                          cudaStream_t stream) {
   return multiply(product_of(a), workspace, stream);
 }
 

@@ -34,8 +34,4 @@ struct ActLinearBackward {
   bool tf32;
 };
 
-// A launcher returns this if cuBLASLt does not serve the product. 0 is success; other codes are
-// errors.
-constexpr int kNotServed = -1;
-
 }  // namespace torchweld

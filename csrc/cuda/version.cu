@@ -1,6 +1,12 @@
-// The CUDA version that compiled the kernels. It decides the oldest driver they run under.
+// What the kernels were compiled by, which decides the oldest driver they run under, and for.
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"
 
 TW_EXPORT int torchweld_cuda_version() { return CUDART_VERSION; }
+
+// csrc/build.py says what it compiles for.
+#if !defined(TW_ARCHITECTURES)
+#define TW_ARCHITECTURES ""
+#endif
+TW_EXPORT const char* torchweld_cuda_architectures() { return TW_ARCHITECTURES; }

@@ -1,8 +1,9 @@
 """`torchweld tune`: a minute on the user's own GPU, which the automatic choice then goes by.
 
-Every kernel's results are checked against the reference in float64, at a few shapes, and both
-directions together are timed beside eager. What is found is kept in the user's cache, as evidence
-of this GPU, torch and torchweld, and counts for more than what the package brings along.
+Every kernel's results are checked against the reference in float64, at a few shapes, and the
+forward without gradients and both directions together are timed beside eager. What is found is kept
+in the user's cache, as evidence of this GPU, torch and torchweld, and counts for more than what the
+package brings along.
 """
 
 from __future__ import annotations
@@ -80,12 +81,13 @@ def check_and_time(
     case: Case | steps.StepCase, backends: list[str], record: recording.Record, clock: Clock
 ) -> list[Result]:
     """A case's results, which the record keeps."""
-    plan = Plan(["full"], backends, [], seconds=0.1)
+    plan = Plan(["fwd", "full"], backends, [], seconds=0.1)
     found = [result for results in steps.measure_either(case, plan, clock) for result in results]
     record.add_results(found)
-    for result in found:
-        if result.contender in backends and result.status != "absent":
-            record.add_outcome(result.op, result.contender, result.status == "timed")
+    # A fault is found once, and told of every direction.
+    outcomes = {r.contender: r for r in found if r.contender in backends and r.status != "absent"}
+    for result in outcomes.values():
+        record.add_outcome(result.op, result.contender, result.status == "timed")
     return found
 
 

@@ -8,7 +8,9 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torchweld {
@@ -38,15 +40,21 @@ struct Preference {
 
 namespace {
 
-// The one inner size for which this cuBLASLt has no algorithm. The real one also has gaps, which
-// are not documented.
-constexpr uint64_t kNoAlgorithm = 104;
+// Inner sizes for which this cuBLASLt does not serve. It has no algorithm, as the real one has gaps
+// that are not documented; it finds no memory when it is asked first; it fails when it runs.
+constexpr uint64_t kNoAlgorithm = 104, kNoMemoryAtFirst = 112, kFails = 120;
+constexpr Status kExecutionFailed = (Status)13;
 constexpr size_t kWorkspaceBytes = 4096;
 // The number of products in a partial sum. The scheme below rounds partial sums to the result's
 // dtype.
 constexpr int64_t kPart = 8;
 constexpr uint64_t kReduceInResultsType = 4;
 constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
+
+// The caller takes every status but success for "not served", which would hide its own mistakes.
+[[noreturn]] void misused() {
+  throw std::logic_error("the emulated cuBLASLt was given what does not fit");
+}
 
 template <class T>
 Status assign(T& member, const void* value, size_t size) {
@@ -134,7 +142,7 @@ Status check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c
   if (desc.epilogue & kAux) {
     fits &= desc.aux && desc.aux_ld >= (int64_t)d.rows && desc.aux_ld % 8 == 0;
   }
-  if (!fits || !has_epilogue(desc.epilogue)) return Status::invalid_value;
+  if (!fits || !has_epilogue(desc.epilogue)) misused();
   return inner == kNoAlgorithm ? Status::not_supported : Status::success;
 }
 
@@ -163,9 +171,11 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
   // The kernels load 16 bytes at a time and keep partial sums.
   for (const uint32_t alignment : preference->alignments) {
     if (alignment < 16) return Status::not_supported;
-    if (alignment > 16) return Status::invalid_value;  // more than tensors promise
+    if (alignment > 16) misused();  // more than tensors promise
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
+  static bool asked = false;
+  if (b->rows == kNoMemoryAtFirst && !std::exchange(asked, true)) return Status::alloc_failed;
   const uint64_t found_with = alignment_of(*desc) | (uint64_t)preference->reductions << 16;
   *found = {algorithm_for(*desc, found_with, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
   *count = 1;
@@ -222,7 +232,8 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
     fits &= is_aligned(p, 16);
   }
   fits &= *(const float*)alpha == 1 && *(const float*)beta == 0;
-  if (!fits) return Status::invalid_value;
+  if (!fits) misused();
+  if (b_layout->rows == kFails) return kExecutionFailed;
   std::memset(workspace, 0xff, kWorkspaceBytes);
   const bool turned = desc->transpose_a == Transpose::yes;
   const int64_t inner = (int64_t)b_layout->rows;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,9 +199,9 @@ class _Clock:
 
     def __call__(self, contenders: list[Callable[[], Any]]) -> list[float]:
         self.calls += 1
-        results = [run() for run in contenders]
-        for y, _ in results[1:]:
-            torch.testing.assert_close(y, results[0], rtol=1e-2, atol=2e-3)
+        unfused, *fused = [run() for run in contenders]
+        for results in fused:
+            torch.testing.assert_close(results["y"], unfused, rtol=1e-2, atol=2e-3)
         return [*self.times, *[9.0] * (len(contenders) - len(self.times))]
 
 
@@ -320,39 +321,63 @@ def test_what_the_kernel_cannot_serve_is_unfused(
         functional.linear_act(x, weight, bias[1:])
 
 
-def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each contender's own, in turns; what does not fit the GPU is never the fastest."""
-    now, order = [0.0], []
+def _wrong(x, weight, bias, activation, approximate, tile, save_z):
+    y = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
+    y[0, 0] += 0.1
+    return y, y.new_empty(0)
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
 
-        def record(self) -> None:
-            self.at = now[0]
+def _raising(*given: Any) -> Any:
+    raise RuntimeError("PTXAS error: Internal Triton PTX codegen error\nptxas fatal : ...")
 
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
 
-    class Stream:
-        def synchronize(self) -> None:
-            order.append("synchronize")
+def _too_large(*given: Any) -> Any:
+    raise pytest.importorskip("triton").OutOfResources(2, 1, "shared memory")
 
-    def contender(ms: float) -> Callable[[], None]:
-        def run() -> None:
-            order.append(ms)
-            now[0] += ms
 
-        return run
+def _without_memory(*given: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def too_large() -> None:
-        raise pytest.importorskip("triton").OutOfResources(2, 1, "shared memory")
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    found = timing._medians([contender(2.0), too_large, contender(1.0)])
-    assert found == [2.0, float("inf"), 1.0]
-    assert order[-3:] == [2.0, 1.0, "synchronize"]
+@pytest.mark.parametrize(
+    ("kernel", "told"),
+    [(_wrong, "wrong result: y is off by"), (_raising, "PTXAS error"), (_too_large, None)],
+)
+def test_what_is_wrong_or_fails_is_refused(
+    kernel: Any, told: str | None, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, with one warning; the call has the unfused form's result."""
+    x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
+    expected = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
+    tried: list[Any] = []
+    monkeypatch.setattr(epilogue, "kernel", lambda _: lambda *g: tried.append(g) or kernel(*g))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            torch.testing.assert_close(functional.linear_act(x, weight, bias), expected)
+    assert (len(tried), clock.calls) == (1, 0)
+    assert len(caught) == (told is not None)
+    assert told is None or told in str(caught[0].message)
+    explained = torchweld.explain("linear_act", x, weight, bias).detail
+    assert "one kernel for all was wrong, or failed, on this GPU" in explained
+
+
+def test_want_of_memory_is_no_verdict(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is kept, nothing is said, and nothing is tried at every call."""
+    x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
+    tried: list[Any] = []
+    monkeypatch.setattr(timing, "_without_memory", set())
+    monkeypatch.setattr(
+        epilogue, "kernel", lambda _: lambda *g: tried.append(g) or _without_memory()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            functional.linear_act(x, weight, bias)
+    assert (len(tried), clock.calls) == (1, 0)
+    assert not (tmp_path / "gemm.json").exists()
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")

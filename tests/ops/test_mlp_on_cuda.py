@@ -343,9 +343,10 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
         with test_seams._Counting() as counted:
             unfused = contenders[0]()
         assert not {"linear_act", "act_linear_backward"} & set(counted.calls)
-        is_backward = isinstance(unfused, tuple)
-        for a, b in zip(contenders[1](), unfused if is_backward else [unfused], strict=False):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=4e-3)
+        is_backward = isinstance(unfused, dict)
+        found = contenders[1]()
+        for name, value in (unfused if is_backward else {"y": unfused}).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-2, atol=4e-3)
         return times["backward" if is_backward else "forward"]
 
     kept: dict[str, Any] = {}
@@ -434,8 +435,8 @@ def test_float32_is_multiplied_as_torch_may(
 ) -> None:
     x, *parameters = _inputs(device, requires_grad=True)[:5]
 
-    def timed(device: Any, shapes: str, rows: int, unfused: Any, fused: dict[int, Any]) -> Any:
-        return timing.Timed(*fused, 1.0, 2.0)
+    def timed(device: Any, shapes: str, rows: int, contest: timing.Contest) -> Any:
+        return timing.Timed(*contest.fused, 1.0, 2.0)
 
     monkeypatch.setattr(timing, "time", timed)
     for precision, algorithm in (("ieee", epilogue._PLAIN), ("tf32", epilogue._TF32)):

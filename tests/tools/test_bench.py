@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import cli, tune
+from torchweld import cli
+from torchweld.bench import cases as bench_cases
 from torchweld.bench import command, conditions, limits, recording, report, runner, sources
 from torchweld.bench.cases import MIDDLE, Case, cases
+from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import Sample, interleaved, wall_time
-from torchweld.dispatch import cache, evidence
+from torchweld.dispatch import evidence
 from torchweld.registry import OPS, Op, activation, parameter
 from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
@@ -159,7 +161,7 @@ def _broken(x, shape, weight, bias, eps):
     raise RuntimeError("no kernel image\nand more")
 
 
-WRONG = [
+WRONG: list[tuple[Callable[..., Any], str]] = [
     (_off_by_a_percent, "wrong result: y"),
     (_one_element_off, "wrong result: y"),
     (_one_element_unwritten, "wrong result: y"),
@@ -183,6 +185,45 @@ def test_a_wrong_kernel_is_not_timed(
         assert wrong.speed_up is None
         assert wrong.reason
         assert wrong.reason.startswith(reason)
+
+
+@pytest.mark.seams
+def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
+    """Of every op's largest: few enough elements for float64, and arguments that fit each other."""
+    for case in cases([op], "cuda", [torch.bfloat16]):
+        part = case.part()
+        assert torch.Size(part.shape).numel() <= bench_cases.MOST_JUDGED
+        assert part.shape[-1] == case.shape[-1]
+        for now, was in zip(part.arguments, case.arguments, strict=True):
+            if now != was:
+                assert torch.broadcast_shapes(now.shape, part.shape) == part.shape
+                assert torch.broadcast_shapes(was.shape, case.shape) == case.shape
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [case for case in WRONG if case[0] is not _one_element_unwritten]
+)
+def test_a_wrong_kernel_is_found_by_a_part(
+    function: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the part are wrong, or elements of the whole are not written."""
+    monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
+    assert CASE.part().shape == (4, 16)
+    fault = runner._fault(Judge(CASE.draw()), Contender("planted", function))
+    assert fault is not None
+    assert fault.startswith(reason)
+
+
+def test_what_is_not_written_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row that the part does not have."""
+    monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
+
+    def unwritten(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y = LAYER_NORM.reference(x, *rest)
+        return y if len(x) == 4 else y.index_fill(0, torch.tensor(7), float("nan"))
+
+    fault = Judge(CASE.draw()).fault(unwritten)
+    assert fault == "wrong result: NaN in y"
 
 
 # --- The command ------------------------------------------------------------------------------
@@ -422,128 +463,3 @@ def test_the_contract_is_counted_from_pytest(outcome: bool, tmp_path: Path) -> N
     )
     counted = list(recording.contract(tmp_path, {("layer_norm", "cuda")}))
     assert counted == [("layer_norm", "cuda", outcome)]
-
-
-# --- What the automatic choice makes of it ----------------------------------------------------
-
-
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Evidence of a GPU, to be changed by the test."""
-    proofs: dict[str, Any] = {}
-    record = {"gpu": "NVIDIA H200", "ops": {"layer_norm": proofs}}
-    monkeypatch.setattr(evidence, "records", lambda: {"NVIDIA H200": record})
-    evidence._verdict.cache_clear()
-    yield proofs
-    evidence._verdict.cache_clear()
-
-
-def _proof(ms: float, passed: int = 9, failed: int = 0) -> dict[str, Any]:
-    result = {
-        "direction": "full",
-        "dtype": "bfloat16",
-        "elements": 2**23,
-        "ms": ms,
-        "eager_ms": 2.0,
-    }
-    return {"passed": passed, "failed": failed, "results": [result]}
-
-
-@pytest.mark.parametrize(
-    ("proofs", "reason"),
-    [
-        ({}, "it has run on no GPU"),
-        ({"cuda": _proof(1.0)}, None),
-        ({"cuda": _proof(2.5)}, "measured at 0.80x eager's speed"),
-        (
-            {"cuda": _proof(1.0), "triton": _proof(0.8)},
-            "measured at 2.00x eager's speed, triton at",
-        ),
-        ({"cuda": _proof(1.0), "triton": _proof(0.8, failed=1)}, None),
-        ({"cuda": _proof(1.0, failed=1)}, "it has run on no GPU"),
-        ({"cuda": _proof(1.0, passed=0)}, "it has run on no GPU"),
-    ],
-)
-def test_verdict_on_a_backend(
-    proofs: dict[str, Any], reason: str | None, planted: dict[str, Any]
-) -> None:
-    planted.update(proofs)
-    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
-    verdict = evidence.against(LAYER_NORM, "cuda", [x])
-    assert verdict is None if reason is None else str(verdict).startswith(reason)
-
-
-def test_verdict_is_of_the_dtype_measured(planted: dict[str, Any]) -> None:
-    planted["cuda"] = _proof(1.0)
-    assert evidence.against(LAYER_NORM, "cuda", [torch.empty(8192, 1024)]) is not None
-
-
-def test_verdict_is_among_what_can_serve(
-    planted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A faster backend that refuses these arguments is no rival."""
-    monkeypatch.setattr(Op, "refused", lambda _, name, __: "no" if name == "triton" else None)
-    planted.update({"cuda": _proof(1.0), "triton": _proof(0.8)})
-    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
-    assert evidence.against(LAYER_NORM, "cuda", [x]) is None
-
-
-@pytest.mark.parametrize("faulty", [False, True])
-def test_what_tuning_finds_is_gone_by(
-    faulty: bool, planted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On this GPU, with this torch; a kernel that was wrong is not taken, whatever is shipped."""
-    gpu = MACHINE["name"]
-    planted["cpu"] = _proof(2.5)
-    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu)
-    if faulty:
-        wrong = {"cpu": "wrong"}
-        monkeypatch.setattr(runner, "_fault", lambda judge, contender: wrong.get(contender.name))
-    record = recording.Record(evidence.own_path(gpu), MACHINE | {"versions": versions}, None)
-    record.begin(LAYER_NORM, "cpu")
-    results = tune.check_and_time(CASE, ["cpu"], record, wall_time)
-    assert {result.direction for result in results} == {"full"}
-
-    def verdict() -> str | None:
-        evidence._verdict.cache_clear()
-        evidence.own.cache_clear()
-        return evidence._verdict("layer_norm", "cpu", ("cpu",), 0, torch.float32, 7)
-
-    if faulty:
-        assert str(verdict()).startswith("it has run on no GPU")
-    else:
-        (ours,) = [result for result in results if result.contender == "cpu"]
-        assert ours.ms is not None
-        assert ours.eager_ms is not None
-        ratio = ours.eager_ms / ours.ms
-        slower = f"measured at {ratio:.2f}x eager's speed"
-        assert verdict() == (None if ratio >= 1 else slower)
-    # Another torch, another time.
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    assert str(verdict()).startswith("it has run on no GPU")  # of float32; bfloat16 is planted
-    evidence.own.cache_clear()
-
-
-@pytest.mark.parametrize("torch_version", [torch.__version__, "9.9"])
-def test_tuning_goes_on_with_what_this_torch_found(
-    torch_version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    evidence.own.cache_clear()
-    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
-    earlier = MACHINE | {"versions": versions | {"torch": torch_version}}
-    recording.Record(evidence.own_path(MACHINE["name"]), earlier, None).begin(LAYER_NORM, "cuda")
-    record = tune.own_record(MACHINE | {"versions": versions})
-    record.begin(OPS["rms_norm"], "cuda")
-    kept = set(json.loads(record.path.read_text())["ops"])
-    assert kept == {"rms_norm"} | ({"layer_norm"} if torch_version == torch.__version__ else set())
-    evidence.own.cache_clear()
-
-
-def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("here is one")
-    assert cli.main(["tune"]) == 2
-    assert "torchweld tune: torch sees no GPU here" in capsys.readouterr().err

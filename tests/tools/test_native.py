@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from conftest import EMULATED
 from torchweld.dispatch import native
+from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
+from torchweld.registry import BACKENDS, OPS, backends
 
 LIBRARIES = sorted(native.DIRECTORY.glob("*.so"))
 # A forward and a backward, printed exactly.
@@ -164,3 +167,82 @@ def test_importing_leaves_the_compiler_alone() -> None:
     heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy", "transformers")
     program = f"import sys, torchweld; print([m for m in {heavy} if m in sys.modules])"
     assert _run(program) == ["[]"]
+
+
+def _fits(architectures: str, capability: str) -> bool:
+    """CUDA's rules of compatibility, spelled out for the capabilities that there are."""
+    same = {"8.0": {"8.0", "8.6", "8.9"}, "9.0": {"9.0"}, "10.0": {"10.0", "10.3"}}
+    machine = {a: same.get(a, {a}) for a in GPUS} | {f"{a}a": {a} for a in GPUS}
+    later = {f"{a}+PTX": set(GPUS[at:]) for at, a in enumerate(GPUS)}
+    return any(capability in (machine | later)[name] for name in architectures.split(";"))
+
+
+GPUS = ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0"]
+BUILDS = [
+    *("8.0", "9.0", "9.0a", "10.0", "8.9", "12.0"),
+    *("9.0+PTX", "8.0;9.0;10.0;12.0+PTX", "9.0;10.0a", "7.5;8.0+PTX"),
+]
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("architectures", BUILDS)
+def test_a_library_without_the_gpus_code_says_so(
+    architectures: str, capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cuda_architectures", architectures)
+    major, minor = map(int, capability.split("."))
+    reason = BACKENDS["cuda"].unfit((major, minor))
+    if _fits(architectures, capability):
+        assert reason is None
+    else:
+        assert reason is not None
+        assert f"code for {architectures}, this GPU is {capability}" in reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True)]
+)
+def test_an_op_asks_for_the_capability(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 or a V100 is told why, and eager serves it, instead of "no kernel image"."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(native, "cuda_architectures", "8.0")
+    backends._unfit_once.cache_clear()
+    for backend in ("cuda", "triton"):
+        monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+        gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, is_nested=False)
+        assert (OPS["layer_norm"].why_not(backend, [gpu]) is None) == served
+    assert (BARE.why_not("cuda", [gpu]) is None) == served
+    backends._unfit_once.cache_clear()
+
+
+def test_a_gpu_at_hand_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the variable names others; without either, all that a wheel is for."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _architectures() == ["8.0", "9.0", "10.0", "12.0+PTX"]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 9.0\necho 9.0\necho 8.6\n")
+    tool.chmod(0o755)
+    assert _architectures() == ["8.6", "9.0"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 10.0+PTX")
+    assert _architectures() == ["9.0a", "10.0+PTX"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "all")
+    assert _architectures() == ["8.0", "9.0", "10.0", "12.0+PTX"]
+    tool.write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library mismatch'\nexit 18\n"
+    )
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    assert _architectures() == ["8.0", "9.0", "10.0", "12.0+PTX"]
+
+
+def _architectures() -> list[str]:
+    """As csrc/build.py, which is no package, finds them."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import build; print(*build.architectures())"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2] / "csrc")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return result.stdout.split()

@@ -55,4 +55,4 @@ class BareOp:
         device: torch.device = inputs[0].device
         if device.type not in BACKENDS[backend].devices:
             return f"the tensors are on {device}"
-        return BACKENDS[backend].missing()
+        return BACKENDS[backend].why_not(device)

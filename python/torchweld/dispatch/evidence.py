@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from torchweld.dispatch import cache
 from torchweld.dispatch.constant import assume_constant_result
-from torchweld.registry import OPS, Op
+from torchweld.registry import Op
 from torchweld.version import __version__
 
 _UNPROVEN = "it has run on no GPU; ask for it by name, eager serves until it is proven"
@@ -52,15 +52,23 @@ def own(gpu: str) -> dict[str, Any] | None:
 
 
 def _of(gpu: str) -> dict[str, Any] | None:
-    """What is known of a GPU: what was found here counts for more than what came along."""
+    """What is known of a GPU: what was found here counts for more than what came along.
+
+    A backend of which nothing was found here yet leaves what came along in force.
+    """
     known = [record for record in (records().get(gpu), own(gpu)) if record]
-    return {"ops": {op: p for r in known for op, p in r["ops"].items()}} if known else None
+    ops: dict[str, dict[str, Any]] = {}
+    for record in known:
+        for op, proofs in record["ops"].items():
+            told = {name: p for name, p in proofs.items() if p["passed"] + p["failed"] > 0}
+            ops[op] = ops.get(op, {}) | told
+    return {"ops": ops} if known else None
 
 
 def against(op: Any, backend: str, inputs: Sequence[Any]) -> str | None:
     """Why evidence does not let the automatic choice take a GPU backend; None if it does.
 
-    Evidence from this GPU decides; without it, what won on another NVIDIA GPU is taken. A bare op
+    Evidence from this GPU decides; without it, what won on another GPU of its capability. A bare op
     goes by whether its kernel was right, whatever its speed: it replaces one of many passes.
     """
     x = inputs[0]
@@ -68,10 +76,30 @@ def against(op: Any, backend: str, inputs: Sequence[Any]) -> str | None:
     if not isinstance(op, Op):
         proven = op.proof is not None and is_proven(op.proof, backend, gpu)
         return None if proven else _UNPROVEN
-    # A size in a compiled graph may be symbolic, and must not become a guard.
-    size = None if torch.compiler.is_compiling() else max(x.numel(), 1).bit_length()
     rivals = tuple(name for name in op.sources if op.refused(name, inputs) is None)
-    return _verdict_while_compiling(op.name, backend, rivals, gpu, x.dtype, size)
+    # A size in a compiled graph may be symbolic, and must not become a guard.
+    compiling = torch.compiler.is_compiling()
+    width, size = (None, None) if compiling else (_width(x.shape), _size(x.numel()))
+    return _verdict_while_compiling(
+        op.name, backend, rivals, gpu, x.dtype, direction(inputs), width, size
+    )
+
+
+def direction(inputs: Sequence[Any]) -> str:
+    """Which of the benchmark's directions a call with these inputs begins: "fwd" or "full"."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return "full" if wanted else "fwd"
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Elements of the innermost dimension."""
+    return max(shape[-1], 1) if len(shape) else 1
+
+
+def _size(elements: int) -> int:
+    """The power of two that is not above it."""
+    return max(elements, 1).bit_length() - 1
 
 
 @assume_constant_result
@@ -101,16 +129,17 @@ def _verdict(
     rivals: tuple[str, ...],
     gpu_index: int | None,
     dtype: torch.dtype,
+    direction: str,
+    width: int | None,
     size: int | None,
 ) -> str | None:
-    """The verdict for a shape class: a dtype and a power of two of elements; None: any."""
-    op = OPS[op_name]
-    gpu = "" if gpu_index is None else torch.cuda.get_device_name(gpu_index)
-    known = _of(gpu) if gpu else None
-    sources = list(records().values()) if known is None else [known]
-    speed_ups = {
-        name: ratio for name in rivals for ratio in _nearest(sources, op.name, name, dtype, size)
+    """The verdict for a class of calls; a width or a size of None: any."""
+    sources = _sources(gpu_index)
+    found = {
+        name: _speed_up(_measured(sources, op_name, name, dtype, direction), width, size)
+        for name in rivals
     }
+    speed_ups = {name: ratio for name, ratio in found.items() if ratio is not None}
     if backend not in speed_ups:
         return _UNPROVEN
     if speed_ups[backend] < 1:
@@ -123,24 +152,42 @@ def _verdict(
     return None
 
 
-def _nearest(
-    sources: list[dict[str, Any]], op: str, backend: str, dtype: torch.dtype, size: int | None
-) -> Iterator[float]:
-    """Speed over eager, forward and backward, at the benchmarked shape nearest in size.
+def _sources(gpu_index: int | None) -> list[dict[str, Any]]:
+    """The evidence that counts on a GPU: its own, or else that of others of its capability."""
+    if gpu_index is None:
+        return list(records().values())
+    known = _of(torch.cuda.get_device_name(gpu_index))
+    if known is not None:
+        return [known]
+    capability = ".".join(map(str, torch.cuda.get_device_capability(gpu_index)))
+    return [record for record in records().values() if record["capability"] == capability]
 
-    Of any size: the least of all.
-    """
-    results = [
+
+def _measured(
+    sources: list[dict[str, Any]], op: str, backend: str, dtype: torch.dtype, direction: str
+) -> list[dict[str, Any]]:
+    """The times of a kernel that passed all tests, in this dtype and direction."""
+    wanted = (str(dtype).removeprefix("torch."), direction)
+    return [
         result
         for record in sources
         if (proof := record["ops"].get(op, {}).get(backend))
         and proof["passed"]
         and not proof["failed"]
         for result in proof["results"]
-        if result["direction"] == "full" and result["dtype"] == str(dtype).removeprefix("torch.")
+        if (result["dtype"], result["direction"]) == wanted
     ]
-    if size is not None and results:
-        distances = [abs(math.log2(result["elements"]) - size) for result in results]
+
+
+def _speed_up(results: list[dict[str, Any]], width: int | None, size: int | None) -> float | None:
+    """Speed over eager at the benchmarked shapes nearest in width, then in size.
+
+    The least, where several are as near, or where any width and size is asked for.
+    """
+    if width is not None and size is not None and results:
+        distances = [
+            (abs(math.log2(_width(r["shape"]) / width)), abs(_size(r["elements"]) - size))
+            for r in results
+        ]
         results = [r for r, d in zip(results, distances, strict=True) if d == min(distances)]
-    if results:
-        yield min(result["eager_ms"] / result["ms"] for result in results)
+    return min((r["eager_ms"] / r["ms"] for r in results), default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import struct
 from pathlib import Path
 
@@ -25,9 +26,12 @@ BASELINE = ISAS[-1]
 missing: dict[str, str] = {}
 BACKENDS["cpu"].missing = lambda: missing.get("torchweld_cpu")
 BACKENDS["cuda"].missing = lambda: missing.get("torchweld_cuda")
+BACKENDS["cuda"].unfit = lambda capability: _without_code_for(capability)
 cpu_isa: str | None = None
 # The CUDA that the CUDA library was built with, as 13000; and what drivers that takes.
 cuda_built_with: int | None = None
+# The architectures that it has code for, as TORCH_CUDA_ARCH_LIST names them.
+cuda_architectures = ""
 OLDEST_DRIVER = {12: 525, 13: 580}
 
 
@@ -87,8 +91,11 @@ def cuda_driver() -> int:
 
 def _load_cuda() -> None:
     """Load the CUDA library, unless its kernels would fail under this driver."""
-    global cuda_built_with
-    built_with: int = _open("torchweld_cuda").torchweld_cuda_version()
+    global cuda_built_with, cuda_architectures
+    library = _open("torchweld_cuda")
+    library.torchweld_cuda_architectures.restype = ctypes.c_char_p
+    cuda_architectures = library.torchweld_cuda_architectures().decode()
+    built_with: int = library.torchweld_cuda_version()
     cuda_built_with, driver = built_with, cuda_driver()
     if 0 < driver // 1000 < built_with // 1000:
         needed = OLDEST_DRIVER.get(built_with // 1000, "a newer one")
@@ -96,6 +103,33 @@ def _load_cuda() -> None:
             f"it was built with CUDA {built_with // 1000} and needs driver >= {needed}, this"
             f" one is for CUDA {driver // 1000}: update it, or let Triton serve"
         )
+
+
+def _without_code_for(capability: tuple[int, int]) -> str | None:
+    """Why the CUDA library's kernels cannot run on a GPU, if they cannot."""
+    if any(_runs(name, capability) for name in cuda_architectures.split(";")):
+        return None
+    own = ".".join(map(str, capability))
+    return (
+        f"its library has code for {cuda_architectures}, this GPU is {own}: build from source with"
+        f" TORCH_CUDA_ARCH_LIST={own}, or let Triton serve"
+    )
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a GPU of this capability.
+
+    Machine code runs on later minor versions; PTX on everything later; what is named 9.0a only on
+    that one.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
+    if found is None:
+        return False
+    built_for = int(found[1]), int(found[2])
+    if found[3] == "a":
+        return built_for == capability
+    same_major = built_for[0] == capability[0]
+    return built_for <= capability and (same_major or (found[4] is not None and not found[3]))
 
 
 def _try(library: str, load, hint: str):

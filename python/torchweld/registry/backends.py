@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+
+Capability = tuple[int, int]
+# Triton's own floor.
+_TRITON_FROM = (8, 0)
 
 
 @dataclass
@@ -13,8 +20,16 @@ class Backend:
 
     name: str
     devices: set[str]
-    # Set by what loads the backend's library.
+    # Set by what loads the backend's library, as is the next.
     missing: Callable[[], str | None]
+    # Why its kernels cannot run on a GPU of this compute capability, if they cannot.
+    unfit: Callable[[Capability], str | None] = lambda capability: None
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device of a type that it serves; None if it can."""
+        if reason := self.missing():
+            return reason
+        return _unfit(self.name, device.index) if device.type == "cuda" else None
 
 
 # Looked up once: torch.compile traces through what asks for it.
@@ -25,12 +40,35 @@ _TRITON_MISSING = (
 )
 
 
+def _too_old_for_triton(capability: Capability) -> str | None:
+    if capability >= _TRITON_FROM:
+        return None
+    return f"this GPU is sm_{_joined(capability)}; Triton needs sm_{_joined(_TRITON_FROM)} or newer"
+
+
+def _joined(capability: Capability) -> str:
+    return "".join(map(str, capability))
+
+
+# Constant under torch.compile, which cannot trace how a device is asked.
+@torch.compiler.assume_constant_result
+def _unfit(backend: str, device_index: int | None) -> str | None:
+    return _unfit_once(backend, device_index)
+
+
+@functools.cache
+def _unfit_once(backend: str, device_index: int | None) -> str | None:
+    if not torch.cuda.is_available():  # there are fake tensors only
+        return None
+    return BACKENDS[backend].unfit(torch.cuda.get_device_capability(device_index))
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("cpu", {"cpu"}, lambda: "its library is not loaded"),
         Backend("cuda", {"cuda"}, lambda: "its library is not loaded"),
-        Backend("triton", {"cuda"}, lambda: _TRITON_MISSING),
+        Backend("triton", {"cuda"}, lambda: _TRITON_MISSING, _too_old_for_triton),
     )
 }
 # Not an entry of BACKENDS: it needs no overload, its autograd is torch's, and it always serves.

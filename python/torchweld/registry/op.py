@@ -127,12 +127,15 @@ class Op:
             return None
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
-        if reason := BACKENDS[backend].missing():
+        x, served = inputs[0], BACKENDS[backend].devices
+        if x.device.type not in served:
+            # A library that is missing explains more than a device that it would not serve.
+            return BACKENDS[backend].missing() or (
+                f"{self.forward_signature.arguments[0]} is on {x.device};"
+                f" it serves {' and '.join(sorted(served))}"
+            )
+        if reason := BACKENDS[backend].why_not(x.device):
             return reason
-        x = inputs[0]
-        if x.device.type not in BACKENDS[backend].devices:
-            served = " and ".join(sorted(BACKENDS[backend].devices))
-            return f"{self.forward_signature.arguments[0]} is on {x.device}; it serves {served}"
         if x.dtype not in self.dtypes:
             return f"no kernel for {x.dtype}"
         if x.is_nested:

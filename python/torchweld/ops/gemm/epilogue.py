@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import linear
 
+from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import (
     Differentiable,
     autograd_function,
@@ -18,11 +20,12 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.constant import assume_constant_result
+from torchweld.dispatch.proof import Results
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import timing
 from torchweld.ops.gemm.linear import LinearNode, misfit, trained
-from torchweld.ops.gemm.timing import Timed
+from torchweld.ops.gemm.timing import Contest, Timed
 from torchweld.registry import BACKENDS, Signature
 
 _SOURCE = "triton_kernels/linear_act.py"
@@ -221,7 +224,7 @@ def choose(
     return chosen(x, shapes, lambda: _time(backend, shapes, *given, unfused))
 
 
-def chosen(x: torch.Tensor, shapes: str, time: Callable[[], Timed]) -> int | None:
+def chosen(x: torch.Tensor, shapes: str, time: Callable[[], Timed | None]) -> int | None:
     """What is kept for a class of shapes, or else is found by `time`; None: the unfused form."""
     if torch.compiler.is_compiling():
         return _kept_while_compiling(x.device, shapes)
@@ -254,6 +257,8 @@ def in_words(unfused: str, x: torch.Tensor, shapes: str, reason: str | None) -> 
     timed = timing.kept(x.device, shapes, rows_of(x))
     if timed is None:
         return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
+    if timed.refused:
+        return f"{unfused}: one kernel for all was wrong, or failed, on this GPU"
     ratio = timed.unfused_ms / timed.ms
     if timed.chosen is None:
         return f"{unfused}: one kernel for all was measured at {ratio:.2f}x its speed"
@@ -319,16 +324,45 @@ def _may_time(x: torch.Tensor) -> bool:
     )
 
 
-def _time(backend, shapes, x, weight, bias, activation, approximate, unfused) -> Timed:
+def _time(backend, shapes, x, weight, bias, activation, approximate, unfused) -> Timed | None:
     dtype, save_z = computed_in(x), trained(x, weight, bias)
+    how = (activation, approximate)
+    names = ("y", "z") if save_z else ("y",)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        factors = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
-        given = (*factors, activation, approximate)
-        fused: Mapping[int, Any] = {
-            tile: partial(kernel(backend), *given, tile, save_z)
-            for tile in contenders(backend, dtype, x.shape[-1])
-        }
-        return timing.time(x.device, shapes, rows_of(x), partial(unfused, *given), fused)
+        x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+
+        def fused(tile: int, x: torch.Tensor) -> Results:
+            return proof.named(kernel(backend)(x, weight, bias, *how, tile, save_z), *names)
+
+        def trusted(x: torch.Tensor) -> Results:
+            made = unfused(x, weight, bias, *how), linear(x, weight, bias)
+            return proof.named(made, *names)
+
+        def exact(x: torch.Tensor) -> Results:
+            z = linear_in_float64(x, weight, bias)
+            return proof.named((activations.ACTIVATIONS[how].function(z), z), *names)
+
+        contest = Contest(
+            tensors=[x],
+            unfused=lambda x: unfused(x, weight, bias, *how),
+            fused={t: partial(fused, t) for t in contenders(backend, dtype, x.shape[-1])},
+            exact=exact,
+            trusted=trusted,
+            products_a_row=weight.numel(),
+        )
+        return timing.time(x.device, shapes, rows_of(x), contest)
+
+
+def linear_in_float64(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """linear in float64, whose weight is widened piece by piece."""
+    wide = x.double()
+    z = torch.cat([wide @ some.double().t() for some in weight.split(_FEATURES)], -1)
+    return z if bias is None else z + bias.double()
+
+
+_FEATURES = 2048
 
 
 def contenders(backend: str, dtype: torch.dtype, inner: int) -> Iterable[int]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
+from torchweld.dispatch import proof
+from torchweld.dispatch.proof import Results
 from torchweld.ops.activation import bias_act
 from torchweld.ops.gemm import epilogue, timing
 from torchweld.ops.gemm.epilogue import Made
 from torchweld.ops.gemm.linear import trained
-from torchweld.ops.gemm.timing import Timed
+from torchweld.ops.gemm.timing import Contest, Timed
 
 _Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
@@ -65,10 +65,12 @@ def _shapes(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> str:
 
 def _time(
     shapes: str, make: Callable[[], Made], weight: torch.Tensor, activation: str, approximate: str
-) -> Timed:
+) -> Timed | None:
     y, z, zeros = make()
+    assert z is not None  # a gradient is wanted
     need_bias = zeros is not None and zeros.requires_grad
     how = (activation, approximate)
+    names = ("grad_z", "grad_bias") if need_bias else ("grad_z",)
     in_a_pass = bias_act.OP.kernels[epilogue.PASSES["cuda"]].backward
     in_one = torch.ops.torchweld.act_linear_backward.cuda
     with torch.no_grad(), torch.autocast(y.device.type, enabled=False), torch.cuda.device_of(y):
@@ -76,9 +78,16 @@ def _time(
         grad = linear(y, weight)  # in its gradient's place
         (algorithm,) = epilogue.contenders("cuda", y.dtype, weight.shape[0])
 
-        def unfused() -> Any:
-            return in_a_pass(grad @ weight, z, zeros, *how, need_bias)
+        def unfused(grad: torch.Tensor, z: torch.Tensor) -> Results:
+            return proof.named(in_a_pass(grad @ weight, z, zeros, *how, need_bias), *names)
 
-        fused = partial(in_one, grad, weight, z, *how, algorithm, need_bias)
-        rows = epilogue.rows_of(y)
-        return timing.time(y.device, shapes, rows, unfused, {algorithm: fused})
+        def fused(grad: torch.Tensor, z: torch.Tensor) -> Results:
+            return proof.named(in_one(grad, weight, z, *how, algorithm, need_bias), *names)
+
+        def exact(grad: torch.Tensor, z: torch.Tensor) -> Results:
+            grad_y = epilogue.linear_in_float64(grad, weight.t(), None)
+            grad_z = torch.ops.aten.gelu_backward(grad_y, z.double(), approximate=approximate)
+            return proof.named((grad_z, grad_z.sum_to_size(z.shape[-1:])), *names)
+
+        contest = Contest([grad, z], unfused, {algorithm: fused}, exact, unfused, weight.numel())
+        return timing.time(y.device, shapes, epilogue.rows_of(y), contest)

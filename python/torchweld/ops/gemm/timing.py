@@ -10,24 +10,41 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import math
 import os
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch import cache
+from torchweld.dispatch import cache, clock, proof
 from torchweld.version import __version__
 
 # 0: nothing is timed while a model runs. What was kept earlier serves.
 TIMING_VARIABLE = "TORCHWELD_TIMING"
 timing = os.environ.get(TIMING_VARIABLE, "1") != "0"
 
-_ROUNDS = 11
+# Milliseconds of the GPU's that a class of shapes may take.
+_BUDGET = 30.0
 # A fused GEMM has to be ahead by more than its time differs from one run to the next.
 _AHEAD = 1.02
+
+
+class Contest(NamedTuple):
+    """What is timed for a class of shapes: functions of tensors whose rows belong together.
+
+    `exact` computes what the fused ones do in float64, `trusted` does so in torch's own GEMMs; each
+    returns results by name.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    unfused: Callable[..., Any]
+    fused: Mapping[int, Callable[..., proof.Results]]
+    exact: Callable[..., proof.Results]
+    trusted: Callable[..., proof.Results]
+    products_a_row: int
 
 
 class Timed(NamedTuple):
@@ -42,6 +59,11 @@ class Timed(NamedTuple):
         """None: torch's GEMM and a pass."""
         return self.tile if self.ms * _AHEAD < self.unfused_ms else None
 
+    @property
+    def refused(self) -> bool:
+        """Whether no fused GEMM was right."""
+        return self.ms == math.inf
+
 
 def kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
     """What was found for a class of shapes and a number of rows on this GPU.
@@ -55,21 +77,60 @@ def kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
     return min(alike, key=lambda timed: timed.unfused_ms / timed.ms, default=None)
 
 
-def time(
-    device: torch.device,
-    shapes: str,
-    rows: int,
-    unfused: Callable[[], Any],
-    fused: Mapping[int, Callable[[], Any]],
-) -> Timed:
-    """Times the contenders, and keeps what was found."""
-    unfused_ms, *times = _medians([unfused, *fused.values()])
-    ms, tile = min(zip(times, fused, strict=True))
-    timed = Timed(tile, ms, unfused_ms)
+def time(device: torch.device, shapes: str, rows: int, contest: Contest) -> Timed | None:
+    """Checks and times the contenders, and keeps what was found.
+
+    None where memory did not suffice: that is kept for this process only. It raises nothing.
+    """
     conditions, name = _conditions(device, kernels().precision()), _name(shapes, rows)
+    if (conditions, name) in _without_memory:
+        return None
+    try:
+        timed = _timed(shapes, contest)
+    except Exception as error:  # the call goes on without what was on trial
+        if not isinstance(error, torch.OutOfMemoryError):
+            proof.refuse(f"the fused GEMM of {shapes}", proof.in_a_line(error))
+        _without_memory.add((conditions, name))
+        return None
     _all_kept(conditions)[name] = timed
     _keep(conditions, name, timed)
     return timed
+
+
+# Conditions and names of shapes whose trial found no memory, or failed itself.
+_without_memory: set[tuple[str, str]] = set()
+
+
+def _timed(shapes: str, contest: Contest) -> Timed:
+    """The fastest of the fused GEMMs that are right."""
+    faults = _faults(contest)
+    for tile, reason in faults.items():
+        if reason is not None and not reason.startswith("OutOfResources"):
+            proof.refuse(f"the fused GEMM of {shapes} (tile {tile})", reason)
+    right = [tile for tile, reason in faults.items() if reason is None]
+    if not right:
+        return Timed(next(iter(faults)), math.inf, 0.0)
+    calls = [contest.unfused, *[contest.fused[tile] for tile in right]]
+    unfused_ms, *times = _medians([partial(call, *contest.tensors) for call in calls])
+    ms, tile = min(zip(times, right, strict=True))
+    return Timed(tile, ms, unfused_ms)
+
+
+def _faults(contest: Contest) -> dict[int, str | None]:
+    """What is wrong with each of the fused GEMMs, on some of the rows."""
+    rows = max(_LEAST_ROWS, min(proof.ROWS, _PRODUCTS // max(contest.products_a_row, 1)))
+    given = [proof.some_rows(t, rows) for t in contest.tensors]
+    judge = proof.Judge(contest.exact(*given), contest.trusted(*given))
+    return {tile: judge.fault_of(partial(one, *given)) for tile, one in contest.fused.items()}
+
+
+# In float64, of which some GPUs do 64 times fewer a second: a fraction of a second on those.
+_PRODUCTS, _LEAST_ROWS = 2**34, 64
+
+
+def _medians(calls: list[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each on the current stream."""
+    return clock.medians(calls, clock.DeviceClock(), _BUDGET)
 
 
 def _name(shapes: str, rows: int) -> str:
@@ -80,35 +141,6 @@ def _name(shapes: str, rows: int) -> str:
 def kernels() -> Any:
     """The Triton module, which takes a while to import."""
     return importlib.import_module("torchweld.triton_kernels.linear_act")
-
-
-def _medians(contenders: list[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each on the current stream; infinite where it does not fit the GPU."""
-    too_large = importlib.import_module("triton").OutOfResources
-    events: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-    for at, run in enumerate(contenders):
-        try:
-            run()  # compiles it
-        except too_large:
-            continue
-        events[at] = []
-    # The GPU is kept behind, so that it waits for no launch that it would not wait for in a model.
-    for _ in range(_ROUNDS):
-        contenders[0]()
-    # In turns: what slows the GPU for a while slows all of them.
-    for _ in range(_ROUNDS):
-        for at, pairs in events.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            contenders[at]()
-            end.record()
-            pairs.append((begin, end))
-    torch.cuda.current_stream().synchronize()
-    times = {
-        at: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-        for at, pairs in events.items()
-    }
-    return [times.get(at, float("inf")) for at in range(len(contenders))]
 
 
 # --- The cache ------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""Whether a kernel's results are right, by the reference in float64 on the same inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Results = Mapping[str, torch.Tensor]
+
+# Results may be this many times farther off than eager's, or than rounding the exact ones. The
+# contract's bounds are tighter (tests/contract/test_oracle.py); what is a bug is far beyond both.
+SLACK = 4.0
+# Rows of a real input are enough: a kernel's blocks are alike.
+ROWS = 4096
+
+
+class Judge:
+    """Exact results, and the errors that a contender may have beside trusted ones."""
+
+    def __init__(self, exact: Results, trusted: Results) -> None:
+        self._exact = exact
+        self._bounds = {
+            name: [
+                SLACK * max(theirs, rounding)
+                for theirs, rounding in zip(
+                    _errors(trusted[name], value),
+                    _errors(value.to(trusted[name].dtype), value),
+                    strict=True,
+                )
+            ]
+            for name, value in exact.items()
+        }
+
+    def fault(self, found: Results) -> str | None:
+        """What is wrong with the results; None if nothing is."""
+        for name, exact in self._exact.items():
+            if found[name].shape != exact.shape:
+                return f"wrong result: {name} has shape {list(found[name].shape)}"
+            errors = _errors(found[name], exact)
+            for kind, error, bound in zip(("RMS", "max"), errors, self._bounds[name], strict=True):
+                if not error <= bound:  # also if the error is NaN
+                    return f"wrong result: {name} is off by {error:.2g} ({kind}), not {bound:.2g}"
+        return None
+
+    def fault_of(self, function: Callable[[], Results]) -> str | None:
+        """The same of what a function returns; or the error that it raises.
+
+        Raises OutOfMemoryError: that says nothing of the function.
+        """
+        try:
+            return self.fault(function())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a kernel on trial never fails the user's call
+            return in_a_line(error)
+
+
+def in_a_line(error: Exception) -> str:
+    """The error's type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def some_rows(t: torch.Tensor, most: int = ROWS) -> torch.Tensor:
+    """A tensor's first rows and its last, as a matrix: `most` at the most."""
+    matrix = t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    if matrix.shape[0] <= most:
+        return matrix
+    return torch.cat([matrix[: most // 2], matrix[-(most - most // 2) :]])
+
+
+def refuse(what: str, reason: str) -> None:
+    """Tell the user, once, that a kernel is not used for a class of calls."""
+    warnings.warn(f"torchweld: {what} is not used: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _errors(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """The RMS error and the largest error."""
+    error = found.double() - exact
+    return error.square().mean().sqrt().item(), error.abs().max().item()
+
+
+def named(results: Any, *names: str) -> dict[str, torch.Tensor]:
+    """Results by name, without those that are empty."""
+    values = results if isinstance(results, tuple) else (results,)
+    return {n: v for n, v in zip(names, values, strict=False) if v is not None and v.numel()}
