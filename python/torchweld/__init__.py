@@ -5,6 +5,7 @@ from torchweld.dispatch import native
 from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.explanation import Explanation, explain
+from torchweld.fuse import fuse, unfuse
 from torchweld.version import __version__
 
 native.load()  # implements the schemas, which the imports above have defined
@@ -17,8 +18,10 @@ __all__ = [
     "backends",
     "explain",
     "functional",
+    "fuse",
     "nn",
     "optim",
     "random",
+    "unfuse",
     "use_backend",
 ]
