@@ -5,6 +5,7 @@ from torchweld.dispatch import native
 from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.explanation import Explanation, explain
+from torchweld.fuse import fuse, unfuse
 from torchweld.pages import keep_pages
 from torchweld.version import __version__
 
@@ -18,9 +19,11 @@ __all__ = [
     "backends",
     "explain",
     "functional",
+    "fuse",
     "keep_pages",
     "nn",
     "optim",
     "random",
+    "unfuse",
     "use_backend",
 ]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
+
+import torch
 
 from torchweld import functional
 from torchweld.dispatch import choice
 from torchweld.dispatch.call import automatic, too_small
 from torchweld.errors import ArgumentError
+from torchweld.fuse import WeldReport, report
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 
 
@@ -29,11 +32,27 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
+@overload
+def explain(  # type: ignore[overload-overlap] # modules can be called too
+    function: torch.nn.Module, filter_fn: Callable[[torch.nn.Module, str], bool] | None = None
+) -> WeldReport: ...
+
+
+@overload
+def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation: ...
+
+
+def explain(
+    function: torch.nn.Module | Callable[..., Any] | str, *args: Any, **kwargs: Any
+) -> Explanation | WeldReport:
     """Which backend `function(*args, **kwargs)` would run on, and why the others would not.
 
-    `function` is one of torchweld.functional, or its name. Nothing is computed.
+    `function` is one of torchweld.functional, or its name. Nothing is computed. Of a model it says
+    what torchweld.fuse changes or has changed in it, and what it leaves alone and why: a sequence
+    of rows, which prints as a table. Copies of its parts are run on small inputs; the model is not.
     """
+    if isinstance(function, torch.nn.Module):
+        return report(function, *args, **kwargs)
     name = function if isinstance(function, str) else function.__name__
     if name not in OPS:
         raise ArgumentError("explain", "function", repr(name), ", ".join(sorted(OPS)))

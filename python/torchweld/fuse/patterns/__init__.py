@@ -1,0 +1,21 @@
+"""Recognisers of what can be welded: one function each, in the order in which they are asked.
+
+A recogniser gets a module and a View of the model, and yields a Proposal for what it recognises,
+or a Left with the reason for what it does not. Append your own to PATTERNS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchweld.fuse.patterns.activation import find_activation
+from torchweld.fuse.patterns.gated_mlp import find_gated_mlp
+from torchweld.fuse.patterns.linear_act import find_linear_act
+from torchweld.fuse.patterns.norm import find_norm
+from torchweld.fuse.view import Left, Proposal, View
+
+Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
+
+PATTERNS: list[Pattern] = [find_gated_mlp, find_linear_act, find_activation, find_norm]

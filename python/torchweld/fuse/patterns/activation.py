@@ -1,0 +1,59 @@
+"""Activations that eager torch computes in several passes, or slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fuse import probe
+from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
+from torchweld.fuse.weld import Change, Weld
+
+# Of these eager torch has kernels that move no more bytes than ours.
+_FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
+
+
+class Activation(Weld):
+    """An activation in one pass."""
+
+    weld_activation: str
+    weld_approximate: str
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (x,) = given or named.values()
+        return functional.bias_act(x, None, self.weld_activation, self.weld_approximate)
+
+
+class Identity(Weld):
+    """What is left of an activation or a dropout that the module before it computes."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        (x,) = given or named.values()
+        return x
+
+
+def in_words(kind: tuple[str, str]) -> str:
+    """An activation as tables name it."""
+    return kind[0] if kind[1] == "none" else f"{kind[0]} by {kind[1]}"
+
+
+def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A module that computes one of torchweld's activations, however it does."""
+    if is_welded(module) or type(module) in _FAST_IN_EAGER:
+        return
+    kind = view.activation(module)
+    if kind is None or kind[0] in ("relu", "sigmoid", "tanh"):
+        return
+    what = type(module).__name__
+    if getattr(module, "inplace", False):
+        yield Left(module, what, "it works in place, and torchweld's would need another tensor")
+    elif reason := why_fixed(module):
+        yield Left(module, what, reason)
+    else:
+        settings = {"activation": kind[0], "approximate": kind[1]}
+        changes = (Change(module, Activation, f"bias_act ({in_words(kind)})", settings),)
+        inputs = (probe.values((4, 5, 48), view.device(module)),)
+        yield Proposal(module, what, changes, module, inputs=inputs)

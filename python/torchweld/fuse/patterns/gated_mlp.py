@@ -1,0 +1,108 @@
+"""Gated MLPs: two linear layers into a product, one of them activated, and a third behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fuse.patterns.activation import in_words
+from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
+from torchweld.fuse.weld import Change, Weld
+
+
+class GatedMLP(Weld):
+    """down(dropout(activation(gate(x)) * up(x))), whose layers stay modules of their own."""
+
+    weld_gate: str
+    weld_up: str | None  # None: `gate` is the linear layer of both
+    weld_down: str
+    weld_dropout: str | None
+    weld_gate_is_first: bool
+    weld_activation: str
+    weld_approximate: str
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (x,) = given or named.values()
+        gate = getattr(self, self.weld_gate)(x)
+        if self.weld_up is None:
+            first, second = gate.chunk(2, -1)
+            gate, up = (first, second) if self.weld_gate_is_first else (second, first)
+        else:
+            up = getattr(self, self.weld_up)(x)
+        hidden = functional.gated_act(gate, up, self.weld_activation, self.weld_approximate)
+        if self.weld_dropout is not None:
+            hidden = getattr(self, self.weld_dropout)(hidden)
+        down = getattr(self, self.weld_down)
+        return down(_as_weight(hidden, down))  # type: ignore[no-any-return]
+
+
+def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+    """T5 keeps the last layer in float32."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dtype is hidden.dtype:
+        return hidden
+    if torch.is_autocast_enabled(hidden.device.type) or not weight.is_floating_point():
+        return hidden
+    return hidden.to(weight.dtype)
+
+
+def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A module with two or three linear layers, an activation and perhaps a dropout: no more."""
+    children = dict(module.named_children())
+    if is_welded(module) or not 3 <= len(children) <= 5:
+        return
+    activations = [name for name, child in children.items() if view.activation(child)]
+    dropouts = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
+    layers = {name: size for name, child in children.items() if (size := _sizes(child))}
+    others = len(children) - len(activations) - len(dropouts) - len(layers)
+    if len(activations) != 1 or others or len(dropouts) > 1:
+        return
+    ways = list(_ways(layers))
+    if not ways:
+        return
+    kind = view.activation(children[activations[0]])
+    assert kind is not None
+    what = type(module).__name__
+    if reason := why_fixed(module):
+        yield Left(module, what, reason)
+        return
+    for way in ways:
+        settings: dict[str, Any] = {
+            **way,
+            "dropout": dropouts[0] if dropouts else None,
+            "activation": kind[0],
+            "approximate": kind[1],
+            "inner": (activations[0],),
+        }
+        yield Proposal(
+            module,
+            what,
+            (Change(module, GatedMLP, f"gated_act ({in_words(kind)})", settings),),
+            module,
+            inner=(children[activations[0]],),
+        )
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int] | None:
+    """What a layer takes and returns, an adapter's too."""
+    found = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
+    return found if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
+
+
+def _ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Which layer may be which, by their sizes; the usual order first."""
+    for down, (hidden, _) in layers.items():
+        rest = [name for name in layers if name != down]
+        if len(rest) == 1 and layers[rest[0]][1] == 2 * hidden:
+            for first in (True, False):
+                yield {"gate": rest[0], "up": None, "down": down, "gate_is_first": first}
+        if (
+            len(rest) == 2
+            and len({layers[name] for name in rest}) == 1
+            and hidden == layers[rest[0]][1]
+        ):
+            for gate, up in (rest, rest[::-1]):
+                yield {"gate": gate, "up": up, "down": down, "gate_is_first": True}

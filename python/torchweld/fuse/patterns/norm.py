@@ -1,0 +1,143 @@
+"""LayerNorm and RMSNorm: torch's, and whatever computes the same with parameters of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional, nn
+from torchweld.fuse import probe
+from torchweld.fuse.twin import CannotCopyError, Twin
+from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
+from torchweld.fuse.weld import Change, Weld
+
+# The dtype of a result: by those of x and the weight.
+_RULES = {
+    "x": lambda x, weight: x,
+    "wider": torch.promote_types,
+    "weight": lambda x, weight: weight,
+}
+
+
+class LayerNorm(Weld):
+    """torch.nn.LayerNorm."""
+
+    forward = nn.LayerNorm.forward
+
+
+class RMSNorm(Weld):
+    """torch.nn.RMSNorm."""
+
+    forward = nn.RMSNorm.forward
+
+
+class Norm(Weld):
+    """A norm over the dimensions of its weight.
+
+    `weight_name`, `bias_name` and `eps_name` are those of attributes. With `offset` one is added to
+    the weight. `rule` says what dtype a result has.
+    """
+
+    weld_weight_name: str
+    weld_bias_name: str | None
+    weld_eps_name: str
+    weld_centered: bool
+    weld_offset: bool
+    weld_rule: str
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (x,) = given or named.values()
+        weight = getattr(self, self.weld_weight_name)
+        bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
+        eps = getattr(self, self.weld_eps_name)
+        dtype = x.dtype
+        if weight.dtype is not dtype:
+            dtype = _RULES[self.weld_rule](dtype, weight.dtype)
+            x = x.to(torch.promote_types(x.dtype, dtype))
+        if self.weld_offset:
+            weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1.0
+        if self.weld_centered:
+            return functional.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+        return functional.rms_norm(x, weight.shape, weight, eps).to(dtype)
+
+
+_TORCHS: dict[Any, tuple[type[Weld], str]] = {
+    torch.nn.LayerNorm.forward: (LayerNorm, "layer_norm"),
+    torch.nn.RMSNorm.forward: (RMSNorm, "rms_norm"),
+}
+
+
+def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A leaf whose parameters are a weight and perhaps a bias, with an epsilon."""
+    what = type(module).__name__
+    if is_welded(module) or module._modules:
+        return
+    forward = getattr(type(module), "forward", None)
+    weld, becomes = _TORCHS.get(forward, (Norm, ""))
+    if weld is Norm and not _looks_like_one(module):
+        return
+    if reason := why_fixed(module):
+        yield Left(module, what, reason)
+    elif weld is not Norm:
+        inputs = (probe.values((4, *module.normalized_shape), view.device(module)),)  # type: ignore[misc]
+        yield Proposal(module, what, (Change(module, weld, becomes),), module, inputs=inputs)
+    else:
+        yield from _others(module, what, view)
+
+
+def _looks_like_one(module: torch.nn.Module) -> bool:
+    given = [value for value in module._parameters.values() if value is not None]
+    same_shape = len({value.shape for value in given}) == 1
+    buffered = any(value is not None for value in module._buffers.values())
+    return (
+        same_shape
+        and 1 <= len(given) <= 2
+        and given[0].ndim == 1
+        and not buffered
+        and bool(_epsilons(module))
+    )
+
+
+def _epsilons(module: torch.nn.Module) -> list[str]:
+    found = vars(module).items()
+    return [name for name, value in found if isinstance(value, float) and 0 < value < 0.1]
+
+
+def _others(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Left]:
+    names = [name for name, value in module._parameters.items() if value is not None]
+    weight = module._parameters[names[0]]
+    assert weight is not None
+    bias = names[1] if len(names) == 2 else None
+    device = view.device(module)
+    try:
+        rule = view.once("rule", module, lambda: _rule(module, device))
+    except CannotCopyError as error:
+        yield Left(module, what, str(error))
+        return
+    inputs = (probe.values((2, 5, *weight.shape), device),)
+    for centered, offset, eps in itertools.product(
+        (True,) if bias else (False, True), (False, True), _epsilons(module)
+    ):
+        settings: dict[str, Any] = {"weight_name": names[0], "bias_name": bias, "eps_name": eps}
+        settings |= {"centered": centered, "offset": offset, "rule": rule}
+        becomes = ("layer_norm" if centered else "rms_norm") + (", weight + 1" if offset else "")
+        changes = (Change(module, Norm, becomes, settings),)
+        yield Proposal(module, what, changes, module, inputs=inputs)
+
+
+def _rule(module: torch.nn.Module, device: torch.device) -> str:
+    """The rule that gives the dtypes of results where x and weight differ in theirs."""
+    possible = set(_RULES)
+    for x, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        copy = Twin(module, device, weight).module
+        shape = next(copy.parameters()).shape
+        try:
+            with probe.isolated(device), torch.no_grad():
+                y = copy(probe.values((2, *shape), device).to(x))
+        except Exception:
+            continue  # it does not mix them
+        possible &= {name for name, rule in _RULES.items() if rule(x, weight) == y.dtype}
+    return next((name for name in _RULES if name in possible), "x")

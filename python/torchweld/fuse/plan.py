@@ -1,0 +1,195 @@
+"""What is to be welded in a model, decided before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from torchweld.fuse import probe
+from torchweld.fuse.patterns import PATTERNS
+from torchweld.fuse.traffic import gain
+from torchweld.fuse.twin import CannotCopyError, Twin
+from torchweld.fuse.verify import why_different
+from torchweld.fuse.view import Left, Proposal, View
+from torchweld.fuse.weld import Weld, find_welds
+from torchweld.table import Table
+
+Filter = Callable[[torch.nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Weldable:
+    """A row of `explain`: one module of a model.
+
+    Attributes:
+        where: its name in the model.
+        what: what it is.
+        becomes: the torchweld function that runs in its place; "" where it is left alone.
+        welded: whether it is welded already.
+        gain: how many times fewer bytes its passes between GEMMs move, forward and backward; None
+            where that was not measured.
+        reason: why it is left alone; "" where it is not.
+    """
+
+    where: str
+    what: str
+    becomes: str = ""
+    welded: bool = False
+    gain: float | None = None
+    reason: str = ""
+
+
+class WeldReport(Sequence[Weldable]):
+    """What fuse() changes in a model or has changed, and what it leaves alone: a table."""
+
+    def __init__(self, rows: Iterable[Weldable]) -> None:
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Weldable: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Weldable]: ...
+
+    def __getitem__(self, at: int | slice) -> Weldable | Sequence[Weldable]:
+        return self._rows[at]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def table(self) -> Table:
+        """A line for each group of modules that differ only in the numbers in their names."""
+        table = Table(["where", "what", "with", "traffic", ""], numbers_from=99)
+        groups: dict[Any, list[Weldable]] = {}
+        for row in self._rows:
+            key = (re.sub(r"\d+", "*", row.where), row.what, row.becomes, row.welded, row.reason)
+            groups.setdefault(key, []).append(row)
+        for (where, what, becomes, welded, reason), rows in groups.items():
+            where = f"{where} ({len(rows)}x)" if len(rows) > 1 else rows[0].where or "(the model)"
+            note = f"left alone: {reason}" if reason else "welded" if welded else "to be welded"
+            more = rows[0].gain
+            less = "" if more is None else f"{more:.1f}x less" if more >= 1.05 else "the same"
+            table.add(where, what, becomes, less, note, style="dim" if reason else "")
+        return table
+
+    def __str__(self) -> str:
+        if not self._rows:
+            return "nothing in this model is what torchweld can weld"
+        return self.table().plain()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def rows_of_welds(model: torch.nn.Module) -> Iterator[Weldable]:
+    """A row for each weld that is there already."""
+    for name, module in find_welds(model):
+        if module.weld_becomes:
+            yield Weldable(name, module.welded_from.__name__, module.weld_becomes, welded=True)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A proposal that was accepted, with its row."""
+
+    proposal: Proposal
+    row: Weldable
+
+
+def decide(
+    model: torch.nn.Module, filter_fn: Filter | None, verify: bool
+) -> tuple[list[Decided], list[Weldable]]:
+    """What is to be changed, and rows for what is left alone. Changes nothing."""
+    view = View(model)
+    claimed = {
+        id(module.get_submodule(inner))
+        for _, module in find_welds(model)
+        for inner in module.weld_inner
+    }
+    accepted: list[Decided] = []
+    left: dict[int, Weldable] = {}
+    for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
+        if isinstance(module, Weld):
+            continue
+        found = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
+        for _, group in itertools.groupby(found, key=lambda entry: id(entry.module)):
+            entries = list(group)
+            answer = _first_that_fits(entries, view, filter_fn, verify, claimed)
+            if isinstance(answer, Decided):
+                proposal = answer.proposal
+                accepted.append(answer)
+                claimed |= {id(change.module) for change in proposal.changes}
+                claimed |= {id(part) for part in proposal.inner}
+            elif answer is not None:
+                left.setdefault(id(entries[0].module), answer)
+    return accepted, [row for key, row in left.items() if key not in claimed]
+
+
+def _first_that_fits(
+    entries: Sequence[Proposal | Left],
+    view: View,
+    filter_fn: Filter | None,
+    verify: bool,
+    claimed: set[int],
+) -> Decided | Weldable | None:
+    row = None
+    for entry in entries:
+        where = view.names.get(id(entry.module), "")
+        if isinstance(entry, Left):
+            row = row or Weldable(where, entry.what, reason=entry.reason)
+            continue
+        changed = [change.module for change in entry.changes]
+        if any(id(module) in claimed for module in (*changed, *entry.inner)):
+            continue
+        if filter_fn is not None and not all(
+            filter_fn(module, view.names[id(module)]) for module in changed
+        ):
+            return Weldable(where, entry.what, reason="the filter leaves it out")
+        reason = next(filter(None, (view.why_not_inner(part) for part in entry.inner)), None)
+        less = None
+        if reason is None and (verify or len(entries) > 1):
+            reason, less = _tried(entry, view)
+        if reason is None:
+            return Decided(entry, Weldable(where, entry.what, entry.becomes, gain=less))
+        row = row or Weldable(where, entry.what, reason=reason)
+    return row
+
+
+def _tried(entry: Proposal, view: View) -> tuple[str | None, float | None]:
+    """Why it does not compute the same, and how much less traffic it has; once a configuration."""
+    names = {id(part): name for name, part in entry.scope.named_modules()}
+    changes = tuple(
+        (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))
+        for change in entry.changes
+    )
+    question = f"tried {changes}"
+    found: tuple[str | None, float | None] = view.once(
+        question, entry.scope, lambda: _try(entry, view.device(entry.scope))
+    )
+    return found
+
+
+def _try(entry: Proposal, device: torch.device) -> tuple[str | None, float | None]:
+    try:
+        with probe.isolated(device):
+            inputs = entry.inputs
+            if inputs is None:
+                twin = Twin(entry.scope, device, torch.float32)
+                searched = probe.fitting(twin.module, device)
+                if isinstance(searched, str):
+                    return searched, None
+                inputs = tuple(searched)
+            changes = entry.changes
+            reason = why_different(entry.scope, changes, inputs, device, drops=entry.drops)
+            if reason is not None:
+                return f"it computes something else: {reason}", None
+            return None, gain(entry.scope, changes, inputs, device)
+    except CannotCopyError as error:
+        return str(error), None
+    except Exception as error:
+        return f"it could not be tried ({type(error).__name__}: {error})", None

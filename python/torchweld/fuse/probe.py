@@ -1,0 +1,221 @@
+"""Runs of twins on small inputs, of which nothing outside notices anything."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from torchweld.dispatch.choice import use_backend
+
+_SEED = 21
+_GLOBAL_HOOKS = [
+    value
+    for name, value in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Keep random states, global hooks and torch's modes of the caller out, and as they are."""
+    hooks = [dict(found) for found in _GLOBAL_HOOKS]
+    python, arrays = random.getstate(), numpy.random.get_state()
+    # Kernels too, for what is too small to gain.
+    kernels = use_backend("cpu", "eager") if device.type == "cpu" else nullcontext()
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        for found in _GLOBAL_HOOKS:
+            found.clear()
+        with (
+            torch.random.fork_rng(cuda),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            device,
+            kernels,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for found, kept in zip(_GLOBAL_HOOKS, hooks, strict=True):
+            found.update(kept)
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+
+
+def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Standard normal rows; every second one is small, where an epsilon counts."""
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+    rows = drawn.view(-1, shape[-1])
+    rows[1::2] *= 1e-3
+    return drawn.to(device)
+
+
+class Ran(NamedTuple):
+    """What a run made: its results, then gradients and buffers; None where there is none."""
+
+    outputs: list[torch.Tensor | None]
+    others: list[torch.Tensor | None]
+
+
+def run(
+    module: torch.nn.Module,
+    inputs: Sequence[Any],
+    dtype: torch.dtype,
+    within: AbstractContextManager[Any] | None = None,
+) -> Ran:
+    """Results and gradients of a module on inputs that are cast to this dtype.
+
+    Forward and backward run each `within` a context.
+    """
+    within = within or nullcontext()
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    numpy.random.seed(_SEED)
+    given = [_leaf(value, dtype) for value in inputs]
+    with within:
+        made = module(*given)
+    outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+    leaves = [value for value in given if isinstance(value, torch.Tensor)]
+    leaves += [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    graphs = [value for value in outputs if value.requires_grad]
+    grads: list[torch.Tensor | None] = [None] * len(leaves)
+    if graphs:
+        heads = [values(y.shape or (1,), y.device).view(y.shape).to(y.dtype) for y in graphs]
+        with within:
+            grads = list(torch.autograd.grad(graphs, leaves, heads, allow_unused=True))
+    return Ran([y.detach() for y in outputs], [*grads, *module.buffers()])
+
+
+def _leaf(value: Any, dtype: torch.dtype) -> Any:
+    return value.detach().to(dtype, copy=True).requires_grad_() if value is not None else None
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
+    """Inputs on which a twin runs, or why none were found."""
+    names = _required(module)
+    if names is None or not names:
+        return "it takes no input by position"
+    error = "nothing in it says how wide its input is"
+    for width in _widths(module):
+        for shape in ((2, 5, width), (10, width), (2, 3, 4, width)):
+            x = values(shape, device)
+            rest = len(names) - 1
+            for others in ([None] * rest, [x] * rest) if rest else ([],):
+                try:
+                    run(module, [x, *others], torch.float32)
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
+                else:
+                    return [x, *others]
+    return f"it did not run on a probe ({error})"
+
+
+def _required(module: torch.nn.Module) -> list[str] | None:
+    """The arguments that a call has to have, and the first."""
+    parameters = [
+        found
+        for found in inspect.signature(module.forward).parameters.values()
+        if found.kind in (found.POSITIONAL_ONLY, found.POSITIONAL_OR_KEYWORD, found.VAR_POSITIONAL)
+    ]
+    needed = [
+        found.name
+        for found in parameters[1:]
+        if found.default is found.empty and found.kind is not found.VAR_POSITIONAL
+    ]
+    return [parameters[0].name, *needed] if parameters else None
+
+
+def _widths(module: torch.nn.Module) -> list[int]:
+    """How wide an input may be: as wide as a layer takes it, those that come first first."""
+    found: dict[int, None] = {}
+    for part in module.modules():
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim in (1, 2):
+            width = getattr(part, "in_features", None)
+            sizes = (weight.shape[-1], weight.shape[0]) if width is None else (width,)
+            found.update(dict.fromkeys(sizes))
+    return list(found)[:4]
+
+
+# --- What runs after what -------------------------------------------------------------------------
+
+
+class Edge(NamedTuple):
+    """A module, and what takes its result: a module, or the name of a function."""
+
+    producer: torch.nn.Module
+    consumer: torch.nn.Module | str
+
+
+_FUNCTIONS: dict[Any, str] = {
+    getattr(torch.nn.functional, name): f"torch.nn.functional.{name}"
+    for name in ("gelu", "relu", "silu", "sigmoid", "tanh", "softmax", "dropout")
+} | {torch.relu: "torch.relu", torch.sigmoid: "torch.sigmoid", torch.tanh: "torch.tanh"}
+
+
+class _Watch(TorchFunctionMode):
+    """Who made each tensor that a module returned, and who takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makers: dict[int, torch.nn.Module] = {}
+        self.edges: list[Edge] = []
+        self._kept: list[Any] = []  # so that no address is used twice
+        self._in_leaf = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _FUNCTIONS and not self._in_leaf and args and id(args[0]) in self.makers:
+            self.edges.append(Edge(self.makers[id(args[0])], _FUNCTIONS[function]))
+        return function(*args, **(kwargs or {}))
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if _is_leaf(module):
+            self._in_leaf += 1
+            for value in tree_leaves((args, kwargs)):
+                if id(value) in self.makers:
+                    self.edges.append(Edge(self.makers[id(value)], module))
+
+    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if _is_leaf(module):
+            self._in_leaf -= 1
+            self._kept.append(output)
+            if isinstance(output, torch.Tensor):
+                self.makers[id(output)] = module
+
+
+def watch(module: torch.nn.Module, inputs: Sequence[Any]) -> list[Edge]:
+    """The edges between the leaves of a twin in a training run."""
+    watching = _Watch()
+    handles = []
+    for part in module.modules():
+        handles.append(part.register_forward_pre_hook(watching.before, with_kwargs=True))
+        handles.append(part.register_forward_hook(watching.after, with_kwargs=True))
+    try:
+        module.train()
+        with watching:
+            run(module, inputs, torch.float32)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watching.edges
+
+
+def _is_leaf(module: torch.nn.Module) -> bool:
+    return next(module.children(), None) is None

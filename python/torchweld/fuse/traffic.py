@@ -1,0 +1,62 @@
+"""How many bytes the passes of a module move: every operation but GEMMs and views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchweld.fuse import probe
+from torchweld.fuse.twin import Twin
+from torchweld.fuse.weld import Change
+
+_MORE = 32
+_GEMMS = ("mm", "bmm", "addmm", "baddbmm", "linear", "attention", "convolution", "matmul")
+_VIEWS = ("detach", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
+
+
+class _Count(TorchDispatchMode):
+    """Of the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.partition("::")[2]
+        if not (function.is_view or name in _VIEWS or any(part in name for part in _GEMMS)):
+            tensors = tree_leaves((args, kwargs, result))
+            self.moved += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return result
+
+
+def gain(
+    scope: torch.nn.Module,
+    changes: Sequence[Change],
+    inputs: Sequence[Any],
+    device: torch.device,
+) -> float | None:
+    """The bytes that the passes of `scope` move, over those after the changes."""
+
+    # So many rows that what belongs to parameters counts as little as in training.
+    rows = [x if x is None else torch.cat([x] * _MORE) for x in inputs]
+
+    def moved(change: Callable[[Twin], None]) -> int:
+        twin = Twin(scope, device, torch.float32)
+        change(twin)
+        count = _Count()
+        probe.run(twin.module.train(), rows, torch.float32, count)
+        return count.moved
+
+    def changed(twin: Twin) -> None:
+        for change in changes:
+            change.of(twin.of(change.module)).apply()
+
+    before, after = moved(lambda twin: None), moved(changed)
+    return before / after if after else None

@@ -1,0 +1,129 @@
+"""Copies of modules to be tried: with values drawn at random, on no meta device, without hooks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchweld.fuse.weld import why_overridden
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
+_SEED = 20
+
+
+class CannotCopyError(Exception):
+    """Why a module cannot be tried apart from its model."""
+
+
+class Twin:
+    """A copy of `module` whose tensors have the same shapes and values of their own.
+
+    Args:
+        module: to be copied.
+        device: where the copy lies.
+        dtype: of its floating-point tensors; None: each keeps its own.
+
+    The drawn values are rounded to the dtype that the tensor has in `module`, so that twins of
+    different dtypes have the same ones.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        self._inside = {id(part) for part in module.modules()}
+        self._memo: dict[int, Any] = {}
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self.module = self._of_module(module)
+
+    def of(self, part: torch.nn.Module) -> torch.nn.Module:
+        """The copy of a part of the module."""
+        found: torch.nn.Module = self._memo[id(part)]
+        return found
+
+    def _of_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) in self._memo:
+            return self.of(module)
+        if id(module) not in self._inside:
+            raise CannotCopyError("it refers to a module outside of it")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotCopyError("it is scripted")
+        if reason := why_overridden(module):
+            raise CannotCopyError(reason)
+        copy = torch.nn.Module.__new__(type(module))
+        self._memo[id(module)] = copy
+        for name, value in vars(module).items():
+            if "_hooks" in name:
+                value = type(value)()
+            elif name in ("forward", "_old_forward", "_hf_hook"):
+                continue
+            elif name == "_compiled_call_impl":
+                value = None
+            else:
+                value = self._of_value(value)
+            vars(copy)[name] = value
+        return copy
+
+    def _of_value(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return self._of_module(value)
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self._of_value(item) for item in value)
+        if isinstance(value, dict) and type(value).__init__ is dict.__init__:
+            return type(value)((key, self._of_value(item)) for key, item in value.items())
+        if isinstance(value, MethodType) and isinstance(value.__self__, torch.nn.Module):
+            return MethodType(value.__func__, self._of_module(value.__self__))
+        if isinstance(value, functools.partial):
+            function, *args = (self._of_value(v) for v in (value.func, *value.args))
+            return functools.partial(function, *args, **self._of_value(value.keywords))
+        if isinstance(value, FunctionType) and any(map(_is_state, _closed_over(value))):
+            raise CannotCopyError("a function among its attributes holds a module or a tensor")
+        return value
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._memo:
+            self._memo[id(tensor)] = self._drawn(tensor)
+        found: torch.Tensor = self._memo[id(tensor)]
+        return found
+
+    def _drawn(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in _PLAIN or tensor.is_quantized or tensor.layout != torch.strided:
+            raise CannotCopyError(f"it holds a {type(tensor).__name__} of {tensor.dtype}")
+        if not tensor.is_floating_point():
+            real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+            return real if tensor.is_meta else real.copy_(tensor.detach())
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        if is_parameter or tensor.is_meta or isinstance(tensor, DTensor):
+            values = self._values(tensor.shape, is_parameter)
+        else:
+            values = tensor.detach().to("cpu", torch.float32)
+        values = values.to(tensor.dtype).to(self._device, self._dtype or tensor.dtype, copy=True)
+        return torch.nn.Parameter(values) if is_parameter else values
+
+    def _values(self, shape: torch.Size, is_parameter: bool) -> torch.Tensor:
+        """Of a variance's kind for a buffer; for a matrix such that its products are about 1."""
+        values = torch.empty(shape, device="cpu", dtype=torch.float32)
+        if not is_parameter:
+            return values.uniform_(0.5, 1.5, generator=self._generator)
+        size = math.sqrt(3 / min(shape[-2:])) if len(shape) > 1 and min(shape[-2:]) else 1.0
+        return values.uniform_(-size, size, generator=self._generator)
+
+
+def _closed_over(function: FunctionType) -> Iterable[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.Tensor))

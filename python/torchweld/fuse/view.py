@@ -1,0 +1,305 @@
+"""What recognisers ask about a model and its modules; answers are kept for each configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from torchweld.fuse import probe
+from torchweld.fuse.twin import CannotCopyError, Twin
+from torchweld.fuse.weld import Change, Weld, why_overridden
+from torchweld.ops.activation.common import ACTIVATIONS
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Changes that make one weld.
+
+    Where a recogniser proposes several for one module, the first that computes the same is taken.
+    """
+
+    module: torch.nn.Module
+    what: str
+    changes: tuple[Change, ...]  # the first is of `module`
+    scope: torch.nn.Module  # what is run to try them
+    inner: tuple[torch.nn.Module, ...] = ()  # what is called no more, or returns something else
+    inputs: tuple[Any, ...] | None = None  # on which `scope` runs; None: they are searched for
+    drops: bool = False  # whether dropout is drawn from torchweld's stream
+
+    @property
+    def becomes(self) -> str:
+        """What runs in its place, in words."""
+        return self.changes[0].becomes
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that looks like something, and why it is left alone."""
+
+    module: torch.nn.Module
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A module that runs on a probe, with the edges between its leaves."""
+
+    module: torch.nn.Module
+    inputs: tuple[Any, ...]
+    edges: list[probe.Edge]
+
+
+@dataclass
+class View:
+    """A model, as recognisers see it."""
+
+    model: torch.nn.Module
+    names: dict[int, str] = field(default_factory=dict)
+    parents: dict[int, list[torch.nn.Module]] = field(default_factory=dict)
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        self.names = {id(module): name for name, module in self.modules.items()}
+        for module in self.modules.values():
+            for child in module._modules.values():
+                if child is not None:
+                    self.parents.setdefault(id(child), []).append(module)
+
+    def once(self, question: str, module: torch.nn.Module, answer: Callable[[], Any]) -> Any:
+        """The answer for a module's configuration, asked for only once."""
+        key = (question, configuration(module))
+        if key not in self._kept:
+            self._kept[key] = answer()
+        return self._kept[key]
+
+    def device(self, module: torch.nn.Module) -> torch.device:
+        """Where a twin of it is tried."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                return tensor.device
+        return _CPU
+
+    # --- What a module is, by what it does --------------------------------------------------------
+
+    def activation(self, module: torch.nn.Module) -> tuple[str, str] | None:
+        """Name and approximation of the activation that a module computes."""
+        if is_welded(module) or any(True for _ in module.children()) or has_state(module):
+            return None
+        found: tuple[str, str] | None = self.once("act", module, lambda: _activation(module))
+        return found
+
+    def linear(self, module: torch.nn.Module) -> str | None:
+        """Whether a module is a linear layer: "plain", "transposed" as GPT-2's Conv1D, or None."""
+        names = [name for name, value in module._parameters.items() if value is not None]
+        if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
+            return None
+        weight = module._parameters["weight"]
+        if weight is None or weight.ndim != 2 or set(names) - {"weight", "bias"}:
+            return None
+        if type(module).forward is torch.nn.Linear.forward:
+            return "plain"
+        found: str | None = self.once("linear", module, lambda: _linear(module))
+        return found
+
+    # --- What runs after what ---------------------------------------------------------------------
+
+    def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str:
+        """The innermost of `module` and what is around it in which `consumer` has an edge."""
+        reason = "what calls it was not found"
+        for _ in range(3):
+            found = self.watched(module)
+            if isinstance(found, str):
+                reason = found
+            elif any(edge.consumer is consumer for edge in found.edges):
+                return found
+            above = self.parents.get(id(module), [])
+            if len(above) != 1:
+                break
+            module = above[0]
+        return reason
+
+    def watched(self, module: torch.nn.Module) -> Scope | str:
+        """The module with the edges between its leaves, or why it does not run."""
+        names = {id(part): name for name, part in module.named_modules()}
+        found = self.once("edges", module, lambda: _watched(module, self.device(module), names))
+        if isinstance(found, str):
+            return found
+        inputs, edges = found
+        parts = dict(module.named_modules())
+        return Scope(
+            module,
+            inputs,
+            [probe.Edge(parts[a], parts[b[1:]] if b.startswith(".") else b) for a, b in edges],
+        )
+
+    def why_not_inner(self, module: torch.nn.Module) -> str | None:
+        """Why a module's result may not change, or its call be left out."""
+        called = self.names.get(id(module)) or type(module).__name__
+        if len(self.parents.get(id(module), [])) > 1:
+            return f"{called} is shared"
+        if hooks := user_hooks(module):
+            return f"{called} has {hooks}, which would see something else"
+        if reason := why_fixed(module):
+            return f"{called}: {reason}"
+        if "forward" in vars(module):
+            return f"{called}: its forward is set on the instance"
+        if _is_sharded_alone(module):
+            return f"{called} is sharded by itself: fuse before fully_shard"
+        return None
+
+
+def is_welded(module: torch.nn.Module) -> bool:
+    """Whether it was fused already."""
+    return isinstance(module, Weld)
+
+
+def has_state(module: torch.nn.Module) -> bool:
+    """Whether it has parameters or buffers of its own."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in tensors)
+
+
+def why_fixed(module: torch.nn.Module) -> str | None:
+    """Why a module's class cannot be changed."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted: fuse before scripting"
+    if isinstance(module, torch.fx.GraphModule):
+        return "its forward is a traced graph: fuse before tracing"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized: its weight is computed at each call"
+    return why_overridden(module)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def user_hooks(module: torch.nn.Module) -> str:
+    """The kinds of hooks on it that torch.distributed did not put there, in words."""
+    found = []
+    for kind in _HOOKS:
+        hooks = getattr(module, kind, {}).values()
+        if any(
+            not str(getattr(h, "__module__", "")).startswith("torch.distributed") for h in hooks
+        ):
+            found.append(kind.strip("_").replace("_", " "))
+    return " and ".join(found)
+
+
+def _is_sharded_alone(module: torch.nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _activation(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Tried on numbers small and large, in training and in evaluation."""
+    x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
+        5, -1
+    )
+    try:
+        copy = Twin(module, _CPU).module
+        with probe.isolated(_CPU), torch.no_grad():
+            made = [copy.train(training)(x.clone()) for training in (True, False)]
+    except Exception:
+        return None
+    for kind, known in ACTIVATIONS.items():
+        expected = known.function(x.double())
+        allowed = 2e-6 * (1 + expected.abs())
+        if kind[0] != "identity" and all(_is_near(y, expected, allowed) for y in made):
+            return kind
+    return None
+
+
+def _linear(module: torch.nn.Module) -> str | None:
+    try:
+        copy: Any = Twin(module, _CPU, torch.float32).module
+        weight, bias = copy.weight.detach(), copy._parameters.get("bias")
+        for form, matrix in (("plain", weight), ("transposed", weight.t())):
+            if bias is not None and bias.shape != matrix.shape[:1]:
+                continue
+            with probe.isolated(_CPU), torch.no_grad():
+                x = probe.values((2, 5, matrix.shape[1]), _CPU)
+                expected = linear(x, matrix, bias)
+                if _is_near(copy(x), expected.double(), 1e-4):
+                    return form
+    except Exception:
+        return None
+    return None
+
+
+def _is_near(y: Any, expected: torch.Tensor, allowed: Any) -> bool:
+    same = isinstance(y, torch.Tensor) and y.shape == expected.shape
+    return same and bool(((y.double() - expected).abs() <= allowed).all())
+
+
+def _watched(
+    module: torch.nn.Module, device: torch.device, names: dict[int, str]
+) -> tuple[tuple[Any, ...], list[tuple[str, str]]] | str:
+    """Inputs and edges, by names in the module; that of a module begins with a dot."""
+    try:
+        twin = Twin(module, device, torch.float32)
+        with probe.isolated(device):
+            inputs = probe.fitting(twin.module, device)
+            if isinstance(inputs, str):
+                return inputs
+            edges = probe.watch(twin.module, inputs)
+    except CannotCopyError as error:
+        return str(error)
+    except Exception as error:
+        return f"it did not run on a probe ({type(error).__name__}: {error})"
+    of_twin = {id(part): name for name, part in twin.module.named_modules()}
+    named = [(of_twin[id(a)], b if isinstance(b, str) else "." + of_twin[id(b)]) for a, b in edges]
+    return tuple(inputs), named
+
+
+# --- Configurations -------------------------------------------------------------------------------
+
+_SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, type)
+
+
+def configuration(module: torch.nn.Module) -> Hashable:
+    """What modules that compute alike have in common: classes, shapes, dtypes and settings.
+
+    The number of a layer is left out; objects of other kinds have to be the same ones.
+    """
+    return _of_module(module, {})
+
+
+def _of_module(module: torch.nn.Module, seen: dict[int, int]) -> Hashable:
+    if id(module) in seen:
+        return "seen", seen[id(module)]
+    seen[id(module)] = len(seen)
+    found = []
+    for name, value in vars(module).items():
+        counts = isinstance(value, int) and ("idx" in name or "index" in name or "layer_id" in name)
+        if name not in ("training", "_compiled_call_impl") and "_hooks" not in name and not counts:
+            found.append((name, _of_value(value, seen)))
+    return type(module), tuple(found)
+
+
+def _of_value(value: Any, seen: dict[int, int]) -> Hashable:
+    if isinstance(value, _SCALARS):
+        return type(value), value
+    if isinstance(value, torch.nn.Module):
+        return _of_module(value, seen)
+    if isinstance(value, torch.Tensor):
+        return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):
+        return type(value), frozenset(value)
+    if isinstance(value, (list, tuple, torch.Size)):
+        return type(value), tuple(_of_value(item, seen) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((key, _of_value(item, seen)) for key, item in value.items())
+    if isinstance(value, MethodType):
+        return "method", id(value.__func__)
+    if isinstance(value, functools.partial):
+        return "partial", id(value.func), _of_value([*value.args, value.keywords], seen)
+    return "object", id(value)

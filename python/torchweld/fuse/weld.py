@@ -1,0 +1,109 @@
+"""A welded module is the same object with another class; its attributes stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+
+class Weld:
+    """Base of the classes that welded modules get.
+
+    `welded` makes a class from a subclass of this one, the module's own class, and settings. The
+    settings become class attributes, whose names begin with weld_ and so hide none of the module's.
+    Nothing is written to the module itself: setting its class back restores it.
+    """
+
+    # Whether isinstance still finds the module's own class.
+    weld_keeps_class: ClassVar[bool] = True
+    # What runs, in words; "" for a part of another module's weld.
+    weld_becomes: ClassVar[str] = ""
+    # Names of what it contains and calls no more.
+    weld_inner: ClassVar[tuple[str, ...]] = ()
+    welded_from: ClassVar[type]
+    weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
+
+    weld_class: ClassVar[type[Weld]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles make the class anew, since pickle would not find it."""
+        return _bare, (self.weld_class, self.welded_from, self.weld_settings), dict(vars(self))
+
+    def _get_name(self) -> str:
+        """The name in a model's printed form."""
+        return f"Welded{type(self).__name__}"
+
+
+_CLASSES: dict[Any, type] = {}
+
+
+class Change(NamedTuple):
+    """A module, and the class that it gets: a weld with settings."""
+
+    module: torch.nn.Module
+    weld: type[Weld]
+    becomes: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+    def of(self, module: torch.nn.Module) -> Change:
+        """The same change of another module."""
+        return self._replace(module=module)
+
+    def apply(self) -> None:
+        """Set the class."""
+        settings = (("becomes", self.becomes), *self.settings.items())
+        set_class(self.module, welded(self.weld, type(self.module), settings))
+
+
+def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
+    """The class of a welded module. It keeps the name of `was`, which other code reads."""
+    key = (weld, was, settings)
+    if key in _CLASSES:
+        return _CLASSES[key]
+    bases = (weld, was) if weld.weld_keeps_class else (weld,)
+    name = was.__name__ if weld.weld_keeps_class else weld.__name__
+    body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
+    body |= {f"weld_{name}": value for name, value in settings}
+    body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
+    return _CLASSES.setdefault(key, type(name, bases, body))
+
+
+def restored(cls: type) -> type:
+    """The class that a welded module had; that of one that was sharded since is made anew."""
+    if "welded_from" in vars(cls):
+        return cls.welded_from  # type: ignore[attr-defined,no-any-return]
+    bases = tuple(restored(base) if issubclass(base, Weld) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, dict(vars(cls)))
+
+
+def _bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> Any:
+    """An instance without attributes."""
+    cls = welded(weld, was, settings)
+    return object.__new__(cls)
+
+
+def set_class(module: torch.nn.Module, cls: type) -> None:
+    """Change the class, and what accelerate's hooks call in its place."""
+    module.__class__ = cls
+    if "_old_forward" in vars(module):
+        object.__setattr__(module, "_old_forward", MethodType(cls.forward, module))  # type: ignore[attr-defined]
+
+
+def find_welds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of every weld in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, Weld):
+            yield name, module
+
+
+def why_overridden(module: torch.nn.Module) -> str | None:
+    """Why a change of its class would change nothing: what runs is set on the instance."""
+    if "forward" not in vars(module):
+        return None
+    old = vars(module).get("_old_forward")
+    if getattr(old, "__func__", None) is getattr(type(module), "forward", None):
+        return None  # accelerate's, which set_class follows
+    return "its forward is set on the instance, so that its class's would never run"

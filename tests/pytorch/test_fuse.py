@@ -1,0 +1,291 @@
+"""fuse() changes classes in place: what computes the same is welded, and unfuse() restores it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+from torchweld.fuse import PATTERNS, Change, Proposal, Weld, plan
+from torchweld.fuse.probe import values
+
+WIDTH = 64
+
+
+class PlainRMSNorm(nn.Module):
+    """As Llama has it, or with `offset` as Gemma has it."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.variance_epsilon, self.offset = 1e-6, offset
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.offset:
+            return (wide * (self.offset + self.weight.float())).type_as(hidden_states)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+class Gated(nn.Module):
+    """A gated MLP with names of its own, and with dropout as T5 has it."""
+
+    def __init__(self, activation: nn.Module, p: float | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 128, bias=bias)
+        self.gate = nn.Linear(WIDTH, 128, bias=bias)
+        self.down = nn.Linear(128, WIDTH, bias=bias)
+        self.activation = activation
+        if p is not None:
+            self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.activation(self.gate(x)) * self.up(x)
+        return self.down(self.dropout(hidden) if hasattr(self, "dropout") else hidden)
+
+
+class Packed(nn.Module):
+    """Gate and up in one layer, as Phi3 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 256, bias=False), nn.Linear(128, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(up * self.act(gate))
+
+
+class NewGELU(nn.Module):
+    """gelu by tanh in eight passes, as transformers has it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        inner = 0.7978845608028654 * (input + 0.044715 * torch.pow(input, 3.0))
+        return 0.5 * input * (1.0 + torch.tanh(inner))
+
+
+class FeedForward(nn.Module):
+    """The activation is between two layers, and beside a dropout."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.act, self.drop = activation, nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+MODELS = {
+    "layer_norm": lambda: nn.LayerNorm(WIDTH),
+    "layer_norm_bare": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+    "rms_norm_default": lambda: nn.RMSNorm(WIDTH),
+    "llama_norm": PlainRMSNorm,
+    "gemma_norm": lambda: PlainRMSNorm(1.0),
+    "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
+    "feed_forward": lambda: FeedForward(nn.GELU("tanh")),
+    "feed_forward_relu": lambda: FeedForward(nn.ReLU(inplace=True)),
+    "new_gelu": lambda: FeedForward(NewGELU()),
+    "gated_silu": lambda: Gated(nn.SiLU()),
+    "gated_gelu": lambda: Gated(NewGELU(), 0.1, bias=True),
+    "packed": Packed,
+    "activation": NewGELU,
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """The kernels, also for what is too small to gain."""
+    with torchweld.use_backend("cpu", "eager"):
+        yield
+
+
+def _made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def _ran(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Result and gradients; what is dropped is the same in every run."""
+    torch.manual_seed(1)
+    x = x.detach().requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def _welds(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Weld)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_and_gradients_are_the_same(name: str) -> None:
+    """Held to float64: no further from it than twice the original, and some units of rounding."""
+    model, x = _made(name), torch.randn(32, 16, WIDTH)
+    expected = _ran(model, x)
+    truth = _ran(copy.deepcopy(model).double(), x.double())
+    assert torchweld.fuse(model) is model
+    assert _welds(model)
+    for a, b, exact in zip(expected, _ran(model, x), truth, strict=True):
+        rms = exact.square().mean().sqrt() * 1.2e-7
+        allowed = 2 * (a - exact).square().mean().sqrt() + 4 * rms
+        assert (b - exact).square().mean().sqrt() <= allowed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_else_stays_and_unfuse_restores(name: str) -> None:
+    """Objects, keys, hooks, flags and the random state; a second fuse() finds nothing to do."""
+    model = _made(name).eval()
+    next(iter(model.parameters()), torch.nn.Parameter()).requires_grad_(False)
+    called: list[nn.Module] = []
+    model.register_forward_hook(lambda module, *_: called.append(module))
+    classes = {module: type(module) for module in model.modules()}
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    tensors = dict(model.state_dict(keep_vars=True))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    torchweld.fuse(model)
+    once = {module: type(module) for module in model.modules()}
+    assert torchweld.fuse(model) is model
+    assert {module: type(module) for module in model.modules()} == once != classes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not called
+    for module, kept in attributes.items():
+        assert vars(module).keys() == kept.keys()
+        assert all(vars(module)[key] is value for key, value in kept.items())
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(tensors)
+    assert all(after[key] is value for key, value in tensors.items())
+    model(torch.randn(2, 3, WIDTH))
+    assert called == [model]
+    assert torchweld.unfuse(model) is model
+    assert {module: type(module) for module in model.modules()} == classes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_and_pickles(name: str) -> None:
+    model, x = torchweld.fuse(_made(name)), torch.randn(4, 8, WIDTH)
+    expected = _ran(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _welds(other) == _welds(model)
+        assert all(map(torch.equal, _ran(other, x), expected))
+        assert not _welds(torchweld.unfuse(other))
+
+
+def test_the_filter() -> None:
+    """As torchao's: a module and its name; False leaves it alone, and explain says so."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
+    asked: list[tuple[nn.Module, str]] = []
+
+    def second(module: nn.Module, name: str) -> bool:
+        asked.append((module, name))
+        return name == "1"
+
+    rows = {row.where: row for row in torchweld.explain(model, second)}
+    assert rows["0"].reason
+    assert not rows["1"].reason
+    torchweld.fuse(model, second)
+    assert _welds(model) == ["1"]
+    assert (model[0], "0") in asked
+
+
+def test_a_configuration_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many modules have it, and not at all with verify=False where there is one way."""
+    tried: list[Any] = []
+    real = plan._try
+    monkeypatch.setattr(plan, "_try", lambda *given: tried.append(given) or real(*given))
+    layers = [nn.Sequential(nn.LayerNorm(WIDTH), FeedForward(nn.GELU())) for _ in range(5)]
+    model = torchweld.fuse(nn.Sequential(*layers, nn.LayerNorm(WIDTH, eps=1e-3)))
+    assert len(_welds(model)) == 16
+    assert len(tried) == 3
+    tried.clear()
+    torchweld.fuse(torchweld.unfuse(model), verify=False)
+    assert len(_welds(model)) == 16
+    assert not tried
+
+
+def test_what_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted recogniser proposes a wrong weld: results, then only gradients are wrong."""
+
+    class Doubled(Weld):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.welded_from.forward(self, x)
+
+    class Detached(Weld):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.welded_from.forward(self, x.detach())
+
+    for wrong in (Doubled, Detached):
+
+        def find(module: nn.Module, view: Any, wrong: type[Weld] = wrong) -> Iterator[Proposal]:
+            if isinstance(module, nn.Linear):
+                inputs = (values((4, WIDTH), torch.device("cpu")),)
+                changes = (Change(module, wrong, "wrong"),)
+                yield Proposal(module, "Linear", changes, module, inputs=inputs)
+
+        monkeypatch.setattr(plan, "PATTERNS", [find])
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        (row,) = torchweld.explain(model)
+        assert "computes something else" in row.reason
+        assert not _welds(torchweld.fuse(model))
+        assert _welds(torchweld.fuse(model, verify=False)) == ["0"]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_all_changes_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure planted in a recogniser, and in each of the changes."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH))
+    classes = [type(module) for module in model]
+    real, done = Change.apply, []
+
+    def failing(self: Change) -> None:
+        if self.module in list(model):
+            done.append(self)
+            if len(done) == at + 1:
+                raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(Change, "apply", failing)
+    with pytest.raises(KeyboardInterrupt):
+        torchweld.fuse(model)
+    assert len(done) == at + 1
+    assert [type(module) for module in model] == classes
+
+    def broken(module: nn.Module, view: Any) -> Iterator[Any]:
+        if module is model[at]:
+            raise ZeroDivisionError
+        yield from ()
+
+    monkeypatch.setattr(plan, "PATTERNS", [*PATTERNS, broken])
+    with pytest.raises(ZeroDivisionError):
+        torchweld.fuse(model)
+    assert [type(module) for module in model] == classes
+
+
+def test_explain_is_data_and_a_table() -> None:
+    model = nn.Sequential(*[FeedForward(nn.GELU()) for _ in range(3)], nn.LayerNorm(WIDTH))
+    report = torchweld.explain(model)
+    assert [row.where for row in report] == ["0.fc1", "1.fc1", "2.fc1", "3"]
+    assert all(row.gain > 0 and not row.welded for row in report)
+    assert "*.fc* (3x)" in str(report)
+    assert not _welds(model)
+    torchweld.fuse(model)
+    after = torchweld.explain(model)
+    assert [(row.where, row.becomes) for row in after] == [(r.where, r.becomes) for r in report]
+    assert all(row.welded for row in after)
+    assert "nothing" in str(torchweld.explain(nn.Linear(2, 2)))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(torchweld.ArgumentError, match="model is a str"):
+        torchweld.fuse("model")
+    with pytest.raises(torchweld.ArgumentError, match="filter_fn"):
+        torchweld.fuse(nn.Linear(2, 2), filter_fn=3)
