@@ -197,7 +197,9 @@ def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> 
 # --- Times --------------------------------------------------------------------------------------
 
 
-def _measured(learners: Sequence[Learner], setting: Setting, seconds: float) -> list[dict[str, Any]]:
+def _measured(
+    learners: Sequence[Learner], setting: Setting, seconds: float
+) -> list[dict[str, Any]]:
     """Warm up, take turns, and print the table. A row of it is a dictionary."""
     for _ in progress([f"{learner.name}: warming up" for learner in learners]):
         pass
@@ -244,13 +246,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 def _learn(learners: Sequence[Learner], seconds: float) -> None:
     """Train all in turn for this long, from where they are, by as many steps each."""
     start = time.monotonic()
-    rounds = 0
-    for _ in progress([f"learning, at most {seconds:.0f} s"] * 1000):
-        if rounds >= 5 and time.monotonic() - start > seconds:
+    for turn in progress([f"learning, at most {seconds:.0f} s"] * 1000):
+        if turn >= 5 and time.monotonic() - start > seconds:
             break
         for learner in learners:
             learner.learn()
-        rounds += 1
     fewest = min(len(learner.losses) for learner in learners)
     for learner in learners:
         del learner.losses[fewest:]
@@ -267,7 +267,9 @@ def _show_losses(learners: Sequence[Learner]) -> None:
     table = Table(["", "first", "last", "to eager's"], numbers_from=1)
     for learner in learners:
         last = _final(learner.losses)
-        table.add(learner.name, f"{learner.losses[0]:.3f}", f"{last:.3f}", f"{last / eager - 1:+.1%}")
+        table.add(
+            learner.name, f"{learner.losses[0]:.3f}", f"{last:.3f}", f"{last / eager - 1:+.1%}"
+        )
     table.show()
 
 

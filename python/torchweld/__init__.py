@@ -1,6 +1,6 @@
 """torchweld: fused kernels for transformer training that drop into the PyTorch stack you run."""
 
-from torchweld import functional, nn, optim, random
+from torchweld import functional, nn, optim, random, sparse
 from torchweld.dispatch import native
 from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError
@@ -24,6 +24,7 @@ __all__ = [
     "nn",
     "optim",
     "random",
+    "sparse",
     "unfuse",
     "use_backend",
 ]

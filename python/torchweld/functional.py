@@ -4,6 +4,7 @@ import torch
 
 from torchweld.ops.activation.bias_act import bias_act
 from torchweld.ops.activation.gated_act import gated_act
+from torchweld.ops.attention.block_sparse import block_sparse_attention
 from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
 from torchweld.ops.batch_norm.normalize_act import normalize_act
 from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
@@ -21,6 +22,7 @@ __all__ = [
     "batch_norm_act",
     "bias_act",
     "bias_dropout_add",
+    "block_sparse_attention",
     "dequantize_8bit",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",

@@ -15,7 +15,7 @@ from conftest import Target
 from oracle import incoming, is_floating, run, total
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
-from torchweld.registry import BACKENDS, Op, TensorSpec, materialize
+from torchweld.registry import BACKENDS, Made, Op, TensorSpec, materialize
 
 
 def _sample(op: Op, **kwargs: Any) -> list[Any]:
@@ -134,6 +134,9 @@ def _autocast(device: str) -> Iterator[None]:
 
 
 def _empty(argument: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(argument, Made):
+        made = argument.make()
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
     if not isinstance(argument, TensorSpec):
         return argument
     kinds = {"boolean": torch.bool, "seed": torch.int64}
@@ -228,7 +231,12 @@ def test_schema_and_implementation_agree(target: Target) -> None:
     for position, value in enumerate(inputs):
         changed = list(inputs)
         if is_floating(value):
-            changed[position] = value.flip(-1)  # adding a number would change no softmax
+            # Adding a number would change no softmax.
+            changed[position] = value.flip(tuple(range(value.ndim)))
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+            changed[position] = ~value
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.int32:
+            continue  # a layout's lists, whose numbers depend on each other
         elif isinstance(value, torch.Tensor):
             changed[position] = value + 1
         elif op.forward_signature.arguments[position] == "wide_y":

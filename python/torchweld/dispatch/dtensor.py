@@ -83,9 +83,10 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
     results = run(op, list(given.values()))
 
     def whole(result: torch.Tensor) -> Any:
-        stride = torch.empty(x.shape, device="meta").stride()
+        shape = x.shape[: result.ndim]  # statistics have no columns
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            result, mesh, placements, run_check=False, shape=x.shape, stride=stride
+            result, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
     return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)

@@ -20,6 +20,7 @@ from torchweld.registry.composite import Composite
 from torchweld.registry.op import OPS, Numerics, Op
 from torchweld.registry.samples import (
     SEED,
+    Made,
     TensorSpec,
     activation,
     boolean,
@@ -43,6 +44,7 @@ __all__ = [
     "WHOLE",
     "Backend",
     "Composite",
+    "Made",
     "Numerics",
     "Op",
     "Rows",

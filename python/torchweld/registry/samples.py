@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,13 @@ class TensorSpec:
     def parameter(self) -> bool:
         """Whether it has the trailing sizes of what flows alone."""
         return self.kind in ("parameter", "boolean", "constant", "variance")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor argument of a sample that is made when it is needed, and then always the same."""
+
+    make: Callable[[], torch.Tensor]
 
 
 def activation(*shape: int) -> TensorSpec:
@@ -75,6 +82,8 @@ def materialize(
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(argument: Any) -> Any:
+        if isinstance(argument, Made):
+            return argument.make().to(device)
         if not isinstance(argument, TensorSpec):
             return argument
         if argument.kind == "seed":

@@ -1,0 +1,279 @@
+"""block_sparse_attention: attention over the blocks of a layout, and over no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.dispatch.autograd import derivatives_of_reference
+from torchweld.dispatch.call import call
+from torchweld.dispatch.kernels import define
+from torchweld.errors import ArgumentError
+from torchweld.ops.attention.reference import attention, four, terms
+from torchweld.ops.attention.samples import SAMPLES, TINY, flops, measured, sized
+from torchweld.random import Shard, drawn, place
+from torchweld.registry import Numerics, Op, Rows
+from torchweld.sparse import BlockLayout
+from torchweld.sparse.lists import count_of, words_of
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q @ k.mT * scale) @ v, where a query sees the keys that its layout lets it see.
+
+    A query that sees no key gives zeros, and zero gradients.
+
+    Args:
+        q: [batch, heads, queries, head_dim], of any strides; leading dimensions may be left out.
+        k: [batch, key heads, keys, head_dim]; the heads are a multiple of the key heads, and as
+            many in a row share one.
+        v: of k's shape.
+        layout: a torchweld.sparse.BlockLayout of these lengths. Packed sequences, in a batch of
+            one, take `BlockLayout.documents`.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        causal: no query sees a later key, where the last query stands beside the last key.
+        key_padding_mask: booleans [batch, keys]; True is ignored, as in nn.MultiheadAttention.
+        alibi_slopes: [heads] or [batch, heads], float32; a score is lowered by the slope times the
+            distance of its query and key. They get no gradient.
+        sinks: [heads], a learnt score for each head of a key without a value.
+        softcap: not 0: scores become softcap * tanh(score / softcap) before anything is added.
+        dropout_p: the probability of a weight to be dropped, where training is true.
+        training: False drops nothing.
+        seed: what to drop, see torchweld.random; None draws one from torch's generator. What is
+            dropped is what softmax_dropout drops of scores [batch, heads, queries, keys].
+        shard: where q lies in a larger tensor, of which it has whole heads. Keys and values are
+            those of q's heads, or all of them.
+        return_lse: return the log of the sum of exponentials too, which is differentiable.
+
+    Returns:
+        A tensor of q's shape and dtype; with `return_lse` also one of [batch, heads, queries], in
+        float32, -inf where a query sees nothing.
+    """
+    given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, sinks, softcap)
+    y, lse = call(OP, *_inputs(*given, dropout_p, training, seed, shard))
+    return (y, lse) if return_lse else y
+
+
+def _inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    return_lse: bool = False,
+) -> Sequence[Any]:
+    name = OP.name
+    p, seed = drawn(name, "q", q, dropout_p, training, seed)
+    whole, offset = place(shard)
+    for argument, value in (("q", q), ("k", k)):
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            raise ArgumentError(name, argument, _came(value), "a tensor [*, length, head_dim]")
+    if not isinstance(layout, BlockLayout):
+        raise ArgumentError(name, "layout", _came(layout), "a torchweld.sparse.BlockLayout")
+    if checks.autocasts(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    checks.factor(name, "scale", scale, q.dtype)
+    checks.factor(name, "softcap", softcap, q.dtype)
+    group = _heads(q) // max(_heads(k), 1) if _heads(k) else 1
+    lengths = (q.shape[-2] if q.ndim > 1 else 1, k.shape[-2] if k.ndim > 1 else 1)
+    if lengths != (layout.queries, layout.keys):
+        accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
+        raise ArgumentError(name, "layout", f"of {layout.queries} x {layout.keys} tokens", accepted)
+    if key_padding_mask is not None and key_padding_mask.ndim == 2:
+        key_padding_mask = key_padding_mask[:, None, None]
+    if alibi_slopes is not None and alibi_slopes.ndim in (1, 2):
+        alibi_slopes = alibi_slopes[..., None, None]
+    if sinks is not None and sinks.ndim == 1:
+        sinks = sinks[:, None, None]
+    lists = layout.lists or (None,) * 5
+    own = (layout.block, max(group, 1), float(scale), causal, float(softcap))
+    return (q, k, v, sinks, *lists, key_padding_mask, alibi_slopes, *own, p, seed, whole, offset)
+
+
+def _came(value: Any) -> str:
+    return "a scalar" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _heads(x: torch.Tensor) -> int:
+    return x.shape[-3] if x.ndim > 2 else 1
+
+
+def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(*arguments)  # torch would take more
+    with torch.autocast(arguments[0].device.type, enabled=False):  # the public function casts
+        return attention(*arguments)
+
+
+def _backward_reference(grad_y: Any, grad_lse: Any, *arguments: Any) -> tuple[Any, ...]:
+    y, lse = arguments[-6:-4]
+    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    return derivatives_of_reference(OP)(grad_y, grad_lse, *arguments)
+
+
+def _check(
+    q,
+    k,
+    v,
+    sinks,
+    rows,
+    row_entries,
+    columns,
+    column_entries,
+    masks,
+    key_padding_mask,
+    alibi_slopes,
+    block,
+    group,
+    scale,
+    causal,
+    softcap,
+    p,
+    seed,
+    whole,
+    offset,
+):
+    name = OP.name
+    checks.dense(name, "q", q, OP.dtypes)
+    if not 1 <= q.ndim <= 4:
+        accepted = "[batch, heads, queries, head_dim], of which leading ones may be left out"
+        raise ArgumentError(name, "q", f"of {q.ndim} dimensions", accepted)
+    for argument, value in (("k", k), ("v", v)):
+        checks.dense(name, argument, value, [q.dtype], "q")
+        checks.like(name, argument, value, q, "q")
+    if k.ndim != q.ndim or k.shape[-1] != q.shape[-1] or four(k).shape[0] != four(q).shape[0]:
+        accepted = f"one that goes with q, {list(q.shape)}: [batch, key heads, keys, head_dim]"
+        raise ArgumentError(name, "k", f"of shape {list(k.shape)}", accepted)
+    checks.shaped(name, "v", v, k.shape, "that of k")
+    shape = four(q).shape
+    _check_heads(shape, four(k).shape[1], group, whole, offset)
+    beside = [q.dtype] if q.dtype == torch.float32 else [q.dtype, torch.float32]
+    if sinks is not None:
+        checks.dense(name, "sinks", sinks, beside, "q")
+        checks.like(name, "sinks", sinks, q, "q")
+        checks.shaped(name, "sinks", sinks, [shape[1], 1, 1], "[heads]: with two dimensions of one")
+    if key_padding_mask is not None:
+        checks.dense(name, "key_padding_mask", key_padding_mask, [torch.bool])
+        checks.like(name, "key_padding_mask", key_padding_mask, q, "q")
+        padding = [shape[0], 1, 1, four(k).shape[2]]
+        meaning = "[batch, keys]: with two dimensions of one"
+        checks.shaped(name, "key_padding_mask", key_padding_mask, padding, meaning)
+    if alibi_slopes is not None:
+        checks.dense(name, "alibi_slopes", alibi_slopes, beside, "q")
+        checks.like(name, "alibi_slopes", alibi_slopes, q, "q")
+        batch = [shape[0]] if alibi_slopes.ndim == 4 else []
+        meaning = "[heads] or [batch, heads]: with two dimensions of one"
+        checks.shaped(name, "alibi_slopes", alibi_slopes, [*batch, shape[1], 1, 1], meaning)
+    checks.dropout(name, "q", q, seed, whole, offset)
+    if whole and [*whole[-2:]] != [*q.shape[-2:]]:
+        accepted = f"whole heads: sizes that end in {list(q.shape[-2:])}"
+        raise ArgumentError(name, "shard", f"of sizes {list(whole)}", accepted)
+    if rows is not None:
+        _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
+
+
+def _check_heads(
+    shape: Sequence[int],
+    key_heads: int,
+    group: int,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> None:
+    """Keys and values of q's heads, or of more of the whole's."""
+    first = offset[-3] if offset and len(offset) > 2 else 0
+    here, last = shape[1] == key_heads * group, first + shape[1] <= key_heads * group
+    if not here and not (whole and last):
+        accepted = f"ones of which q's {shape[1]} heads are a multiple"
+        raise ArgumentError(OP.name, "k", f"of {key_heads} heads", accepted)
+
+
+def _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block):
+    name, shape = OP.name, four(q).shape
+    count = [count_of(n, block) for n in (shape[2], four(k).shape[2])]
+    every = (rows, row_entries, columns, column_entries, masks)
+    for value in every:
+        checks.dense(name, "layout", value, [torch.int32])
+        checks.like(name, "layout", value, q, "q")
+    for lines, n in ((rows, count[0]), (columns, count[1])):
+        fits = (
+            lines.ndim == 4 and lines.shape[0] in (1, shape[0]) and lines.shape[1] in (1, shape[1])
+        )
+        if not fits or [*lines.shape[2:]] != [n, 4]:
+            came = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
+            accepted = f"one of {shape[0]} or 1, {shape[1]} or 1, and {n}"
+            raise ArgumentError(name, "layout", came, accepted)
+    for entries in (row_entries, column_entries):
+        checks.shaped(name, "layout", entries, [entries.shape[0], 2], "entries [blocks, 2]")
+    bits = [masks.shape[0], block * words_of(block)]
+    checks.shaped(name, "layout", masks, bits, "masks [masks, words]")
+
+
+def _fake(q, *_):
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return y, q.new_empty(q.shape[:-1], dtype=kind)
+
+
+_LAYOUT = (
+    "Tensor? rows, Tensor? row_entries, Tensor? columns, Tensor? column_entries, Tensor? masks,"
+    " Tensor? key_padding_mask, Tensor? alibi_slopes, int block, int group, float scale,"
+    " bool causal, float softcap, float p, Tensor? seed, SymInt[]? whole, SymInt[]? offset"
+)
+
+OP = Op(
+    name="block_sparse_attention",
+    forward=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}) -> (Tensor y, Tensor lse)",
+    backward="(Tensor? grad_y, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? sinks,"
+    f" {_LAYOUT}, Tensor y, Tensor lse, bool need_q, bool need_k, bool need_v, bool need_sinks)"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)",
+    inputs=_inputs,
+    reference=_reference,
+    backward_reference=_backward_reference,
+    check=_check,
+    fake=_fake,
+    sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
+    sized=sized,
+    flops=flops,
+    sources={},
+    samples=SAMPLES,
+    benchmarks=measured(4096),
+    benchmarks_on_gpu=measured(16384, 16),
+    tiny=TINY,
+    numerics=Numerics(
+        fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
+        terms=terms,
+        rounding=dict.fromkeys(("grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),  # y is saved
+    ),
+    small=0,
+)
+define(OP)

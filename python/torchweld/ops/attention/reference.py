@@ -1,0 +1,179 @@
+"""Dense masked attention in eager torch: the reference, and the sums that its errors go by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld.random import drop
+from torchweld.sparse.lists import token_mask
+
+
+def four(x: torch.Tensor) -> torch.Tensor:
+    """With the leading dimensions that were left out."""
+    return x[(None,) * (4 - x.ndim)]
+
+
+def for_each_head(
+    x: torch.Tensor, heads: int, group: int, offset: Sequence[int] | None
+) -> torch.Tensor:
+    """Keys or values for each of q's heads."""
+    x = four(x)
+    if x.shape[1] == heads and group == 1:
+        return x
+    if x.shape[1] * group == heads:
+        return x.repeat_interleave(group, 1)
+    first = offset[-3] if offset else 0
+    of_head = (torch.arange(heads, device=x.device) + first) // group
+    return x[:, of_head]
+
+
+def visible(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: torch.Tensor | None,
+    row_entries: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    block: int,
+    causal: bool,
+) -> torch.Tensor | None:
+    """Booleans that broadcast to the scores; None: every key is seen."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    seen = None
+    if rows is not None:
+        assert row_entries is not None
+        assert masks is not None
+        seen = token_mask(rows, row_entries, masks, block, queries, keys)
+    if causal:
+        query = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+        before = torch.arange(keys, device=q.device) <= query
+        seen = before if seen is None else seen & before
+    if key_padding_mask is not None:
+        seen = ~key_padding_mask if seen is None else seen & ~key_padding_mask
+    return seen
+
+
+def scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """What the masks and the softmax are taken of."""
+    z = q @ k.mT * scale
+    if softcap:
+        z = torch.tanh(z / softcap) * softcap
+    if alibi_slopes is not None:
+        z = z - alibi_slopes * distance(q, k)
+    return z
+
+
+def distance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    queries, keys = q.shape[-2], k.shape[-2]
+    query = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    return (query - torch.arange(keys, device=q.device)).abs()
+
+
+def softmax(
+    z: torch.Tensor, seen: torch.Tensor | None, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and the log of the sum of exponentials; rows that see nothing are zero."""
+    if seen is not None:
+        z = z.masked_fill(~seen, -torch.inf)
+    if z.shape[-1]:
+        highest = z.detach().amax(-1, keepdim=True)
+    else:
+        highest = z.new_full((*z.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks.detach())
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    e = torch.exp(z - highest)
+    total = e.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - highest)
+    none = total == 0
+    weights = e / total.masked_fill(none, 1)
+    lse = (highest + total.masked_fill(none, 1).log()).masked_fill(none, -torch.inf)
+    return weights, lse.squeeze(-1)
+
+
+def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward's arguments to its results."""
+    q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
+    block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
+    shape, q = q.shape, four(q)
+    k, v = (for_each_head(x, q.shape[1], group, offset) for x in (k, v))
+    seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    z = scores(q, k, slopes, scale, softcap).to(kind)
+    weights, lse = softmax(z, seen, None if sinks is None else sinks.to(kind))
+    y = dropped(weights, p, seed, whole, offset).to(v.dtype) @ v
+    return y.reshape(shape).contiguous(), lse.reshape(shape[:-1]).contiguous()
+
+
+def dropped(
+    weights: torch.Tensor,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
+    """Dropout of weights, for a place of q in a larger tensor."""
+    return drop(weights, p, seed, _four_sizes(whole, 1), _four_sizes(offset, 0))
+
+
+def _four_sizes(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
+    """Those of the scores, whose last dimension is always whole; 0 leaves it at its beginning."""
+    if not sizes:
+        return None
+    return [missing] * (4 - len(sizes)) + [*sizes[:-1], 0]
+
+
+def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:
+    """Sums of magnitudes: an error of a score is one of its weight relative to its size."""
+    q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
+    block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
+    shapes = q.shape, k.shape
+    q, k, v = (four(x.double()) for x in (q, k, v))
+    heads, key_heads = q.shape[1], k.shape[1]
+    k, v = (for_each_head(x, heads, group, offset) for x in (k, v))
+    sinks = None if sinks is None else sinks.double()
+    grad_y, grad_lse = grad_y.double().view(q.shape).abs(), grad_lse.double().view(q.shape[:-1])
+    grad_lse = grad_lse.abs().unsqueeze(-1)
+    seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
+    z = scores(q, k, slopes, scale, softcap)
+    weights, lse = softmax(z, seen, sinks)
+    sums = q.abs() @ k.abs().mT * abs(scale)
+    slope = 1 + 2 * sums / abs(softcap) if softcap else 1.0
+    bias = 0.0 if slopes is None else slopes.double().abs() * distance(q, k)
+    exponent = sums + bias + (z - lse.unsqueeze(-1)).abs()
+    exponent = torch.where(weights > 0, exponent, 0)
+    shared = (weights * exponent).sum(-1, keepdim=True)
+    if sinks is not None:
+        sink = torch.exp(sinks - lse.unsqueeze(-1))
+        of_sink = (sinks - lse.unsqueeze(-1)).abs() + sinks.abs()
+        shared = shared + sink * of_sink
+    relative = weights * (1 + exponent + shared)
+    factor = dropped(torch.ones_like(weights), p, seed, whole, offset)
+    g = grad_y @ v.abs().mT * factor
+    inner = (weights * g).sum(-1, keepdim=True) + grad_lse
+    cross = (relative * g).sum(-1, keepdim=True)
+    grad_z = (relative * (g + inner) + weights * cross) * slope
+    found = {
+        "y": (relative * factor @ v.abs()).view(shapes[0]),
+        "lse": (lse.abs().unsqueeze(-1) + 1 + shared).view(shapes[0][:-1]),
+        "grad_q": (grad_z @ k.abs() * abs(scale)).view(shapes[0]),
+    }
+    grad_k, grad_v = grad_z.mT @ q.abs() * abs(scale), (relative * factor).mT @ grad_y
+    for name, grad in (("grad_k", grad_k), ("grad_v", grad_v)):
+        found[name] = (
+            grad.unflatten(1, (key_heads, heads // max(key_heads, 1))).sum(2).view(shapes[1])
+        )
+    if sinks is not None:
+        wide = sink * (1 + of_sink + shared)
+        found["grad_sinks"] = (wide * inner + sink * cross).sum((0, 2), keepdim=True)[0]
+    return found

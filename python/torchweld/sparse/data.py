@@ -1,0 +1,147 @@
+"""The builders that take a layout from data: blocks, scores, a function, lengths of documents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.sparse import lists, patterns
+from torchweld.sparse.builders import Builders, at_least, grid_of
+from torchweld.sparse.lists import Blocks
+from torchweld.sparse.patterns import Grid, MaskFunction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def _sized_grid(
+    name: str,
+    value: torch.Tensor,
+    rows: int,
+    columns: int,
+    seq_len: int | tuple[int, int] | None,
+    block: int,
+) -> Grid:
+    """The grid of a tensor of blocks, which are whole if no lengths are given."""
+    grid = grid_of(
+        (rows * block, columns * block) if seq_len is None else seq_len, block, value.device
+    )
+    if (grid.rows, grid.columns) != (rows, columns):
+        accepted = f"one of {grid.rows} x {grid.columns} blocks of {block} tokens"
+        raise ArgumentError("BlockLayout", name, f"of shape {list(value.shape)}", accepted)
+    return grid
+
+
+class FromData(Builders):
+    """Class methods that build from data."""
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: torch.Tensor,
+        *,
+        block: int = 64,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> Self:
+        """From booleans [rows, columns] of blocks, [heads, ...] or [batch, heads, ...] of them.
+
+        Without `seq_len` all blocks are whole.
+        """
+        if blocks.dtype != torch.bool or not 2 <= blocks.ndim <= 4:
+            came = f"a {blocks.dtype} tensor of shape {list(blocks.shape)}"
+            accepted = "booleans [rows, columns], [heads, ...] or [batch, heads, ...]"
+            raise ArgumentError("BlockLayout", "blocks", came, accepted)
+        batch, heads, rows, columns = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
+        grid = _sized_grid("blocks", blocks, rows, columns, seq_len, block)
+        number = blocks.flatten().nonzero().squeeze(1)
+        found = Blocks(number, None, lists.no_masks(block, grid.device))
+        return cls._make(grid, found, None, batch, heads)
+
+    @classmethod
+    def from_mask_fn(
+        cls,
+        mask_mod: MaskFunction,
+        seq_len: int | tuple[int, int],
+        *,
+        block: int = 64,
+        num_heads: int = 1,
+        within: Builders | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """From a function of (batch, head, query, key) to whether the key takes part.
+
+        It is FlexAttention's `mask_mod`, called with index tensors that broadcast; the batch is 0.
+        It is called for a few thousand blocks at a time and never makes a whole token mask. With
+        `within`, only blocks of that layout are looked at. `num_heads` is 1 if it ignores its head.
+        """
+        grid = grid_of(seq_len, block, device)
+        at_least(1, num_heads=num_heads)
+        each = grid.rows * grid.columns
+        if within is None:
+            total = num_heads * each
+            some = (
+                torch.arange(begin, min(begin + 2**16, total), device=grid.device)
+                for begin in range(0, total, 2**16)
+            )
+            return cls._make(grid, patterns.evaluated(grid, some, mask_mod), None, 1, num_heads)
+        heads = [within.blocks().number + head * each for head in range(num_heads)]
+        found = patterns.evaluated(grid, heads, mask_mod)
+        return cls._make(grid, found, None, 1, num_heads) & within  # type: ignore[operator]
+
+    @classmethod
+    def documents(
+        cls,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_keys: torch.Tensor | None = None,
+        *,
+        block: int = 64,
+        causal: bool = False,
+    ) -> Self:
+        """Sequences packed one after another, each of which sees only itself.
+
+        `cu_seqlens` is FlashAttention's: [0, length of the first, of the first two, ...]. `causal`
+        aligns the last query of each sequence with its last key.
+        """
+        cu_keys = cu_seqlens if cu_seqlens_keys is None else cu_seqlens_keys
+        for name, value in (("cu_seqlens", cu_seqlens), ("cu_seqlens_keys", cu_keys)):
+            if value.ndim != 1 or value.is_floating_point() or len(value) != len(cu_seqlens):
+                came = f"a {value.dtype} tensor of shape {list(value.shape)}"
+                raise ArgumentError("BlockLayout", name, came, "[sequences + 1] integers")
+        ends, key_ends = cu_seqlens[1:].long(), cu_keys[1:].long()
+        seq_len = (int(ends[-1]), int(key_ends[-1])) if len(ends) else (0, 0)
+        grid = grid_of(seq_len, block, cu_seqlens.device)
+        found = patterns.documents(grid, ends, key_ends, causal)
+        return cls._make(grid, found)
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: torch.Tensor,
+        top_k: int,
+        *,
+        block: int = 64,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> Self:
+        """Content-based: in every row the `top_k` blocks with the highest scores.
+
+        Scores are [rows, columns], [heads, ...] or [batch, heads, ...]; -inf excludes a block. All
+        of it runs on the device of the scores, and nothing is read from there: lists have room for
+        `top_k` blocks a row, however many there are.
+        """
+        if not scores.is_floating_point() or not 2 <= scores.ndim <= 4:
+            came = f"a {scores.dtype} tensor of shape {list(scores.shape)}"
+            accepted = "numbers [rows, columns], [heads, ...] or [batch, heads, ...]"
+            raise ArgumentError("BlockLayout", "scores", came, accepted)
+        at_least(1, top_k=top_k)
+        batch, heads, rows, columns = (1,) * (4 - scores.ndim) + tuple(scores.shape)
+        grid = _sized_grid("scores", scores, rows, columns, seq_len, block)
+        best = scores.detach().reshape(-1, rows, columns).topk(min(top_k, columns), sorted=False)
+        head = torch.arange(batch * heads, device=scores.device).view(-1, 1, 1)
+        head = torch.where(best.values > -torch.inf, head, batch * heads)
+        row = torch.arange(rows, device=scores.device).view(1, -1, 1).expand(head.shape)
+        flat = (head.flatten(), row.flatten(), best.indices.flatten())
+        masks = lists.no_masks(block, grid.device)
+        found = lists.listed(*flat, None, masks, (batch, heads, rows, columns))
+        return cls._of(grid, found, None, batch, heads)

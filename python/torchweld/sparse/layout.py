@@ -1,0 +1,171 @@
+"""BlockLayout: an immutable description of which blocks attention computes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.sparse import lists, patterns, picture
+from torchweld.sparse.compounds import Compounds
+from torchweld.sparse.data import FromData
+from torchweld.sparse.lists import Blocks, Lists
+from torchweld.sparse.patterns import Grid
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockLayout(Compounds, FromData):
+    """Which blocks of queries attend to which blocks of keys, for all heads or for each.
+
+    Build one with a class method, such as `BlockLayout.bigbird(4096, block=64)`; combine layouts
+    with `|` and `&`, and restrict one with `causal()`. A layout never changes. Layouts of the same
+    builder and the same arguments are equal; one that was built from data is equal only to itself.
+
+    Attributes:
+        queries, keys: lengths in tokens, which need not be multiples of the block.
+        block: 16, 32, 64 or 128 tokens.
+        batch, heads: 1 if the layout is shared.
+        lists: what kernels read; None: all blocks, of which no list is needed.
+    """
+
+    queries: int
+    keys: int
+    block: int
+    batch: int
+    heads: int
+    device: torch.device
+    key: Hashable
+    lists: Lists | None
+
+    @classmethod
+    def _of(
+        cls, grid: Grid, found: Lists | None, key: Hashable = None, batch: int = 1, heads: int = 1
+    ) -> BlockLayout:
+        key = object() if key is None else (key, grid)
+        return cls(grid.queries, grid.keys, grid.block, batch, heads, grid.device, key, found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def grid(self) -> Grid:
+        """The lengths, the block and the device."""
+        return Grid(self.queries, self.keys, self.block, self.device)
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are. Reads it from the device."""
+        total = self.batch * self.heads * self.grid.rows * self.grid.columns
+        if self.lists is None:
+            return total
+        return int((self.lists.rows[..., 3] - self.lists.rows[..., 1]).sum())
+
+    @property
+    def density(self) -> float:
+        """The share of all blocks that there are. Reads it from the device."""
+        return self.count / max(self.batch * self.heads * self.grid.rows * self.grid.columns, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it keeps."""
+        return sum(t.nbytes for t in self.lists or ())
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """The same layout on another device."""
+        device = torch.empty(0, device=device).device
+        if device == self.device:
+            return self
+        moved = self.lists and Lists(*[t.to(device) for t in self.lists])
+        key = (self.key, device)
+        own = (self.queries, self.keys, self.block, self.batch, self.heads)
+        return BlockLayout(*own, device, key, moved)
+
+    def blocks(self) -> Blocks:
+        """The blocks, in order."""
+        if self.lists is not None:
+            return lists.blocks_of(self.lists)
+        number = torch.arange(self.grid.rows * self.grid.columns, device=self.device)
+        return Blocks(number, None, lists.no_masks(self.block, self.device))
+
+    def causal(self) -> BlockLayout:
+        """Only keys that do not come after their query; the last query sees every key.
+
+        The same as `causal=True` in the call, where blocks are left out without lists.
+        """
+        high = self.keys - self.queries
+        restricted = patterns.band(self.grid, self.blocks(), None, high)
+        return self._make(self.grid, restricted, ("causal", self.key), self.batch, self.heads)
+
+    def __or__(self, other: BlockLayout) -> BlockLayout:
+        """What either layout has."""
+        return self._joined(other, union=True)
+
+    def __and__(self, other: BlockLayout) -> BlockLayout:
+        """What both layouts have."""
+        return self._joined(other, union=False)
+
+    def _joined(self, other: BlockLayout, union: bool) -> BlockLayout:
+        if not isinstance(other, BlockLayout) or self.grid != other.grid:
+            accepted = f"a layout of {self.grid}"
+            raise ArgumentError("BlockLayout", "other", repr(other), accepted)
+        if self.lists is None or other.lists is None:
+            dense, rest = (self, other) if self.lists is None else (other, self)
+            return dense if union else rest
+        batch, heads = self._joined_heads(other)
+        one, two = self._expanded(batch, heads), other._expanded(batch, heads)
+        blocks = lists.joined(one, two, self.block, union)
+        key = ("|" if union else "&", self.key, other.key)
+        return self._make(self.grid, blocks, key, batch, heads)
+
+    def _joined_heads(self, other: BlockLayout) -> tuple[int, int]:
+        sizes = []
+        for name in ("batch", "heads"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs and 1 not in (mine, theirs):
+                accepted = f"a layout for {mine} {name}, or one that is shared"
+                raise ArgumentError("BlockLayout", "other", f"for {theirs} {name}", accepted)
+            sizes.append(max(mine, theirs))
+        return sizes[0], sizes[1]
+
+    def _expanded(self, batch: int, heads: int) -> Blocks:
+        """The blocks, repeated for this many."""
+        blocks = self.blocks()
+        if (batch, heads) == (self.batch, self.heads):
+            return blocks
+        own = torch.arange(self.batch * self.heads, device=self.device)
+        own = own.view(self.batch, self.heads).expand(batch, heads).flatten()
+        return lists.repeated(blocks, own, self.grid.rows * self.grid.columns)
+
+    def to_mask(self) -> torch.Tensor:
+        """Booleans [batch, heads, queries, keys], True where a key takes part."""
+        if self.lists is None:
+            shape = (1, 1, self.queries, self.keys)
+            return torch.ones(shape, dtype=torch.bool, device=self.device)
+        rows, row_entries, _, _, masks = self.lists
+        return lists.token_mask(rows, row_entries, masks, self.block, self.queries, self.keys)
+
+    def kinds(self) -> torch.Tensor:
+        """[batch, heads, rows, columns] of blocks: 0 none, 1 full, 2 partial."""
+        grid = self.grid
+        if self.lists is None:
+            return torch.ones(1, 1, grid.rows, grid.columns, dtype=torch.int32, device=self.device)
+        kinds = lists.kinds_of(self.lists.rows, self.lists.row_entries, grid.columns)
+        return kinds.clamp(max=2)
+
+    def plot(self, head: int = 0, ax: Any = None) -> Any:
+        """Draw one head's blocks with matplotlib; returns the axes."""
+        return picture.plotted(self.kinds()[0, head], repr(self).splitlines()[0], ax)
+
+    def __repr__(self) -> str:
+        shared = "" if self.heads == self.batch == 1 else f", {self.batch} x {self.heads} heads"
+        title = (
+            f"BlockLayout({self.queries} x {self.keys} tokens, block {self.block}{shared},"
+            f" density {self.density:.3g})"
+        )
+        return f"{title}\n{picture.drawn(self.kinds()[0, 0])}"

@@ -1,0 +1,246 @@
+"""The lists that kernels walk: for every row of blocks its columns, for every column its rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Lists(NamedTuple):
+    """A layout as kernels read it, all of int32.
+
+    Lines are rows of blocks, or columns in the transpose. A line is four numbers: which one it is,
+    where its entries begin, where those of its partial blocks begin, and where they end. The lines
+    of a head are sorted by falling length, so that work which is handed out in their order ends
+    with the shortest. An entry is two numbers: the line's partner, and the mask of a partial block.
+    """
+
+    rows: torch.Tensor  # [batch or 1, heads or 1, rows of blocks, 4]
+    row_entries: torch.Tensor  # [at least as many as there are blocks, 2]
+    columns: torch.Tensor  # [batch or 1, heads or 1, columns of blocks, 4]
+    column_entries: torch.Tensor
+    # [masks, block * words]: bit `key % 32` of word `query * words + key // 32`, positions being
+    # those within a block, says whether the key takes part; words = words_of(block).
+    masks: torch.Tensor
+
+
+class Blocks(NamedTuple):
+    """A layout as builders make it: the blocks of all heads in order, each once.
+
+    A block's number is (head * rows + row) * columns + column, where heads run over the batch too.
+    """
+
+    number: torch.Tensor  # int64
+    mask: torch.Tensor | None  # of each block, as an index into masks; -1: it is full
+    masks: torch.Tensor  # as in Lists
+
+
+def words_of(block: int) -> int:
+    """The words that a query's bits of a partial block take."""
+    return max(block // 32, 1)
+
+
+def count_of(length: int, block: int) -> int:
+    """The blocks of a sequence."""
+    return -(-length // block)
+
+
+def no_masks(block: int, device: torch.device) -> torch.Tensor:
+    """The masks of a layout without partial blocks."""
+    return torch.empty(0, block * words_of(block), dtype=torch.int32, device=device)
+
+
+def in_order(values: torch.Tensor) -> torch.Tensor:
+    """The values sorted, in their own memory where they are on the CPU."""
+    if values.device.type == "cpu":  # numpy's sort is vectorised, and many times as fast
+        values.numpy().sort()
+        return values
+    return values.sort().values
+
+
+def listed(
+    head: torch.Tensor,
+    row: torch.Tensor,
+    column: torch.Tensor,
+    mask: torch.Tensor | None,
+    masks: torch.Tensor,
+    sizes: tuple[int, int, int, int],
+) -> Lists:
+    """The lists of these blocks, which may come in any order.
+
+    `sizes` are batch, heads, rows and columns. A block whose head is batch * heads is none: a
+    builder on a device has as many as it may have at most, and never reads how many there are.
+    """
+    batch, heads, rows, columns = sizes
+    return Lists(
+        *_lines(head, row, column, mask, masks, (batch, heads, rows, columns)),
+        *_lines(head, column, row, mask, masks, (batch, heads, columns, rows)),
+        masks,
+    )
+
+
+def _lines(
+    head: torch.Tensor,
+    line: torch.Tensor,
+    partner: torch.Tensor,
+    mask: torch.Tensor | None,
+    masks: torch.Tensor,
+    sizes: tuple[int, int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, lines, partners = sizes
+    kinds = len(masks) + 1
+    number = head * lines + line
+    # Full blocks come before partial ones; a block's mask is part of what is sorted.
+    code = number * 2 if mask is None else number * 2 + (mask >= 0)
+    code = code * partners + partner
+    if mask is not None:
+        code = code * kinds + (mask + 1)
+    narrow = 2 * batch * heads * lines * partners * kinds + 2 * partners * kinds < 2**31
+    code = in_order(code.to(torch.int32 if narrow else torch.int64))
+    which = None
+    if mask is not None:
+        which = (code % kinds - 1).clamp_(min=0).to(torch.int32)
+        code = code // kinds
+    found = (code % partners).to(torch.int32)
+    entries = torch.stack([found, torch.zeros_like(found) if which is None else which], -1)
+    # Where each line's full blocks begin, and its partial ones.
+    halves = torch.arange(2 * batch * heads * lines + 1, device=code.device, dtype=code.dtype)
+    begins = torch.searchsorted(code, halves * partners).to(torch.int32)
+    begin, partial, end = begins[:-1:2], begins[1::2], begins[2::2]
+    order = (begin - end).view(batch * heads, lines).argsort(dim=-1, stable=True)
+    table = torch.stack([begin, partial, end], -1).view(batch * heads, lines, 3)
+    table = table.gather(1, order.unsqueeze(-1).expand(-1, -1, 3))
+    table = torch.cat([order.to(torch.int32).unsqueeze(-1), table], -1)
+    return table.view(batch, heads, lines, 4), entries
+
+
+def blocks_of(lists: Lists) -> Blocks:
+    """The blocks that lists were made of. It reads how many there are from the device."""
+    rows = lists.rows.flatten(0, 2).long()
+    lines, columns = lists.rows.shape[2], lists.columns.shape[2]
+    lengths = rows[:, 3] - rows[:, 1]
+    position = ranges(rows[:, 1], lengths)
+    entries = lists.row_entries[position].long()
+    line = torch.arange(len(rows), device=rows.device) // lines * lines + rows[:, 0]
+    number = line.repeat_interleave(lengths) * columns + entries[:, 0]
+    number, order = number.sort()
+    if len(lists.masks) == 0:
+        return Blocks(number, None, lists.masks)
+    partial = position >= rows[:, 2].repeat_interleave(lengths)
+    return Blocks(number, torch.where(partial, entries[:, 1], -1)[order], lists.masks)
+
+
+def ranges(begin: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The numbers begin[i], begin[i] + 1, ... of each range, one range after another."""
+    before = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return torch.arange(total, device=begin.device) + (begin - before).repeat_interleave(lengths)
+
+
+def kinds_of(rows: torch.Tensor, row_entries: torch.Tensor, columns: int) -> torch.Tensor:
+    """[batch, heads, rows, columns] of what is there: 0 nothing, 1 a full block, else 2 + mask.
+
+    Reads nothing from the device.
+    """
+    begin, partial, end = rows[..., 1:2], rows[..., 2:3], rows[..., 3:4]
+    position = begin + torch.arange(columns, device=rows.device, dtype=torch.int32)
+    there = position < end
+    entries = torch.nn.functional.pad(row_entries, (0, 0, 0, 1))
+    found = entries[torch.where(there, position, len(row_entries)).long()]
+    kind = torch.where(position < partial, 1, found[..., 1] + 2) * there
+    column = torch.where(there, found[..., 0], columns).long()
+    kinds = kind.new_zeros([*rows.shape[:3], columns + 1]).scatter(-1, column, kind)[..., :columns]
+    which = rows[..., :1].long().expand(kinds.shape)
+    return torch.zeros_like(kinds).scatter(2, which, kinds)
+
+
+def token_mask(
+    rows: torch.Tensor,
+    row_entries: torch.Tensor,
+    masks: torch.Tensor,
+    block: int,
+    queries: int,
+    keys: int,
+) -> torch.Tensor:
+    """[batch or 1, heads or 1, queries, keys], True where the layout lets a key take part."""
+    kinds = kinds_of(rows, row_entries, count_of(keys, block))
+    whole = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
+    every = torch.cat([~whole, whole, unpacked(masks, block)])
+    tokens = every[kinds.long()].transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    return tokens[:, :, :queries, :keys]
+
+
+def packed(mask: torch.Tensor) -> torch.Tensor:
+    """Booleans [n, block, block] to bits, as Lists has them."""
+    n, block = mask.shape[:2]
+    mask = torch.nn.functional.pad(mask, (0, 32 * words_of(block) - block))
+    weight = 2 ** torch.arange(8, device=mask.device, dtype=torch.uint8)
+    octets = (mask.unflatten(-1, (-1, 8)) * weight).sum(-1, dtype=torch.uint8)
+    return octets.view(torch.int32).reshape(n, block * words_of(block))
+
+
+def unpacked(masks: torch.Tensor, block: int) -> torch.Tensor:
+    """Bits to booleans [n, block, block]."""
+    bit = torch.arange(32, device=masks.device, dtype=torch.int32)
+    bits = (masks.view(-1, block, words_of(block), 1) >> bit) & 1
+    return bits.flatten(2).bool()[..., :block]
+
+
+def joined(a: Blocks, b: Blocks, block: int, union: bool) -> Blocks:
+    """The blocks of a or b, or those of both."""
+    number = torch.cat([a.number, b.number])
+    number, order = number.sort(stable=True)
+    twice = torch.zeros_like(number, dtype=torch.bool)
+    if len(number):
+        twice[:-1] = number[1:] == number[:-1]
+    first = torch.cat([twice.new_zeros(1), twice[:-1]])  # the second of a pair
+    keep = ~first if union else twice
+    if a.mask is None and b.mask is None:
+        return Blocks(number[keep], None, a.masks)
+    m = len(a.masks)
+    masks = torch.cat([a.masks, b.masks])
+    mask = torch.cat([_mask(a), torch.where(_mask(b) >= 0, _mask(b) + m, -1)])[order]
+    one, other = mask, torch.cat([mask[1:], mask[:1]])
+    if union:
+        merged = torch.where((one < 0) | (other < 0), -1, -2)
+    else:
+        merged = torch.where(one < 0, other, torch.where(other < 0, one, -2))
+    merged = torch.where(twice, merged, one)
+    mixed = (merged == -2) & keep
+    pairs, which = torch.stack([one[mixed], other[mixed]], -1).unique(dim=0, return_inverse=True)
+    left, right = masks[pairs[:, 0]], masks[pairs[:, 1]]
+    merged[mixed] = len(masks) + which
+    masks = torch.cat([masks, left | right if union else left & right])
+    return tidy(Blocks(number[keep], merged[keep], masks), block)
+
+
+def _mask(blocks: Blocks) -> torch.Tensor:
+    return torch.full_like(blocks.number, -1) if blocks.mask is None else blocks.mask
+
+
+def tidy(blocks: Blocks, block: int) -> Blocks:
+    """The same blocks: each mask once, full ones and empty ones recognised."""
+    assert blocks.mask is not None
+    whole = packed(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
+    every = torch.cat([whole, torch.zeros_like(whole), blocks.masks])
+    masks, name = every.unique(dim=0, return_inverse=True)
+    mask = torch.where(blocks.mask < 0, name[0], name[blocks.mask + 2])
+    there = mask != name[1]
+    number, mask = blocks.number[there], mask[there]
+    partial = mask != name[0]
+    if not partial.any():
+        return Blocks(number, None, masks[:0])
+    used, which = mask[partial].unique(return_inverse=True)
+    mask = torch.full_like(mask, -1).masked_scatter_(partial, which)
+    return Blocks(number, mask, masks[used])
+
+
+def repeated(blocks: Blocks, own: torch.Tensor, each: int) -> Blocks:
+    """Every place of `own` names a head: its blocks, which have `each` numbers, at that place."""
+    bounds = torch.searchsorted(blocks.number, torch.stack([own, own + 1]) * each)
+    lengths = bounds[1] - bounds[0]
+    position = ranges(bounds[0], lengths)
+    place = torch.arange(len(own), device=own.device)
+    number = blocks.number[position] + ((place - own) * each).repeat_interleave(lengths)
+    return Blocks(number, None if blocks.mask is None else blocks.mask[position], blocks.masks)

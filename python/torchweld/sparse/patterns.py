@@ -1,0 +1,231 @@
+"""Block patterns, each as the numbers of its blocks: row * columns + column, in any order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.sparse.lists import Blocks, count_of, joined, no_masks, packed, ranges, tidy
+
+# Elements of masks that are evaluated at once.
+_AT_ONCE = 2**22
+
+
+class Grid(NamedTuple):
+    """Lengths in tokens, the block, and where tensors are to be."""
+
+    queries: int
+    keys: int
+    block: int
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        return count_of(self.queries, self.block)
+
+    @property
+    def columns(self) -> int:
+        return count_of(self.keys, self.block)
+
+    def row(self) -> torch.Tensor:
+        """Every row."""
+        return torch.arange(self.rows, device=self.device)
+
+    def column(self) -> torch.Tensor:
+        """Every column."""
+        return torch.arange(self.columns, device=self.device)
+
+    def diagonal(self) -> torch.Tensor:
+        """For every row the column of the key that stands beside its last query.
+
+        Queries stand beside the last keys, as `causal` has them. -1: it comes before all keys.
+        """
+        last = ((self.row() + 1) * self.block).clamp(max=self.queries) - 1
+        return (last + self.keys - self.queries).div(self.block, rounding_mode="floor").clamp(-1)
+
+
+def spans(
+    grid: Grid, first: torch.Tensor, end: torch.Tensor, step: int = 1, base: torch.Tensor | int = 0
+) -> torch.Tensor:
+    """In every row the columns base + step * i for i from `first` to before `end`."""
+    lengths = (end - first).clamp(min=0)
+    row = grid.row().repeat_interleave(lengths)
+    start = base if isinstance(base, int) else base[row]
+    column = start + step * ranges(first, lengths)
+    there = (column >= 0) & (column < grid.columns)
+    return (row * grid.columns + column)[there]
+
+
+def window(grid: Grid, blocks: int) -> torch.Tensor:
+    """Around the diagonal, half of the blocks on each side."""
+    middle = grid.diagonal()
+    return spans(grid, middle - blocks // 2, middle + blocks // 2 + 1)
+
+
+def dilated(grid: Grid, blocks: int, dilation: int) -> torch.Tensor:
+    """The same with every `dilation`-th block."""
+    side = torch.full_like(grid.row(), blocks // 2)
+    return spans(grid, -side, side + 1, dilation, grid.diagonal())
+
+
+def strides(grid: Grid, stride: int) -> torch.Tensor:
+    """All blocks that are a multiple of `stride` from the diagonal."""
+    middle = grid.diagonal()
+    after = (grid.columns - 1 - middle).div(stride, rounding_mode="floor")
+    return spans(grid, -(middle.clamp(min=0) // stride), after + 1, stride, middle)
+
+
+def windows(grid: Grid, sizes: Sequence[int]) -> torch.Tensor:
+    """Windows of these many blocks along the diagonal, the last size again and again."""
+    middle = grid.diagonal()
+    listed = torch.tensor(sizes, device=grid.device)
+    ends = listed.cumsum(0)
+    beyond = middle - ends[-1]
+    which = torch.searchsorted(ends, middle, right=True).clamp(max=len(sizes) - 1)
+    again = beyond.clamp(min=0) // sizes[-1] * sizes[-1]
+    begin = torch.where(beyond >= 0, ends[-1] + again, ends[which] - listed[which])
+    size = torch.where(beyond >= 0, sizes[-1], listed[which])
+    return spans(grid, begin, begin + size)
+
+
+def chosen_columns(grid: Grid, columns: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """These columns, each in the rows from `first` on."""
+    lengths = (grid.rows - first).clamp(min=0)
+    return ranges(first, lengths) * grid.columns + columns.repeat_interleave(lengths)
+
+
+def chosen_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
+    """All of these rows."""
+    return (rows[:, None] * grid.columns + grid.column()).flatten()
+
+
+def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) -> torch.Tensor:
+    """In every row of each head as many different columns, or all that the row may see.
+
+    By Floyd's sampling, in all rows at once.
+    """
+    generator = torch.Generator(device=grid.device).manual_seed(seed)
+    seen = torch.full_like(grid.row(), grid.columns)
+    if backward_only:
+        seen = grid.diagonal() + 1
+    taken = seen.clamp(max=blocks)
+    most = min(blocks, grid.columns)
+    shape = (most, heads, grid.rows)
+    kind = torch.int16 if grid.columns < 2**15 else torch.int32
+    chosen = torch.full(shape, -1, device=grid.device, dtype=kind)
+    for turn in range(most):
+        last = seen - taken + turn
+        draw = torch.rand(shape[1:], generator=generator, device=grid.device, dtype=torch.float64)
+        column = (draw * (last + 1)).to(kind)
+        again = (chosen[:turn] == column).any(0)
+        column = torch.where(again, last.to(kind), column)
+        chosen[turn] = torch.where(turn < taken, column, -1)
+    found = chosen.permute(1, 2, 0).flatten(0, 1)
+    line = torch.arange(len(found), device=grid.device).unsqueeze(1) * grid.columns
+    return (line + found)[found >= 0]
+
+
+# --- Patterns of tokens ---------------------------------------------------------------------------
+
+
+def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Blocks:
+    """The blocks restricted to keys that are `low` to `high` tokens after their query; None: any.
+
+    Whether a block is full, partial or empty depends only on how far it is from the diagonal.
+    """
+    block, columns = grid.block, grid.columns
+    number = blocks.number
+    row, column = number // columns % grid.rows, number % columns
+    away = (column - row) * block
+    least = -(2**62) if low is None else low
+    most = 2**62 if high is None else high
+    there = (away + block - 1 >= least) & (away - block + 1 <= most)
+    number, away = number[there], away[there]
+    cut = (away - block + 1 < least) | (away + block - 1 > most)
+    distances, which = away[cut].unique(return_inverse=True)
+    at = torch.arange(block, device=grid.device)
+    between = distances[:, None, None] + (at - at[:, None])
+    masks = packed((between >= least) & (between <= most))
+    before, own = len(blocks.masks), None if blocks.mask is None else blocks.mask[there]
+    if own is None:
+        mask = torch.full_like(number, -1).masked_scatter_(cut, which)
+        return tidy(Blocks(number, mask, masks), block)
+    masks = torch.cat([blocks.masks, masks])
+    pairs, both = torch.stack([own[cut], before + which], -1).unique(dim=0, return_inverse=True)
+    left = torch.where(pairs[:, :1] < 0, -1, masks[pairs[:, 0]])
+    mask = own.masked_scatter(cut, len(masks) + both)
+    return tidy(Blocks(number, mask, torch.cat([masks, left & masks[pairs[:, 1]]])), block)
+
+
+# A batch, a head, queries and keys, to whether the key takes part; as FlexAttention's mask_mod.
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def evaluated(grid: Grid, chunks: Iterable[torch.Tensor], function: MaskFunction) -> Blocks:
+    """Those of these blocks in which the function lets some key take part.
+
+    It is evaluated for some blocks at a time, and only the bits of partial ones are kept.
+    """
+    block, device = grid.block, grid.device
+    at = torch.arange(block, device=device)
+    numbers, masks, bits = [], [], []
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    count = 0
+    for some in itertools.chain.from_iterable(c.split(_AT_ONCE // block**2) for c in chunks):
+        column, line = some % grid.columns, some // grid.columns
+        query = ((line % grid.rows)[:, None] * block + at).clamp(max=grid.queries - 1)
+        key = (column[:, None] * block + at).clamp(max=grid.keys - 1)
+        head = (line // grid.rows)[:, None, None]
+        found = function(zero, head, query[:, :, None], key[:, None, :])
+        found = found.expand(len(some), block, block).contiguous()
+        octets = found.flatten(1).view(torch.int64)
+        there = octets.any(1)
+        cut = (octets != 0x0101010101010101).any(1) & there
+        mask = torch.full_like(some, -1)
+        if cut.any():
+            kept, which = packed(found[cut]).unique(dim=0, return_inverse=True)
+            mask[cut] = count + which
+            bits.append(kept)
+            count += len(kept)
+        numbers.append(some[there])
+        masks.append(mask[there])
+    if not bits:
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return Blocks(torch.cat([empty, *numbers]), None, no_masks(block, device))
+    return tidy(Blocks(torch.cat(numbers), torch.cat(masks), torch.cat(bits)), block)
+
+
+def documents(grid: Grid, ends: torch.Tensor, key_ends: torch.Tensor, causal: bool) -> Blocks:
+    """Packed sequences that end at these tokens. Blocks of only one are not looked into."""
+    block, columns = grid.block, grid.columns
+    if grid.rows == 0 or columns == 0:
+        return Blocks(ends.new_empty(0), None, no_masks(block, grid.device))
+    own = torch.searchsorted(ends, torch.arange(grid.queries, device=grid.device), right=True)
+    key_own = torch.searchsorted(key_ends, torch.arange(grid.keys, device=grid.device), right=True)
+    after = key_ends - ends  # how far the last key of a sequence is from its last query
+
+    def visible(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        which = own[query]
+        same = which == key_own[key]
+        return same & (key - query <= after[which]) if causal else same
+
+    begins = torch.cat([key_ends.new_zeros(1), key_ends[:-1]])
+    row, column = grid.row(), grid.column()
+    first, last = own[row * block], own[((row + 1) * block - 1).clamp(max=grid.queries - 1)]
+    key_first = key_own[column * block]
+    key_last = key_own[((column + 1) * block - 1).clamp(max=grid.keys - 1)]
+    end = (key_ends[last] + block - 1).div(block, rounding_mode="floor")
+    number = spans(grid, begins[first].div(block, rounding_mode="floor"), end)
+    row, column = number // columns, number % columns
+    whole = (first[row] == last[row]) & (key_first[column] == key_last[column])
+    whole &= first[row] == key_first[column]
+    if causal:
+        away = (column - row) * block - after[first[row]]
+        number, whole, away = (t[~whole | (away - block + 1 <= 0)] for t in (number, whole, away))
+        whole &= away + block - 1 <= 0
+    looked = evaluated(grid, [number[~whole]], visible)
+    full = Blocks(number[whole], None, no_masks(block, grid.device))
+    return joined(full, looked, block, union=True)
