@@ -115,8 +115,8 @@ lane: env
 	@$(PYTEST) -n 2 --dist worksteal -k "not interpreter and not emulator" $(LANE) $(ARGS)
 
 .PHONY: demo
-demo: env ## The quick benchmark: its table, and a plot
-	@$(PY) -m torchweld bench --quick --plot build/bench.png
+demo: env ## Train a small GPT eager and fused: times, memory, and the loss curves in build/demo.png
+	@$(PY) -m torchweld demo --plot build/demo.png --json build/demo.json $(ARGS)
 
 .PHONY: lint
 lint: env ## ruff, clang-format, mypy

@@ -30,6 +30,7 @@ from torchweld.table import Table, progress
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
 WIDTH = {"cpu": 256, "cuda": 1024}
 LEARNING_RATE = 1e-3
+TIMED = 12.0  # seconds of steps for a table
 EAGER = "eager"
 THREE_LINES = """\
 import torchweld
@@ -166,11 +167,11 @@ def run(options: argparse.Namespace) -> int:
         Setting(device, autocast=torch.bfloat16),
     ]
     first = settings[0].learners(names, options.seed)
-    rows = {str(settings[0]): _measured(first, settings[0], seconds=12.0)}
+    rows = {str(settings[0]): _measured(first, settings[0])}
     _learn(first, options.seconds)
     _show_losses(first)
     for setting in settings[1:]:
-        rows[str(setting)] = _measured(setting.learners(names, options.seed), setting, seconds=8.0)
+        rows[str(setting)] = _measured(setting.learners(names, options.seed), setting)
     curves = {learner.name: learner.losses for learner in first}
     if options.plot:
         plot(curves, rows[str(settings[0])], about, options.plot)
@@ -197,16 +198,12 @@ def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> 
 # --- Times --------------------------------------------------------------------------------------
 
 
-def _measured(
-    learners: Sequence[Learner], setting: Setting, seconds: float
-) -> list[dict[str, Any]]:
+def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, Any]]:
     """Warm up, take turns, and print the table. A row of it is a dictionary."""
-    for _ in progress([f"{learner.name}: warming up" for learner in learners]):
-        pass
-    for learner in learners:
-        learner.learn()
-        learner.learn()
-    steps = take_turns(learners, seconds=seconds, at_least=3, at_most=50)
+    for at in progress([f"{learner.name}: warming up" for learner in learners]):
+        learners[at].learn()
+        learners[at].learn()
+    steps = take_turns(learners, seconds=TIMED, at_least=3, at_most=50)
     found = []
     for learner, taken in zip(learners, steps, strict=True):
         middle = median(taken)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torchweld
 from torchweld import doctor, tune
 from torchweld.bench import command as bench
-from torchweld.bench import compare
+from torchweld.bench import compare, demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("bench", help=about, description=described)
     bench.add_options(command)
     command.set_defaults(run=bench.run)
+
+    about = "train a small GPT on the text of Python's library: eager, fused, with 8-bit states"
+    command = commands.add_parser("demo", help=about, description=f"{about.capitalize()}.")
+    demo.add_options(command)
+    command.set_defaults(run=demo.run)
 
     about = "check and time the kernels on this GPU, which the automatic choice then goes by"
     command = commands.add_parser("tune", help=about, description=f"{about.capitalize()}.")
