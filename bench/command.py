@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchweld.bench import conditions, limits, recording, sources, steps
+from torchweld.bench import conditions, limits, own_model, recording, sources, steps
 from torchweld.bench.cases import DTYPES, MIDDLE, cases
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.machine import machine
@@ -59,6 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=(COMPILE, *PEERS, *steps.PEERS),
         help="measure beside these; default: all that are installed, with --quick none",
     )
+    parser.add_argument(
+        "--model",
+        metavar="pkg.module:build",
+        help="measure your own model instead: what build() returns is it and a batch of arguments",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
     parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
@@ -93,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
             return _check_evidence()
         if options.plot and importlib.util.find_spec("matplotlib") is None:
             raise Refusal("--plot needs matplotlib: pip install torchweld[bench]")
+        if options.model:
+            return _measure_model(options)
         report = _read(options.source) if options.source else _measure(options)
         return _deliver(report, options)
     except Refusal as refusal:
@@ -107,16 +114,14 @@ def _op(name: str) -> str:
 
 
 def _measure(options: argparse.Namespace) -> Report:
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     root = sources.root()
     if options.record:
-        device = "cuda"
+        options.device = "cuda"
         if not torch.cuda.is_available():
             raise Refusal("--record needs a GPU; torch sees none here")
         if root is None:
             raise Refusal("--record needs the repository; this torchweld is installed without it")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda needs a GPU; torch sees none here")
+    device = _device(options)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
 
@@ -175,6 +180,31 @@ def _prove(
         record.add_outcome(op, backend, passed)
     print(f"evidence: {record.path}")
     return record
+
+
+def _measure_model(options: argparse.Namespace) -> int:
+    device = _device(options)
+    if device == "cpu":
+        conditions.settle(default_allocator=options.default_allocator)
+    try:
+        model, batch = own_model.built(options.model)
+    except own_model.NotABuilder as error:
+        raise Refusal(f"--model: {error}") from error
+    where = machine(device) | {"copy_gbps": limits.copy_gbps(clock_for(device), device)}
+    show_machine(where)
+    rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": where, "model": rows}, indent=1) + "\n")
+        print(f"results: {options.json}")
+    return 0
+
+
+def _device(options: argparse.Namespace) -> str:
+    """The device to measure on."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda needs a GPU; torch sees none here")
+    return device
 
 
 def _read(path: Path) -> Report:

@@ -24,7 +24,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench.convergence import text
 from torchweld.bench.machine import machine
-from torchweld.bench.training import Learner, median, take_turns
+from torchweld.bench.training import Learner, measure, table
 from torchweld.table import Table, progress
 
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
@@ -195,46 +195,14 @@ def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> 
         print(f"for every contender: pages of large blocks are {pages}")
 
 
-# --- Times --------------------------------------------------------------------------------------
-
-
 def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, Any]]:
-    """Warm up, take turns, and print the table. A row of it is a dictionary."""
-    for at in progress([f"{learner.name}: warming up" for learner in learners]):
-        learners[at].learn()
-        learners[at].learn()
-    steps = take_turns(learners, seconds=TIMED, at_least=3, at_most=50)
-    found = []
-    for learner, taken in zip(learners, steps, strict=True):
-        middle = median(taken)
-        found.append(
-            {
-                "contender": learner.name,
-                **middle._asdict(),
-                "total": middle.total,
-                "tokens_per_second": 1e3 * BATCH * LENGTH / middle.total,
-                "peak_bytes": learner.peak_bytes(),
-                "optimizer_bytes": learner.optimizer_bytes(),
-                "steps": len(taken),
-            }
-        )
+    """Time the learners, and print the table."""
+    found = measure(learners, seconds=TIMED, at_most=50)
     for row in found:
-        row["speed_up"] = found[0]["total"] / row["total"]
+        row["tokens_per_second"] = 1e3 * BATCH * LENGTH / row["total"]
     print(f"\n{setting}")
-    _table(found).show()
+    table(found, **{"tokens/s": lambda row: f"{row['tokens_per_second']:.0f}"}).show()
     return found
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    headers = ["", "forward", "backward", "optimizer", "step ms", "x eager", "tokens/s"]
-    table = Table([*headers, "peak MB", "optimizer MB"], numbers_from=1)
-    for row in rows:
-        style = "dim" if row["contender"] == EAGER else ""
-        phases = [f"{row[phase]:.1f}" for phase in ("forward", "backward", "step", "total")]
-        figures = [f"{row['speed_up']:.2f}", f"{row['tokens_per_second']:.0f}"]
-        sizes = [f"{row[size] / 1e6:.1f}" for size in ("peak_bytes", "optimizer_bytes")]
-        table.add(row["contender"], *phases, *figures, *sizes, style=style)
-    return table
 
 
 # --- Losses -------------------------------------------------------------------------------------
@@ -261,13 +229,13 @@ def _final(losses: Sequence[float]) -> float:
 def _show_losses(learners: Sequence[Learner]) -> None:
     eager = _final(learners[0].losses)
     print(f"\nloss after {len(learners[0].losses)} steps of the same batches")
-    table = Table(["", "first", "last", "to eager's"], numbers_from=1)
+    shown = Table(["", "first", "last", "to eager's"], numbers_from=1)
     for learner in learners:
         last = _final(learner.losses)
-        table.add(
+        shown.add(
             learner.name, f"{learner.losses[0]:.3f}", f"{last:.3f}", f"{last / eager - 1:+.1%}"
         )
-    table.show()
+    shown.show()
 
 
 def plot(

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchweld.bench.memory import peak_bytes
+from torchweld.table import Table, progress
 
 # The loss of a model on the batch of a step.
 Loss = Callable[[nn.Module, int], torch.Tensor]
-PHASES = ("forward", "backward", "step")
 
 
 class Step(NamedTuple):
@@ -60,8 +60,13 @@ class Learner:
         seconds = (forward - start, backward - forward, done - backward)
         return Step(*[1e3 * phase for phase in seconds])
 
-    def peak_bytes(self) -> int:
-        """The most that a step holds beyond parameters, gradients and states."""
+    def peak_bytes(self) -> int | None:
+        """The most that a step holds beyond parameters, gradients and states.
+
+        On the CPU a compiled step cannot be counted: its memory is not torch's ops'.
+        """
+        if self.device != "cuda" and hasattr(self.model, "_orig_mod"):
+            return None
         self.optimizer.zero_grad(set_to_none=False)
         return peak_bytes(self.learn, self.device)
 
@@ -97,6 +102,43 @@ def take_turns(
     return taken
 
 
-def median(steps: Sequence[Step]) -> Step:
-    """The step whose total is the median."""
-    return sorted(steps, key=lambda step: step.total)[len(steps) // 2]
+def measure(
+    learners: Sequence[Learner], *, seconds: float, at_least: int = 3, at_most: int = 200
+) -> list[dict[str, Any]]:
+    """Warm up and take turns. What was found of each learner, the first of which is the unit."""
+    for at in progress([f"{learner.name}: warming up" for learner in learners]):
+        learners[at].learn()
+        learners[at].learn()
+    steps = take_turns(learners, seconds=seconds, at_least=at_least, at_most=at_most)
+    rows: list[dict[str, Any]] = []
+    for learner, taken in zip(learners, steps, strict=True):
+        middle = sorted(taken, key=lambda step: step.total)[len(taken) // 2]
+        row: dict[str, Any] = {"contender": learner.name, **middle._asdict(), "total": middle.total}
+        row["speed_up"] = rows[0]["total"] / middle.total if rows else 1.0
+        row["peak_bytes"] = learner.peak_bytes()
+        row["optimizer_bytes"] = learner.optimizer_bytes()
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], **more: Callable[[dict[str, Any]], str]) -> Table:
+    """The rows for a terminal, with more columns where they are given."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "forward": lambda row: f"{row['forward']:.1f}",
+        "backward": lambda row: f"{row['backward']:.1f}",
+        "optimizer": lambda row: f"{row['step']:.1f}",
+        "step ms": lambda row: f"{row['total']:.1f}",
+        "x": lambda row: f"{row['speed_up']:.2f}",
+        "peak MB": lambda row: _megabytes(row["peak_bytes"]),
+        "optimizer MB": lambda row: _megabytes(row["optimizer_bytes"]),
+    }
+    columns |= more
+    found = Table(["", *columns], numbers_from=1)
+    for row in rows:
+        style = "dim" if row is rows[0] else ""
+        found.add(row["contender"], *[column(row) for column in columns.values()], style=style)
+    return found
+
+
+def _megabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e6:.1f}"

@@ -71,7 +71,10 @@ def test_stream_runs_and_is_left_out_where_it_would_measure_calls() -> None:
 def test_quick_has_the_shape_of_the_acceptance() -> None:
     for op in OPS.values():
         (case,) = cases([op], "cpu", [torch.float32], [MIDDLE])
-        assert case.shape in {(8192, 1024), (4, 8, 512, 512), (2048, 3072), (2048, 768)}
+        assert case.shape in {
+            *((8192, 1024), (2048, 3072), (2048, 768)),
+            *((4, 8, 512, 512), (1, 8, 4096, 64)),
+        }
 
 
 # --- How it times -----------------------------------------------------------------------------

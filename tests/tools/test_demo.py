@@ -1,4 +1,4 @@
-"""`torchweld demo`, small: the same losses whatever is fused, and everything it measured in JSON."""
+"""`torchweld demo`, small: the losses do not depend on what is fused, and JSON has all of it."""
 
 from __future__ import annotations
 

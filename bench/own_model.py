@@ -1,0 +1,108 @@
+"""`torchweld bench --model pkg.module:build`: the user's own model eager, compiled and fused."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import torchweld
+from torchweld import optim
+from torchweld.bench import training
+from torchweld.bench.contenders import COMPILE
+from torchweld.bench.training import Learner
+
+LEARNING_RATE = 1e-4
+SECONDS = 12.0  # of steps
+EAGER, EIGHT_BIT = "eager", "fused, 8-bit AdamW"
+Built = tuple[nn.Module, Any]
+
+
+class NotABuilder(Exception):  # noqa: N818
+    """What --model names cannot be measured. The message says why, in one line."""
+
+
+def built(name: str) -> Built:
+    """What `pkg.module:build` returns: a model, and a batch of its arguments."""
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise NotABuilder(f"{name!r} is not of the form pkg.module:build")
+    sys.path.insert(0, os.getcwd())  # where the user's own module is
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise NotABuilder(f"{name}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
+        kind = type(found).__name__
+        raise NotABuilder(f"{name}() returned a {kind}, not a model and a batch of its arguments")
+    return found
+
+
+CONTENDERS = (EAGER, COMPILE, "fused", EIGHT_BIT)
+
+
+def chosen(against: Sequence[str] | None) -> list[str]:
+    """The contenders, where --vs names some; None: all."""
+    return [c for c in CONTENDERS if against is None or c != COMPILE or c in against]
+
+
+def measure(
+    model: nn.Module, batch: Any, device: str, contenders: Sequence[str] = CONTENDERS
+) -> list[dict[str, Any]]:
+    """Print what fuse() changes, and the times of every contender. Return those."""
+    model, batch = model.to(device).train(), _moved(batch, device)
+    fused = copy.deepcopy(model)
+    torchweld.fuse(fused)
+    print(torchweld.explain(fused))
+    ways: dict[str, Callable[[], nn.Module]] = {
+        EAGER: lambda: model,
+        COMPILE: lambda: torch.compile(copy.deepcopy(model)),
+        "fused": lambda: fused,
+        EIGHT_BIT: lambda: torchweld.fuse(copy.deepcopy(model)),
+    }
+    learners = [_learner(way, ways[way](), batch) for way in ways if way in contenders]
+    rows = training.measure(learners, seconds=SECONDS, at_least=5)
+    print()
+    training.table(rows).show()
+    return rows
+
+
+def _learner(name: str, model: nn.Module, batch: Any) -> Learner:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if name == EIGHT_BIT:
+        optimizer: torch.optim.Optimizer = optim.AdamW8bit(trained, LEARNING_RATE)
+    elif name == "fused":
+        optimizer = optim.AdamW(trained, LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
+    return Learner(name, model, optimizer, lambda model, _: _loss(model, batch))
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own loss, if it returns one; else the mean square of what it returns."""
+    if isinstance(batch, Mapping):
+        result = model(**batch)
+    elif isinstance(batch, torch.Tensor):
+        result = model(batch)
+    else:
+        result = model(*batch)
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, torch.Tensor) and result.ndim == 0:
+        loss = result
+    if loss is not None:
+        return loss
+    tensors = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
+    return torch.stack([t.float().square().mean() for t in tensors if t.requires_grad]).sum()
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
