@@ -30,12 +30,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from flags import (
     CXX_FLAGS,
-    EMULATOR_FLAGS_OF,
     KERNEL_FLAGS,
-    KERNEL_FLAGS_OF,
     NVCC_FLAGS,
     TORCH_FLAGS,
     VARIANTS,
+    flags_of,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +154,7 @@ def cpu_libraries(isa: str = "") -> list[Library]:
         baseline = "-DTW_BASELINE" if position == 0 else ""
         flags = f"{KERNEL_FLAGS} {march} -DTW_VARIANT={variant} {baseline}"
         sources = sorted((CSRC / "cpu").glob("*.cpp"))
-        objects = tuple((s, "cxx", f"{flags} {KERNEL_FLAGS_OF.get(s.name, '')}") for s in sources)
+        objects = tuple((s, "cxx", f"{flags} {flags_of(s, 'g++')}") for s in sources)
         libraries.append(Library(f"torchweld_cpu_{variant}", objects))
     return libraries
 
@@ -164,8 +163,8 @@ def cuda_library() -> Library:
     """CUDA kernels and bindings; cudart is static, torch's libraries are resolved when loaded."""
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     told = f"""'-DTW_ARCHITECTURES="{";".join(architectures())}"'"""
-    flags = KERNEL_FLAGS_OF | {"version.cu": told}
-    kernels = tuple((s, "nvcc", flags.get(s.name, "")) for s in sources)
+    more = {"version.cu": told}
+    kernels = tuple((s, "nvcc", more.get(s.name, "") or flags_of(s, "nvcc")) for s in sources)
     return Library(
         "torchweld_cuda",
         kernels + _bindings("nvcc_host", "-DTW_CUDA"),
@@ -179,7 +178,7 @@ def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str]
     flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g1 -Wno-unknown-pragmas"
     # Not compiled with TSan: the scheduler switches between fibers that TSan takes for threads.
     runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
-    kernels = tuple((s, "cxx", f"{flags} {EMULATOR_FLAGS_OF.get(s.name, '')}") for s in sources)
+    kernels = tuple((s, "cxx", f"{flags} {flags_of(s, 'g++')}") for s in sources)
     return (*kernels, (EMULATOR / "runtime.cpp", "cxx", runtime))
 
 

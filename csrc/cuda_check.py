@@ -39,7 +39,7 @@ def check(nvcc: str, source: Path) -> bool:
         "-O3",
         "-Xptxas=-v",
         "--threads=0",
-        *build.KERNEL_FLAGS_OF.get(source.name, "").split(),
+        *build.flags_of(source, "nvcc").split(),
     ]
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,8 @@
 """The compilers' flags. They affect what kernels compute, so evidence of a kernel records them."""
 
 import platform
+import re
+from pathlib import Path
 
 # Instruction sets, the baseline first. Never -march=native: wheels also run on other machines.
 X86_VARIANTS = {
@@ -17,16 +19,17 @@ CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS}"
 # Errno and traps would keep loops from being vectorised. NaN and infinity keep their meaning.
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
 # Optimizers give the same bits as eager, on every instruction set and at every position of an
-# element: no multiplication is fused with an addition.
-KERNEL_FLAGS_OF = {
-    "optim.cpp": "-ffp-contract=off",
-    "adafactor.cpp": "-ffp-contract=off",
-    "optim.cu": "-fmad=false",
-    "adafactor.cu": "-fmad=false",
-}
-EMULATOR_FLAGS_OF = dict.fromkeys(("optim.cu", "adafactor.cu"), "-ffp-contract=off")
+# element: no multiplication is fused with an addition. Their files are those that include one of
+# these headers.
+_OPTIMIZER = re.compile(r'^#include "(cpu/optim\.h|cuda/optim\.cuh|cuda/rule\.cuh)"', re.MULTILINE)
 # TORCH_TARGET_VERSION 2.10 is the oldest torch that the libraries run under. The other flags avoid
 # symbols introduced after gcc 8 and glibc 2.28.
 TORCH_FLAGS = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Without -lineinfo, which would keep the paths of the machine that builds.
 NVCC_FLAGS = "-std=c++17 -O3"
+
+
+def flags_of(source: Path, compiler: str) -> str:
+    """What a kernel's file needs besides, for g++ or nvcc."""
+    unfused = {"g++": "-ffp-contract=off", "nvcc": "-fmad=false"}
+    return unfused[compiler] if _OPTIMIZER.search(source.read_text()) else ""

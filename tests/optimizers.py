@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchweld import optim
-from torchweld.ops.optimizer.rule import read_param
+from torchweld.ops.optimizer.reference import read_param
 
 U = 2.0**-24
 SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))

@@ -1,4 +1,4 @@
-// Adafactor for torch; the schema is in python/torchweld/ops/adafactor.py.
+// Adafactor for torch.
 #include "core/adafactor.h"
 
 #include "bind/optim.h"
@@ -20,53 +20,59 @@ TW_KERNEL(adafactor_prepare, Adafactor);
 namespace torchweld {
 namespace {
 
-// Elements of an average, whose shape is torch's or transformers'.
+// The sums of squares over rows and columns, of averages over columns, of squares over all; the step.
+enum class FactoredPass { squares, averages, directions, step };
+
+// An average may have the shape that torch gives it, or the one of transformers.
 void check_average(const Tensor& t, const Tensor& param, int64_t count) {
   STD_TORCH_CHECK(t.numel() == count && same_device(t, param) && t.is_contiguous() &&
                       t.scalar_type() == ScalarType::Float,
                   "an average does not fit its parameter, or is not contiguous and float32");
 }
 
-// `wholes` has the rows, columns and elements of each parameter, where other devices have parts.
+// The passes of a step. `whole_sizes` has the rows, columns and elements of each whole parameter,
+// where other devices have parts of it.
 class Factoring {
  public:
-  Factoring(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-            const Tensors& steps, const Tensor& lr, const OptionalTensor& grad_factor,
-            const OptionalTensor& found_inf, const AdafactorSettings& settings,
-            const Tensors& places, const Shape& wholes)
-      : like_(params[0]),
-        fit_(params, completions),
-        tensors_(params.size()),
-        roundings_(roundings_of(params, places)) {
+  Factoring(StepArguments& a, const AdafactorSettings& settings)
+      : like_(a.params[0]),
+        fit_(a.params, a.masters),
+        tensors_(a.params.size()),
+        roundings_(roundings_of(a.params, a.rounding_offsets)) {
+    STD_TORCH_CHECK(a.absmaxes.empty() && a.edges.empty() && !a.ratios,
+                    "averages are not kept in blocks, and steps have no ratios");
+    Tensors &params = a.params, &grads = a.grads, &masters = a.masters, &moments = a.moments;
+    const Shape& wholes = a.whole_sizes;
     const size_t count = params.size();
     const bool factored = like_.dim() > 1, with_momentum = settings.beta1 != 0;
     const size_t averages = factored ? 2 : 1;
     check_count(grads, count);
-    check_count(completions, completions.empty() ? 0 : count);
+    check_count(masters, masters.empty() ? 0 : count);
     check_count(moments, (averages + with_momentum) * count);
-    check_count(steps, count);
-    STD_TORCH_CHECK(wholes.empty() || wholes.size() == 3 * count, "wholes are not 3 sizes of each");
+    check_count(a.steps, count);
+    STD_TORCH_CHECK(wholes.empty() || wholes.size() == 3 * count,
+                    "whole_sizes are not three for each parameter");
     const DType dtype = dtype_of(like_);
     STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel");
     args_.given = tensors_.data();
     args_.count = (int64_t)count;
     args_.settings = settings;
-    const Rates rates(lr, count, fit_.device);
-    args_.grad_factor = number_or(grad_factor, 1, fit_.device);
-    args_.found_inf = number_or(found_inf, 0, fit_.device);
+    const Rates rates(a.lr, count, fit_.device);
+    args_.grad_factor = number_or(a.grad_factor, 1, fit_.device);
+    args_.found_inf = number_or(a.found_inf, 0, fit_.device);
     args_.dtype = dtype;
-    args_.param = param_codec(completions, places, dtype);
+    args_.param = param_codec(masters, a.rounding_offsets, dtype);
     args_.factored = factored;
     for (size_t i = 0; i < count; ++i) {
-      packing_.pack(params, grads, completions, moments, i, /*in_any_order=*/false);
+      packing_.pack(params, grads, masters, moments, i, /*in_any_order=*/false);
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
-      steps_.push_back(counter(steps[i], fit_.device));
+      steps_.push_back(counter(a.steps[i], fit_.device));
       FactoredTensor& t = tensors_[i];
       t.lr = rates[i];
-      fit_.set_param(t, params, grads, completions, i);
+      fit_.set_param(t, params, grads, masters, i);
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
-      if (t.whole_elements == 0) continue;  // and there is nothing to average
+      if (t.whole_elements == 0) continue;  // there is nothing to average
       if (factored) {
         check_average(moments[i], p, t.matrices * t.height);
         check_average(moments[count + i], p, t.matrices * t.columns);
@@ -87,6 +93,7 @@ class Factoring {
 
   // A step of whole parameters.
   void step() {
+    if (is_left_out()) return;
     const Tensor sums = room(sums_, ScalarType::Double);
     begin((double*)sums.mutable_data_ptr(), /*is_last=*/true);
     sum();
@@ -94,21 +101,31 @@ class Factoring {
     scale();
     measure();
     finish();
+    packing_.write_back();
   }
-  // One of its passes, with all devices' sums from the passes before it.
-  void pass(int64_t passed, const Tensor& sums) {
-    STD_TORCH_CHECK(same_device(sums, like_) && sums.is_contiguous() && sums.numel() == sums_ &&
-                        sums.scalar_type() == ScalarType::Double,
+  // One of its passes over parts. It takes all devices' sums from the passes before it, and leaves the
+  // sums of what is here among them.
+  void pass(FactoredPass pass, const OptionalTensor& sums) {
+    STD_TORCH_CHECK(sums && same_device(*sums, like_) && sums->is_contiguous() &&
+                        sums->numel() == sums_ && sums->scalar_type() == ScalarType::Double,
                     "sums are not float64 numbers, as many as the passes have");
-    STD_TORCH_CHECK(0 <= passed && passed < 4, "there are 4 passes");
-    begin((double*)sums.mutable_data_ptr(), /*is_last=*/passed == 3);
-    if (passed == 0) return sum();
-    if (passed == 1) return average();
-    scale();
-    passed == 2 ? measure() : finish();
+    if (is_left_out()) return;
+    begin((double*)sums->mutable_data_ptr(), /*is_last=*/pass == FactoredPass::step);
+    switch (pass) {
+      case FactoredPass::squares:
+        return sum();
+      case FactoredPass::averages:
+        average();
+        break;
+      case FactoredPass::directions:
+        scale();
+        return measure();
+      case FactoredPass::step:
+        scale();
+        finish();
+    }
+    packing_.write_back();
   }
-  // What was not contiguous, after either.
-  void write_back() { packing_.write_back(); }
 
  private:
   void lay_out(FactoredTensor& t, Sizes sizes, int64_t elements, const int64_t* whole) {
@@ -174,13 +191,15 @@ class Factoring {
   }
 
 #if defined(TW_CUDA)
-  // What depends on the steps' numbers is made on the device.
+  // Kernels see it, and the host waits for nothing.
+  static bool is_left_out() { return false; }
+  // What depends on the numbers of steps is made on the device.
   void set_roundings() {
     if (roundings_.empty()) return;
     args_.roundings = roundings_.data();
     rounding_room_ = room(args_.count * sizeof(Rounding), ScalarType::Byte);
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      tensors_[i].completion = (Rounding*)rounding_room_->mutable_data_ptr() + i;
+      tensors_[i].master = (Rounding*)rounding_room_->mutable_data_ptr() + i;
     }
   }
   void prepare() {
@@ -189,8 +208,9 @@ class Factoring {
     launch(adafactor_prepare, args_, like_, args_.count, 0);
   }
 #else
+  bool is_left_out() const { return args_.found_inf.read() != 0; }
   void set_roundings() {
-    for (size_t i = 0; i < roundings_.size(); ++i) tensors_[i].completion = &roundings_[i];
+    for (size_t i = 0; i < roundings_.size(); ++i) tensors_[i].master = &roundings_[i];
   }
   void prepare() {
     args_.tensors = tensors_.data();
@@ -252,30 +272,26 @@ class Factoring {
   int64_t partials_ = 0, sums_ = 0;
 };
 
-// With `sums` one of its passes.
-void step_adafactor(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments,
-                    const Tensors& absmaxes, const Tensors& steps, const Tensors& edges,
-                    const Tensors& places, Tensor lr, double decay_rate, double eps_square,
-                    double eps_floor, double eps_scale, double clip, double beta1,
-                    double weight_decay, bool relative, bool warmup, bool scaled, bool scaled_decay,
-                    OptionalTensor grad_factor, OptionalTensor found_inf, bool only_absmaxes,
-                    OptionalTensor sums, Shape wholes, int64_t passed) {
-  if (params.empty()) return;
-  STD_TORCH_CHECK(absmaxes.empty() && edges.empty() && !only_absmaxes,
-                  "averages are not kept in blocks");
-  Factoring factoring(params, grads, completions, moments, steps, lr, grad_factor, found_inf,
-                      {decay_rate, eps_square, eps_floor, eps_scale, clip, beta1, weight_decay,
-                       relative, warmup, scaled, scaled_decay},
-                      places, wholes);
-#if !defined(TW_CUDA)
-  if (number_or(found_inf, 0, device_of(params[0])).read() != 0) return;
-#endif
-  sums ? factoring.pass(passed, *sums) : factoring.step();
-  factoring.write_back();
+template <FactoredPass pass>
+void adafactor(StepArguments& a, const AdafactorSettings& settings) {
+  Factoring factoring(a, settings);
+  if (pass == FactoredPass::step && !a.sums) {
+    factoring.step();
+  } else {
+    factoring.pass(pass, a.sums);
+  }
 }
+
+template <FactoredPass pass>
+constexpr auto kBoxed = boxed<AdafactorSettings, adafactor<pass>>;
 
 }  // namespace
 
-TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("adafactor"), TORCH_BOX(&step_adafactor)); }
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("adafactor"), kBoxed<FactoredPass::step>);
+  m.impl(TW_OVERLOAD("adafactor_squares"), kBoxed<FactoredPass::squares>);
+  m.impl(TW_OVERLOAD("adafactor_averages"), kBoxed<FactoredPass::averages>);
+  m.impl(TW_OVERLOAD("adafactor_directions"), kBoxed<FactoredPass::directions>);
+}
 
 }  // namespace torchweld

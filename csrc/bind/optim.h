@@ -1,22 +1,102 @@
-// What optimizer steps for torch have in common: numbers that are tensors, and what fits a parameter.
+// What all optimizer ops for torch share: their arguments, numbers that are tensors, and checks.
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "bind/dropout.h"
 #include "bind/launch.h"
 #include "bind/packing.h"
 #include "core/optim.h"
 
-// Its newer version, of glibc 2.29, differs in how it sets errno alone.
+// The newer version, of glibc 2.29, differs only in how it sets errno.
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver pow,pow@GLIBC_2.2.5");
 #endif
 
 namespace torchweld {
 
-// A number that is kept as a tensor, since it changes every step. Beside the parameters it is read
-// when they are stepped: nothing waits for a GPU here.
+// The arguments of every pass of every rule, in the order of its schema, before the rule's settings.
+// Lists have an entry for each parameter. python/torchweld/ops/optimizer/batch.py says what they hold.
+struct StepArguments {
+  Tensors params, grads, masters, moments, absmaxes, new_absmaxes, steps, edges, rounding_offsets;
+  Tensor lr;
+  OptionalTensor ratios, grad_factor, found_inf, sums;
+  Shape whole_sizes;
+
+  // Once their addresses are known. Whoever sees what is written holds the tensors too. Releasing
+  // thousands of handles takes longer after a step, when they are no longer in the cache.
+  void release_handles() {
+    for (Tensors* list : {&params, &masters, &moments, &absmaxes, &new_absmaxes, &steps}) {
+      list->clear();
+    }
+  }
+};
+
+// Takes an op's arguments off torch's stack one by one.
+class Stack {
+ public:
+  explicit Stack(const StableIValue* first) : next_(first) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+  // A struct of settings, field by field.
+  template <class Settings>
+  Settings take_settings() {
+    return take_fields<Settings>(std::make_index_sequence<fields_of<Settings>()>());
+  }
+  template <class Settings, class... Fields>
+  static constexpr size_t fields_of() {
+    if constexpr (is_made_of<Settings, Fields..., Field>(0)) {
+      return fields_of<Settings, Fields..., Field>();
+    } else {
+      return sizeof...(Fields);
+    }
+  }
+
+ private:
+  // Whatever type the field of the struct has.
+  struct Field {
+    Stack& stack;
+    template <class T>
+    operator T() const {
+      return stack.take<T>();
+    }
+  };
+  template <class Settings, class... Fields>
+  static constexpr auto is_made_of(int) -> decltype(Settings{std::declval<Fields>()...}, true) {
+    return true;
+  }
+  template <class Settings, class... Fields>
+  static constexpr bool is_made_of(long) {
+    return false;
+  }
+  template <class Settings, size_t... I>
+  Settings take_fields(std::index_sequence<I...>) {
+    return {((void)I, Field{*this})...};
+  }
+
+  const StableIValue* next_;
+};
+
+// An op with these arguments and a rule's settings, as torch calls it.
+template <class Settings, void (*run)(StepArguments&, const Settings&)>
+void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
+  constexpr uint64_t kArguments = 15 + Stack::fields_of<Settings>();
+  STD_TORCH_CHECK(given == kArguments, "the schema has ", given, " arguments and not ", kArguments);
+  Stack stack(first);
+  const auto list = [&] { return stack.take<Tensors>(); };
+  const auto optional = [&] { return stack.take<OptionalTensor>(); };
+  StepArguments arguments{list(),     list(),     list(),     list(),     list(),
+                          list(),     list(),     list(),     list(),     stack.take<Tensor>(),
+                          optional(), optional(), optional(), optional(), stack.take<Shape>()};
+  const auto settings = stack.take_settings<Settings>();
+  if (!arguments.params.empty()) run(arguments, settings);
+}
+
+// A number that is kept as a tensor, since it changes every step. One beside the parameters is read
+// during the step, so that nothing waits for a GPU.
 inline Number number(const Tensor& t, const Device& of_params) {
   const bool beside = device_of(t) == of_params;
   STD_TORCH_CHECK(t.numel() == 1 && (beside || t.is_cpu()),
@@ -27,7 +107,7 @@ inline Number number(const Tensor& t, const Device& of_params) {
   const Number there{0, const_cast<void*>(data(t)), dtype == DType::f64};
   return beside ? there : Number{there.read(), nullptr, false};
 }
-// A tensor's steps, which are counted up there.
+// The steps of a tensor, which are counted up in place.
 inline Number counter(const Tensor& step, const Device& of_params) {
   Number count = number(step, of_params);
   STD_TORCH_CHECK(count.at, "steps are not beside their parameters");
@@ -39,7 +119,7 @@ inline Number number_or(const OptionalTensor& t, double otherwise, const Device&
   return t ? number(*t, of_params) : known(otherwise);
 }
 
-// One number for all of `count` tensors, or one for each of them.
+// One number for all of `count` tensors, or a number for each.
 class Rates {
  public:
   Rates() = default;
@@ -55,7 +135,7 @@ class Rates {
     each_.assign(each, each + count);
   }
   Number operator[](size_t i) const { return each_.empty() ? of_all_ : known(each_[i]); }
-  // Or null, where there is one for all.
+  // Null where there is one for all.
   const double* each() const { return each_.empty() ? nullptr : each_.data(); }
   const Number& of_all() const { return of_all_; }
 
@@ -64,7 +144,7 @@ class Rates {
   std::vector<double> each_;
 };
 
-// What tensors' items are: as many in each, and so much work in all of a tensor's.
+// How many items each tensor has, and how much work they are.
 class Amounts {
  public:
   void add(int64_t items, int64_t amount) {
@@ -72,7 +152,7 @@ class Amounts {
   }
   int64_t all() const { return begins_.back().amount; }
   int64_t items() const { return begins_.back().item; }
-  // The first one beyond so much work.
+  // The first item beyond so much work.
   int64_t item(int64_t amount) const {
     const auto next = std::upper_bound(begins_.begin(), begins_.end(), Begin{0, amount});
     if (next == begins_.end()) return items();
@@ -99,56 +179,68 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 #endif
 }
 
+#if defined(TW_CUDA)
+// At most so many pieces, each within a tensor; narrow rows make fewer.
+inline int64_t square_pieces(const std::vector<StepTensor>& tensors) {
+  int64_t pieces = 0;
+  for (size_t i = 0; i + 1 < tensors.size(); ++i) {
+    const int64_t blocks = tensors[i + 1].first_block - tensors[i].first_block;
+    pieces += (blocks + kSquarePiece - 1) / kSquarePiece;
+  }
+  return pieces;
+}
+#endif
+
 inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
 
-// Whether tensors fit their parameters. What is so of all is asked once: there are thousands.
+// Whether tensors fit their parameters. What all share is asked once, since there are thousands.
 class Fit {
  public:
-  Fit(const Tensors& params, const Tensors& completions)
+  Fit(const Tensors& params, const Tensors& masters)
       : device(device_of(params[0])),
         dtype_(params[0].scalar_type()),
-        completion_(completions.empty() ? dtype_ : completions[0].scalar_type()) {}
+        master_(masters.empty() ? dtype_ : masters[0].scalar_type()) {}
 
   void check(const Tensor& t, Sizes sizes, ScalarType dtype) const {
     STD_TORCH_CHECK(
         same_sizes(t.sizes(), sizes) && device_of(t) == device && t.scalar_type() == dtype,
         "a tensor does not fit its parameter");
   }
-  // The addresses of parameter i, its gradient and what completes it.
-  void set_param(StepTensor& t, const Tensors& params, const Tensors& grads,
-                 const Tensors& completions, size_t i) const {
+  // The addresses of parameter i, its gradient and its master.
+  void set_param(StepTensor& t, const Tensors& params, const Tensors& grads, const Tensors& masters,
+                 size_t i) const {
     const Sizes sizes = params[i].sizes();
     check(params[i], sizes, dtype_);
     check(grads[i], sizes, dtype_);
     t.param = params[i].mutable_data_ptr();
     t.grad = data(grads[i]);
-    if (completions.empty()) return;
-    check(completions[i], sizes, completion_);
-    t.completion = completions[i].mutable_data_ptr();
+    if (masters.empty()) return;
+    check(masters[i], sizes, master_);
+    t.master = masters[i].mutable_data_ptr();
   }
 
   const Device device;
 
  private:
-  ScalarType dtype_, completion_;
+  ScalarType dtype_, master_;
 };
 
-// How parameters are rounded whose places these are: a parameter's number, that of its first element
-// in the whole tensor, and the whole tensor's strides. Steps are not known yet.
-inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& places) {
+// How parameters with these offsets are rounded. An offset is the number of the parameter, the number
+// of its first element in the whole tensor, and the whole tensor's strides. Steps are not known yet.
+inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& offsets) {
   std::vector<Rounding> roundings;
-  if (places.empty()) return roundings;
-  check_count(places, params.size());
+  if (offsets.empty()) return roundings;
+  check_count(offsets, params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Sizes sizes = params[i].sizes();
-    const Tensor& place = places[i];
-    STD_TORCH_CHECK(place.is_cpu() && place.scalar_type() == ScalarType::Long &&
-                        place.is_contiguous() && place.numel() == (int64_t)sizes.size() + 2,
-                    "places are not int64 numbers on the CPU, two and one for each dimension");
-    const auto* numbers = (const int64_t*)data(place);
-    const std::vector<int64_t> strides(numbers + 2, numbers + place.numel());
+    const Tensor& offset = offsets[i];
+    STD_TORCH_CHECK(offset.is_cpu() && offset.scalar_type() == ScalarType::Long &&
+                        offset.is_contiguous() && offset.numel() == (int64_t)sizes.size() + 2,
+                    "rounding offsets are not int64 numbers on the CPU, two and one a dimension");
+    const auto* numbers = (const int64_t*)data(offset);
+    const std::vector<int64_t> strides(numbers + 2, numbers + offset.numel());
     const auto elements = row_map(sizes, strides, numbers[1]);
     STD_TORCH_CHECK(elements, "a parameter is a part in too many dimensions");
     const int last = elements->dims - 1;
@@ -160,12 +252,12 @@ inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& 
   }
   return roundings;
 }
-inline ParamCodec param_codec(const Tensors& completions, const Tensors& places, DType dtype) {
-  STD_TORCH_CHECK(places.empty() || (completions.empty() && dtype == DType::bf16),
-                  "only bfloat16 without completions is rounded by places");
-  if (!places.empty()) return ParamCodec::rounded;
-  if (completions.empty()) return ParamCodec::plain;
-  const ScalarType given = completions[0].scalar_type();
+inline ParamCodec param_codec(const Tensors& masters, const Tensors& offsets, DType dtype) {
+  STD_TORCH_CHECK(offsets.empty() || (masters.empty() && dtype == DType::bf16),
+                  "only bfloat16 without masters is rounded stochastically");
+  if (!offsets.empty()) return ParamCodec::rounded;
+  if (masters.empty()) return ParamCodec::plain;
+  const ScalarType given = masters[0].scalar_type();
   if (given == ScalarType::Short) {
     STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
     return ParamCodec::remainder;

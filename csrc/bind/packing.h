@@ -32,12 +32,12 @@ class Packing {
  public:
   // Packs parameter i and its state. With `in_any_order` any dense layout will do if all tensors
   // share it.
-  void pack(Tensors& params, Tensors& grads, Tensors& completions, Tensors& moments, size_t i,
+  void pack(Tensors& params, Tensors& grads, Tensors& masters, Tensors& moments, size_t i,
             bool in_any_order) {
     const auto with_each = [&](auto&& act) {
       act(params[i]);
       act(grads[i]);
-      if (!completions.empty()) act(completions[i]);
+      if (!masters.empty()) act(masters[i]);
       for (size_t at = i; at < moments.size(); at += params.size()) act(moments[at]);
     };
     bool contiguous = true;

@@ -22,11 +22,6 @@ struct BlockRows {
     const int64_t expected[] = {rows, quant_blocks(width)};
     return same_sizes(absmax, Sizes(expected, 2));
   }
-  // Whether it fits the pieces of sharded blocks, before and after a step.
-  bool fits_cut(Sizes absmax, int64_t pieces) const {
-    const int64_t expected[] = {2, rows, pieces};
-    return same_sizes(absmax, Sizes(expected, 3));
-  }
 };
 
 }  // namespace torchweld

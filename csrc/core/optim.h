@@ -1,18 +1,18 @@
 // A step of an optimizer: a rule, a state codec and a parameter codec, in one pass over a list of
 // tensors.
 //
-// A rule computes on floats: it takes a parameter, its gradient and its moments, and leaves the new
-// ones in their place. Codecs say how these are kept: moments as float32, bfloat16, or codes of
-// 8-bit blocks; a parameter as it is, beside a float32 master of which it is the rounded copy, as a
-// bfloat16 and the 16 bits that complete it to a float32, or as a bfloat16 that is rounded at random.
+// A rule computes on floats. It takes a parameter, its gradient and its moments, and leaves the new
+// ones in their place. Codecs say how parameters and moments are stored. Moments are float32,
+// bfloat16, or codes of 8-bit blocks. A parameter is stored in one of four ways: as it is, as the
+// rounded copy of a float32 master, as a bfloat16 and the 16 bits that complete it to a float32, or
+// as a bfloat16 that is rounded stochastically.
 //
-// An adaptive rule's step is longer or shorter for each tensor: by a ratio of norms, which are
-// measured in a pass before it. That computes the step too, and leaves everything as it is: moments
-// would have to be written and read again otherwise, and the ratio of what 8 bits keep of them is
-// another.
+// An adaptive rule scales the step of each tensor by a ratio of norms, which a pass before the step
+// measures. That pass computes the step too and writes nothing. Writing the moments there would cost
+// their memory traffic twice, and the ratio of what 8 bits keep of them is another one.
 //
-// The work is counted in blocks of 256 elements, from the first tensor's first to the last tensor's
-// last, so that a range of it is as much work as another of its length, whatever the tensors' sizes.
+// The work is counted in blocks of 256 elements, from the first block of the first tensor to the last
+// one of the last tensor. So equal ranges are equal amounts of work, whatever the tensors' sizes.
 #pragma once
 
 #include <cmath>
@@ -31,30 +31,30 @@ constexpr int kMaxMoments = 3;
 struct StepTensor {
   void* param;                // dtype
   const void* grad;           // dtype
-  void* completion;           // the master, the remainder or the Rounding, or null
+  void* master;               // the master, the remainder or the Rounding, or null
   void* moment[kMaxMoments];  // numbers or codes
   float* absmax[kMaxMoments];
   int64_t width;
   int64_t first_block;
 };
 
-// Rows of which other devices have a part, and of some blocks too: what is here of one is a piece.
-// absmax is [2, rows, pieces] then: of the whole blocks as they were, and as they become.
-struct CutRows {
+// Rows split across devices. The local part of a block is a piece. A step decodes a piece with the
+// whole block's absmax as it was, and encodes it with the absmax that the block has from now on.
+struct SplitRows {
   const int64_t* edges;  // [pieces + 1], elements of a row
   int64_t pieces;
-  int64_t all_pieces;  // of all rows: from an absmax as it was to what it becomes
+  float* new_absmax[kMaxMoments];  // [rows, pieces]: found by a pass of its own, read by the step
 };
 // The elements of a piece.
 template <class Count>  // as quant_block's
-TW_HD QuantBlock cut_block(const CutRows& rows, Count piece, int64_t width) {
+TW_HD QuantBlock piece_of(const SplitRows& rows, Count piece, int64_t width) {
   const Count row = piece / (Count)rows.pieces;
   const int64_t* edge = rows.edges + (piece - row * (Count)rows.pieces);
   return {(int64_t)row * width + edge[0], edge[1] - edge[0]};
 }
 
-// A number that changes from step to step: in memory that the step's device reads when it is there,
-// or known already.
+// A number that changes from step to step. It is known already, or in memory that the device of the
+// step reads.
 struct Number {
   double value;
   void* at;        // or null, where it is known
@@ -68,10 +68,11 @@ struct Number {
   }
 };
 
-// What a tensor's rule is made of: its number is that of this tensor's steps, from 1.
+// What the rule of a tensor is made of.
 struct StepScalars {
-  double lr, number;
-  double ratio;  // an adaptive rule's, or 1
+  double lr;
+  double number;  // of this step of the tensor, from 1
+  double ratio;   // an adaptive rule's, or 1
 };
 
 template <class Rule>
@@ -84,20 +85,20 @@ struct Step {
   const double* lrs;     // each tensor's, in the host's memory, or null where it is the same
   const Number* steps;   // taken by each tensor
   const double* ratios;  // each tensor's, or null
-  Number grad_factor;    // what gradients are multiplied by before anything else
-  Number found_inf;      // where it is not zero, all stays as it is
-  double (*squares)[2];  // of a measure: a block's or a piece's, of parameters and of steps
-  double (*sums)[2];     // of a measure: each tensor's
+  Number grad_factor;    // multiplies gradients before anything else
+  Number found_inf;      // where it is not zero, nothing changes
+  double (*squares)[2];  // of a measure: sums for each block or piece, of parameters and of steps
+  double (*sums)[2];     // of a measure: sums for each tensor
   DType dtype;
   StateCodec state;
   ParamCodec param;
-  const CutRows* cuts;  // each tensor's, or null where rows are whole
-  bool only_absmaxes;   // of cut rows: find what the absmax of pieces become, and leave all else
-  // Each tensor's, or null; on a GPU the tensors' completions are room for them and the steps.
+  const SplitRows* splits;  // each tensor's, or null where rows are whole
+  bool only_absmaxes;       // of split rows: find new_absmax of the pieces, and write nothing else
+  // Each tensor's, or null; on a GPU the tensors' masters are room for them and the steps.
   const Rounding* roundings;
 };
 
-// The last of `count` things in order that has begun(i); the first one has.
+// The last of `count` ordered things for which begun(i) holds; it holds for the first one.
 template <class Index, class Begun>
 TW_HD Index last_begun(Index count, Begun&& begun) {
   Index low = 0, high = count;
@@ -107,7 +108,7 @@ TW_HD Index last_begun(Index count, Begun&& begun) {
   }
   return low;
 }
-// The tensor that a block belongs to, or another item whose first one tensors have. Tensors without
+// The tensor that a block lies in; with another `first`, an item of another kind. Tensors without
 // elements have no blocks.
 template <class Tensor>
 TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
@@ -115,18 +116,18 @@ TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
   return last_begun(count, [=](int64_t i) { return tensors[i].*first <= block; });
 }
 
-// An element whose last moment is not finite is skipped, and its moments start anew: blocks have no
-// room for it, and it would take its neighbours with it. No other moment of a rule is infinite
-// before the last. For one element or a vector of them.
+// Skip an element whose last moment is not finite, and start its moments anew. Blocks have no room
+// for such a moment, and it would spoil its neighbours. No other moment of a rule is infinite before
+// the last one is. For one element or a vector of them.
 template <int N, class V, class Sound>
 TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
   p = sound ? p : before;
   for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : V{};
 }
 
-// A float32's bits are those of the bfloat16 and 16 zeros, plus the remainder, a signed number. The
-// bfloat16 is the nearest one, of two as near that of larger magnitude: the remainder of the other
-// would be 2^15, one too many.
+// The bits of a float32 are those of its bfloat16 followed by 16 zeros, plus the remainder, a signed
+// number. The bfloat16 is the nearest one, and the larger in magnitude of two that are as near: the
+// remainder of the other one would be 2^15, one too many.
 template <class Bits>
 TW_HD Bits completed(Bits half, Bits remainder) {
   return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);
@@ -136,14 +137,14 @@ TW_HD Bits nearest_half(Bits bits) {
   return (bits + 0x8000u) >> 16;
 }
 
-// The squared gradients' sums, over pieces of the work: the same at any number of threads. On a GPU
-// a piece lies within a tensor.
+// Sums of squared gradients over pieces of the work, the same at any number of threads. On a GPU a
+// piece lies within a tensor.
 constexpr int64_t kSquarePiece = 64;  // blocks
 struct GradSquares {
   const StepTensor* tensors;
   int64_t count;
-  double* sums;   // each piece's
-  double* total;  // on a GPU
+  double* sums;   // of each piece
+  double* total;  // on a GPU: of all
   DType dtype;
 };
 

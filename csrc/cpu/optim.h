@@ -1,4 +1,8 @@
 // The loop of every optimizer on the CPU, and the codecs it is made for.
+//
+// Bytes moved for a float32 parameter with two moments: the step reads it, its gradient and both
+// moments, and writes all but the gradient. That makes 28 with float32 moments, 20 with bfloat16
+// ones, 16 and 1/16 with 8-bit ones.
 #pragma once
 
 #include "core/dispatch.h"
@@ -9,29 +13,29 @@
 TW_NAMESPACE_BEGIN
 
 // Elements [begin, begin + count) of a tensor, which make up `blocks` of its blocks from `first` on.
-// Where moments are in blocks that is one, or narrow rows of one each.
+// Where moments are in blocks, a span is one block, or narrow rows of one block each.
 struct Span {
   int64_t first, begin, count, blocks;
-  int64_t next;  // from a block's absmax to what it becomes
+  const SplitRows* split;  // or null; then the span is a piece
 };
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
   const int64_t begin = quant_block(first, t.width).begin;
   const QuantBlock end = quant_block(last - 1, t.width);
-  return {first, begin, end.begin + end.count - begin, last - first, 0};
+  return {first, begin, end.begin + end.count - begin, last - first, nullptr};
 }
-// Of blocks that are counted from the first tensor's first; where rows are cut, of one.
+// Blocks are counted from the first block of the first tensor; where rows are split, there is one.
 template <class Rule>
 Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
   const StepTensor& t = a.tensors[at];
   first -= t.first_block, last -= t.first_block;
-  if (!a.cuts) return make_span(t, first, last);
-  const QuantBlock piece = cut_block(a.cuts[at], first, t.width);
-  return {first, piece.begin, piece.count, 1, a.cuts[at].all_pieces};
+  if (!a.splits) return make_span(t, first, last);
+  const QuantBlock piece = piece_of(a.splits[at], first, t.width);
+  return {first, piece.begin, piece.count, 1, &a.splits[at]};
 }
 
 // --- Moments ------------------------------------------------------------------------------------
 
-// A moment's elements in a span: enter() it, get and set by vector, measure() and leave() it.
+// The elements of a moment in a span: enter() the span, get and set vectors, measure() and leave().
 template <class T>
 class PlainMoment {
  public:
@@ -54,7 +58,7 @@ class PlainMoment {
   T* values_;
 };
 
-// A block is encoded when all of it is known, since that is when its absmax is; narrow rows together.
+// A block is encoded when all of its elements, and so its absmax, are known; narrow rows together.
 class BlockMoment {
  public:
   static constexpr bool kInBlocks = true;
@@ -69,7 +73,7 @@ class BlockMoment {
     decode_block(old_.at, codes_, count_, is_signed);
     if (rows_ > 1) scale_rows(old_, absmax_, rows_, width_);
     largest_ = {};
-    absmax_ += span.next;
+    if (span.split) absmax_ = span.split->new_absmax[moment] + span.first;
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
@@ -77,7 +81,7 @@ class BlockMoment {
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
-    largest_.add(present(v, place, 0.0f));  // past a row's end is nothing to measure
+    largest_.add(present(v, place, 0.0f));  // lanes past the end of a row are not measured
     store(new_.at + i, v, place);
   }
   void measure() {
@@ -127,7 +131,7 @@ struct MasteredParam {
   T* param;
   float* master;
   MasteredParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
-      : param((T*)t.param + begin), master((float*)t.completion + begin) {}
+      : param((T*)t.param + begin), master((float*)t.master + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return read(master + i, place);
@@ -153,12 +157,12 @@ inline void set_halves(uint16_t* p, U32 v, Part part) {
   store_part(p, lanes, part);
 }
 
-struct CompletedParam {
+struct RemainderParam {
   using Storage = BFloat16;
   uint16_t* param;
   uint16_t* remainder;
-  CompletedParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
-      : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.completion + begin) {}
+  RemainderParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
+      : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.master + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return (F32)completed(halves(param + i, place), halves(remainder + i, place));
@@ -175,7 +179,7 @@ class RoundedParam {
  public:
   using Storage = BFloat16;
   RoundedParam(const StepTensor& t, int64_t begin, int64_t count)
-      : param_((uint16_t*)t.param + begin), bits_(*(const Rounding*)t.completion, begin, count) {}
+      : param_((uint16_t*)t.param + begin), bits_(*(const Rounding*)t.master, begin, count) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
     return read((const BFloat16*)param_ + i, place);
@@ -210,15 +214,15 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
     if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
   });
-  // Of a cut block it is known already, from all devices.
-  if (OnlyAbsmaxes || span.next == 0) {
+  // The absmax of a split block is known already, from all devices.
+  if (OnlyAbsmaxes || !span.split) {
     for (int k = 0; k < N; ++k) moments[k].measure();
   }
   if constexpr (OnlyAbsmaxes) return;
   for (int k = 0; k < N; ++k) moments[k].leave();
 }
 
-// What a step would be: nothing is written but a block's squares.
+// Compute the step, and write only the squares of the block.
 template <class Param, class Moment, class Rule>
 void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span,
                    double (&squares)[2]) {
@@ -259,7 +263,9 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
     const StepTensor& t = a.tensors[at];
     const int64_t next = a.tensors[at + 1].first_block;
     const int64_t stop = next < end ? next : end;
-    const int64_t at_once = !Moment::kInBlocks ? stop - begin : a.cuts ? 1 : rows_at_once(t.width);
+    const int64_t at_once = !Moment::kInBlocks ? stop - begin
+                            : a.splits         ? 1
+                                               : rows_at_once(t.width);
     while (begin < stop) {
       const int64_t last = begin + at_once < stop ? begin + at_once : stop;
       const Span span = make_span(a, at, begin, last);
@@ -294,11 +300,10 @@ void with_moments(const Step<Rule>& a, Call&& call) {
   }
 }
 
-// call(Type<Param>{}). Float32 parameters are their own masters, and only bfloat16 ones have a
-// remainder.
+// call(Type<Param>{}). Float32 parameters are their own masters; only bfloat16 ones have a remainder.
 template <class Args, class Call>
 void with_params(const Args& a, Call&& call) {
-  if (a.param == ParamCodec::remainder) return call(Type<CompletedParam>{});
+  if (a.param == ParamCodec::remainder) return call(Type<RemainderParam>{});
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
@@ -312,14 +317,14 @@ void with_params(const Args& a, Call&& call) {
   }
 }
 
-// The same of parameters that are written: what is only read is not rounded.
+// The same for parameters that are written. Those that are only read are not rounded.
 template <class Args, class Call>
 void with_written_params(const Args& a, Call&& call) {
   if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
   with_params(a, call);
 }
 
-// Blocks [begin, end) of all that the tensors have.
+// Step blocks [begin, end) of all tensors.
 template <class Rule>
 void step(const Step<Rule>& a, int64_t begin, int64_t end) {
   with_written_params(a, [&](auto param) {
@@ -328,6 +333,7 @@ void step(const Step<Rule>& a, int64_t begin, int64_t end) {
     });
   });
 }
+// Measure what their step would be.
 template <class Rule>
 void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
   with_params(a, [&](auto param) {
@@ -339,3 +345,13 @@ void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
 }
 
 TW_NAMESPACE_END
+
+// The kernels of a rule by these names.
+#define TW_STEP(name, Rule)                                                                    \
+  TW_EXPORT void name(const torchweld::Step<torchweld::Rule>& a, int64_t begin, int64_t end) { \
+    torchweld::step(a, begin, end);                                                            \
+  }
+#define TW_MEASURE(name, Rule)                                                                 \
+  TW_EXPORT void name(const torchweld::Step<torchweld::Rule>& a, int64_t begin, int64_t end) { \
+    torchweld::measure(a, begin, end);                                                         \
+  }

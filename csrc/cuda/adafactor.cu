@@ -386,8 +386,8 @@ template <class T>
 bool in_fours(const Adafactor& a, const FactoredTensor& t) {
   bool aligned = t.columns % 4 == 0 && t.width % 4 == 0;
   aligned &= holds_groups<T>(t.param) && holds_groups<T>(t.grad);
-  aligned &= a.param == ParamCodec::master ? holds_groups<float>(t.completion)
-                                           : holds_groups<uint16_t>(t.completion);
+  aligned &= a.param == ParamCodec::master ? holds_groups<float>(t.master)
+                                           : holds_groups<uint16_t>(t.master);
   aligned &= a.factored || holds_groups<float>(t.moment[0]);
   return aligned && holds_groups<float>(t.moment[2]);
 }
@@ -454,7 +454,7 @@ cudaError_t with_params(const Adafactor& a, Call&& call) {
   if constexpr (Writes) {
     if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
   }
-  if (a.param == ParamCodec::remainder) return call(Type<CompletedParam>{});
+  if (a.param == ParamCodec::remainder) return call(Type<RemainderParam>{});
   return with_storage(a, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {

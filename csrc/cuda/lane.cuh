@@ -47,24 +47,24 @@ struct MasteredParam {
   Four<float> master;
   template <class Access>
   __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
-    master = access.read((const float*)t.completion + at);
+    master = access.read((const float*)t.master + at);
   }
   __device__ __forceinline__ float operator[](int i) const { return master[i]; }
   template <class Access>
   static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
                                                const float (&values)[4], const Access& access) {
-    access.write((float*)t.completion + at, pack<float>(values));
+    access.write((float*)t.master + at, pack<float>(values));
     access.write((T*)t.param + at, pack<T>(values));
   }
 };
 
-struct CompletedParam {
+struct RemainderParam {
   using Storage = BFloat16;
   Four<uint16_t> half, remainder;
   template <class Access>
   __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
     half = access.read((const uint16_t*)t.param + at);
-    remainder = access.read((const uint16_t*)t.completion + at);
+    remainder = access.read((const uint16_t*)t.master + at);
   }
   __device__ __forceinline__ float operator[](int i) const {
     return __uint_as_float(completed(half.bits(i), remainder.bits(i) & 0xffffu));
@@ -80,7 +80,7 @@ struct CompletedParam {
       halves[i] = nearest_half(bits), remainders[i] = bits & 0xffffu;
     }
     access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
-    access.write((uint16_t*)t.completion + at, pack_bits<uint16_t>(remainders));
+    access.write((uint16_t*)t.master + at, pack_bits<uint16_t>(remainders));
   }
 };
 
@@ -88,7 +88,7 @@ struct RoundedParam : PlainParam<BFloat16> {
   template <class Access>
   static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
                                                const float (&values)[4], const Access& access) {
-    const uint64_t random = rounding_bits(*(const Rounding*)t.completion, at);
+    const uint64_t random = rounding_bits(*(const Rounding*)t.master, at);
     unsigned halves[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -115,11 +115,11 @@ __device__ __forceinline__ void for_moments(Call&& call) {
 }
 
 // One of whose rows other devices have a part.
-struct CutTensor : StepTensor {
-  CutRows rows;
+struct SplitTensor : StepTensor {
+  SplitRows rows;
 };
 template <class Tensor>
-constexpr bool kIsCut = std::is_same<Tensor, CutTensor>::value;
+constexpr bool kIsSplit = std::is_same<Tensor, SplitTensor>::value;
 
 // What a warp has at a time: a block, or narrow rows that are one each.
 struct Turn {
@@ -141,7 +141,7 @@ class LaneOfBlock {
         here_(locate(t, turn)),
         first_(here_.begin + place(0)),
         whole_(is_aligned && here_.count == kQuantBlock &&
-               (!kIsCut<Tensor> || here_.begin % 4 == 0)) {
+               (!kIsSplit<Tensor> || here_.begin % 4 == 0)) {
     with_access([&](auto access_to) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
@@ -196,7 +196,7 @@ class LaneOfBlock {
         constexpr int kTogether = kGroups / kBlocks;
 #pragma unroll
         for (int at = 0; at < kBlocks; ++at) {
-          if constexpr (kIsCut<Tensor>) {
+          if constexpr (kIsSplit<Tensor>) {
             absmax_[k][at] = *new_absmax(k);  // known already, from all devices
           } else if constexpr (Narrow) {
             absmax_[k][at] = largest_magnitude(m_[k][at], lanes_of_row());
@@ -213,7 +213,7 @@ class LaneOfBlock {
         }
       }
     });
-    if constexpr (kInBlocks && !kIsCut<Tensor>) {
+    if constexpr (kInBlocks && !kIsSplit<Tensor>) {
       __syncwarp();  // all lanes have read the absmax that one of them replaces
       for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
         if (!is_there || (lane() & (lanes_of_row() - 1)) != 0) return;
@@ -243,11 +243,11 @@ class LaneOfBlock {
 
  private:
   __device__ __forceinline__ float* new_absmax(int k) const {
-    return t_.absmax[k] + t_.rows.all_pieces + turn_.block;
+    return t_.rows.new_absmax[k] + turn_.block;
   }
   static __device__ __forceinline__ QuantBlock locate(const Tensor& t, Turn turn) {
     if constexpr (Narrow) return {turn.block * t.width, turn.blocks * t.width};
-    if constexpr (kIsCut<Tensor>) return cut_block(t.rows, turn.block, t.width);
+    if constexpr (kIsSplit<Tensor>) return piece_of(t.rows, turn.block, t.width);
     if constexpr (kInBlocks) return quant_block(turn.block, t.width);
     const int64_t begin = (int64_t)turn.block * kQuantBlock, left = t.width - begin;
     return {begin, left < kQuantBlock ? left : kQuantBlock};

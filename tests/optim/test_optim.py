@@ -24,7 +24,7 @@ from optimizers import (
 )
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
-from torchweld.ops.optimizer.rule import read_param
+from torchweld.ops.optimizer.reference import read_param
 
 # --- Numbers ----------------------------------------------------------------------------------
 

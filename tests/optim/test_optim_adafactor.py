@@ -206,27 +206,25 @@ def test_arguments_are_named() -> None:
 def test_kernels_refuse_by_themselves() -> None:
     """Averages that do not fit, called past Python's checks."""
     x = torch.zeros(4, 6)
-    rest = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False, None, None, False)
+    settings = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False)
+    step = torch.ops.torchweld.adafactor.cpu
+    squares = torch.ops.torchweld.adafactor_squares.cpu
 
-    def call(moments: list[torch.Tensor], params: Any = None, of_pass: Any = ()) -> None:
+    def call(
+        moments: list[torch.Tensor], params: Any = None, sums: Any = None, wholes: Any = (), of=step
+    ) -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
-        lists = (given, grads, [], moments, [], steps, [], [])
-        torch.ops.torchweld.adafactor.cpu(*lists, torch.tensor(1.0), *rest, *of_pass)
+        lists = (given, grads, [], moments, [], [], steps, [], [])
+        of(*lists, torch.tensor(1.0), None, None, None, sums, wholes, *settings)
 
     call([torch.zeros(4), torch.zeros(6)])
     sums, wholes = torch.zeros(13, dtype=torch.float64), [8, 6, 48]
-    call([torch.zeros(4), torch.zeros(6)], None, (sums, wholes, 0))
+    call([torch.zeros(4), torch.zeros(6)], None, sums, wholes, squares)
     assert sums.tolist() == [6.0] * 4 + [4.0] * 6 + [0.0] * 3
-    for of_pass in (
-        (sums[1:], wholes, 0),
-        (sums.float(), wholes, 0),
-        (sums, wholes[1:], 0),
-        (sums, wholes, 4),
-        (sums, wholes, -1),
-    ):
+    for of_pass in ((sums[1:], wholes), (sums.float(), wholes), (sums, wholes[1:]), (None, wholes)):
         with pytest.raises(RuntimeError):
-            call([torch.zeros(4), torch.zeros(6)], None, of_pass)
+            call([torch.zeros(4), torch.zeros(6)], None, *of_pass, squares)
     for wrong in (
         [torch.zeros(4)],
         [torch.zeros(6), torch.zeros(4)],

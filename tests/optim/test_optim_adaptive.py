@@ -105,6 +105,13 @@ def test_zeros_have_no_scale(make: Any, backend: str) -> None:
     assert still.tolist() == [2.0] * 3
 
 
+def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of parameters and of their steps."""
+    optimizer._rule().measure(task)
+    of_param, of_step = task.sums.sqrt().unbind(1)
+    return of_param, of_step
+
+
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
 def test_the_norms_are_exact(name: str) -> None:
     """Of 10^6 elements, at any thread count: the ratio has the bits of float64's."""
@@ -116,14 +123,14 @@ def test_the_norms_are_exact(name: str) -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             optimizer = getattr(optim, name)([p])
-            ((_, batch),) = optimizer._work()
-            found.append(optimizer._norms(optimizer.param_groups[0], batch, None))
+            (task,) = optimizer._tasks()
+            found.append(_norms(optimizer, task))
     finally:
         torch.set_num_threads(threads)
     of_param, of_step = found[0]
     assert all(torch.equal(a, of_param) and torch.equal(b, of_step) for a, b in found)
     with torchweld.use_backend("eager"):
-        a, b = optimizer._norms(optimizer.param_groups[0], batch, None)
+        a, b = _norms(optimizer, task)
     torch.testing.assert_close(of_param, a, rtol=1e-13, atol=0)
     torch.testing.assert_close(of_step, b, rtol=1e-13, atol=0)
 

@@ -28,7 +28,7 @@ from optimizers import (
     snapshot,
 )
 from torchweld import optim
-from torchweld.ops.optimizer.rule import sum_of_squares
+from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 
@@ -262,11 +262,16 @@ def test_measures(
     draw_grads(params, 0)
     optimizer.step()
     draw_grads(params, 1)
-    for group, batch in optimizer._work():
-        given = (batch, optimizer._settings(group, batch), torch.tensor(0.5))
-        found, again = (optimizer._rule().squares(*given) for _ in range(2))
+    for task in optimizer._tasks():
+        task.grad_factor = torch.tensor(0.5)
+
+        def measured(task: Any = task) -> torch.Tensor:
+            optimizer._rule().measure(task)
+            return task.sums
+
+        found, again = measured(), measured()
         with torchweld.use_backend("eager"):
-            expected = optimizer._rule().squares(*given)
+            expected = measured()
         assert torch.equal(found, again)
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 

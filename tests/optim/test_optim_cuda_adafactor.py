@@ -148,6 +148,9 @@ def test_adafactors_numbers_on_the_device(cuda_device: str) -> None:
     assert optimizer.state[params[0]]["step"] == 2
 
 
+PASSES = ("adafactor_squares", "adafactor_averages", "adafactor_directions", "adafactor")
+
+
 class _Parts:
     """A matrix's parts on devices that share its rows or its columns, by the op's own passes."""
 
@@ -162,15 +165,14 @@ class _Parts:
         self.sums = [torch.zeros(count, **doubles) for count in counts]  # type: ignore[call-overload]
 
     def run(self, passed: int, found_inf: float = 0.0) -> None:
-        rest = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.1, True, False, True, False)
+        settings = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.1, True, False, True, False)
         device = self.whole.device
         sizes = [*self.whole.shape, self.whole.numel()]
+        op = getattr(torch.ops.torchweld, PASSES[passed]).cuda
         for i, p in enumerate(self.params):
-            lists = ([p], [self.grads[i]], [], [*self.averages[i]], [], [self.steps[i]], [], [])
-            numbers = (None, torch.tensor(found_inf, device=device), False)
-            lr = torch.tensor(0.1, device=device)
-            of_pass = (self.sums[i], sizes, passed)
-            torch.ops.torchweld.adafactor.cuda(*lists, lr, *rest, *numbers, *of_pass)
+            lists = ([p], [self.grads[i]], [], [*self.averages[i]], [], [], [self.steps[i]], [], [])
+            lr, skip = (torch.tensor(t, device=device) for t in (0.1, found_inf))
+            op(*lists, lr, None, None, skip, self.sums[i], sizes, *settings)
 
     def add_up(self, passed: int) -> None:
         """What devices have of the same sums: of rows or of columns, of averages, of squares."""

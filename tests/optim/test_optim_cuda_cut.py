@@ -14,6 +14,7 @@ import torch
 import torchweld
 from optimizers import CODECS, RULES, draw_grads, maker, run, same
 from torchweld import optim
+from torchweld.ops.optimizer.batch import Task
 
 # Parts of tensors whose rows other devices have parts of too, and where pieces of blocks begin and
 # end in them: of one element, of any number, not aligned, whole blocks, and none.
@@ -52,7 +53,7 @@ def _cut(
     absmaxes = []
     for shape, edges in rows * (len(batch.moments) // len(params)):
         known = torch.rand(shape[0], len(edges) - 1, generator=generator) + 0.1
-        absmaxes.append(torch.stack((known, torch.full_like(known, torch.nan))).to(device))
+        absmaxes.append(known.to(device))
     buffers = []
 
     def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -66,29 +67,34 @@ def _cut(
     for g in batch.grads if bad else ():
         g.view(-1)[::7] = bad
     batch.params, batch.grads = place(batch.params), place(batch.grads)
-    batch.completions, batch.moments = place(batch.completions), place(batch.moments)
+    batch.masters, batch.moments = place(batch.masters), place(batch.moments)
     batch.absmaxes = place(absmaxes)
+    batch.new_absmaxes = place([torch.full_like(known, torch.nan) for known in absmaxes])
     batch.edges = [torch.tensor(edges, device=device) for _, edges in rows]
     return optimizer, batch, [*buffers, *batch.steps]
+
+
+def _task(optimizer: Any, batch: Any, **numbers: Any) -> Task:
+    settings = optimizer._settings(optimizer.param_groups[0], batch)
+    return Task(batch, settings, torch.tensor(0.1), **numbers)
 
 
 def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
     """What is found of the pieces here, and what a step leaves, where other devices have larger."""
     optimizer, batch, memory = made
-    settings = optimizer._settings(optimizer.param_groups[0], batch)
-    numbers = {"lr": torch.tensor(0.1), "grad_factor": torch.tensor(0.5)}
+    task = _task(optimizer, batch, grad_factor=torch.tensor(0.5))
     before = [t.clone() for t in memory]
-    optimizer._rule().step(batch, settings=settings, **numbers, only_absmaxes=True)
-    found = [absmax[1].clone() for absmax in batch.absmaxes]
-    for absmax, new in zip(batch.absmaxes, found, strict=True):
-        absmax[1] = torch.nan
+    optimizer._rule().find_absmaxes(task)
+    found = [absmax.clone() for absmax in batch.new_absmaxes]
+    for absmax, new in zip(batch.new_absmaxes, found, strict=True):
+        absmax.fill_(torch.nan)
         assert new.isfinite().all()
     torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
     generator = torch.Generator().manual_seed(3)
-    for absmax, new in zip(batch.absmaxes, found, strict=True):
+    for absmax, new in zip(batch.new_absmaxes, found, strict=True):
         larger = 1 + torch.rand(new.shape, generator=generator).to(new.device).round() / 4
-        absmax[1] = new * larger
-    optimizer._rule().step(batch, settings=settings, **numbers)
+        absmax.copy_(new * larger)
+    optimizer._rule().step(task)
     assert all(p.isfinite().all() for p in batch.params)
     return [*found, *memory]
 
@@ -118,8 +124,10 @@ def test_more_cut_rows_than_a_launch_takes(cuda_device: str) -> None:
 
 
 def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
-    settings = optimizer._settings(optimizer.param_groups[0], batch)
-    return optimizer._rule().squares(batch, settings, torch.tensor(0.5))
+    task = _task(optimizer, batch, grad_factor=torch.tensor(0.5))
+    optimizer._rule().measure(task)
+    assert task.sums is not None
+    return task.sums
 
 
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, 1e30])
@@ -151,9 +159,8 @@ def test_measures_of_cut_rows(dtype: torch.dtype, masters: Any, cuda_device: str
 def test_cut_rows_under_a_scaler(cuda_device: str) -> None:
     """Of a step that is left out nothing is found, and nothing counts."""
     optimizer, batch, memory = _cut(maker(optim.AdamW, {}, "8bit"), torch.float32, cuda_device)
-    settings = optimizer._settings(optimizer.param_groups[0], batch)
+    task = _task(optimizer, batch, found_inf=torch.tensor(1.0, device=cuda_device))
     before = [t.clone() for t in memory]
-    for only_absmaxes in (True, False):
-        numbers = {"lr": torch.tensor(0.1), "found_inf": torch.tensor(1.0, device=cuda_device)}
-        optimizer._rule().step(batch, settings=settings, **numbers, only_absmaxes=only_absmaxes)
+    optimizer._rule().find_absmaxes(task)
+    optimizer._rule().step(task)
     torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)

@@ -24,7 +24,7 @@ from optimizers import (
 )
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
-from torchweld.ops.optimizer.rule import read_param
+from torchweld.ops.optimizer.reference import read_param
 
 # --- torch.optim's habits ---------------------------------------------------------------------
 
@@ -287,40 +287,42 @@ def test_a_step_that_cannot_be_taken_writes_nothing(backend: str) -> None:
 
 def test_kernels_refuse_by_themselves() -> None:
     """Called past Python's checks: before anything is written."""
-    adam = torch.ops.torchweld.adam.cpu
+    adam, absmaxes = torch.ops.torchweld.adam.cpu, torch.ops.torchweld.adam_absmaxes.cpu
 
-    def call(**changed: Any) -> None:
+    def call(of: Any = adam, **changed: Any) -> None:
         given: dict[str, Any] = {
             "params": [torch.zeros(4, 300)],
             "grads": [torch.ones(4, 300)],
-            "completions": [],
+            "masters": [],
             "moments": [torch.zeros(4, 300, dtype=torch.uint8) for _ in range(2)],
             "absmaxes": [torch.zeros(4, 2) for _ in range(2)],
+            "new_absmaxes": [],
             "steps": [torch.tensor(0.0)],
             "edges": [],
-            "places": [],
+            "rounding_offsets": [],
             "lr": torch.tensor(1.0),
+            "ratios": None,
         }
-        only_absmaxes = changed.pop("only_absmaxes", False)
         given |= changed
         try:
-            adam(*given.values(), 0.9, 0.999, 1e-8, 0.0, True, None, None, only_absmaxes)
+            of(*given.values(), None, None, None, [], 0.9, 0.999, 1e-8, 0.0, True)
         finally:
             assert changed.get("params") or not given["params"][0].any()
 
     def cut(*edges: int, pieces: int = 2, dtype: torch.dtype = torch.int64) -> dict[str, Any]:
-        absmaxes = [torch.zeros(2, 4, pieces) for _ in range(2)]
-        return {"edges": [torch.tensor(edges, dtype=dtype)], "absmaxes": absmaxes}
+        both = ([torch.zeros(4, pieces) for _ in range(2)] for _ in range(2))
+        scales = dict(zip(("absmaxes", "new_absmaxes"), both, strict=True))
+        return {"edges": [torch.tensor(edges, dtype=dtype)]} | scales
 
     def rounded(**changed: Any) -> dict[str, Any]:
         half = {"params": [x.bfloat16()], "grads": [torch.ones_like(x).bfloat16()]}
-        return half | {"places": [torch.tensor([0, 0, 300, 1])]} | changed
+        return half | {"rounding_offsets": [torch.tensor([0, 0, 300, 1])]} | changed
 
     x = torch.zeros(4, 300)
     call(lr=torch.tensor(0.0))
     call(**rounded())
     call(lr=torch.tensor(0.0), **cut(0, 100, 300))
-    call(**cut(0, 100, 300), only_absmaxes=True)
+    call(absmaxes, **cut(0, 100, 300))
     wrong: list[dict[str, Any]] = [
         {"grads": []},
         {"grads": [torch.ones(4, 299)]},
@@ -330,27 +332,31 @@ def test_kernels_refuse_by_themselves() -> None:
         {"moments": [x.to(torch.uint8)], "absmaxes": [torch.zeros(4, 2)]},
         {"absmaxes": [torch.zeros(4, 3)] * 2},
         {"absmaxes": []},
-        {"completions": [x]},
-        {"completions": [x.short()]},
+        {"masters": [x]},
+        {"masters": [x.short()]},
         {"params": [x.double()], "grads": [x.double()]},
         {"steps": []},
         {"steps": [torch.tensor(0)]},
         {"lr": torch.ones(2)},
-        {"only_absmaxes": True},
+        {"of": absmaxes},
+        {"ratios": torch.ones(2, dtype=torch.float64)},
+        {"ratios": torch.ones(1)},
         cut(0, 100, 299),
         cut(1, 100, 300),
         cut(0, 300, 300),
         cut(0, 300, pieces=1),
         cut(0, 100, 300, pieces=3),
         cut(0, 100, 300, dtype=torch.int32),
-        cut(0, 100, 300) | {"absmaxes": [torch.zeros(4, 2)] * 2},
+        cut(0, 100, 300) | {"absmaxes": [torch.zeros(2, 4, 2)] * 2},
+        cut(0, 100, 300) | {"new_absmaxes": [torch.zeros(2, 4, 2)] * 2},
+        cut(0, 100, 300) | {"new_absmaxes": []},
         cut(0, 100, 300) | {"edges": [torch.tensor([0, 100, 300])] * 2},
         {"moments": [x, x], "absmaxes": [], "edges": [torch.tensor([0, 256, 300])]},
-        {"places": [torch.tensor([0, 0, 300, 1])]},  # of float32
-        rounded(completions=[x]),
-        rounded(places=[torch.tensor([0, 0, 300])]),
-        rounded(places=[torch.tensor([0, 0, 300, 1])] * 2),
-        rounded(places=[torch.tensor([0.0, 0.0, 300.0, 1.0])]),
+        {"rounding_offsets": [torch.tensor([0, 0, 300, 1])]},  # of float32
+        rounded(masters=[x]),
+        rounded(rounding_offsets=[torch.tensor([0, 0, 300])]),
+        rounded(rounding_offsets=[torch.tensor([0, 0, 300, 1])] * 2),
+        rounded(rounding_offsets=[torch.tensor([0.0, 0.0, 300.0, 1.0])]),
     ]
     for changed in wrong:
         with pytest.raises(RuntimeError):

@@ -32,14 +32,12 @@ BF16 = torch.bfloat16
 
 
 @torch.no_grad()
-def _step(optimizer: Any, place: list[int], number: int = 1) -> None:
+def _step(optimizer: Any, offset: list[int], number: int = 1) -> None:
     """The step of this number, of the only parameter as if it lay elsewhere."""
-    (group,) = optimizer.param_groups
-    ((_, batch),) = optimizer._work()
-    batch.places = [torch.tensor(place)]
-    batch.steps[0].fill_(number - 1)
-    settings = optimizer._settings(group, batch)
-    optimizer._rule().step(batch, torch.tensor(group["lr"]).double(), settings)
+    (task,) = optimizer._tasks()
+    task.batch.rounding_offsets = [torch.tensor(offset)]
+    task.batch.steps[0].fill_(number - 1)
+    optimizer._rule().step(task)
 
 
 def _moved(value: float, by: float, count: int) -> torch.Tensor:
@@ -223,17 +221,17 @@ def test_a_part_is_rounded_as_in_the_whole(
     """Any part of a whole of any size: by all kernels as by the reference."""
     rows, columns = (b + n + a for b, n, a in list(zip(before, sizes, after, strict=True))[1:])
     strides = [rows * columns, columns, 1]
-    place = [5, sum(b * s for b, s in zip(before, strides, strict=True)), *strides]
+    offset = [5, sum(b * s for b, s in zip(before, strides, strict=True)), *strides]
     results = []
     for name in (None, "eager"):
         params = draw(BF16, [sizes])
         optimizer = maker(optim.Lion, ROUNDED, state_dtype)(params)
         draw_grads(params, 0)
         if name is None:
-            _step(optimizer, place)
+            _step(optimizer, offset)
         else:
             with torchweld.use_backend(name):
-                _step(optimizer, place)
+                _step(optimizer, offset)
         results.append(snapshot(params, optimizer))
     assert same(*results)
 

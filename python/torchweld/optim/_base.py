@@ -11,16 +11,21 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.rule import Batch, Rule, sum_of_squares
-from torchweld.optim import _cut, _shards
+from torchweld.ops.optimizer import passes
+from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.rule import Rule
+from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim._codecs import MASTER, REMAINDER, STEP, Codec, Moments, State
-from torchweld.optim._gather import Gathering, cuts, gradient
+from torchweld.optim._exchanges import exchange
+from torchweld.optim._gather import Gathering, gradient
 from torchweld.optim._params import Group, check_apart, drop_duplicates
-from torchweld.optim._shards import local
+from torchweld.optim._shards import layout, local
 
+# Ratios by the norms of parameters and of their steps.
+RatiosOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
 _NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
-# What groups may differ in and step together: it is each tensor's own, or chooses nothing.
+# Groups that differ only in these step together: each tensor has its own, or they choose nothing.
 _NO_SETTINGS = {"lr", "maximize", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -126,17 +131,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _learning_rate(self, group: Group) -> float | torch.Tensor:
         return group["lr"]
 
-    def _ratios(
-        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Of an adaptive rule: a float64 number for each parameter, from _norms.
+    def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
+        """Of an adaptive rule: what makes a float64 number for each parameter of the norms of all.
 
+        These are the norms of parameters and of what the rule calls their steps, of whole tensors.
         `lr` is one number, or one for each parameter.
         """
         return None
 
     def _begin_moments(self, state: State) -> None:
-        """Called where a parameter has a moment for the first time, after steps without it."""
+        """Called when a parameter has a moment for the first time, after steps without it."""
 
     # --- The step -----------------------------------------------------------------------------
 
@@ -150,19 +154,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._work()
-        factor = self._gradient_factor()
-        steps = [(batch, self._numbers(group, batch, factor)) for group, batch in work]
-        joined = self._join_blocks(steps)
-        for batch, numbers in steps:
-            self._rule().step(batch, **numbers)
-        for absmax, new in joined:
-            absmax.copy_(new)
+        passes.run(self._rule().passes, self._tasks(), exchange)
         self._unscale()
         return loss
 
-    def _numbers(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> dict[str, Any]:
-        """What a batch's step takes besides."""
+    def _tasks(self) -> list[Task]:
+        """What the passes of the step are over."""
+        work = self._work()
+        factor = self._gradient_factor()
+        return [self._task(group, batch, factor) for group, batch in work]
+
+    def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
+        """A batch's task, with settings of this group."""
         lr = batch.lr
         if not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
@@ -171,46 +174,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             one = torch.ones((), dtype=torch.float32, device="cpu")
             factor = -one if factor is None else -factor
-        ratios = self._ratios(group, batch, lr, factor)
         found_inf = getattr(self, "found_inf", None)
-        return {
-            "lr": lr,
-            "settings": self._settings(group, batch),
-            "grad_factor": factor,
-            "found_inf": found_inf,
-            "ratios": ratios,
-        }
-
-    def _join_blocks(
-        self, steps: list[tuple[Batch, dict[str, Any]]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Has pieces of blocks go by the absmax of all pieces: those kept, and what they become."""
-        kept: list[torch.Tensor] = []
-        pieces: list[tuple[_cut.CutRows, torch.Tensor]] = []
-        for batch, numbers in steps:
-            if batch.edges:
-                self._rule().step(batch, **numbers, only_absmaxes=True)
-                pieces += zip(cuts(batch), batch.absmaxes, strict=True)
-                kept += batch.whole_absmaxes
-        joined = _cut.joined([(cut, absmax[1]) for cut, absmax in pieces])
-        for (cut, absmax), new in zip(pieces, joined, strict=True):
-            absmax[1] = cut.of_pieces(new)
-        return list(zip(kept, joined, strict=True))
-
-    def _norms(
-        self, group: Group, batch: Batch, grad_factor: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each parameter, and of what the rule calls its step: those of whole DTensors."""
-        squares = self._rule().squares(batch, self._settings(group, batch), grad_factor)
-        norms = _shards.sum_of_each(squares, batch.wholes).sqrt()
-        return norms[:, 0], norms[:, 1]
+        ratios_of = self._ratios_of(group, lr)
+        return Task(batch, self._settings(group, batch), lr, factor, found_inf, ratios_of)
 
     def _work(self) -> list[tuple[Group, Batch]]:
-        """What steps together, each with a group that has its settings."""
+        """The batches that step together, each with a group that has its settings."""
         return [(some.group, batch) for some in self._gatherings() for batch in self._batches(some)]
 
     def _gatherings(self) -> list[Gathering]:
-        """Parameters with a gradient, which is known to fit; nothing is changed yet.
+        """All parameters with a gradient, checked to fit; nothing is changed yet.
 
         Groups of the same settings step together, at learning rates of their own.
         """
@@ -247,26 +220,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         return Gathering(type(self).__name__, group, codec, moments, self._takes_sparse)
 
     def _batches(self, gathering: Gathering) -> list[Batch]:
-        """What is gathered, with states."""
+        """The batches of what is gathered, with states; those that are missing are made."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
-            try:
-                kind.gather(gathering.function, states)
-            except KeyError:  # the first step of a parameter, or of one of its moments
-                for p, state in zip(kind.params, states, strict=True):
-                    if not state.keys() >= kind.entries:
-                        self._complete(state, p, gathering.codec, kind.moments)
-                kind.gather(gathering.function, states)
+            for i in kind.incomplete(states):
+                self._complete(states[i], kind.params[i], gathering.codec, kind.moments)
+            kind.gather(gathering.function, states)
         return gathering.batches()
 
     def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:
-        """With what is new in it."""
+        """Add missing state entries."""
         if state and not codec.has(state, p, moments):
             self._begin_moments(state)
         state.update(codec.new_state(p, moments) | state)
 
     def _gradient_factor(self) -> torch.Tensor | None:
-        """What gradients are multiplied by: to undo a loss's scale, and to clip their norm."""
+        """What gradients are multiplied by, to undo a loss's scale and to clip their norm."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scale is None else 1 / scale
         if self.max_grad_norm is None:
@@ -276,11 +245,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             return factor
         alike: dict[object, list[torch.Tensor]] = {}
         for g in grads:
-            alike.setdefault(_shards.layout(g), []).append(g)
-        squares = [
-            _shards.sum_over_shards(sum_of_squares([gradient(g) for g in some]), some[0])
-            for some in alike.values()
-        ]
+            alike.setdefault(layout(g), []).append(g)
+        squares = [sum_of_squares([gradient(g) for g in some]) for some in alike.values()]
+        firsts = (some[0] for some in alike.values())
+        exchange(passes.Exchange.SUM, map(passes.over_all, squares, firsts))
         norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
         if factor is not None:
             norm = norm * factor
@@ -294,7 +262,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [p.grad for p in params if p.grad is not None]
 
     def _unscale(self) -> None:
-        """Leave gradients without a loss's scale, as torch's fused steps do."""
+        """Take a loss's scale out of the gradients, as torch's fused steps do."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return

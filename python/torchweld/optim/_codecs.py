@@ -1,4 +1,4 @@
-"""How the state of a parameter is kept: which tensors, in which dtypes, and from one to another."""
+"""How the state of a parameter is kept: which tensors, in which dtypes, and how to convert them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.rule import read_param, split_param
+from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.quantize_8bit import keep_positive, scales_shape
-from torchweld.optim import _cut
+from torchweld.optim import _sharded_blocks
 from torchweld.optim._shards import is_one, like, local, placements, zeros_of
 
 EIGHT_BIT = "8bit"
 REMAINDER = "remainder"
-# Where they are kept in a parameter's state; a moment in blocks has two entries.
+# Entries of a parameter's state; a moment in blocks has two.
 STEP, MASTER, CODES, ABSMAX = "step", "master", "_codes", "_absmax"
 
 State = dict[str, Any]
 
 
 class Moment(NamedTuple):
-    """What is kept of the gradients of the past: of each element, or averages of a shape."""
+    """What is kept of past gradients: a number for each element, or averages of some shape."""
 
     signed: bool
     shape: torch.Size | None = None
-    # Of averages: which dimension of the parameter each one is, or None where it is averaged over.
+    # The dimension of the parameter that each dimension of averages is; None: it is averaged over.
     dims: tuple[int | None, ...] = ()
 
 
@@ -36,15 +36,15 @@ Moments = Mapping[str, Moment]
 
 
 class Entries(NamedTuple):
-    """Of a parameter's state: what a step takes."""
+    """The entries of a parameter's state that a step takes."""
 
-    completion: str | None
-    moments: tuple[str, ...]  # numbers, or codes with their
-    absmaxes: tuple[str, ...]
+    master: str | None
+    moments: tuple[str, ...]  # numbers or codes
+    absmaxes: tuple[str, ...]  # of the codes
 
     def all(self) -> list[str]:
-        completions = [self.completion] if self.completion else []
-        return [STEP, *completions, *self.moments, *self.absmaxes]
+        masters = [self.master] if self.master else []
+        return [STEP, *masters, *self.moments, *self.absmaxes]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Codec:
             raise ArgumentError(function, "stochastic_rounding", came, "one of the two")
 
     def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
-        """Of this parameter's moments; uint8 is codes.
+        """The dtype of this parameter's moments; uint8 is codes.
 
         Vectors, small tensors and complex ones keep float32; float64 parameters float64.
         """
@@ -91,7 +91,7 @@ class Codec:
         """Whether the parameter is rounded stochastically."""
         return self.stochastic_rounding and p.dtype == torch.bfloat16
 
-    def completion(self, p: torch.Tensor) -> str | None:
+    def master_entry(self, p: torch.Tensor) -> str | None:
         """The entry of the state that completes a 16-bit parameter to float32, if there is one."""
         if self.master_weights is False or p.dtype not in (torch.bfloat16, torch.float16):
             return None
@@ -104,35 +104,35 @@ class Codec:
         return all(name in state for name in self.entries(p, moments).moments)
 
     def entries(self, p: torch.Tensor, moments: Moments) -> Entries:
-        """Those that p's state has once there is one."""
+        """The entries that a state of p has."""
         blocks = [name for name, moment in moments.items() if self.in_blocks(p, moment)]
         names = tuple(name + CODES if name in blocks else name for name in moments)
-        return Entries(self.completion(p), names, tuple(name + ABSMAX for name in blocks))
+        return Entries(self.master_entry(p), names, tuple(name + ABSMAX for name in blocks))
 
     def in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
         """Whether it is kept as codes; averages never are."""
         return moment.shape is None and self.moment_dtype(p) == torch.uint8
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
-        """No steps, zero moments, and the parameter's completion."""
+        """No steps, zero moments, and the master or the remainder."""
         state: State = {STEP: torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, moment in moments.items():
             if self.in_blocks(p, moment):
-                state[name + CODES], state[name + ABSMAX] = _cut.zeros(p, moment.signed)
+                state[name + CODES], state[name + ABSMAX] = _sharded_blocks.zeros(p, moment.signed)
                 continue
             dtype = self._wide(p)
             if moment.shape is None:
                 state[name] = torch.zeros_like(p, dtype=dtype)
             else:
                 state[name] = zeros_of(p, moment.shape, moment.dims, dtype)
-        self._complete(state, p, p.detach())
+        self._add_master(state, p, p.detach())
         return state
 
     def adopt(self, function: str, p: torch.Tensor, saved: State, moments: Moments) -> State:
         """A saved state, of this codec or another, as this one keeps it.
 
-        What is kept in the same way already is taken as it is, bit for bit. Raises ArgumentError
-        where the state does not fit.
+        What is kept in the same way already stays as it is, bit for bit. Raises ArgumentError where
+        the state does not fit.
         """
         known = {STEP, MASTER, REMAINDER}
         # torch's flat checkpoints have an empty dict where they lack an entry.
@@ -149,7 +149,7 @@ class Codec:
                 state[name + ABSMAX] = saved[name + ABSMAX].to(p.device)
             else:
                 self._store(state, name, p, value.to(p.device), moment)
-        self._complete(state, p, _saved_param(function, p, saved))
+        self._add_master(state, p, _saved_param(function, p, saved))
         state |= {key: value for key, value in saved.items() if key not in known}
         return state
 
@@ -161,17 +161,17 @@ class Codec:
         self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment
     ) -> None:
         if self.in_blocks(p, moment):
-            codes, absmax = _cut.quantize(p, local(value), moment.signed)
+            codes, absmax = _sharded_blocks.quantize(p, local(value), moment.signed)
             if not moment.signed:
                 codes = keep_positive(codes, local(value))
             state[name + CODES] = like(p, codes)
-            state[name + ABSMAX] = _cut.absmax_like(p, absmax)
+            state[name + ABSMAX] = _sharded_blocks.absmax_like(p, absmax)
         else:
             state[name] = value.to(self.moment_dtype(p))
 
-    def _complete(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
-        """`value` is the parameter, complete."""
-        entry = self.completion(p)
+    def _add_master(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the master or the remainder; `value` is the parameter in full."""
+        entry = self.master_entry(p)
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
         elif entry == REMAINDER:
@@ -186,7 +186,7 @@ def _is_empty_dict(value: Any) -> bool:
 
 
 def _as_step(step: Any) -> torch.Tensor:
-    """A number of steps as kernels count it."""
+    """A number of steps, in a dtype that kernels count in."""
     if not isinstance(step, torch.Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return step if step.dtype in (torch.float32, torch.float64) else step.float()
@@ -210,8 +210,8 @@ def _saved_moment(
     absmax: Any = saved.get(name + ABSMAX)
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
     shape = scales_shape(p.shape)
-    _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _cut.ABSMAX_DIMS)
-    return like(p, _cut.dequantize(p, local(codes), local(absmax), moment.signed))
+    _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _sharded_blocks.ABSMAX_DIMS)
+    return like(p, _sharded_blocks.dequantize(p, local(codes), local(absmax), moment.signed))
 
 
 def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:

@@ -8,65 +8,72 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.rule import Batch, Tensors, is_foreign_to_kernels
-from torchweld.optim import _cut, _places, _shards
+from torchweld.ops.optimizer.batch import Batch, Tensors, is_foreign_to_kernels
+from torchweld.optim import _rounding_offsets, _sharded_blocks, _shards
 from torchweld.optim._codecs import STEP, Codec, Entries, Moments, State
 from torchweld.optim._shards import is_one, layout, local
 
 
 class _Columns:
-    """A batch, and its lists by the entries of the state that they are of."""
+    """A batch, and its lists by the entries of the state that they come from."""
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
         self.of: dict[str, Tensors] = {name: [] for name in entries.all()}
-        completions = self.of[entries.completion] if entries.completion else []
-        self.batch = Batch(steps=self.of[STEP], completions=completions)
+        masters = self.of[entries.master] if entries.master else []
+        self.batch = Batch(steps=self.of[STEP], masters=masters)
 
     def filled(self) -> Batch:
         batch = self.batch
         batch.moments = [t for name in self.entries.moments for t in self.of[name]]
         batch.absmaxes = [t for name in self.entries.absmaxes for t in self.of[name]]
-        if batch.edges:
-            batch.whole_absmaxes = batch.absmaxes
-            kept = zip(cuts(batch), batch.absmaxes, strict=True)
-            batch.absmaxes = [cut.of_step(absmax) for cut, absmax in kept]
+        if batch.splits:
+            batch.edges = [split.edges for split in batch.splits]
+            batch.block_absmaxes = batch.absmaxes
+            splits = batch.splits * len(self.entries.absmaxes)
+            of_blocks = list(zip(splits, batch.absmaxes, strict=True))
+            batch.absmaxes = [split.of_pieces(absmax) for split, absmax in of_blocks]
+            # As they are, for a step that is left out.
+            batch.new_absmaxes = [absmax.clone() for absmax in batch.absmaxes]
         return batch
 
 
 class Kind:
-    """Parameters of one shape, dtype and device: what is so of one of them is so of all."""
+    """Parameters of one shape, dtype and device, which are alike in all that a step asks."""
 
     def __init__(self, p: torch.Tensor, codec: Codec, moments: Moments, columns: _Columns) -> None:
         self.params: Tensors = []
         self.grads: Tensors = []
-        self.numbers: list[int] = []  # where they are rounded by them
-        self.lrs: list[float] = []  # where they are not the same
+        self.numbers: list[int] = []  # only where parameters are rounded by them
+        self.lrs: list[float] = []  # only where they differ
         self.moments, self.entries = moments, columns.of.keys()
         self._device, self._shape = p.device, p.shape
         self.is_complex, self.is_shared = p.is_complex(), is_one(p)
         self.rounds = codec.rounds(p)
         self.has_sparse = False
         self._is_plain = not self.is_shared and not self.is_complex
-        self._cut = _cut.cut_rows(p) if columns.entries.absmaxes else None
+        self._is_sharded = _shards.is_sharded(p)
+        self._split = _sharded_blocks.split_rows(p) if columns.entries.absmaxes else None
         self._batch, self._columns = columns.batch, columns.of
         shapes = [p.shape if moment.shape is None else moment.shape for moment in moments.values()]
         self._shapes = dict(zip(columns.entries.moments, shapes, strict=True))
 
     @property
-    def is_cut(self) -> bool:
+    def is_split(self) -> bool:
         """Whether other devices have parts of its rows."""
-        return self._cut is not None
+        return self._split is not None
+
+    def incomplete(self, states: list[State]) -> list[int]:
+        """Which of these states lack an entry that the step needs."""
+        needed = self.entries
+        return [i for i, state in enumerate(states) if not needed <= state.keys()]
 
     def gather(self, function: str, states: list[State]) -> None:
-        """All of them, with these states, into the batch that they step with.
-
-        Raises KeyError where a state has not all entries.
-        """
+        """Add all parameters, with these states, to the batch that they step with."""
         columns: dict[str, Tensors] = {
             name: [state[name] for state in states] for name in self.entries
         }
-        # Where the step runs, so that nothing waits for it; torch's may be saved on the CPU.
+        # Counts lie where the step runs, so that nothing waits; torch's may be saved on the CPU.
         for at, step in enumerate(columns[STEP]):
             if step.device != self._device:
                 states[at][STEP] = columns[STEP][at] = step.to(self._device)
@@ -80,10 +87,12 @@ class Kind:
         batch.lrs += self.lrs
         for name, values in columns.items():
             self._columns[name] += self._parts(values)
-        if self._cut is not None:
-            batch.edges += [self._cut.edges] * len(self.params)
+        batch.is_sharded |= self._is_sharded
+        if self._split is not None:
+            batch.splits += [self._split] * len(self.params)
         if self.rounds:
-            batch.places += map(_places.place_of, self.params, self.numbers)
+            offsets = map(_rounding_offsets.offset_of, self.params, self.numbers)
+            batch.rounding_offsets += offsets
 
     def _parts(self, tensors: Tensors) -> Iterable[torch.Tensor]:
         return tensors if self._is_plain else map(real, tensors)
@@ -99,7 +108,7 @@ class Kind:
 class Gathering:
     """Parameters of groups of the same settings, by kind; and in batches, by device, dtype, codec.
 
-    A model has hundreds of parameters of a few kinds: what they have in common is asked once.
+    A model has hundreds of parameters of a few kinds. What a kind shares is asked once.
     """
 
     def __init__(
@@ -118,7 +127,7 @@ class Gathering:
         self._columns: dict[Any, _Columns] = {}
 
     def add(self, params: list[torch.Tensor], first_number: int, lr: float | torch.Tensor) -> None:
-        """Those with a gradient; the first is the optimizer's parameter of this number.
+        """Add those with a gradient; the first one is the optimizer's parameter of this number.
 
         Raises ArgumentError where one of them cannot be stepped.
         """
@@ -163,15 +172,15 @@ class Gathering:
         moments = self._moments(p)
         entries = self.codec.entries(p, moments)
         if self.codec.stochastic_rounding:
-            _places.check_dtype(self.function, p)
-        is_cut = bool(entries.absmaxes) and _cut.cut_rows(p) is not None
+            _rounding_offsets.check_dtype(self.function, p)
+        is_split = bool(entries.absmaxes) and _sharded_blocks.split_rows(p) is not None
         is_foreign = is_foreign_to_kernels(local(p))
-        if is_foreign and (entries.absmaxes or entries.completion or self.codec.rounds(p)):
+        if is_foreign and (entries.absmaxes or entries.master or self.codec.rounds(p)):
             came = f"a {type(local(p)).__name__}"
             accepted = "a torch.Tensor, or the parameter's own storage and states that are no codes"
             raise ArgumentError(self.function, "a parameter", came, accepted)
         assert p.grad is not None
-        key = (p.device, p.dtype, p.grad.dtype, entries, is_cut, is_foreign)
+        key = (p.device, p.dtype, p.grad.dtype, entries, is_split, is_foreign)
         if key not in self._columns:
             self._columns[key] = _Columns(entries)
         return Kind(p, self.codec, moments, self._columns[key])
@@ -184,21 +193,15 @@ class Gathering:
             kind.has_sparse = True
             return
         _shards.check_gradient(self.function, p)
-        if kind.is_cut:
-            _cut.check_blocks(self.function, p)
+        if kind.is_split:
+            _sharded_blocks.check_blocks(self.function, p)
         if kind.rounds:
-            _places.check_place(self.function, p)
+            _rounding_offsets.check_part(self.function, p)
 
 
 def _sort(p: torch.Tensor) -> object:
-    """Of parameters of subclasses: what they have in common that are stored alike."""
+    """What parameters of subclasses have in common if they are stored alike."""
     return (type(p), layout(p), type(local(p.detach())))
-
-
-def cuts(batch: Batch) -> list[_cut.CutRows]:
-    """Those that `absmaxes` are of."""
-    of_params = [cut for p in batch.wholes if (cut := _cut.cut_rows(p))]
-    return of_params * (len(batch.absmaxes) // len(of_params))
 
 
 def real(t: torch.Tensor) -> torch.Tensor:
@@ -207,7 +210,7 @@ def real(t: torch.Tensor) -> torch.Tensor:
 
 
 def gradient(g: torch.Tensor) -> torch.Tensor:
-    """The same of a gradient, which is only read: dense, with nothing left to be computed."""
+    """This device's part of a gradient, as real numbers: dense, with nothing left to compute."""
     g = local(g)
     dense = g if g.layout is torch.strided else g.to_dense()
     return real(dense.resolve_conj().resolve_neg())

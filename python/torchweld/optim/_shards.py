@@ -9,7 +9,6 @@ import torch
 
 from torchweld.dispatch.dtensor import is_one, moved
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.rule import Sums
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
@@ -18,19 +17,19 @@ def local(t: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(p: torch.Tensor) -> bool:
-    """Whether devices have parts of it."""
+    """Whether devices have different parts of it."""
     return is_one(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The whole, sharded as p, of which this is the part."""
+    """The whole tensor, sharded as p, from this device's part."""
     return from_part(p, part, p.placements, p.shape) if is_one(p) else part  # type: ignore[attr-defined]
 
 
 def from_part(
     p: torch.Tensor, part: torch.Tensor, placements: Sequence[Any], shape: torch.Size
 ) -> torch.Tensor:
-    """The whole of this shape, on the devices of p, a DTensor, of which this is the part."""
+    """The whole tensor of this shape, on the devices of p, a DTensor, from this device's part."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -41,7 +40,7 @@ def from_part(
 def zeros_of(
     p: torch.Tensor, shape: torch.Size, dims: Sequence[int | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros of which each dimension is one of p, sharded as that, or of one element."""
+    """Zeros whose dimensions are those of p, sharded as they are, or have one element."""
     part = local(p.detach())
     if not is_one(p):
         return part.new_zeros(shape, dtype=dtype)
@@ -50,7 +49,7 @@ def zeros_of(
 
 
 def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
-    """Of a tensor whose dimensions are these of p, a DTensor; None is one that p has not."""
+    """The placements of a tensor with these dimensions of p, a DTensor; None is one of its own."""
     from torch.distributed.tensor import Replicate
 
     def of_dim(placement: Any) -> Any:
@@ -62,7 +61,7 @@ def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:
-    """Sharded as its parameter, which is no sum over devices."""
+    """Check that the gradient is sharded as its parameter, which is no sum over devices."""
     assert p.grad is not None
     came, accepted = layout(p.grad), layout(p)
     if any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
@@ -73,51 +72,6 @@ def check_gradient(function: str, p: torch.Tensor) -> None:
         )
 
 
-def sum_over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The sum of what the devices that share `like` have, with replicas counted once."""
-    if is_one(like):
-        mesh = like.device_mesh  # type: ignore[attr-defined]
-        for dim, placement in enumerate(like.placements):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-    return total
-
-
-def sum_of_each(sums: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
-    """A row for each parameter, summed over its shards: one reduction for each layout."""
-    alike: dict[object, list[int]] = {}
-    for i, p in enumerate(params):
-        if is_one(p):
-            alike.setdefault(layout(p), []).append(i)
-    for rows in alike.values():
-        sums[rows] = sum_over_shards(sums[rows], params[rows[0]])
-    return sums
-
-
-def add_up(params: list[torch.Tensor], sums: list[Sums]) -> list[list[torch.Tensor]]:
-    """Of each parameter, float64 sums over some of its dimensions, over all devices' parts.
-
-    One reduction for all that are summed over the same devices.
-    """
-    alike: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
-    for p, of_param in zip(params, sums, strict=True):
-        if not is_one(p):
-            continue
-        placements = p.placements  # type: ignore[attr-defined]
-        for part, dims in of_param:
-            shard_dims = [getattr(placement, "dim", None) for placement in placements]
-            along = tuple(at for at, dim in enumerate(shard_dims) if dim in dims)
-            mesh = p.device_mesh  # type: ignore[attr-defined]
-            alike.setdefault((mesh, along), []).append(part)
-    for (mesh, along), parts in alike.items():
-        flat = torch.cat([part.flatten() for part in parts])
-        for at in along:
-            torch.distributed.all_reduce(flat, group=mesh.get_group(at))
-        for part, of_all in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(of_all.view_as(part))
-    return [[part for part, _ in of_param] for of_param in sums]
-
-
 def layout(t: torch.Tensor) -> object:
-    """What tensors that are shared by the same devices in the same way have in common."""
+    """What all tensors have in common that the same devices share in the same way."""
     return (t.device_mesh, t.placements) if is_one(t) else t.device  # type: ignore[attr-defined]

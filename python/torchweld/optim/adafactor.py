@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.adafactor import ADAFACTOR
-from torchweld.ops.optimizer.rule import Batch, Rule
-from torchweld.optim import _shards
+from torchweld.ops.optimizer.adafactor import ADAFACTOR, AdafactorSettings
+from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moment, Moments
 from torchweld.optim._gather import Gathering
@@ -39,13 +38,6 @@ class _AdafactorStep(FusedOptimizer):
             raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
         return gatherings
 
-    def _batches(self, gathering: Gathering) -> list[Batch]:
-        batches = super()._batches(gathering)
-        for batch in batches:
-            if any(map(_shards.is_sharded, batch.wholes)):
-                batch.add_up = functools.partial(_shards.add_up, batch.wholes)
-        return batches
-
 
 class Adafactor(_AdafactorStep, torch.optim.Adafactor):
     """torch.optim.Adafactor: a matrix's second moment from its rows' and columns' averages.
@@ -63,12 +55,23 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         columns = _average(p, *others, None, column)
         return {"row_var": _average(p, *others, row, None), "col_var": columns}
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:
         floor, scale = group["eps"]
         if floor is None:
-            floor = torch.finfo(torch.float32 if batch.completions else batch.params[0].dtype).eps
-        numbers = (group["beta2_decay"], 0.0, floor, scale, group["d"], 0.0, group["weight_decay"])
-        return *map(float, numbers), True, False, True, False
+            floor = torch.finfo(torch.float32 if batch.masters else batch.params[0].dtype).eps
+        return AdafactorSettings(
+            decay_rate=float(group["beta2_decay"]),
+            eps_square=0.0,
+            eps_floor=float(floor),
+            eps_scale=float(scale),
+            clip=float(group["d"]),
+            beta1=0.0,
+            weight_decay=float(group["weight_decay"]),
+            relative=True,
+            warmup=False,
+            scaled=True,
+            scaled_decay=False,
+        )
 
 
 class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
@@ -125,9 +128,18 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
             moments = {"exp_avg_sq_row": _average(p, *others, row), "exp_avg_sq_col": columns}
         return moments | {"exp_avg": SIGNED} if group["beta1"] else moments
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:
         square, scale = group["eps"]
-        clip, beta1 = group["clip_threshold"], group["beta1"] or 0.0
-        numbers = (group["decay_rate"], square, 0.0, scale, clip, beta1, group["weight_decay"])
-        flags = (group["relative_step"], group["warmup_init"], group["scale_parameter"], True)
-        return *map(float, numbers), *flags
+        return AdafactorSettings(
+            decay_rate=float(group["decay_rate"]),
+            eps_square=float(square),
+            eps_floor=0.0,
+            eps_scale=float(scale),
+            clip=float(group["clip_threshold"]),
+            beta1=float(group["beta1"] or 0.0),
+            weight_decay=float(group["weight_decay"]),
+            relative=group["relative_step"],
+            warmup=group["warmup_init"],
+            scaled=group["scale_parameter"],
+            scaled_decay=True,
+        )

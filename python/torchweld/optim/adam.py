@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from torchweld.ops.optimizer.adam import ADAM
-from torchweld.ops.optimizer.rule import Batch, Rule
+from torchweld.ops.optimizer.adam import ADAM, AdamSettings
+from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 
@@ -20,10 +19,10 @@ class _AdamStep(FusedOptimizer):
         moments = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
         return moments | {"max_exp_avg_sq": UNSIGNED} if group["amsgrad"] else moments
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        decoupled = group["decoupled_weight_decay"]
-        return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled
+    def _settings(self, group: Group, batch: Batch) -> AdamSettings:
+        beta1, beta2 = map(float, group["betas"])
+        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+        return AdamSettings(beta1, beta2, eps, weight_decay, group["decoupled_weight_decay"])
 
 
 class Adam(_AdamStep, torch.optim.Adam):

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.lamb import LAMB as RULE
-from torchweld.ops.optimizer.rule import Batch, Rule
-from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.ops.optimizer.lamb import LambSettings
+from torchweld.ops.optimizer.rule import Rule
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 
 
@@ -67,16 +69,17 @@ class LAMB(OwnOptimizer):
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         return {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        flags = group["bias_correction"], group["grad_averaging"]
-        return beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags
+    def _settings(self, group: Group, batch: Batch) -> LambSettings:
+        beta1, beta2 = map(float, group["betas"])
+        numbers = beta1, beta2, float(group["eps"]), float(group["weight_decay"])
+        return LambSettings(*numbers, group["bias_correction"], group["grad_averaging"])
 
-    def _ratios(
-        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             return None
-        of_param, of_step = self._norms(group, batch, grad_factor)
-        ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
-        return ratios if group["trust_clip"] is None else ratios.clamp(*group["trust_clip"])
+
+        def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
+            ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
+            return ratios if group["trust_clip"] is None else ratios.clamp(*group["trust_clip"])
+
+        return ratios_of

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from torchweld.ops.optimizer.rule import Batch
-from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
 from torchweld.optim.sgd import SgdStep
 
 
@@ -52,12 +51,12 @@ class LARS(SgdStep, OwnOptimizer):
         }
         super().__init__(params, defaults, **others)
 
-    def _ratios(
-        self, group: Group, batch: Batch, lr: torch.Tensor, grad_factor: torch.Tensor | None
-    ) -> torch.Tensor:
-        of_param, of_grad = self._norms(group, batch, grad_factor)
-        below = of_grad + group["weight_decay"] * of_param + group["eps"]
-        ratios = group["trust_coefficient"] * of_param / below
-        if group["clip"]:
-            ratios = (ratios / lr.to(ratios.device)).clamp(max=1.0)
-        return torch.where((of_param > 0) & (of_grad > 0), ratios, 1.0)
+    def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf:
+        def ratios_of(of_param: torch.Tensor, of_grad: torch.Tensor) -> torch.Tensor:
+            below = of_grad + group["weight_decay"] * of_param + group["eps"]
+            ratios = group["trust_coefficient"] * of_param / below
+            if group["clip"]:
+                ratios = (ratios / lr.to(ratios.device)).clamp(max=1.0)
+            return torch.where((of_param > 0) & (of_grad > 0), ratios, 1.0)
+
+        return ratios_of

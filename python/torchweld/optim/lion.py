@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from torchweld.ops.optimizer.lion import LION
-from torchweld.ops.optimizer.rule import Batch, Rule
+from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.lion import LION, LionSettings
+from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, Moments
 
@@ -40,6 +41,6 @@ class Lion(OwnOptimizer):
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         return {"exp_avg": SIGNED}
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> LionSettings:
         beta1, beta2 = group["betas"]
-        return float(beta1), float(beta2), float(group["weight_decay"])
+        return LionSettings(float(beta1), float(beta2), float(group["weight_decay"]))

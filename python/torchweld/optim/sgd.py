@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from torchweld.ops.optimizer.rule import Batch, Rule
+from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sgd import SGD as RULE
+from torchweld.ops.optimizer.sgd import SgdSettings
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import SIGNED, STEP, Moments, State
 
@@ -21,9 +21,10 @@ class SgdStep(FusedOptimizer):
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         return {"momentum_buffer": SIGNED} if group["momentum"] != 0 else {}
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
+    def _settings(self, group: Group, batch: Batch) -> SgdSettings:
         names = ("momentum", "dampening", "weight_decay")
-        return *(float(group[name]) for name in names), group["nesterov"]
+        momentum, dampening, weight_decay = (float(group[name]) for name in names)
+        return SgdSettings(momentum, dampening, weight_decay, group["nesterov"])
 
     def _begin_moments(self, state: State) -> None:
         # The first gradient in a momentum is undampened: steps are the momentum's.

@@ -1,82 +1,155 @@
 """The step of Adafactor, by the rules of torch and of transformers.
 
-Moments are averages: of a matrix its rows' and its columns', otherwise that of each element; and a
-first moment where beta1 is not 0. csrc/core/adafactor.h has the formulas.
+Moments are averages. A matrix has those of its rows and of its columns, another tensor one of each
+element, and there is a first moment where beta1 is not 0. csrc/core/adafactor.h has the formulas.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch.bare import BareOp
-from torchweld.ops.optimizer.rule import Batch, Number, Rule, Sums, Tensors, Updates, number_of
+from torchweld.ops.optimizer.batch import Batch, Task, Tensors
+from torchweld.ops.optimizer.passes import Exchange, Part, Pass
+from torchweld.ops.optimizer.reference import Read, number_of, read
+from torchweld.ops.optimizer.rule import Rule, Updates
 
-Read = Callable[[], tuple[torch.Tensor, torch.Tensor, Tensors]]
+Sums = list[tuple[torch.Tensor, tuple[int, ...]]]  # over these dimensions of the parameter
 Update = Generator[Any, Tensors, None]
+# The passes before the step, by what they sum: squares over rows and over columns; averages over
+# columns; and squares of parameters and of directions over all.
+_MEASURES = ("_squares", "_averages", "_directions")
+
+
+class AdafactorSettings(NamedTuple):
+    """As csrc/core/adafactor.h has them."""
+
+    decay_rate: float
+    eps_square: float
+    eps_floor: float
+    eps_scale: float
+    clip: float
+    beta1: float
+    weight_decay: float
+    relative: bool
+    warmup: bool
+    scaled: bool
+    scaled_decay: bool
 
 
 class _Factored(Rule):
-    """Its updates are generators, which need sums over whole tensors in between.
+    """Its step needs sums over whole tensors, three times.
 
-    So does its op of sharded parameters: it is called for each of its passes then, with the sums of
-    all devices, among which it writes its own. `wholes` are parameters' rows, columns, elements.
+    One call makes them all for unsharded parameters. For sharded ones, devices exchange the sums
+    between passes: `sums` has those of all passes, and `whole_sizes` the rows, columns and elements
+    of whole parameters. In eager torch, an update is a generator that goes from sums to sums.
     """
 
-    _more = ", Tensor(f!)? sums=None, int[] wholes=[], int passed=0"
-    _cuda_source = "csrc/cuda/adafactor.cu"
+    def _passes(self) -> tuple[Pass, ...]:
+        writes = ("sums", "moments")
+        self._measure_ops = [self._define(suffix, writes) for suffix in _MEASURES]
+        measures = [functools.partial(self._find_sums, number) for number in range(3)]
+        return (
+            *(Pass(find, Exchange.SUM, lambda task: task.batch.is_sharded) for find in measures),
+            Pass(self._finish),
+        )
 
-    def _kernel(self, op: BareOp, batch: Batch) -> Any:
-        kernel = super()._kernel(op, batch)
-        if kernel is None or batch.add_up is None:
-            return kernel
-        return functools.partial(_call_in_passes, kernel, batch)
+    def _find_sums(self, number: int, task: Task) -> Iterable[Part]:
+        batch = task.batch
+        if number == 0:
+            task.handed_on = self._make_room(task)
+        if not isinstance(task.handed_on, _Updates):
+            if self._serve(self._measure_ops[number], task):
+                return task.handed_on[number]
+            task.handed_on = _Updates(self._begin(task, i) for i in range(len(batch.params)))
+        return [
+            Part(here, p, dims)
+            for of_one, p in zip(task.handed_on.next_sums(), batch.wholes, strict=True)
+            for here, dims in of_one
+        ]
 
-    def _updates(
-        self, batch: Batch, factor: Number, lr: torch.Tensor, settings: Any, ratios: Number
-    ) -> Updates:
-        def begin(i: int) -> tuple[Read, Update]:
-            read, t = functools.partial(self._read, batch, i, factor), batch.number(i)
-            update: Any = self._update(
-                read, batch.wholes[i].shape, t, number_of(lr, i).to(t), *settings
-            )
-            return read, update
+    def _make_room(self, task: Task) -> list[list[Part]]:
+        """Room for the sums of all passes, and the parts of it that each pass finds."""
+        batch = task.batch
+        counts = [_counts(*of_one) for of_one in zip(batch.params, batch.wholes, strict=True)]
+        sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
+        device = batch.params[0].device
+        task.sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        task.whole_sizes = _whole_sizes(batch)
+        room, found = iter(task.sums.split(sizes)), [[], [], []]  # type: ignore[var-annotated]
+        for of_one, p in zip(counts, batch.wholes, strict=True):
+            for parts, of_pass in zip(found, of_one, strict=True):
+                parts += [Part(next(room), p, dims) for _, dims in of_pass]
+        return found
 
-        # Those of sharded parameters go from sum to sum together, for few reductions; others one
-        # by one, for little memory.
-        every = range(len(batch.params))
-        for numbers in [every] if batch.add_up else [[i] for i in every]:
-            reads, updates = zip(*(begin(i) for i in numbers), strict=True)
-            sums = [next(update) for update in updates]
-            for _ in range(2):
-                of_wholes = _add_up(batch, sums)
-                sums = [u.send(s) for u, s in zip(updates, of_wholes, strict=True)]
-            of_wholes = _add_up(batch, sums)
-            for read, update, of_whole in zip(reads, updates, of_wholes, strict=True):
-                yield read()[0], *update.send(of_whole)
+    def _finish(self, task: Task) -> Iterable[Part]:
+        self.step(task)
+        return ()
+
+    def step(self, task: Task) -> None:
+        """The step, with sums that devices have exchanged or of whole parameters."""
+        if isinstance(task.handed_on, _Updates):
+            self._reference(task)
+            torch.autograd.graph.increment_version(task.batch.wholes)
+        else:
+            super().step(task)
+
+    def _updates(self, task: Task) -> Updates:
+        if isinstance(task.handed_on, _Updates):
+            yield from task.handed_on.steps()
+            return
+        for i in range(len(task.batch.params)):  # one by one, for little memory
+            update = _Updates([self._begin(task, i)])
+            for _ in range(3):
+                update.next_sums()
+            yield from update.steps()
+
+    def _begin(self, task: Task, i: int) -> tuple[Callable[[], Read], Update]:
+        t = task.batch.step_number(i)
+        of_parameter = functools.partial(read, task, i, self.signed)
+        lr, shape = number_of(task.lr, i).to(t), task.batch.wholes[i].shape
+        update: Any = self._update(of_parameter, shape, t, lr, task.settings)
+        return of_parameter, update
 
 
-def _call_in_passes(kernel: Any, batch: Batch, *arguments: Any) -> None:
-    """A step whose sums are added up over devices between its passes."""
-    counts = [_sums(*of_one) for of_one in zip(batch.params, batch.wholes, strict=True)]
-    sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
-    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=batch.params[0].device)
-    parts = iter(sums.split(sizes))
+class _Updates:
+    """Updates of parameters that go from sums to sums together."""
+
+    def __init__(self, begun: Iterable[tuple[Callable[[], Read], Update]]) -> None:
+        self._begun = list(begun)
+        self._sums: list[Sums] | None = None
+
+    def next_sums(self) -> list[Sums]:
+        """What each one sums next; by then the last sums are those of the whole."""
+        self._sums = [update.send(known) for (_, update), known in self._with_known()]
+        return self._sums
+
+    def steps(self) -> Updates:
+        """Each parameter before the step and after it, and its new moments."""
+        for (of_parameter, update), known in self._with_known():
+            yield of_parameter()[0], *update.send(known)  # type: ignore[arg-type]
+
+    def _with_known(self) -> Iterator[tuple[tuple[Callable[[], Read], Update], Any]]:
+        if self._sums is None:
+            return ((one, None) for one in self._begun)
+        known = ([here for here, _ in of_one] for of_one in self._sums)
+        return zip(self._begun, known, strict=True)
+
+
+def _whole_sizes(batch: Batch) -> list[int]:
+    """The rows, columns and elements of each whole parameter."""
     shapes = [torch.Size((1, 1, *whole.shape)) for whole in batch.wholes]
-    wholes = [size for shape in shapes for size in (*shape[-2:], shape.numel())]
-    taken = [[[(next(parts), dims) for _, dims in some] for some in of_one] for of_one in counts]
-    for passed in range(3):
-        kernel(*arguments, sums, wholes, passed)
-        _add_up(batch, [of_one[passed] for of_one in taken])
-    kernel(*arguments, sums, wholes, 3)
+    return [size for shape in shapes for size in (*shape[-2:], shape.numel())]
 
 
-def _sums(part: torch.Tensor, whole: torch.Tensor) -> tuple[list[tuple[int, tuple[int, ...]]], ...]:
-    """For each pass: how many it makes of a parameter, and the dimensions that they are over."""
+def _counts(
+    part: torch.Tensor, whole: torch.Tensor
+) -> tuple[list[tuple[int, tuple[int, ...]]], ...]:
+    """For each pass: how many sums it makes of a parameter, and over which dimensions."""
     every = tuple(range(part.ndim))
     of_all = [(2, every)]  # the parameter's squares, and its direction's
     if len(every) < 2:
@@ -88,96 +161,82 @@ def _sums(part: torch.Tensor, whole: torch.Tensor) -> tuple[list[tuple[int, tupl
     return of_squares, [(matrices, columns)], of_all
 
 
-def _add_up(batch: Batch, sums: list[Sums]) -> list[Tensors]:
-    if batch.add_up:
-        return batch.add_up(sums)
-    return [[part for part, _ in of_one] for of_one in sums]
-
-
 def _square_sum(t: torch.Tensor, *dims: int) -> torch.Tensor:
     square = t.double().square()
     return square.sum(dims, keepdim=True) if dims else square.sum()
 
 
 def _update(
-    read: Read,
+    of_parameter: Callable[[], Read],
     shape: torch.Size,
     t: torch.Tensor,
     lr: torch.Tensor,
-    decay_rate: float,
-    eps_square: float,
-    eps_floor: float,
-    eps_scale: float,
-    clip: float,
-    beta1: float,
-    weight_decay: float,
-    relative: bool,
-    warmup: bool,
-    scaled: bool,
-    scaled_decay: bool,
+    s: AdafactorSettings,
 ) -> Update:
     """Yields sums of this device's part three times, is sent those of the whole, yields the step.
 
-    `read` gives the parameter, its gradient and its moments; they are not kept between sums.
+    `of_parameter` gives the parameter, its gradient and its moments; they are not kept meanwhile.
     """
     if shape.numel() == 0:
         for _ in range(3):
             yield []
-        p, _, moments = read()
+        p, _, moments = of_parameter()
         yield p, moments
         return
     every = tuple(range(len(shape)))
     factored = len(shape) > 1
-    p, g, moments = read()
+    p, g, moments = of_parameter()
     sums = [(_square_sum(p), every)]
     if factored:
         sums += [(_square_sum(g, -1), every[-1:]), (_square_sum(g, -2), every[-2:-1])]
     del p, g, moments
     of_param, *of_squares = yield sums
 
-    p, g, moments = read()
-    taken = (t**decay_rate).to(p.dtype)
+    p, g, moments = of_parameter()
+    taken = (t**s.decay_rate).to(p.dtype)
     if factored:
         rows, columns = moments[0].view(*g.shape[:-1], 1), moments[1].view(of_squares[1].shape)
         means = [
-            (s / n + eps_square).to(p.dtype)
-            for s, n in zip(of_squares, (shape[-1], shape[-2]), strict=True)
+            (square / n + s.eps_square).to(p.dtype)
+            for square, n in zip(of_squares, (shape[-1], shape[-2]), strict=True)
         ]
         rows, columns = rows + taken * (means[0] - rows), columns + taken * (means[1] - columns)
         new = [rows.view_as(moments[0]), columns.view_as(moments[1])]
         del p, g, moments
         (of_rows,) = yield [(rows.double().sum(-2, keepdim=True), every[-2:-1])]
-        mean = (of_rows / shape[-2]).clamp(min=eps_floor)
+        mean = (of_rows / shape[-2]).clamp(min=s.eps_floor)
         scales = (mean.sqrt() / rows.double().sqrt()) * (1 / columns.double().sqrt())
-        u = scales.clamp(max=1 / eps_floor if eps_floor else math.inf).to(rows.dtype) * read()[1]
+        u = (
+            scales.clamp(max=1 / s.eps_floor if s.eps_floor else math.inf).to(rows.dtype)
+            * of_parameter()[1]
+        )
     else:
-        square = g.double().square() + eps_square
+        square = g.double().square() + s.eps_square
         variance = moments[0] + (square.to(p.dtype) - moments[0]) * taken
         new = [variance]
-        u = g / variance.clamp(min=eps_floor**2).double().sqrt().to(p.dtype)
+        u = g / variance.clamp(min=s.eps_floor**2).double().sqrt().to(p.dtype)
         del p, g, moments
         yield []
     (of_direction,) = yield [(_square_sum(u), every)]
 
-    rate = 1e-6 * t if warmup else lr
-    if relative:
+    rate = 1e-6 * t if s.warmup else lr
+    if s.relative:
         rate = torch.minimum(rate, 1 / t.sqrt())
     count = shape.numel()
-    scale = (of_param / count).sqrt().clamp(min=eps_scale) if scaled else torch.ones_like(t)
-    excess = ((of_direction / count).sqrt() / clip).clamp(min=1.0)
-    decay = 1 - weight_decay * (rate * scale if scaled_decay else lr)
-    p, _, moments = read()
+    scale = (of_param / count).sqrt().clamp(min=s.eps_scale) if s.scaled else torch.ones_like(t)
+    excess = ((of_direction / count).sqrt() / s.clip).clamp(min=1.0)
+    decay = 1 - s.weight_decay * (rate * scale if s.scaled_decay else lr)
+    p, _, moments = of_parameter()
     step = u * (rate * scale / excess).to(p.dtype)
-    if beta1 != 0:
-        step = moments[-1] * beta1 + step * (1 - beta1)
+    if s.beta1 != 0:
+        step = moments[-1] * s.beta1 + step * (1 - s.beta1)
         new.append(step)
     yield p * decay.to(p.dtype) - step, new
 
 
 ADAFACTOR = _Factored(
     "adafactor",
-    "float decay_rate, float eps_square, float eps_floor, float eps_scale, float clip,"
-    " float beta1, float weight_decay, bool relative, bool warmup, bool scaled, bool scaled_decay",
+    AdafactorSettings,
     signed=(False, False, True),
     update=_update,
 )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from torchweld.ops.optimizer.rule import Rule, Tensors
+from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.rule import Rule
+
+
+class AdamSettings(NamedTuple):
+    """As csrc/core/adam.h has them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW's weight decay; otherwise it is added to the gradient
 
 
 def _update(
@@ -13,31 +26,27 @@ def _update(
     moments: Tensors,
     t: torch.Tensor,
     lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    s: AdamSettings,
 ) -> tuple[torch.Tensor, Tensors]:
-    step_size = (lr / (1 - beta1**t)).to(p.dtype)
-    root_scale = (1 / (1 - beta2**t).sqrt()).to(p.dtype)
-    if decoupled:
-        p = p * (1 - lr * weight_decay).to(p.dtype)
-    elif weight_decay != 0:
-        g = g + p * weight_decay
-    exp_avg = moments[0] + (g - moments[0]) * (1 - beta1)
-    exp_avg_sq = moments[1] * beta2 + g * g * (1 - beta2)
+    step_size = (lr / (1 - s.beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - s.beta2**t).sqrt()).to(p.dtype)
+    if s.decoupled:
+        p = p * (1 - lr * s.weight_decay).to(p.dtype)
+    elif s.weight_decay != 0:
+        g = g + p * s.weight_decay
+    exp_avg = moments[0] + (g - moments[0]) * (1 - s.beta1)
+    exp_avg_sq = moments[1] * s.beta2 + g * g * (1 - s.beta2)
     new = [exp_avg, exp_avg_sq]
     if len(moments) == 3:  # amsgrad
         new.append(torch.maximum(moments[2], exp_avg_sq))
     # In float64, since torch leaves the last bit of a float32 root to a library.
     root = new[-1].double().sqrt().to(p.dtype)
-    return p - exp_avg / (root * root_scale + eps) * step_size, new
+    return p - exp_avg / (root * root_scale + s.eps) * step_size, new
 
 
 ADAM = Rule(
     "adam",
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled",
+    AdamSettings,
     # The third is amsgrad's, the largest second moment so far.
     signed=(True, False, False),
     update=_update,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from torchweld.ops.optimizer.rule import Rule, Tensors
+from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.rule import Rule
+
+
+class LambSettings(NamedTuple):
+    """As csrc/core/lamb.h has them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    averaged: bool  # whether a gradient enters the first moment by 1 - beta1, or as it is
 
 
 def _direction(
@@ -14,21 +26,16 @@ def _direction(
     g: torch.Tensor,
     moments: Tensors,
     t: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
-    averaged: bool,
+    s: LambSettings,
 ) -> tuple[torch.Tensor, Tensors]:
-    exp_avg = moments[0] * beta1 + g * (1 - beta1 if averaged else 1)
-    exp_avg_sq = moments[1] * beta2 + g * g * (1 - beta2)
-    corrected = 1 if bias_correction else 0
-    scale = (1 / (1 - corrected * beta1**t)).to(p.dtype)
-    root_scale = (1 / (1 - corrected * beta2**t).sqrt()).to(p.dtype)
+    exp_avg = moments[0] * s.beta1 + g * (1 - s.beta1 if s.averaged else 1)
+    exp_avg_sq = moments[1] * s.beta2 + g * g * (1 - s.beta2)
+    corrected = 1 if s.bias_correction else 0
+    scale = (1 / (1 - corrected * s.beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - corrected * s.beta2**t).sqrt()).to(p.dtype)
     # In float64, since torch leaves the last bit of a float32 root to a library.
     root = exp_avg_sq.double().sqrt().to(p.dtype)
-    u = exp_avg * scale / (root * root_scale + eps) + p * weight_decay
+    u = exp_avg * scale / (root * root_scale + s.eps) + p * s.weight_decay
     return u, [exp_avg, exp_avg_sq]
 
 
@@ -39,15 +46,15 @@ def _update(
     t: torch.Tensor,
     lr: torch.Tensor,
     ratio: torch.Tensor,
-    *settings: Any,
+    s: LambSettings,
 ) -> tuple[torch.Tensor, Tensors]:
-    u, moments = _direction(p, g, moments, t, *settings)
+    u, moments = _direction(p, g, moments, t, s)
     return p - u * (lr * ratio).to(p.dtype), moments
 
 
 LAMB = Rule(
     "lamb",
-    "float beta1, float beta2, float eps, float weight_decay, bool bias_correction, bool averaged",
+    LambSettings,
     signed=(True, False),
     update=_update,
     direction=_direction,

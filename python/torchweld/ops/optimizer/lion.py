@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from torchweld.ops.optimizer.rule import Rule, Tensors
+from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.rule import Rule
+
+
+class LionSettings(NamedTuple):
+    """As csrc/core/lion.h has them."""
+
+    beta1: float
+    beta2: float
+    weight_decay: float
 
 
 def _update(
@@ -13,19 +24,17 @@ def _update(
     moments: Tensors,
     t: torch.Tensor,
     lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+    s: LionSettings,
 ) -> tuple[torch.Tensor, Tensors]:
     (momentum,) = moments
-    ahead = momentum * beta1 + g * (1 - beta1)
-    p = p * (1 - lr * weight_decay).to(p.dtype) - ahead.sign() * lr.to(p.dtype)
-    return p, [momentum * beta2 + g * (1 - beta2)]
+    ahead = momentum * s.beta1 + g * (1 - s.beta1)
+    p = p * (1 - lr * s.weight_decay).to(p.dtype) - ahead.sign() * lr.to(p.dtype)
+    return p, [momentum * s.beta2 + g * (1 - s.beta2)]
 
 
 LION = Rule(
     "lion",
-    "float beta1, float beta2, float weight_decay",
+    LionSettings,
     signed=(True,),
     update=_update,
 )

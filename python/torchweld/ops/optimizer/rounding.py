@@ -1,16 +1,16 @@
 """Stochastic rounding of float32 to bfloat16: to one of the two next to it, right on average.
 
-Up with the probability of (value - lower) / (upper - lower). Bits are random by the parameter, the
-step, and where an element lies in the whole tensor: a step repeats, and every backend, replica and
-shard takes the same. They are torchweld.random's, with key = 0 and
+A value is rounded up with the probability (value - lower) / (upper - lower). The random bits depend
+on the parameter, the step, and where an element lies in the whole tensor. So a step repeats, and
+every backend, replica and shard takes the same bits. They are torchweld.random's, with key = 0 and
 
     counter = (element >> 3 & LOW, element >> 35, step, 1 + the parameter's number)
 
-whose four words have the bits of eight elements, 16 each, a word's low half first. Dropout's
+The four words have the bits of eight elements, 16 each, the low half of a word first. Dropout's
 counters end in 0.
 
-A parameter's place is a tensor of int64 on the CPU: its number, that of its first element in the
-whole tensor, and the whole tensor's strides.
+A parameter's rounding offset is a tensor of int64 on the CPU: the number of the parameter, the
+number of its first element in the whole tensor, and the strides of the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _AT_ONCE = 8
 _LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC0
 
 
-def rounded_at(value: torch.Tensor, place: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+def rounded_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """A parameter's float32 values as bfloat16, by the bits of this step, from 1."""
-    number, first, *strides = place.tolist()
+    number, first, *strides = offset.tolist()
     # Elements of a row, the last dimension's, lie side by side.
     shape, strides = (value.shape, strides) if value.ndim else ((1,), [1])
     rows = torch.full((), first, device=value.device)
@@ -37,7 +37,7 @@ def rounded_at(value: torch.Tensor, place: torch.Tensor, step: torch.Tensor) -> 
 
 
 def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor) -> torch.Tensor:
-    """16 bits of each of `width` elements from those on that `rows`, [rows, 1], are."""
+    """16 bits for each of `width` elements from each of these elements on; `rows` is [rows, 1]."""
     device = rows.device
     group = rows // _AT_ONCE + torch.arange(width // _AT_ONCE + 2, device=device)
     last = torch.full((), number + 1, device=device)
@@ -51,7 +51,7 @@ def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor)
 def rounded(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Float32 as bfloat16, by 16 random bits each.
 
-    From the largest bfloat16 on to the nearest one, so that infinity is no nearer than it would be.
+    From the largest bfloat16 on, rounding is to the nearest: randomness brings infinity no nearer.
     """
     bits = value.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.ops.optimizer.rule import Rule, Tensors
+from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.rule import Rule
+
+
+class SgdSettings(NamedTuple):
+    """As csrc/core/sgd.h has them."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
 
 
 def _update(
@@ -16,20 +26,17 @@ def _update(
     t: torch.Tensor,
     lr: torch.Tensor,
     ratio: torch.Tensor,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
+    s: SgdSettings,
 ) -> tuple[torch.Tensor, Tensors]:
-    if weight_decay != 0:
-        g = g + p * weight_decay
+    if s.weight_decay != 0:
+        g = g + p * s.weight_decay
     g = g * ratio.to(p.dtype)
     if moments:
         # The first gradient is the first momentum, undampened.
-        rate = torch.where(t == 1, torch.ones_like(t), 1 - dampening).to(p.dtype)
-        buffer = moments[0] * momentum + g * rate
+        rate = torch.where(t == 1, torch.ones_like(t), 1 - s.dampening).to(p.dtype)
+        buffer = moments[0] * s.momentum + g * rate
         moments = [buffer]
-        g = g + buffer * momentum if nesterov else buffer
+        g = g + buffer * s.momentum if s.nesterov else buffer
     return p - g * lr.to(p.dtype), moments
 
 
@@ -42,7 +49,7 @@ def _gradient(
 
 SGD = Rule(
     "sgd",
-    "float momentum, float dampening, float weight_decay, bool nesterov",
+    SgdSettings,
     signed=(True,),
     update=_update,
     direction=_gradient,

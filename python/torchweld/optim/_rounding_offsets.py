@@ -1,4 +1,4 @@
-"""Where parameters lie in what they are parts of, which their stochastic rounding goes by."""
+"""Where parameters lie in whole tensors: stochastic rounding draws its bits by that."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torchweld.optim._shards import local
 
 
 class _Part(NamedTuple):
-    """Of a tensor: sizes, and where it begins; None where its indices have gaps."""
+    """A device's part of a tensor."""
 
     sizes: torch.Size
-    first: int | None
+    first: int | None  # element of the whole; None where the part has gaps
 
 
 _ARGUMENT = "a parameter with stochastic_rounding"
 
 
 def check_dtype(function: str, p: torch.Tensor) -> None:
-    """That p can be rounded, or need not be."""
+    """Check that p can be rounded, or need not be."""
     if p.dtype == torch.float16:
-        accepted = "bfloat16, or float32, which nothing is rounded of"
+        accepted = "bfloat16, or float32, which is not rounded"
         raise ArgumentError(function, _ARGUMENT, "of float16", accepted)
 
 
-def check_place(function: str, p: torch.Tensor) -> None:
-    """That what this device has of p, a DTensor, is without gaps."""
+def check_part(function: str, p: torch.Tensor) -> None:
+    """Check that the part of p, a DTensor, that this device has is without gaps."""
     part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
     if part.first is None or part.sizes != here:
         shards = p.placements  # type: ignore[attr-defined]
@@ -39,17 +39,17 @@ def check_place(function: str, p: torch.Tensor) -> None:
         raise ArgumentError(function, _ARGUMENT, came, accepted)
 
 
-def place_of(p: torch.Tensor, number: int) -> torch.Tensor:
-    """As a step takes it; p is the optimizer's parameter of this number."""
+def offset_of(p: torch.Tensor, number: int) -> torch.Tensor:
+    """The offset of p, the optimizer's parameter of this number, as a step takes it."""
     if not is_one(p):
-        return _place(number, 0, p.shape)
+        return _offset(number, 0, p.shape)
     first = _part(p.shape, p.device_mesh, p.placements).first  # type: ignore[attr-defined]
     assert first is not None
-    return _place(number, first, p.shape)
+    return _offset(number, first, p.shape)
 
 
 @lru_cache(maxsize=8192)
-def _place(number: int, first: int, shape: torch.Size) -> torch.Tensor:
+def _offset(number: int, first: int, shape: torch.Size) -> torch.Tensor:
     strides = torch.empty(shape, device="meta").stride()
     return torch.tensor([number, first, *strides], dtype=torch.int64, device="cpu")
 

@@ -1,13 +1,5 @@
-// Optimizers on the CPU.
-//
-// Bytes a float32 parameter, for two moments: it, its gradient and both moments are read, all but
-// the gradient written: 28 with float32 moments, 20 with bfloat16 ones, 16 and 1/16 with 8-bit ones.
+// The sum of the squares of gradients on the CPU. It reads each gradient once.
 #include "cpu/optim.h"
-
-#include "core/adam.h"
-#include "core/lamb.h"
-#include "core/lion.h"
-#include "core/sgd.h"
 
 namespace {
 
@@ -32,27 +24,6 @@ double squares(const GradSquares& a, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-
-TW_EXPORT void adam_step(const Step<Adam<false>>& a, int64_t begin, int64_t end) {
-  step(a, begin, end);
-}
-TW_EXPORT void amsgrad_step(const Step<Adam<true>>& a, int64_t begin, int64_t end) {
-  step(a, begin, end);
-}
-TW_EXPORT void sgd_step(const Step<Sgd<false>>& a, int64_t begin, int64_t end) {
-  step(a, begin, end);
-}
-TW_EXPORT void momentum_step(const Step<Sgd<true>>& a, int64_t begin, int64_t end) {
-  step(a, begin, end);
-}
-TW_EXPORT void lion_step(const Step<Lion>& a, int64_t begin, int64_t end) { step(a, begin, end); }
-TW_EXPORT void lamb_step(const Step<Lamb>& a, int64_t begin, int64_t end) { step(a, begin, end); }
-TW_EXPORT void lamb_measure(const Step<Lamb>& a, int64_t begin, int64_t end) {
-  measure(a, begin, end);
-}
-TW_EXPORT void gradient_measure(const Step<Gradient>& a, int64_t begin, int64_t end) {
-  measure(a, begin, end);
-}
 
 // Items are pieces of kSquarePiece blocks.
 TW_EXPORT void grad_squares(const GradSquares& a, int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// Optimizers in CUDA. Nothing here has been measured yet: what follows is the argument for the design,
-// and bench/evidence is where figures will be.
+// The loop of the rules in CUDA, over lanes (lane.cuh). Nothing here has been measured yet: what
+// follows is the argument for the design, and bench/evidence is where figures will be.
 //
 // 1. The floor. A step reads a parameter, its gradient and its moments, and writes all but the
 //    gradient: of AdamW with float32 parameters 28 bytes with float32 moments, 20 with bfloat16 ones,
@@ -13,7 +13,7 @@
 //    are read on the device, so that the host waits for nothing: a kernel of one thread a tensor, for
 //    960 of them, makes the rules of them, powers in float64 included, which would take longer than
 //    all else in each block of threads, and counts the steps up. Where shards cut blocks a launch has
-//    256 tensors, of kernels of their own: it also says where their pieces are.
+//    224 tensors, of kernels of their own: it also says where their pieces are.
 //
 // 3. A warp has a block at a time, a lane eight of its elements as two groups of four: what a warp
 //    reads lies side by side, 16 bytes a lane of float32, 8 of 16 bits, 4 of codes. All of it is asked
@@ -40,16 +40,162 @@
 // 5. The reference's bits: products are not fused with sums here, but where a function says so (the
 //    flags are in build.py), roots and divisions are rounded right. Sums of squares are float64, by
 //    lane, block of threads, tensor: in an order that sizes alone decide.
+#pragma once
+
 #include "cuda/optim.cuh"
 
-#include "core/adam.h"
-#include "core/lamb.h"
-#include "core/lion.h"
-#include "core/sgd.h"
+TW_NAMESPACE_BEGIN
 
-namespace {
+// --- Rules --------------------------------------------------------------------------------------
 
-using namespace torchweld;
+// The rules of a step, each made by one thread, since it takes powers in float64.
+constexpr int kRulesAtOnce = 960, kRulesThreads = 128;
+template <class Rule>
+struct MakeRules {
+  typename Rule::Settings settings;
+  Number lr, found_inf;
+  const double* ratios;
+  Rule* rules;
+  Number steps[kRulesAtOnce];
+  double lrs[kRulesAtOnce];
+  int count;
+  bool has_lrs;  // each its own
+  bool is_step;  // which is counted
+};
+template <class Rule>
+__global__ void __launch_bounds__(kRulesThreads)
+    make_rules(const MakeRules<Rule> __grid_constant__ a) {
+  const int i = (int)(blockIdx.x * kRulesThreads + threadIdx.x);
+  if (i >= a.count) return;
+  const double number = a.steps[i].read() + 1;
+  const StepScalars now{a.has_lrs ? a.lrs[i] : a.lr.read(), number, a.ratios ? a.ratios[i] : 1};
+  a.rules[i] = Rule(a.settings, now);
+  if (a.is_step && a.found_inf.read() == 0) a.steps[i].write(number);
+}
+
+template <class Rule>
+cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
+  for (int64_t first = 0; first < a.count; first += kRulesAtOnce) {
+    const int64_t left = a.count - first;
+    MakeRules<Rule> make{a.settings,
+                         a.lr,
+                         a.found_inf,
+                         a.ratios ? a.ratios + first : nullptr,
+                         a.rules + first,
+                         {},
+                         {},
+                         (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
+                         a.lrs != nullptr,
+                         !a.sums && !a.only_absmaxes};
+    for (int i = 0; i < make.count; ++i) {
+      make.steps[i] = a.steps[first + i];
+      if (a.lrs) make.lrs[i] = a.lrs[first + i];
+    }
+    static_assert(sizeof make <= kLaunchBytes);
+    const auto blocks = (unsigned)((make.count + kRulesThreads - 1) / kRulesThreads);
+    const cudaError_t error =
+        launch(make_rules<Rule>, {dim3(blocks), dim3(kRulesThreads)}, stream, make);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// --- Steps --------------------------------------------------------------------------------------
+
+template <class Tensor, class Rule>
+struct StepLaunch {
+  StepBatch<Tensor> batch;
+  const Rule* rules;
+  Number grad_factor, found_inf;
+  double (*squares)[2];  // each piece's
+};
+static_assert(sizeof(StepLaunch<StepTensor, int>) <= kLaunchBytes);
+static_assert(sizeof(StepLaunch<SplitTensor, int>) + sizeof(bool) <= kLaunchBytes);
+
+// call(Type<Lane>{}) with the lanes that the tensor's turns take.
+template <class Param, class State, class Tensor, class Rule, class Call>
+__device__ __forceinline__ void with_lanes(const Tensor& t, Call&& call) {
+  using Wide = LaneOfBlock<Param, State, Rule, Tensor>;
+  if constexpr (Wide::kInBlocks && !kIsSplit<Tensor>) {
+    if (blocks_of_turn<Tensor>(t) > 1) {
+      return call(Type<LaneOfBlock<Param, State, Rule, Tensor, true>>{});
+    }
+  }
+  call(Type<Wide>{});
+}
+
+// save(lane, maps) at each turn, when its lanes have made their step.
+template <class Param, class State, class Tensor, class Rule, class Save>
+__device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Save&& save) {
+  __shared__ typename LaneOfBlock<Param, State, Rule, Tensor>::Maps maps;
+  if (a.found_inf.read() != 0) return;
+  const int at = a.batch.tensor_of(blockIdx.x);
+  const Rule rule = a.rules[at];
+  const float grad_factor = (float)a.grad_factor.read();
+  const bool is_aligned = a.batch.is_aligned(at);
+  maps.fill();
+  with_lanes<Param, State, Tensor, Rule>(a.batch.tensor[at], [&](auto type) {
+    using Lane = typename decltype(type)::type;
+    for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
+      Lane lane(t, turn, is_aligned);
+      lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
+        const float before = p;
+        rule(p, g * grad_factor, m);
+        if constexpr (Lane::kInBlocks) {
+          skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
+        }
+      });
+      save(lane, maps);
+    });
+  });
+}
+
+template <class Param, class State, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
+    step_pieces(const StepLaunch<StepTensor, Rule> __grid_constant__ a) {
+  step_each<Param, State>(a, [](auto& lane, const auto& maps) { lane.save(maps); });
+}
+template <class Param, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
+    step_split_pieces(const StepLaunch<SplitTensor, Rule> __grid_constant__ a, bool only_absmaxes) {
+  step_each<Param, uint8_t>(a, [=](auto& lane, const auto& maps) {
+    only_absmaxes ? lane.save_absmaxes() : lane.save(maps);
+  });
+}
+
+// --- Measures -----------------------------------------------------------------------------------
+
+// What a step would be: nothing is written but a piece's squares.
+template <class Param, class State, class Tensor, class Rule>
+__global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
+    measure_pieces(const StepLaunch<Tensor, Rule> __grid_constant__ a) {
+  __shared__ typename LaneOfBlock<Param, State, Rule, Tensor>::Maps maps;
+  const int at = a.batch.tensor_of(blockIdx.x);
+  const Rule rule = a.rules[at];
+  const float grad_factor = (float)a.grad_factor.read();
+  const bool is_aligned = a.batch.is_aligned(at);
+  maps.fill();
+  double of_param = 0, of_step = 0;
+  with_lanes<Param, State, Tensor, Rule>(a.batch.tensor[at], [&](auto type) {
+    using Lane = typename decltype(type)::type;
+    for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
+      Lane lane(t, turn, is_aligned);
+      lane.for_elements(maps, [&](float& p, float g, float* m, bool is_there) {
+        double step = rule.direction(p, g * grad_factor, m);
+        if constexpr (Lane::kInBlocks) is_there &= is_finite(m[Lane::N - 1]);
+        if (!is_there) step = 0;
+        of_param += (double)p * p;
+        of_step += step * step;
+      });
+    });
+  });
+  of_param = sum_over_block(of_param);
+  of_step = sum_over_block(of_step);
+  if (threadIdx.x == 0) {
+    a.squares[blockIdx.x][0] = of_param;
+    a.squares[blockIdx.x][1] = of_step;
+  }
+}
 
 // --- Codecs -------------------------------------------------------------------------------------
 
@@ -62,7 +208,7 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
       case StateCodec::bf16:
         return call(Type<Param>{}, Type<BFloat16>{}, Type<StepTensor>{});
       case StateCodec::blocks:
-        return a.cuts ? call(Type<Param>{}, Type<uint8_t>{}, Type<CutTensor>{})
+        return a.splits ? call(Type<Param>{}, Type<uint8_t>{}, Type<SplitTensor>{})
                       : call(Type<Param>{}, Type<uint8_t>{}, Type<StepTensor>{});
     }
   }
@@ -76,7 +222,7 @@ cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
   if constexpr (Writes) {
     if (a.param == ParamCodec::rounded) return with_states<RoundedParam>(a, call);
   }
-  if (a.param == ParamCodec::remainder) return with_states<CompletedParam>(a, call);
+  if (a.param == ParamCodec::remainder) return with_states<RemainderParam>(a, call);
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
@@ -97,8 +243,8 @@ cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
 template <class T, class State>
 bool is_aligned(const StepTensor& t, ParamCodec param) {
   bool aligned = holds_groups<T>(t.param) && holds_groups<T>(t.grad);
-  aligned &= param == ParamCodec::master ? holds_groups<float>(t.completion)
-                                         : holds_groups<uint16_t>(t.completion);
+  aligned &= param == ParamCodec::master ? holds_groups<float>(t.master)
+                                         : holds_groups<uint16_t>(t.master);
   for (const void* moment : t.moment) aligned &= holds_groups<State>(moment);
   return aligned && (sizeof(State) > 1 || t.width % 4 == 0);
 }
@@ -121,7 +267,7 @@ cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
     using State = typename decltype(state)::type;
     using Tensor = typename decltype(tensor)::type;
     return for_batches<Tensor>(
-        a.tensors, a.cuts, a.count, piece,
+        a.tensors, a.splits, a.count, piece,
         [&](const StepTensor& t) { return is_aligned<typename Param::Storage, State>(t, a.param); },
         [&](const StepBatch<Tensor>& batch, int64_t first, int64_t first_piece, unsigned pieces) {
           if (pieces == 0) return cudaSuccess;
@@ -140,28 +286,13 @@ cudaError_t step(const Step<Rule>& a, cudaStream_t stream) {
       [&](auto param, auto state, auto tensor, const auto& args, unsigned pieces) {
         using Param = typename decltype(param)::type;
         const Launch how{dim3(pieces), dim3(kStepThreads)};
-        if constexpr (kIsCut<typename decltype(tensor)::type>) {
-          return launch(step_cut_pieces<Param, Rule>, how, stream, args, a.only_absmaxes);
+        if constexpr (kIsSplit<typename decltype(tensor)::type>) {
+          return launch(step_split_pieces<Param, Rule>, how, stream, args, a.only_absmaxes);
         } else {
           using State = typename decltype(state)::type;
           return launch(step_pieces<Param, State, Rule>, how, stream, args);
         }
       });
-}
-
-// Sums of `Numbers` numbers over the pieces of each of `count` ranges; first(i) begins one.
-template <int Numbers, class First>
-cudaError_t sum(const double* pieces, double* sums, int64_t count, First&& first,
-                cudaStream_t stream) {
-  for (int64_t begin = 0; begin < count; begin += kRangesAtOnce) {
-    const int64_t now = count - begin < kRangesAtOnce ? count - begin : kRangesAtOnce;
-    Ranges ranges{pieces, sums + begin * Numbers, {}};
-    for (int64_t i = 0; i <= now; ++i) ranges.first[i] = first(begin + i);
-    const cudaError_t error =
-        launch(sum_ranges<Numbers>, {dim3((unsigned)now), dim3(kStepThreads)}, stream, ranges);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 template <class Rule>
@@ -183,7 +314,7 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
         for (; tensor < i; ++tensor) {
           const StepTensor& t = a.tensors[tensor];
           const int64_t blocks = a.tensors[tensor + 1].first_block - t.first_block;
-          piece += a.cuts ? pieces_of<CutTensor>(t, blocks, kSquarePiece)
+          piece += a.splits ? pieces_of<SplitTensor>(t, blocks, kSquarePiece)
                           : pieces_of<StepTensor>(t, blocks, kSquarePiece);
         }
         return piece;
@@ -191,48 +322,14 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
       stream);
 }
 
-}  // namespace
+TW_NAMESPACE_END
 
-TW_EXPORT cudaError_t adam_step(const Step<Adam<false>>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t amsgrad_step(const Step<Adam<true>>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t sgd_step(const Step<Sgd<false>>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t momentum_step(const Step<Sgd<true>>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t lion_step(const Step<Lion>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t lamb_step(const Step<Lamb>& a, cudaStream_t stream) {
-  return step(a, stream);
-}
-TW_EXPORT cudaError_t lamb_measure(const Step<Lamb>& a, cudaStream_t stream) {
-  return measure(a, stream);
-}
-TW_EXPORT cudaError_t gradient_measure(const Step<Gradient>& a, cudaStream_t stream) {
-  return measure(a, stream);
-}
-
-TW_EXPORT cudaError_t grad_squares(const GradSquares& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // of a type that has no kernel
-  int64_t pieces = 0;
-  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
-    using T = typename decltype(t)::type;
-    error = for_batches<StepTensor>(
-        a.tensors, nullptr, a.count, kSquarePiece,
-        [](const StepTensor& t) { return holds_groups<T>(t.grad); },
-        [&](const StepBatch<StepTensor>& batch, int64_t, int64_t first_piece, unsigned now) {
-          pieces += now;
-          if (now == 0) return cudaSuccess;
-          return launch(grad_pieces<T>, {dim3(now), dim3(kStepThreads)}, stream,
-                        GradLaunch{batch, a.sums + first_piece});
-        });
-  });
-  if (error != cudaSuccess) return error;
-  return sum<1>(a.sums, a.total, 1, [&](int64_t i) { return i * pieces; }, stream);
-}
+// The launchers of a rule's kernels by these names.
+#define TW_STEP(name, Rule)                                                                \
+  TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
+    return torchweld::step(a, stream);                                                     \
+  }
+#define TW_MEASURE(name, Rule)                                                             \
+  TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
+    return torchweld::measure(a, stream);                                                  \
+  }

@@ -1,0 +1,256 @@
+// The passes of a rule for torch: its step, what the absmax of split blocks become, and its measure.
+//
+// A binding makes a Work of the op's arguments and runs a kernel of its rule on it:
+//
+//   template <Pass pass>
+//   void lion(StepArguments& a, const LionSettings& settings) {
+//     Work(a, pass, Lion::kMoments).run<Lion>(lion_step, settings);
+//   }
+//   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("lion"), boxed<LionSettings, lion<Pass::step>>); }
+#pragma once
+
+#include "bind/optim.h"
+#include "bind/quant8.h"
+
+namespace torchweld {
+
+enum class Pass { step, absmaxes, squares };
+
+// What all rules share: the addresses of the tensors, once they are known to fit.
+class Work {
+ public:
+  // Tensors have `moments_each` moments that the pass reads.
+  Work(StepArguments& a, Pass pass, size_t moments_each)
+      : pass_(pass), like_(a.params[0]), count_(a.params.size()), fit_(a.params, a.masters) {
+    if (pass == Pass::squares) a.rounding_offsets.clear();  // nothing is rounded
+    if (pass == Pass::squares && moments_each == 0) {
+      for (Tensors* unread : {&a.moments, &a.absmaxes, &a.new_absmaxes, &a.edges}) unread->clear();
+    }
+    roundings_ = roundings_of(a.params, a.rounding_offsets);
+    check_count(a.grads, count_);
+    check_count(a.masters, a.masters.empty() ? 0 : count_);
+    check_count(a.moments, moments_each * count_);
+    check_count(a.absmaxes, a.absmaxes.empty() ? 0 : a.moments.size());
+    check_count(a.new_absmaxes, a.edges.empty() ? 0 : a.moments.size());
+    check_count(a.steps, count_);
+    STD_TORCH_CHECK(pass != Pass::absmaxes || !a.edges.empty(),
+                    "only the absmax of split rows are found in a pass of their own");
+    dtype_ = dtype_of(like_);
+    STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
+    state_ = state_codec(a.moments, a.absmaxes);
+    param_ = param_codec(a.masters, a.rounding_offsets, dtype_);
+    set_splits(a.edges);
+    lay_out(a, moments_each);
+    if (!roundings_.empty()) set_roundings();
+    lr_ = Rates(a.lr, count_, fit_.device);
+    grad_factor_ = number_or(a.grad_factor, 1, fit_.device);
+    found_inf_ = number_or(a.found_inf, 0, fit_.device);
+    ratios_ = numbers_of_each(a.ratios, 1);
+    sums_ = (double (*)[2])numbers_of_each(a.sums, 2);
+    STD_TORCH_CHECK(pass != Pass::squares || sums_, "a measure needs room for its sums");
+    a.release_handles();
+  }
+
+  // The pass, by a kernel of a rule with these settings.
+  template <class Rule, class Kernel>
+  void run(const Kernel& kernel, const typename Rule::Settings& settings) {
+    Step<Rule> args{tensors_.data(),
+                    nullptr,
+                    (int64_t)count_,
+                    settings,
+                    lr_.of_all(),
+                    lr_.each(),
+                    steps_.data(),
+                    ratios_,
+                    grad_factor_,
+                    found_inf_,
+                    nullptr,
+                    nullptr,
+                    dtype_,
+                    state_,
+                    param_,
+                    splits_.empty() ? nullptr : splits_.data(),
+                    pass_ == Pass::absmaxes,
+                    roundings_.empty() ? nullptr : roundings_.data()};
+    if (pass_ != Pass::squares) {
+      launch_rules<Rule>(kernel, args);
+      return packing_.write_back();
+    }
+    const int64_t of_parts[] = {parts(), 2};
+    const Tensor squares = empty(like_, Sizes(of_parts, 2), ScalarType::Double);
+    args.squares = (double (*)[2])squares.mutable_data_ptr();
+    args.sums = sums_;
+    launch_rules<Rule>(kernel, args);
+  }
+
+ private:
+  void lay_out(StepArguments& a, size_t moments_each) {
+    tensors_.resize(count_ + 1);
+    steps_.reserve(count_);
+    const ScalarType moment_dtype = (moments_each ? a.moments : a.params)[0].scalar_type();
+    // Blocks and rounding offsets are those of rows.
+    const bool in_any_order = state_ != StateCodec::blocks && a.rounding_offsets.empty();
+    int64_t blocks = 0;
+    for (size_t i = 0; i < count_; ++i) {
+      packing_.pack(a.params, a.grads, a.masters, a.moments, i, in_any_order);
+      const Tensor& p = a.params[i];
+      const Sizes sizes = p.sizes();
+      const int64_t elements = p.numel();
+      const BlockRows rows(sizes);
+      steps_.push_back(counter(a.steps[i], fit_.device));
+      StepTensor& t = tensors_[i];
+      fit_.set_param(t, a.params, a.grads, a.masters, i);
+      t.width = state_ == StateCodec::blocks ? rows.width : elements;
+      t.first_block = blocks;
+      if (!splits_.empty()) check_split(a.edges[i], rows);
+      for (size_t k = 0; k < moments_each; ++k) {
+        const size_t at = k * count_ + i;
+        fit_.check(a.moments[at], sizes, moment_dtype);
+        t.moment[k] = a.moments[at].mutable_data_ptr();
+        if (a.absmaxes.empty()) continue;
+        const int64_t of_row = splits_.empty() ? quant_blocks(rows.width) : splits_[i].pieces;
+        t.absmax[k] = absmax(a.absmaxes[at], rows.rows, of_row);
+        if (splits_.empty()) continue;
+        splits_[i].new_absmax[k] = absmax(a.new_absmaxes[at], rows.rows, of_row);
+      }
+      const int64_t own = !splits_.empty()               ? rows.rows * splits_[i].pieces
+                          : state_ == StateCodec::blocks ? rows.blocks()
+                                                         : quant_blocks(t.width);
+      // To begin and to end a block is work too, which shows in rows of few elements.
+      constexpr int64_t kElementsOfBegin = 8;
+      amounts_.add(own, elements + kElementsOfBegin * own);
+      blocks += own;
+    }
+    tensors_[count_].first_block = blocks;
+  }
+
+  float* absmax(const Tensor& t, int64_t rows, int64_t of_row) const {
+    const int64_t expected[] = {rows, of_row};
+    STD_TORCH_CHECK(same_sizes(t.sizes(), Sizes(expected, 2)) && t.is_contiguous() &&
+                        device_of(t) == fit_.device && t.scalar_type() == ScalarType::Float,
+                    "absmax does not fit its codes");
+    return (float*)t.mutable_data_ptr();
+  }
+  // Null where there are none.
+  double* numbers_of_each(const OptionalTensor& t, int64_t each) const {
+    if (!t) return nullptr;
+    STD_TORCH_CHECK(device_of(*t) == fit_.device && t->is_contiguous() &&
+                        t->scalar_type() == ScalarType::Double &&
+                        t->numel() == (int64_t)count_ * each,
+                    "ratios or sums are not float64 numbers for each parameter");
+    return (double*)t->mutable_data_ptr();
+  }
+
+#if defined(TW_CUDA)
+  // The launcher makes the rules, counts the steps up, and adds up what is measured.
+  int64_t parts() const { return square_pieces(tensors_); }
+  template <class Rule, class Kernel>
+  void launch_rules(const Kernel& kernel, Step<Rule>& args) {
+    const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rule))};
+    const Tensor rules = empty(like_, Sizes(bytes, 1), ScalarType::Byte);
+    args.rules = (Rule*)rules.mutable_data_ptr();
+    launch(kernel, args, like_, args.count, 0);
+  }
+  void set_roundings() {
+    const int64_t bytes[] = {(int64_t)(count_ * sizeof(Rounding))};
+    room_ = empty(like_, Sizes(bytes, 1), ScalarType::Byte);
+    for (size_t i = 0; i < count_; ++i) {
+      tensors_[i].master = (Rounding*)room_->mutable_data_ptr() + i;
+    }
+  }
+#else
+  int64_t parts() const { return tensors_[count_].first_block; }
+  template <class Rule, class Kernel>
+  void launch_rules(const Kernel& kernel, Step<Rule>& args) {
+    if (args.found_inf.read() != 0) return;
+    std::vector<Rule> rules;
+    rules.reserve(count_);
+    StepScalars before{};
+    for (size_t i = 0; i < count_; ++i) {
+      const StepScalars now{args.lrs ? args.lrs[i] : args.lr.read(), args.steps[i].read() + 1,
+                            args.ratios ? args.ratios[i] : 1};
+      // Mostly the same: two powers for each of a thousand tensors take a tenth of a millisecond.
+      const bool alike =
+          now.lr == before.lr && now.number == before.number && now.ratio == before.ratio;
+      if (i > 0 && alike) {
+        rules.push_back(rules.back());
+      } else {
+        rules.emplace_back(args.settings, now);
+      }
+      before = now;
+      if (!roundings_.empty()) roundings_[i].step = (uint32_t)now.number;
+    }
+    args.rules = rules.data();
+    launch(kernel, args, like_, amounts_);
+    if (args.sums) return add_up(args.sums, args.squares);
+    if (args.only_absmaxes) return;
+    for (size_t i = 0; i < count_; ++i) args.steps[i].write(args.steps[i].read() + 1);
+  }
+  void add_up(double (*sums)[2], const double (*squares)[2]) const {
+    for (size_t i = 0; i < count_; ++i) {
+      sums[i][0] = sums[i][1] = 0;
+      for (int64_t at = tensors_[i].first_block; at < tensors_[i + 1].first_block; ++at) {
+        for (int k = 0; k < 2; ++k) sums[i][k] += squares[at][k];
+      }
+    }
+  }
+  void set_roundings() {
+    for (size_t i = 0; i < count_; ++i) tensors_[i].master = &roundings_[i];
+  }
+#endif
+
+  void set_splits(const Tensors& edges) {
+    if (edges.empty()) return;
+    check_count(edges, count_);
+    STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
+    for (const Tensor& of_row : edges) {
+      STD_TORCH_CHECK(device_of(of_row) == fit_.device &&
+                          of_row.scalar_type() == ScalarType::Long && of_row.is_contiguous() &&
+                          of_row.dim() == 1 && of_row.numel() > 0,
+                      "edges are not int64 numbers beside the parameters");
+      splits_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, {}});
+    }
+  }
+  // On a GPU edges are taken as they come, since looking at them would mean waiting for them.
+  static void check_split([[maybe_unused]] const Tensor& edges,
+                          [[maybe_unused]] const BlockRows& rows) {
+#if !defined(TW_CUDA)
+    const auto* edge = (const int64_t*)data(edges);
+    bool fits = edge[0] == 0 && edge[edges.numel() - 1] == rows.width;
+    for (int64_t i = 1; i < edges.numel(); ++i) {
+      fits &= edge[i - 1] < edge[i] && edge[i] <= edge[i - 1] + kQuantBlock;
+    }
+    STD_TORCH_CHECK(fits, "edges do not divide a row into pieces of blocks");
+#endif
+  }
+  static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
+    if (moments.empty()) return StateCodec::f32;
+    const ScalarType dtype = moments[0].scalar_type();
+    STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(), "codes come with absmax");
+    if (dtype == ScalarType::Byte) return StateCodec::blocks;
+    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                    "moments are not float32, bfloat16 or codes");
+    return dtype == ScalarType::Float ? StateCodec::f32 : StateCodec::bf16;
+  }
+
+  Pass pass_;
+  Tensor like_;
+  size_t count_;
+  Fit fit_;
+  Packing packing_;
+  std::vector<StepTensor> tensors_;
+  std::vector<Number> steps_;
+  Amounts amounts_;  // of blocks
+  std::vector<SplitRows> splits_;
+  std::vector<Rounding> roundings_;
+  OptionalTensor room_;  // for them on a GPU
+  DType dtype_;
+  StateCodec state_;
+  ParamCodec param_;
+  Rates lr_;
+  Number grad_factor_, found_inf_;
+  const double* ratios_;
+  double (*sums_)[2];
+};
+
+}  // namespace torchweld

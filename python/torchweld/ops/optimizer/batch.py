@@ -1,0 +1,169 @@
+"""The tensors that step together and the numbers of their step, as the ops of all rules take them.
+
+An op takes lists with an entry for each parameter:
+
+* `params`, `grads`: of one dtype;
+* `masters`: what completes parameters to float32: float32 masters, int16 remainders, or none;
+* `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
+  bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
+* `steps`: the number of steps taken, on the parameter's device, which the step counts up;
+* `edges`: of codes whose rows are split across devices, or none: where the pieces of blocks that
+  are here begin and end in a row, as int64 numbers beside the codes. Their `absmaxes`, [rows,
+  pieces], are those of the whole blocks, and so are the `new_absmaxes` of the codes after the step;
+* `rounding_offsets`: of bfloat16 parameters that are rounded stochastically, or none; rounding.py
+  says what they are.
+
+`lr` is one number, or float64 numbers on the CPU, one for each parameter. `grad_factor` multiplies
+gradients before anything else. Where `found_inf` is not zero, nothing changes. Numbers that change
+from step to step are tensors, on the parameters' device or the CPU, and the host waits for none of
+them. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are float64
+numbers that passes measure, and `whole_sizes` sizes of whole parameters; a rule says which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+Tensors = list[torch.Tensor]
+_LISTS = [
+    "params",
+    "grads",
+    "masters",
+    "moments",
+    "absmaxes",
+    "new_absmaxes",
+    "steps",
+    "edges",
+    "rounding_offsets",
+]
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
+
+
+class SplitRows(NamedTuple):
+    """How blocks lie where this device has a part of each row; the part of a block is a piece."""
+
+    edges: torch.Tensor  # [pieces + 1]: where pieces begin and end in a row's part
+    blocks: torch.Tensor  # [pieces]: which of the whole row's blocks they are of
+    width: int  # of a row's part
+    blocks_of_row: int
+
+    def of_pieces(self, absmax: torch.Tensor) -> torch.Tensor:
+        """[rows, pieces], from [rows, blocks]."""
+        return absmax[:, self.blocks]
+
+    def of_blocks(self, absmax: torch.Tensor) -> torch.Tensor:
+        """[rows, blocks] from [rows, pieces], as ordered bits; 0 where no piece is here."""
+        bits = absmax.contiguous().view(torch.int32)
+        zeros = bits.new_zeros(len(bits), self.blocks_of_row)
+        return zeros.scatter_reduce(1, self.blocks.expand_as(bits), bits, "amax")
+
+
+@dataclass
+class Batch:
+    """Parameters of one device, dtype and codec, and what belongs to them."""
+
+    params: Tensors = field(default_factory=list)
+    grads: Tensors = field(default_factory=list)
+    masters: Tensors = field(default_factory=list)
+    moments: Tensors = field(default_factory=list)
+    absmaxes: Tensors = field(default_factory=list)
+    new_absmaxes: Tensors = field(default_factory=list)
+    steps: Tensors = field(default_factory=list)
+    edges: Tensors = field(default_factory=list)
+    rounding_offsets: Tensors = field(default_factory=list)
+    # How rows are split, and the absmax of the whole blocks in the order of `absmaxes`.
+    splits: list[SplitRows] = field(default_factory=list)
+    block_absmaxes: Tensors = field(default_factory=list)
+    # The parameters themselves: DTensors where `params` are this device's parts of them.
+    wholes: Tensors = field(default_factory=list)
+    is_sharded: bool = False  # whether other devices have parts of any
+    # The learning rate, or each parameter's.
+    lr: torch.Tensor | float | list[float] | None = None
+    lrs: list[float] = field(default_factory=list)
+
+    def step_number(self, i: int) -> torch.Tensor:
+        """The number of the step that parameter i is about to take, from 1."""
+        return self.steps[i].to(self.params[i].device, torch.float64) + 1
+
+    def served_by_kernel(self) -> bool:
+        """Whether the dtypes are those that kernels are compiled for."""
+        first, grad = self.params[0], self.grads[0]  # all are alike
+        states = {m.dtype for m in self.moments[:: len(self.params)]}
+        fits = has_kernel_dtype(first) and first.dtype == grad.dtype
+        return fits and states <= _STATE_DTYPES and not is_foreign_to_kernels(first)
+
+    def lists(self) -> tuple[Tensors, ...]:
+        """As an op takes them."""
+        return (
+            self.params,
+            self.grads,
+            self.masters,
+            self.moments,
+            self.absmaxes,
+            self.new_absmaxes,
+            self.steps,
+            self.edges,
+            self.rounding_offsets,
+        )
+
+    def count_versions(self) -> None:
+        """Tell autograd of all that a step writes."""
+        parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
+        states = (self.masters, self.moments, self.absmaxes, self.steps)
+        for tensors in (parts, self.wholes, *states):
+            torch.autograd.graph.increment_version(tensors)
+
+
+@dataclass
+class Task:
+    """A batch, the numbers of its step, and what a pass hands on to the next ones."""
+
+    batch: Batch
+    settings: Sequence[Any]
+    lr: torch.Tensor
+    grad_factor: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    # Of an adaptive rule: makes ratios of the norms of parameters and of their steps, or is None.
+    ratios_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    ratios: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    whole_sizes: Sequence[int] = ()
+    handed_on: Any = None  # a rule's own
+
+
+def schema(writes: Collection[str], settings: type[Any]) -> str:
+    """The schema of a pass that writes to these arguments, of a rule with these settings."""
+
+    arguments: list[str] = []
+
+    def add(name: str, suffix: str) -> None:
+        alias = f"({chr(ord('a') + len(arguments))}!)" if name in writes else ""
+        arguments.append(f"Tensor{alias}{suffix} {name}")
+
+    for name in _LISTS:
+        add(name, "[]")
+    add("lr", "")
+    for name in ("ratios", "grad_factor", "found_inf", "sums"):
+        add(name, "?")
+    arguments.append("int[] whole_sizes")
+    arguments += [f"{kind.__name__} {name}" for name, kind in get_type_hints(settings).items()]
+    return f"({', '.join(arguments)}) -> ()"
+
+
+def has_kernel_dtype(t: torch.Tensor) -> bool:
+    """Whether kernels are compiled for parameters and gradients like this."""
+    return t.dtype in _KERNEL_DTYPES
+
+
+def is_foreign_to_kernels(t: torch.Tensor) -> bool:
+    """Whether t is of a subclass that says itself what an op does and may hold several tensors."""
+    handles = type(t).__torch_dispatch__
+    return handles is not torch.Tensor.__torch_dispatch__ and not isinstance(t, FakeTensor)

@@ -1,0 +1,112 @@
+"""What rules share in eager torch: reading parameters and moments, and writing a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchweld.ops.optimizer.batch import Task, Tensors
+from torchweld.ops.optimizer.rounding import rounded_at
+from torchweld.ops.quantize_8bit import dequantize_reference, keep_positive, quantize_reference
+
+Read = tuple[torch.Tensor, torch.Tensor, Tensors]
+
+
+def read(task: Task, i: int, signed: Sequence[bool]) -> Read:
+    """Parameter i, its gradient and its moments, as they are computed with."""
+    batch, factor = task.batch, task.grad_factor
+    p, count = batch.params[i], len(batch.params)
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    master = batch.masters[i] if batch.masters else None
+    scales = batch.absmaxes[i::count]
+    edges = batch.edges[i] if batch.edges else None
+    moments = [
+        m.to(wide) if not scales else dequantize_reference(m, scales[k], signed[k], wide, edges)
+        for k, m in enumerate(batch.moments[i::count])
+    ]
+    g = batch.grads[i].to(wide)
+    if factor is not None:
+        g = g * factor.to(p.device, wide)
+    return read_param(p, master).to(wide), g, moments
+
+
+def write(
+    task: Task,
+    i: int,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    moments: Tensors,
+    signed: Sequence[bool],
+) -> None:
+    """A step of parameter i, from its value before to the one after it, and its new moments."""
+    batch, count = task.batch, len(task.batch.params)
+    skip = None if task.found_inf is None else task.found_inf != 0
+
+    def put(target: torch.Tensor, value: torch.Tensor) -> None:
+        value = value.to(target.dtype)
+        target.copy_(value if skip is None else torch.where(skip, target, value))
+
+    stored, scales = batch.moments[i::count], batch.absmaxes[i::count]
+    if scales:
+        after = torch.where(sound(moments), after, before)
+        moments = sound_only(moments)
+    number = batch.step_number(i)
+    put(batch.steps[i], batch.steps[i] + 1)
+    for k, value in enumerate(moments):
+        if not scales:
+            put(stored[k], value)
+            continue
+        edges, new = (
+            (batch.edges[i], batch.new_absmaxes[i::count][k]) if batch.edges else (None,) * 2
+        )
+        codes, absmax = quantize_reference(value, signed[k], edges, new)
+        put(stored[k], codes if signed[k] else keep_positive(codes, value))
+        if new is None:
+            put(scales[k], absmax)
+    if batch.rounding_offsets:
+        put(batch.params[i], rounded_at(after, batch.rounding_offsets[i], number))
+        return
+    master = batch.masters[i] if batch.masters else None
+    rounded, rest = split_param(after, batch.params[i].dtype, master)
+    put(batch.params[i], rounded)
+    if master is not None and rest is not None:
+        put(master, rest)
+
+
+def number_of(t: torch.Tensor, i: int) -> torch.Tensor:
+    """Parameter i's number, where there is one for each or one for all."""
+    return t if t.numel() == 1 else t[i]
+
+
+def sound(moments: Tensors) -> torch.Tensor:
+    """Which elements have finite moments; blocks have no room for others."""
+    return torch.stack([m.isfinite() for m in moments]).all(0)
+
+
+def sound_only(moments: Tensors) -> Tensors:
+    """Moments that start anew where they are not finite."""
+    kept = sound(moments)
+    return [torch.where(kept, m, 0.0) for m in moments]
+
+
+def read_param(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """The parameter as it is computed with."""
+    if master is None:
+        return p
+    if master.dtype != torch.int16:
+        return master
+    bits = (p.view(torch.int16).int() << 16) + master.int()
+    return bits.view(torch.float32)
+
+
+def split_param(
+    value: torch.Tensor, dtype: torch.dtype, master: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A computed parameter as it is stored: rounded to dtype, and its master or remainder."""
+    if master is None or master.dtype != torch.int16:
+        return value.to(dtype), value
+    bits = torch.where(value.isnan(), torch.nan, value).view(torch.int32)
+    low = (bits << 16) >> 16  # with its sign
+    high = (bits - low) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)

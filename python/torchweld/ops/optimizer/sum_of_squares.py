@@ -1,0 +1,33 @@
+"""The sum of the squares of gradients, whose root is the norm that they are clipped by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchweld.dispatch.bare import BareOp
+from torchweld.ops.optimizer.batch import has_kernel_dtype, is_foreign_to_kernels
+from torchweld.ops.optimizer.rule import BACKENDS
+
+_OP = BareOp(
+    "sum_of_squares",
+    "(Tensor[] grads) -> Tensor",
+    lambda grads: grads[0].new_empty((), dtype=torch.float64),
+    BACKENDS,
+    proof="adam",
+)
+
+
+def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all elements, as a float64 tensor; gradients of one device."""
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        same = [g for g in grads if g.dtype == dtype]
+        serves = has_kernel_dtype(same[0]) and not any(map(is_foreign_to_kernels, same))
+        kernel = _OP.kernel(same[0]) if serves else None
+        if kernel is None:
+            total = total + sum(g.double().square().sum() for g in same)
+        else:
+            total = total + kernel(same)
+    return total

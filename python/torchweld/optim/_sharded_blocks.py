@@ -1,0 +1,112 @@
+"""8-bit blocks of sharded parameters, whose rows are split across devices and blocks into pieces.
+
+Blocks lie within rows of the whole tensor, so the absmax of a block is that of all its pieces. Each
+device that has a part of a row keeps the absmax of all blocks of the row. They are replicated over
+these devices, and sharded as the parameter over devices that have other rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.dtensor import indices, is_one, sharded_dim
+from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.batch import SplitRows
+from torchweld.ops.optimizer.passes import Exchange, across_rows
+from torchweld.ops.quantize_8bit import (
+    BLOCK,
+    MAPS,
+    absmax_reference,
+    dequantize_8bit,
+    dequantize_reference,
+    quantize_8bit,
+    quantize_reference,
+    scales_shape,
+)
+from torchweld.optim._exchanges import exchange
+from torchweld.optim._shards import from_part, local, placements
+
+# The dimensions of a parameter that its absmax has; the blocks of a row are none of them.
+ABSMAX_DIMS = (0, None)
+
+
+def split_rows(p: torch.Tensor, device: torch.device | None = None) -> SplitRows | None:
+    """How the rows of p are split; None where this device has whole rows.
+
+    Tensors are on the device of p if none is named.
+    """
+    if not is_one(p):
+        return None
+    mesh, shards = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return _split_rows(p.shape, mesh, shards, device or p.device)
+
+
+def absmax_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The absmax of all blocks of p, from the part of this device."""
+    if not is_one(p):
+        return part
+    return from_part(p, part, placements(p, ABSMAX_DIMS), scales_shape(p.shape))
+
+
+def check_blocks(function: str, p: torch.Tensor) -> None:
+    """Check that this device has the part of rows that the placements say."""
+    split, part = split_rows(p), local(p)
+    if split is not None and part.numel() != len(part) * split.width:
+        came = f'"8bit" for a part of shape {list(part.shape)} of a parameter of {list(p.shape)}'
+        shards = p.placements  # type: ignore[attr-defined]
+        accepted = f"rows of {split.width} elements by {shards}, or another state_dtype"
+        raise ArgumentError(function, "state_dtype", came, accepted)
+
+
+def zeros(p: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and absmax of a moment of p that is zero."""
+    zero = int((MAPS[signed] == 0).nonzero())
+    codes = torch.full_like(p, zero, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    part = local(p.detach())
+    absmax = part.new_zeros(len(part), scales_shape(p.shape)[1], dtype=torch.float32)
+    return codes, absmax_like(p, absmax)
+
+
+def quantize(
+    p: torch.Tensor, part: torch.Tensor, signed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and absmax of this device's part of a moment of p, from its values."""
+    split = split_rows(p, part.device)
+    if split is None:
+        return quantize_8bit(part.float().contiguous(), signed=signed)
+    blocks = split.of_blocks(absmax_reference(part, split.edges))
+    exchange(Exchange.LARGEST, [across_rows(blocks, p)])
+    absmax = blocks.view(torch.float32)
+    codes, _ = quantize_reference(part, signed, split.edges, split.of_pieces(absmax))
+    return codes, absmax
+
+
+def dequantize(
+    p: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, signed: bool
+) -> torch.Tensor:
+    """What `quantize` kept."""
+    split = split_rows(p, codes.device)
+    if split is None:
+        return dequantize_8bit(codes, absmax, signed=signed)
+    return dequantize_reference(codes, split.of_pieces(absmax), signed, torch.float32, split.edges)
+
+
+@lru_cache(maxsize=1024)
+def _split_rows(
+    shape: torch.Size, mesh: Any, shards: tuple[Any, ...], device: torch.device
+) -> SplitRows | None:
+    """Copied to a device once, which the host waits for."""
+    if not any(sharded_dim(shard) for shard in shards):
+        return None
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    columns = zero  # of the row's elements that are here
+    for dim, size in enumerate(shape[1:], start=1):
+        here = indices(shape, mesh, shards, dim)
+        columns = (columns.unsqueeze(1) * size + here).flatten()
+    blocks, sizes = torch.unique_consecutive(columns // BLOCK, return_counts=True)
+    edges = torch.cat([zero, sizes.cumsum(0)])
+    whole = scales_shape(shape)[1]
+    return SplitRows(edges.to(device), blocks.to(device), len(columns), whole)
