@@ -7,13 +7,17 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from torchweld.bench import conditions, limits, own_model, recording, sources, steps
-from torchweld.bench.cases import DTYPES, MIDDLE, cases
+from torchweld.bench import conditions, isolated, limits, own_model, recording, sources, steps
+from torchweld.bench.cases import DTYPES, MIDDLE, cases, name
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
+from torchweld.bench.contract import contract
+from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine
@@ -133,7 +137,8 @@ def _measure(options: argparse.Namespace) -> Report:
     directions = options.direction or DIRECTIONS
     against = options.vs or [*rivals(device), *steps.peers()]
     plan = Plan(directions, backends, against, seconds=0.6)
-    dtypes, sizes = DTYPES[device], None
+    dtypes: Sequence[torch.dtype] = DTYPES[device]
+    sizes: Sequence[float] | None = None
     if options.quick:
         directions = options.direction or ("fwd", "full")
         plan = Plan(directions, backends, options.vs or [], seconds=0.1, rounds=(5, 101))
@@ -141,20 +146,54 @@ def _measure(options: argparse.Namespace) -> Report:
     if options.dtype:
         dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
     rules = _rules(options)
-    wanted = [*cases(ops, device, dtypes, sizes), *steps.cases(rules, device, options.quick)]
+    rules = _rules(options)
     names = [op.name for op in ops] + rules
     record = _prove(root, report, names, plan.backends) if options.record and root else None
     try:
-        for at in progress(wanted):
-            for found in steps.measure_either(wanted[at], plan, clock):
-                report.results += found
-                if record:
-                    record.add_results(found)
-        for op in ops:
-            report.overheads += overhead(op, device, plan.backends, plan.seconds)
+        if device == "cuda":
+            given = Job("", plan, [name(d) for d in dtypes], sizes, None, options.quick, True)
+            _in_processes(given, names, report, record)
+        else:
+            wanted = [
+                *cases(ops, device, dtypes, sizes),
+                *steps.cases(rules, device, options.quick),
+            ]
+            for at in progress(wanted):
+                for found in steps.measure_either(wanted[at], plan, clock):
+                    report.results += found
+            for op in ops:
+                report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; what was measured until then:", file=sys.stderr)
     return report
+
+
+def _in_processes(
+    given: Job, names: Sequence[str], report: Report, record: recording.Record | None
+) -> None:
+    """Each op's process has all of its backends; one for each where it counts as evidence."""
+    jobs = []
+    for op in names:
+        served = [
+            b for b in recording.gpu_backends(recording.PROVEN[op]) if b in given.plan.backends
+        ]
+        for backends in [[b] for b in served] if record else [served]:
+            jobs.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
+    seen: set[tuple[Any, ...]] = set()
+    for at in progress(jobs):
+        found = isolated.run(jobs[at])
+        for results in found.results:
+            if record:
+                record.add_results(results)
+            # Eager and rivals are measured beside each backend, and shown once.
+            fresh = {(r.op, r.label, r.dtype, r.direction, r.contender): r for r in results}
+            report.results += [r for key, r in fresh.items() if key not in seen]
+            seen |= fresh.keys()
+        if found.fault:
+            report.results += isolated.refused(jobs[at], found)
+        for backend in jobs[at].plan.backends if record and found.fault else ():
+            record.add_outcome(jobs[at].op, backend, passed=False)
+        report.overheads += found.overheads
 
 
 def _rules(options: argparse.Namespace) -> list[str]:
@@ -176,7 +215,7 @@ def _prove(
     targets = {(op.name, b) for op in proven for b in recording.gpu_backends(op) if b in backends}
     for op, backend in targets:
         record.begin(recording.PROVEN[op], backend)
-    for op, backend, passed in recording.contract(root, targets):
+    for op, backend, passed in contract(root, targets):
         record.add_outcome(op, backend, passed)
     print(f"evidence: {record.path}")
     return record

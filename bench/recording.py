@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +15,6 @@ from torchweld.registry import BACKENDS, OPS, Op
 
 Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
-# The format in which pytest-xdist reports the targets named by tests/conftest.py:
-#  [gw0] [ 12%] PASSED tests/contract/test_oracle.py::test[layer_norm-gpu-cuda-float32]
-_OUTCOME = re.compile(
-    r"^\[gw\d+\] \[ *\d+%\] (?P<is>PASSED|FAILED|ERROR) .*"
-    r"\[(?:(?P<op>\w+)-|[^\]]*)gpu-(?P<backend>[a-z]+)[^\]]*\]"
-)
-# Each of these tests covers every rule.
-_OF_RULES = "tests/optim/test_optim_cuda*.py"
 # The parts of a result that the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "flops", "peak_bytes")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
@@ -78,40 +66,6 @@ class Record:
             proof = self._content["ops"][result.op][backend]
             proof["results"].append(entry | {"rivals_ms": rivals})
         cache.write(self.path, self._content)
-
-
-def contract(root: Path, targets: set[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
-    """Run the contract tests on the GPU: op, backend and whether it passed, test by test."""
-    ops = {(op, backend) for op, backend in targets if op in OPS}
-    if ops:
-        wanted = " or ".join(f"{op}-gpu-{backend}" for op, backend in ops)
-        for found in _outcomes(root, wanted, ["tests"]):
-            if (found["op"], found["backend"]) in ops:
-                yield found["op"], found["backend"], found["is"] == "PASSED"
-    rules = sorted(targets - ops)
-    if rules:
-        for found in _outcomes(root, "gpu-cuda", sorted(map(str, root.glob(_OF_RULES)))):
-            for rule, backend in rules:
-                yield rule, backend, found["is"] == "PASSED"
-
-
-def _outcomes(root: Path, wanted: str, where: list[str]) -> Iterator[Any]:
-    """The outcomes of the selected tests. Whatever else they print goes to stderr."""
-    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-k", wanted, *where]
-    # Most of the time goes to compilers on the CPU. Tests that fill a GPU go to one worker.
-    workers = max(1, min(8, (os.cpu_count() or 1) // 2))
-    command += ["-n", str(workers), "--dist", "loadgroup"]
-    # Inductor would start processes of its own in each worker.
-    serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=root, env=serial, stdout=pipe, text=True) as tests:
-        assert tests.stdout is not None
-        for line in tests.stdout:
-            found = _OUTCOME.search(line)
-            if found:
-                yield found
-            if not found or found["is"] != "PASSED":
-                sys.stderr.write(line)
 
 
 def gpu_backends(op: Proven) -> list[str]:

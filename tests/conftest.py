@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +145,17 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if place in ("emulator", "interpreter"):
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu"})
     with torchweld.use_backend(backend):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What fills a GPU waits for others that do, in whichever process."""
+    if not (GPU and request.node.get_closest_marker("xdist_group")):
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "torchweld-large-tests").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -9,24 +9,29 @@ package brings along.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchweld.bench import limits, recording, sources, steps
-from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case, cases
+from torchweld.bench import isolated, limits, recording, sources
+from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, name
 from torchweld.bench.command import Refusal, add_ops
+from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.report import show_machine
 from torchweld.bench.runner import Plan, Result
-from torchweld.bench.timing import Clock, clock_for
+from torchweld.bench.timing import clock_for
 from torchweld.dispatch import evidence
-from torchweld.registry import OPS
 from torchweld.table import Table, progress
 
 # Tensors of a step, and their shape: few enough for any GPU.
 STEPS = (4, 1024, 1024)
+SIZES = (SMALLEST, MIDDLE)
+DTYPE_NAMES = [name(dtype) for dtype in DTYPES["cuda"]]
+SECONDS_A_JOB = 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,25 +53,25 @@ def run(options: argparse.Namespace) -> int:
 def _tune(ops: list[str]) -> list[Result]:
     if not torch.cuda.is_available():
         raise Refusal("torch sees no GPU here, and on the CPU nothing is left to choose")
-    clock = clock_for("cuda")
-    facts = machine("cuda") | {"copy_gbps": limits.copy_gbps(clock, "cuda")}
+    facts = machine("cuda") | {"copy_gbps": limits.copy_gbps(clock_for("cuda"), "cuda")}
     show_machine(facts)
     record = own_record(facts)
-    backends = {name: recording.gpu_backends(recording.PROVEN[name]) for name in ops}
-    for name, served in backends.items():
-        for backend in served:
-            record.begin(recording.PROVEN[name], backend)
-    of_ops = [OPS[name] for name in ops if name in OPS]
-    wanted = [
-        *cases(of_ops, "cuda", DTYPES["cuda"], (SMALLEST, MIDDLE)),
-        *[steps.few(kind, "cuda", STEPS) for kind in steps.KINDS if kind.rule in ops],
+    jobs = [
+        Job(name, Plan(["fwd", "full"], [backend], [], seconds=0.1), DTYPE_NAMES, SIZES, STEPS)
+        for name in ops
+        for backend in recording.gpu_backends(recording.PROVEN[name])
     ]
-    every = sorted({backend for served in backends.values() for backend in served})
+    print(f"{len(jobs)} processes of some {SECONDS_A_JOB} s each: about {minutes(jobs)} min")
     found = []
-    for at in progress(wanted):
-        found += check_and_time(wanted[at], every, record, clock)
+    for at in progress(jobs):
+        found += check_and_time(jobs[at], record)
     print(f"kept in {record.path}")
     return found
+
+
+def minutes(jobs: Sequence[Job]) -> int:
+    """How long they take, most of it the start of a process."""
+    return math.ceil(SECONDS_A_JOB * len(jobs) / 60)
 
 
 def own_record(facts: dict[str, Any]) -> recording.Record:
@@ -77,18 +82,22 @@ def own_record(facts: dict[str, Any]) -> recording.Record:
     return recording.Record(path, facts, sources.root())
 
 
-def check_and_time(
-    case: Case | steps.StepCase, backends: list[str], record: recording.Record, clock: Clock
-) -> list[Result]:
-    """A case's results, which the record keeps."""
-    plan = Plan(["fwd", "full"], backends, [], seconds=0.1)
-    found = [result for results in steps.measure_either(case, plan, clock) for result in results]
-    record.add_results(found)
-    # A fault is found once, and told of every direction.
-    outcomes = {r.contender: r for r in found if r.contender in backends and r.status != "absent"}
-    for result in outcomes.values():
-        record.add_outcome(result.op, result.contender, result.status == "timed")
-    return found
+def check_and_time(job: Job, record: recording.Record) -> list[Result]:
+    """A job's results, which the record keeps in place of what it had of its op and backend."""
+    found = isolated.run(job)
+    (backend,) = job.plan.backends
+    results = [result for results in found.results for result in results]
+    if found.fault:
+        results += isolated.refused(job, found)
+    mine = [r for r in results if r.contender == backend and r.status != "absent"]
+    if not mine:
+        return results
+    record.begin(recording.PROVEN[job.op], backend)
+    for of_one_direction in found.results:
+        record.add_results(of_one_direction)
+    for result in {(r.label, r.dtype): r for r in mine}.values():
+        record.add_outcome(job.op, backend, result.status == "timed")
+    return results
 
 
 def show(results: list[Result]) -> None:

@@ -452,17 +452,3 @@ def test_evidence_reads_as_results(repository: Path) -> None:
     chosen = {r.contender: (r.speed_up, r.automatic) for r in found}
     assert chosen == {"cuda (stale)": (2.0, False), "triton": (2.5, True)}
     assert "| triton | 2.50x |" in report.markdown(found)
-
-
-@pytest.mark.parametrize("outcome", [True, False])
-def test_the_contract_is_counted_from_pytest(outcome: bool, tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "test_it.py").write_text(
-        "import pytest\n"
-        "IDS = ['layer_norm-gpu-cuda-float32', 'layer_norm-gpu-triton', 'layer_norm-cpu']\n"
-        "@pytest.mark.parametrize('x', [1, 2, 3], ids=IDS)\n"
-        f"def test_it(x): assert {outcome}\n"
-    )
-    counted = list(recording.contract(tmp_path, {("layer_norm", "cuda")}))
-    assert counted == [("layer_norm", "cuda", outcome)]

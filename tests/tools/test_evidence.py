@@ -13,9 +13,10 @@ import torch
 
 import torchweld
 from torchweld import cli, tune
-from torchweld.bench import recording, runner
+from torchweld.bench import isolated, recording, runner
 from torchweld.bench.cases import Case
-from torchweld.bench.timing import wall_time
+from torchweld.bench.isolated import Found, Job
+from torchweld.bench.runner import Plan
 from torchweld.dispatch import cache, evidence
 from torchweld.registry import OPS, Op, activation, parameter
 
@@ -159,8 +160,10 @@ def test_what_tuning_finds_is_gone_by(
         wrong = {"cpu": "wrong"}
         monkeypatch.setattr(runner, "_fault", lambda judge, contender: wrong.get(contender.name))
     record = recording.Record(evidence.own_path(gpu), MACHINE | {"versions": versions}, None)
-    record.begin(LAYER_NORM, "cpu")
-    results = tune.check_and_time(CASE, ["cpu"], record, wall_time)
+    job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
+    monkeypatch.setattr(Job, "cases", lambda job: [CASE])
+    monkeypatch.setattr(isolated, "run", lambda job: Found([*_results(job)], [], None))
+    results = tune.check_and_time(job, record)
     assert {result.direction for result in results} == {"fwd", "full"}
 
     def verdict() -> str | None:
@@ -181,6 +184,32 @@ def test_what_tuning_finds_is_gone_by(
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert str(verdict()).startswith("it has run on no GPU")  # of float32; bfloat16 is planted
     evidence.own.cache_clear()
+
+
+def _results(job: Job) -> list[list[Any]]:
+    """Measured in this process."""
+    return [list(entries) for what, entries in isolated.measured(job) if what == "results"]
+
+
+def test_tuning_keeps_what_it_had_until_it_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was interrupted, or ended before its first case, takes nothing away."""
+    job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
+    monkeypatch.setattr(Job, "cases", lambda job: [CASE])
+    record = recording.Record(tmp_path / "own.json", MACHINE, None)
+    monkeypatch.setattr(isolated, "run", lambda job: Found([*_results(job)], [], None))
+    tune.check_and_time(job, record)
+    before = json.loads(record.path.read_text())["ops"]
+
+    def interrupted(job: Job) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(isolated, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune.check_and_time(job, record)
+    assert json.loads(record.path.read_text())["ops"] == before
+    assert before["layer_norm"]["cpu"]["passed"] == 1
 
 
 @pytest.mark.parametrize("torch_version", [torch.__version__, "9.9"])

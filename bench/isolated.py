@@ -1,0 +1,111 @@
+"""Measures an op in a process of its own: a kernel's fault breaks the GPU for that process only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchweld.bench import steps
+from torchweld.bench.cases import Case, cases
+from torchweld.bench.overhead import Overhead, overhead
+from torchweld.bench.runner import Plan, Result
+from torchweld.bench.timing import clock_for
+from torchweld.registry import OPS
+
+# A process that hangs is ended; torch.compile takes minutes over the largest of ops.
+SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """An op or a rule, and how it is measured."""
+
+    op: str
+    plan: Plan
+    dtypes: Sequence[str] = ()
+    sizes: Sequence[float] | None = None
+    step: Sequence[int] | None = None  # the shape of a rule's tensors; None: the benchmark's
+    quick: bool = False
+    overhead: bool = False
+    device: str = "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.op} on {', '.join(self.plan.backends)}"
+
+    def cases(self) -> Sequence[Case | steps.StepCase]:
+        """What is measured."""
+        if self.op in OPS:
+            dtypes = [getattr(torch, name) for name in self.dtypes]
+            return cases([OPS[self.op]], self.device, dtypes, self.sizes)
+        if self.step is None:
+            return steps.cases([self.op], self.device, self.quick)
+        kinds = [kind for kind in steps.KINDS if kind.rule == self.op]
+        return [steps.few(kind, self.device, tuple(self.step)) for kind in kinds]
+
+
+@dataclass
+class Found:
+    """What came of a job, as far as its process got; `fault` is what ended that."""
+
+    results: list[list[Result]]
+    overheads: list[Overhead]
+    fault: str | None
+
+
+def run(job: Job, seconds: float = SECONDS) -> Found:
+    """Run the job in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told"
+        told.touch()
+        command = [sys.executable, "-m", "torchweld.bench.isolated", json.dumps(asdict(job))]
+        fault = None
+        try:
+            status = subprocess.run([*command, str(told)], timeout=seconds, check=False).returncode
+            if status:
+                fault = f"its process ended with status {status}"
+        except subprocess.TimeoutExpired:
+            fault = f"it took longer than {seconds:g} s"
+        lines = [json.loads(line) for line in told.read_text().splitlines() if line.endswith("}")]
+    results = [[Result(**r) for r in line["results"]] for line in lines if "results" in line]
+    overheads = [Overhead(**o) for line in lines for o in line.get("overheads", [])]
+    return Found(results, overheads, fault)
+
+
+def refused(job: Job, found: Found) -> list[Result]:
+    """That a job's process ended early, as a result of each of its backends."""
+    return [
+        Result(job.op, [], "", "", backend, 0, 0, status="refused", reason=found.fault)
+        for backend in job.plan.backends
+    ]
+
+
+def main(given: str, told: str) -> None:
+    """The process of a job, which writes a line of JSON after every case and direction."""
+    values: dict[str, Any] = json.loads(given)
+    job = Job(**values | {"plan": Plan(**values["plan"])})
+    with Path(told).open("a") as file:
+        for what, entries in measured(job):
+            print(json.dumps({what: [asdict(e) for e in entries]}), file=file, flush=True)
+
+
+def measured(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
+    """What is found in this process, as it is found: "results" and "overheads"."""
+    clock = clock_for(job.device)
+    for case in job.cases():
+        for results in steps.measure_either(case, job.plan, clock):
+            yield "results", results
+    if job.overhead and job.op in OPS:
+        plan = job.plan
+        yield "overheads", overhead(OPS[job.op], job.device, plan.backends, plan.seconds)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

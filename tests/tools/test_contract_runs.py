@@ -1,0 +1,157 @@
+"""Tests and measurements on a GPU: what a kernel that fails, hangs or crashes takes with it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from torchweld.bench import isolated
+from torchweld.bench.cases import SMALLEST
+from torchweld.bench.contract import contract
+from torchweld.bench.isolated import Job
+from torchweld.bench.runner import Plan
+
+# Behind a planted fault every later test of its process fails, as after a kernel's on a GPU.
+_OPS = """
+import os, time
+import pytest
+
+broken = False
+IDS = ["layer_norm-gpu-cuda-a", "layer_norm-gpu-cuda-b", "layer_norm-gpu-triton",
+       "rms_norm-gpu-cuda", "rms_norm-gpu-triton", "layer_norm-cpu",
+       "dropout_add_layer_norm-gpu-cuda"]
+
+
+@pytest.mark.parametrize("target", IDS, ids=IDS)
+def test_it(target):
+    global broken
+    if target == "layer_norm-gpu-cuda-a":
+        FAULT
+    assert not broken
+
+
+def test_more():
+    assert not broken
+"""
+
+
+def _failing(fault: str, tmp_path: Path) -> Counter[tuple[str, str, bool]]:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_it.py").write_text(_OPS.replace("FAULT", fault))
+    targets = {(op, b) for op in ("layer_norm", "rms_norm") for b in ("cuda", "triton")}
+    return Counter(contract(tmp_path, targets, seconds=8))
+
+
+INNOCENT = [("layer_norm", "triton"), ("rms_norm", "cuda"), ("rms_norm", "triton")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcomes"),
+    [
+        ("assert False", [False, True]),
+        ("broken = True", [False, False]),
+        ("os.abort()", [False]),
+        ("time.sleep(1000)", [False]),
+    ],
+    ids=["fails", "breaks", "crashes", "hangs"],
+)
+def test_a_fault_is_of_its_op_and_backend(fault: str, outcomes: list[bool], tmp_path: Path) -> None:
+    start = time.monotonic()
+    counted = _failing(fault, tmp_path)
+    expected = Counter([(*target, True) for target in INNOCENT])
+    expected += Counter([("layer_norm", "cuda", passed) for passed in outcomes])
+    assert counted == expected
+    assert time.monotonic() - start < 60
+
+
+_RULES = """
+import os
+import pytest
+
+broken = False
+
+
+@pytest.mark.parametrize("x", [1, 2], ids=["gpu-cuda-AdamW", "gpu-cuda-Lion"])
+def test_named(x):
+    global broken
+    broken |= x == 1 and BROKEN
+    assert not broken
+
+
+@pytest.mark.parametrize("x", [1, 2], ids=["0-gpu-cuda", "0-emulator"])
+def test_all(x):
+    assert not broken
+
+
+def test_nothing_named():
+    pass
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_rules_fault_is_its_own(broken: bool, tmp_path: Path) -> None:
+    """And what names no rule counts for each."""
+    tests = tmp_path / "tests" / "optim"
+    tests.mkdir(parents=True)
+    (tests / "test_optim_cuda.py").write_text(_RULES.replace("BROKEN", str(broken)))
+    counted = Counter(contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
+    assert counted == Counter(
+        [("adam", "cuda", not broken), ("lion", "cuda", True), *[(r, "cuda", True) for r in RULES]]
+    )
+
+
+RULES = ("adam", "lion")
+
+
+# --- Measurements -----------------------------------------------------------------------------
+
+JOB = Job(
+    op="layer_norm",
+    plan=Plan(("fwd", "full"), ("cpu",), (), seconds=0.0, rounds=(2, 3)),
+    dtypes=("float32",),
+    sizes=(SMALLEST,),
+    overhead=True,
+    device="cpu",
+)
+
+
+def test_a_job_tells_what_it_measured() -> None:
+    found = isolated.run(JOB)
+    assert found.fault is None
+    directions = [{result.direction for result in results} for results in found.results]
+    assert directions == [{"fwd"}, {"full"}]
+    timed = {result.contender for results in found.results for result in results if result.ms}
+    assert timed == {"eager", "cpu"}
+    assert {line.op for line in found.overheads} == {"layer_norm"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("os.abort()", "ended with status -6"), ("time.sleep(99)", "longer than 8 s")],
+    ids=["crashes", "hangs"],
+)
+def test_a_jobs_process_may_end(
+    fault: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it told before counts; the fault is its backend's."""
+    planted = f"""
+import os, time
+from torchweld.bench import steps
+measure = steps.measure_either
+def measure_either(*given):
+    yield next(measure(*given))
+    {fault}
+steps.measure_either = measure_either
+"""
+    (tmp_path / "sitecustomize.py").write_text(planted)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = isolated.run(JOB, seconds=8)
+    assert [result.direction for result in found.results[0]] == ["fwd", "fwd"]
+    assert len(found.results) == 1
+    (refusal,) = isolated.refused(JOB, found)
+    assert (refusal.op, refusal.contender, refusal.status) == ("layer_norm", "cpu", "refused")
+    assert told in (refusal.reason or "")
