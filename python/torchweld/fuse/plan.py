@@ -150,7 +150,8 @@ def _first_that_fits(
             filter_fn(module, view.names[id(module)]) for module in changed
         ):
             return Weldable(where, entry.what, reason="the filter leaves it out")
-        reason = next(filter(None, (view.why_not_inner(part) for part in entry.inner)), None)
+        reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
+        reason = next(filter(None, reasons), None)
         less = None
         if reason is None and (verify or len(entries) > 1):
             reason, less = _tried(entry, view)

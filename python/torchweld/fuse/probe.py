@@ -65,7 +65,7 @@ def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 class Ran(NamedTuple):
     """What a run made: its results, then gradients and buffers; None where there is none."""
 
-    outputs: list[torch.Tensor | None]
+    outputs: list[torch.Tensor]
     others: list[torch.Tensor | None]
 
 
@@ -107,7 +107,7 @@ def _leaf(value: Any, dtype: torch.dtype) -> Any:
 
 def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     """Inputs on which a twin runs, or why none were found."""
-    names = _required(module)
+    names = required(module)
     if names is None or not names:
         return "it takes no input by position"
     error = "nothing in it says how wide its input is"
@@ -125,8 +125,8 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     return f"it did not run on a probe ({error})"
 
 
-def _required(module: torch.nn.Module) -> list[str] | None:
-    """The arguments that a call has to have, and the first."""
+def required(module: torch.nn.Module) -> list[str] | None:
+    """The first argument of a call, and the others that it has to have."""
     parameters = [
         found
         for found in inspect.signature(module.forward).parameters.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -91,11 +91,13 @@ class View:
 
     # --- What a module is, by what it does --------------------------------------------------------
 
-    def activation(self, module: torch.nn.Module) -> tuple[str, str] | None:
-        """Name and approximation of the activation that a module computes."""
+    def activation(self, module: Any) -> tuple[str, str] | None:
+        """Name and approximation of the activation that a module, or a function, computes."""
+        if not isinstance(module, torch.nn.Module):
+            return _activation([module])
         if is_welded(module) or any(True for _ in module.children()) or has_state(module):
             return None
-        found: tuple[str, str] | None = self.once("act", module, lambda: _activation(module))
+        found: tuple[str, str] | None = self.once("act", module, lambda: _module_activation(module))
         return found
 
     def linear(self, module: torch.nn.Module) -> str | None:
@@ -110,6 +112,14 @@ class View:
             return "plain"
         found: str | None = self.once("linear", module, lambda: _linear(module))
         return found
+
+    def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
+        """How wide the input and the result of a linear layer are, of an adapted one too."""
+        if form := self.linear(module):
+            rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
+            return (columns, rows) if form == "plain" else (rows, columns)
+        found = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
+        return found if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
 
     # --- What runs after what ---------------------------------------------------------------------
 
@@ -142,12 +152,12 @@ class View:
             [probe.Edge(parts[a], parts[b[1:]] if b.startswith(".") else b) for a, b in edges],
         )
 
-    def why_not_inner(self, module: torch.nn.Module) -> str | None:
+    def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
         """Why a module's result may not change, or its call be left out."""
         called = self.names.get(id(module)) or type(module).__name__
         if len(self.parents.get(id(module), [])) > 1:
             return f"{called} is shared"
-        if hooks := user_hooks(module):
+        if hooks := hooks_in_words(module, besides="torch.distributed" if is_called else None):
             return f"{called} has {hooks}, which would see something else"
         if reason := why_fixed(module):
             return f"{called}: {reason}"
@@ -183,14 +193,13 @@ def why_fixed(module: torch.nn.Module) -> str | None:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def user_hooks(module: torch.nn.Module) -> str:
-    """The kinds of hooks on it that torch.distributed did not put there, in words."""
+def hooks_in_words(module: torch.nn.Module, besides: str | None) -> str:
+    """The kinds of hooks on it; those of the package `besides` do not count."""
     found = []
     for kind in _HOOKS:
         hooks = getattr(module, kind, {}).values()
-        if any(
-            not str(getattr(h, "__module__", "")).startswith("torch.distributed") for h in hooks
-        ):
+        packages = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        if any(besides is None or not package.startswith(besides) for package in packages):
             found.append(kind.strip("_").replace("_", " "))
     return " and ".join(found)
 
@@ -199,15 +208,23 @@ def _is_sharded_alone(module: torch.nn.Module) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
-def _activation(module: torch.nn.Module) -> tuple[str, str] | None:
-    """Tried on numbers small and large, in training and in evaluation."""
+def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
+    """In training and in evaluation."""
+    try:
+        copies = [Twin(module, _CPU).module.train(training) for training in (True, False)]
+    except CannotCopyError:
+        return None
+    return _activation(copies)
+
+
+def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str, str] | None:
+    """The activation that all of these are, tried on numbers small and large."""
     x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
         5, -1
     )
     try:
-        copy = Twin(module, _CPU).module
         with probe.isolated(_CPU), torch.no_grad():
-            made = [copy.train(training)(x.clone()) for training in (True, False)]
+            made = [function(x.clone()) for function in functions]
     except Exception:
         return None
     for kind, known in ACTIVATIONS.items():
