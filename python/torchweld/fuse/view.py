@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -106,9 +106,14 @@ class View:
         if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
             return None
         weight = module._parameters["weight"]
-        if weight is None or weight.ndim != 2 or set(names) - {"weight", "bias"}:
+        if (
+            weight is None
+            or torch.nn.parameter.is_lazy(weight)
+            or weight.ndim != 2
+            or set(names) - {"weight", "bias"}
+        ):
             return None
-        if type(module).forward is torch.nn.Linear.forward:
+        if forward_of(module) is torch.nn.Linear.forward:
             return "plain"
         found: str | None = self.once("linear", module, lambda: _linear(module))
         return found
@@ -123,20 +128,33 @@ class View:
 
     # --- What runs after what ---------------------------------------------------------------------
 
-    def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str:
-        """The innermost of `module` and what is around it in which `consumer` has an edge."""
-        reason = "what calls it was not found"
+    def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str | None:
+        """The innermost of `module` and what is around it in which a module feeds `consumer`.
+
+        None where it runs and no module does; a reason where nothing runs.
+        """
+        reason: str | None = ""
         for _ in range(3):
             found = self.watched(module)
             if isinstance(found, str):
-                reason = found
+                reason = found if reason == "" else reason
             elif any(edge.consumer is consumer for edge in found.edges):
                 return found
+            else:
+                reason = None
             above = self.parents.get(id(module), [])
             if len(above) != 1:
                 break
             module = above[0]
         return reason
+
+    def between(self, part: torch.nn.Module, scope: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """The modules around `part` that are inside of `scope`."""
+        inside = {id(module) for module in scope.modules()} - {id(scope)}
+        for above in self.parents.get(id(part), []):
+            if id(above) in inside:
+                yield above
+                yield from self.between(above, scope)
 
     def watched(self, module: torch.nn.Module) -> Scope | str:
         """The module with the edges between its leaves, or why it does not run."""
@@ -171,6 +189,13 @@ class View:
 def is_welded(module: torch.nn.Module) -> bool:
     """Whether it was fused already."""
     return isinstance(module, Weld)
+
+
+def forward_of(module: Any) -> Any:
+    """The function that a module's class runs; None where the class has none of its own."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    return getattr(type(module), "forward", None)
 
 
 def has_state(module: torch.nn.Module) -> bool:
@@ -223,7 +248,7 @@ def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str
         5, -1
     )
     try:
-        with probe.isolated(_CPU), torch.no_grad():
+        with torch.no_grad():
             made = [function(x.clone()) for function in functions]
     except Exception:
         return None
@@ -242,7 +267,7 @@ def _linear(module: torch.nn.Module) -> str | None:
         for form, matrix in (("plain", weight), ("transposed", weight.t())):
             if bias is not None and bias.shape != matrix.shape[:1]:
                 continue
-            with probe.isolated(_CPU), torch.no_grad():
+            with torch.no_grad():
                 x = probe.values((2, 5, matrix.shape[1]), _CPU)
                 expected = linear(x, matrix, bias)
                 if _is_near(copy(x), expected.double(), 1e-4):
@@ -263,11 +288,10 @@ def _watched(
     """Inputs and edges, by names in the module; that of a module begins with a dot."""
     try:
         twin = Twin(module, device, torch.float32)
-        with probe.isolated(device):
-            inputs = probe.fitting(twin.module, device)
-            if isinstance(inputs, str):
-                return inputs
-            edges = probe.watch(twin.module, inputs)
+        inputs = probe.fitting(twin.module, device)
+        if isinstance(inputs, str):
+            return inputs
+        edges = probe.watch(twin.module, inputs)
     except CannotCopyError as error:
         return str(error)
     except Exception as error:
@@ -307,7 +331,7 @@ def _of_value(value: Any, seen: dict[int, int]) -> Hashable:
         return type(value), value
     if isinstance(value, torch.nn.Module):
         return _of_module(value, seen)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
         return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
     if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):
         return type(value), frozenset(value)

@@ -13,7 +13,7 @@ from torchweld import functional
 from torchweld.fuse import probe
 from torchweld.fuse.patterns.activation import Identity
 from torchweld.fuse.patterns.edges import pair_before
-from torchweld.fuse.view import Left, Proposal, View, why_fixed
+from torchweld.fuse.view import Left, Proposal, View, forward_of, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 # --- torch.nn.MultiheadAttention ------------------------------------------------------------------
@@ -113,7 +113,7 @@ def _mask(
 
 def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """torch's, of which the weights may be asked for."""
-    own = getattr(type(module), "forward", None)
+    own = forward_of(module)
     if own is not torch.nn.MultiheadAttention.forward:
         return
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
@@ -150,7 +150,7 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
     if not any(isinstance(part, torch.nn.Softmax) for part in module.modules()):
         return
     for consumer in module.children():
-        if type(consumer).forward is not torch.nn.Dropout.forward:
+        if forward_of(consumer) is not torch.nn.Dropout.forward:
             continue
         found = pair_before(consumer, module, view)
         if found is None:
@@ -160,7 +160,7 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
             yield found
             continue
         producer: Any = found.producer
-        if type(producer).forward is not torch.nn.Softmax.forward:
+        if forward_of(producer) is not torch.nn.Softmax.forward:
             continue
         if producer.dim != -1:
             yield Left(consumer, what, f"its dim is {producer.dim}; softmax_dropout's is -1")

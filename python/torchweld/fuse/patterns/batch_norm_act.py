@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fuse.patterns.activation import Identity, in_words
 from torchweld.fuse.patterns.edges import pair_before
-from torchweld.fuse.view import Left, Proposal, View
+from torchweld.fuse.view import Left, Proposal, View, forward_of
 from torchweld.fuse.weld import Change, Weld
 from torchweld.nn.batch_norm import counted_momentum, group_of
 from torchweld.ops.activation.common import ACTIVATIONS
@@ -47,14 +47,14 @@ class BatchNormAct(Weld):
 
 def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """The activations among a module's children, with the batch norms before them."""
-    if not any(type(part).forward in _NORMS for part in module.modules()):
+    if not any(forward_of(part) in _NORMS for part in module.modules()):
         return
     for consumer in module.children():
         kind = view.activation(consumer)
         if kind is None:
             continue
         found = pair_before(consumer, module, view)
-        if not isinstance(found, tuple) or type(found.producer).forward not in _NORMS:
+        if not isinstance(found, tuple) or forward_of(found.producer) not in _NORMS:
             continue
         producer = found.producer
         settings = {"activation": kind[0], "approximate": kind[1]}

@@ -9,7 +9,7 @@ import torch
 
 from torchweld import functional
 from torchweld.fuse import probe
-from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
+from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 
@@ -51,7 +51,7 @@ def add_and_normalize(
 
 def is_layer_norm(module: Any) -> bool:
     """Whether add_and_normalize can take its place."""
-    return type(module).forward is torch.nn.LayerNorm.forward
+    return forward_of(module) is torch.nn.LayerNorm.forward
 
 
 def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from torchweld.fuse import probe
-from torchweld.fuse.view import Left, Scope, View
+from torchweld.fuse.view import Left, Scope, View, forward_of, hooks_in_words
 
 
 class Pair(NamedTuple):
@@ -22,7 +22,9 @@ def pair_before(
 ) -> Pair | Left | None:
     """What `consumer`, a child of `parent`, gets all of its inputs from; None: no one module."""
     scope = _in_sequence(parent, consumer) or view.scope(parent, consumer)
-    what = type(consumer).__name__
+    what = f"{type(consumer).__name__} and what is before it"
+    if scope is None:
+        return None
     if isinstance(scope, str):
         return Left(consumer, what, f"what feeds it is not known: {scope}")
     producers = {edge.producer for edge in scope.edges if edge.consumer is consumer}
@@ -32,16 +34,21 @@ def pair_before(
     (producer,) = producers
     if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
         return Left(consumer, what, f"the {type(producer).__name__} before it feeds others too")
+    for part in (producer, consumer):
+        for around in view.between(part, scope.module):
+            if hooks := hooks_in_words(around, besides=None):
+                called = view.names[id(around)]
+                return Left(consumer, what, f"{called} has {hooks}, which would see something else")
     return Pair(producer, scope)
 
 
 def _in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:
     """In a torch.nn.Sequential the edge is known without a run."""
-    if type(parent).forward is not torch.nn.Sequential.forward:
+    if forward_of(parent) is not torch.nn.Sequential.forward:
         return None
     children = list(parent.children())
     at = next(at for at, child in enumerate(children) if child is consumer)
-    if at == 0:
+    if at == 0 or not probe.is_leaf(children[at - 1]):
         return None
     pair = torch.nn.Sequential(children[at - 1], consumer)
     return Scope(pair, (), [probe.Edge(children[at - 1], consumer)])

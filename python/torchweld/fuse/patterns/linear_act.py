@@ -9,7 +9,7 @@ import torch
 from torchweld import functional
 from torchweld.fuse.patterns.activation import Identity, in_words
 from torchweld.fuse.patterns.edges import pair_before
-from torchweld.fuse.view import Left, Proposal, View
+from torchweld.fuse.view import Left, Proposal, View, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 
@@ -61,12 +61,16 @@ def _with(
         return
     producer = found.producer
     form = view.linear(producer)
+    what = f"{type(producer).__name__} + {type(consumer).__name__}"
     if form is None:
+        if isinstance(producer, torch.nn.Linear):
+            reason = why_fixed(producer) or "it is a linear layer of another kind"
+            yield Left(producer, what, reason)
         return
     settings = {"activation": kind[0], "approximate": kind[1], "transposed": form == "transposed"}
     yield Proposal(
         producer,
-        f"{type(producer).__name__} + {type(consumer).__name__}",
+        what,
         (
             Change(producer, LinearAct, f"linear_act ({in_words(kind)})", settings),
             Change(consumer, Identity),
