@@ -105,16 +105,23 @@ def decide(
     model: torch.nn.Module, filter_fn: Filter | None, verify: bool
 ) -> tuple[list[Decided], list[Weldable]]:
     """What is to be changed, and rows for what is left alone. Changes nothing."""
-    view = View(model)
+    with probe.isolated({tensor.device for tensor in (*model.parameters(), *model.buffers())}):
+        return _decide(View(model), filter_fn, verify)
+
+
+def _decide(
+    view: View, filter_fn: Filter | None, verify: bool
+) -> tuple[list[Decided], list[Weldable]]:
     claimed = {
         id(module.get_submodule(inner))
-        for _, module in find_welds(model)
+        for _, module in find_welds(view.model)
         for inner in module.weld_inner
     }
     accepted: list[Decided] = []
-    left: dict[int, Weldable] = {}
+    unasked = {id(module): row for module, row in _unaskable(view)}
+    left: list[Weldable] = [row for row in unasked.values() if row is not None]
     for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
-        if isinstance(module, Weld):
+        if isinstance(module, Weld) or id(module) in unasked:
             continue
         found = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
         for _, group in itertools.groupby(found, key=lambda entry: id(entry.module)):
@@ -126,8 +133,23 @@ def decide(
                 claimed |= {id(change.module) for change in proposal.changes}
                 claimed |= {id(part) for part in proposal.inner}
             elif answer is not None:
-                left.setdefault(id(entries[0].module), answer)
-    return accepted, [row for key, row in left.items() if key not in claimed]
+                left.append(answer)
+    return accepted, left
+
+
+def _unaskable(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None]]:
+    """Modules that no recogniser is asked about; a row for each that is not inside of another."""
+    for name, module in view.modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted = (
+                isinstance(p, torch.jit.ScriptModule) for p in view.parents.get(id(module), [])
+            )
+            reason = "it is scripted: fuse before scripting"
+            what = module.original_name
+            yield module, None if any(scripted) else Weldable(name, what, reason=reason)
+        elif any(map(torch.nn.parameter.is_lazy, module._parameters.values())):
+            reason = "it is lazy: run the model once, then fuse"
+            yield module, Weldable(name, type(module).__name__, reason=reason)
 
 
 def _first_that_fits(
@@ -150,7 +172,8 @@ def _first_that_fits(
             filter_fn(module, view.names[id(module)]) for module in changed
         ):
             return Weldable(where, entry.what, reason="the filter leaves it out")
-        reason = next(filter(None, (view.why_not_inner(part) for part in entry.inner)), None)
+        reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
+        reason = next(filter(None, reasons), None)
         less = None
         if reason is None and (verify or len(entries) > 1):
             reason, less = _tried(entry, view)
@@ -176,19 +199,18 @@ def _tried(entry: Proposal, view: View) -> tuple[str | None, float | None]:
 
 def _try(entry: Proposal, device: torch.device) -> tuple[str | None, float | None]:
     try:
-        with probe.isolated(device):
-            inputs = entry.inputs
-            if inputs is None:
-                twin = Twin(entry.scope, device, torch.float32)
-                searched = probe.fitting(twin.module, device)
-                if isinstance(searched, str):
-                    return searched, None
-                inputs = tuple(searched)
-            changes = entry.changes
-            reason = why_different(entry.scope, changes, inputs, device, drops=entry.drops)
-            if reason is not None:
-                return f"it computes something else: {reason}", None
-            return None, gain(entry.scope, changes, inputs, device)
+        inputs = entry.inputs
+        if inputs is None:
+            twin = Twin(entry.scope, device, torch.float32)
+            searched = probe.fitting(twin.module, device)
+            if isinstance(searched, str):
+                return searched, None
+            inputs = tuple(searched)
+        changes = entry.changes
+        reason = why_different(entry.scope, changes, inputs, device, drops=entry.drops)
+        if reason is not None:
+            return f"it computes something else: {reason}", None
+        return None, gain(entry.scope, changes, inputs, device)
     except CannotCopyError as error:
         return str(error), None
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -25,13 +25,14 @@ _GLOBAL_HOOKS = [
 
 
 @contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
+def isolated(devices: Collection[torch.device]) -> Iterator[None]:
     """Keep random states, global hooks and torch's modes of the caller out, and as they are."""
     hooks = [dict(found) for found in _GLOBAL_HOOKS]
     python, arrays = random.getstate(), numpy.random.get_state()
     # Kernels too, for what is too small to gain.
-    kernels = use_backend("cpu", "eager") if device.type == "cpu" else nullcontext()
-    cuda = [device] if device.type == "cuda" else []
+    cuda = [device for device in devices if device.type == "cuda"]
+    kernels = nullcontext() if cuda else use_backend("cpu", "eager")
+    default = torch.get_default_device()
     try:
         for found in _GLOBAL_HOOKS:
             found.clear()
@@ -39,8 +40,8 @@ def isolated(device: torch.device) -> Iterator[None]:
             torch.random.fork_rng(cuda),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-            device,
+            torch.autocast("cuda" if cuda else "cpu", enabled=False),
+            torch.device("cpu") if default.type == "meta" else default,
             kernels,
             warnings.catch_warnings(),
         ):
@@ -65,7 +66,7 @@ def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 class Ran(NamedTuple):
     """What a run made: its results, then gradients and buffers; None where there is none."""
 
-    outputs: list[torch.Tensor | None]
+    outputs: list[torch.Tensor]
     others: list[torch.Tensor | None]
 
 
@@ -107,7 +108,7 @@ def _leaf(value: Any, dtype: torch.dtype) -> Any:
 
 def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     """Inputs on which a twin runs, or why none were found."""
-    names = _required(module)
+    names = required(module)
     if names is None or not names:
         return "it takes no input by position"
     error = "nothing in it says how wide its input is"
@@ -125,8 +126,8 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     return f"it did not run on a probe ({error})"
 
 
-def _required(module: torch.nn.Module) -> list[str] | None:
-    """The arguments that a call has to have, and the first."""
+def required(module: torch.nn.Module) -> list[str] | None:
+    """The first argument of a call, and the others that it has to have."""
     parameters = [
         found
         for found in inspect.signature(module.forward).parameters.values()
@@ -186,14 +187,14 @@ class _Watch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if _is_leaf(module):
+        if is_leaf(module):
             self._in_leaf += 1
             for value in tree_leaves((args, kwargs)):
                 if id(value) in self.makers:
                     self.edges.append(Edge(self.makers[id(value)], module))
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if _is_leaf(module):
+        if is_leaf(module):
             self._in_leaf -= 1
             self._kept.append(output)
             if isinstance(output, torch.Tensor):
@@ -217,5 +218,6 @@ def watch(module: torch.nn.Module, inputs: Sequence[Any]) -> list[Edge]:
     return watching.edges
 
 
-def _is_leaf(module: torch.nn.Module) -> bool:
-    return next(module.children(), None) is None
+def is_leaf(module: torch.nn.Module) -> bool:
+    """Whether it contains no module, or only those that compute its parameters."""
+    return module._modules.keys() <= {"parametrizations"}

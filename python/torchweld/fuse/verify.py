@@ -33,8 +33,8 @@ def why_different(
         changes: of parts of `scope`.
         inputs: on which it runs.
         device: where it runs.
-        drops: whether a change draws its dropout from torchweld's stream. Nothing is dropped then;
-            else both drop the same.
+        drops: whether a change draws its dropout from torchweld's stream. Nothing is dropped then,
+            and after that everything; else both drop the same.
     """
     own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
     for dtype in (torch.float32, *sorted(own, key=str)):
@@ -60,12 +60,12 @@ def _differs(
     for change in changes:
         change.of(changed.of(change.module)).apply()
     modules = (original.module, changed.module, exact.module)
-    if drops:
+    runs = ((True, 0.0), (True, 1.0), (False, 1.0)) if drops else ((True, None), (False, None))
+    for training, p in runs:
         for part in (part for module in modules for part in module.modules()):
-            drop_nothing(part)
-    for training in (True, False):
-        for module in modules:
-            module.train(training)
+            part.training = training
+            if p is not None:
+                _set_dropout(part, p)
         where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
         as_cast = nullcontext() if cast is None else torch.autocast(device.type, cast)
         with as_cast:
@@ -88,12 +88,11 @@ def _differs(
     return None
 
 
-def drop_nothing(module: torch.nn.Module) -> None:
-    """Set every probability of dropout to zero."""
+def _set_dropout(module: torch.nn.Module, p: float) -> None:
     if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-        module.p = 0.0
+        module.p = p
     elif isinstance(module, torch.nn.MultiheadAttention):
-        module.dropout = 0.0
+        module.dropout = p
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
@@ -103,37 +102,54 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
 def _compare(
     expected: probe.Ran, found: probe.Ran, truth: probe.Ran, dtype: torch.dtype
 ) -> str | None:
-    results = [ran.outputs for ran in (expected, found, truth)]
-    others = [ran.others for ran in (expected, found, truth)]
-    for name, lists in (("results", results), ("gradients or buffers", others)):
-        if len({len(values) for values in lists}) > 1:
-            return f"the number of {name} differs"
-        for a, b, exact in zip(*lists, strict=True):
-            if (a is None) != (b is None):
-                return f"{name} are missing"
-            if a is not None and (reason := _why_far(a, b, exact, dtype)):
-                return f"{name} {reason}"
+    if not len(expected.outputs) == len(found.outputs) == len(truth.outputs):
+        return "the number of results differs"
+    for a, b, exact in zip(expected.outputs, found.outputs, truth.outputs, strict=True):
+        if reason := _why_far(a, b, exact, dtype):
+            return f"results {reason}"
+    # A gradient may be zero but for rounding, as that of a bias before a batch norm: what others
+    # are rounded by counts.
+    others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
+    for before, after, exactly in zip(expected.others, found.others, truth.others, strict=True):
+        if before is None or after is None:
+            if before is not after:
+                return "gradients are missing"
+        elif reason := _why_far(before, after, exactly, dtype, others):
+            return f"gradients or buffers {reason}"
     return None
 
 
 def _why_far(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    truth: torch.Tensor | None,
+    dtype: torch.dtype,
+    others: Sequence[torch.Tensor] = (),
 ) -> str | None:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
     if not a.is_floating_point() or truth is None or truth.shape != a.shape:
         return None if torch.equal(a, b) else "differ"
+    if not a.numel():
+        return None
+    if not (truth.isfinite().all() and a.isfinite().all()):
+        same = torch.equal(a.isfinite(), b.isfinite())
+        return None if same else "are finite elsewhere"
     truth = truth.double()
-    if not truth.isfinite().all() or not a.numel():
-        return None if torch.equal(a.isfinite(), b.isfinite()) else "differ where they are finite"
     errors = [(value.double() - truth).abs() for value in (a, b)]
     eps = torch.finfo(dtype).eps
-    measures = (lambda t: t.square().mean().sqrt(), lambda t: t.abs().max())
     for measure, of_original, roundings in zip(
-        measures, _OF_ORIGINAL, _ROUNDINGS[dtype], strict=True
+        (_root_mean_square, _largest), _OF_ORIGINAL, _ROUNDINGS[dtype], strict=True
     ):
-        allowed = of_original * measure(errors[0]) + roundings * eps * measure(truth)
-        if not measure(errors[1]) <= allowed:
-            ratio = float(measure(errors[1]) / (eps * measure(truth)))
-            return f"differ by {ratio:.3g} units of rounding"
+        size = max(measure(value) for value in (truth, *others))
+        if not measure(errors[1]) <= of_original * measure(errors[0]) + roundings * eps * size:
+            return f"differ by {measure(errors[1]) / (eps * size):.3g} units of rounding"
     return None
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.double().abs().max()) if values.numel() else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -91,11 +91,13 @@ class View:
 
     # --- What a module is, by what it does --------------------------------------------------------
 
-    def activation(self, module: torch.nn.Module) -> tuple[str, str] | None:
-        """Name and approximation of the activation that a module computes."""
+    def activation(self, module: Any) -> tuple[str, str] | None:
+        """Name and approximation of the activation that a module, or a function, computes."""
+        if not isinstance(module, torch.nn.Module):
+            return _activation([module])
         if is_welded(module) or any(True for _ in module.children()) or has_state(module):
             return None
-        found: tuple[str, str] | None = self.once("act", module, lambda: _activation(module))
+        found: tuple[str, str] | None = self.once("act", module, lambda: _module_activation(module))
         return found
 
     def linear(self, module: torch.nn.Module) -> str | None:
@@ -104,29 +106,55 @@ class View:
         if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
             return None
         weight = module._parameters["weight"]
-        if weight is None or weight.ndim != 2 or set(names) - {"weight", "bias"}:
+        if (
+            weight is None
+            or torch.nn.parameter.is_lazy(weight)
+            or weight.ndim != 2
+            or set(names) - {"weight", "bias"}
+        ):
             return None
-        if type(module).forward is torch.nn.Linear.forward:
+        if forward_of(module) is torch.nn.Linear.forward:
             return "plain"
         found: str | None = self.once("linear", module, lambda: _linear(module))
         return found
 
+    def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
+        """How wide the input and the result of a linear layer are, of an adapted one too."""
+        if form := self.linear(module):
+            rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
+            return (columns, rows) if form == "plain" else (rows, columns)
+        found = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
+        return found if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
+
     # --- What runs after what ---------------------------------------------------------------------
 
-    def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str:
-        """The innermost of `module` and what is around it in which `consumer` has an edge."""
-        reason = "what calls it was not found"
+    def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str | None:
+        """The innermost of `module` and what is around it in which a module feeds `consumer`.
+
+        None where it runs and no module does; a reason where nothing runs.
+        """
+        reason: str | None = ""
         for _ in range(3):
             found = self.watched(module)
             if isinstance(found, str):
-                reason = found
+                reason = found if reason == "" else reason
             elif any(edge.consumer is consumer for edge in found.edges):
                 return found
+            else:
+                reason = None
             above = self.parents.get(id(module), [])
             if len(above) != 1:
                 break
             module = above[0]
         return reason
+
+    def between(self, part: torch.nn.Module, scope: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """The modules around `part` that are inside of `scope`."""
+        inside = {id(module) for module in scope.modules()} - {id(scope)}
+        for above in self.parents.get(id(part), []):
+            if id(above) in inside:
+                yield above
+                yield from self.between(above, scope)
 
     def watched(self, module: torch.nn.Module) -> Scope | str:
         """The module with the edges between its leaves, or why it does not run."""
@@ -142,12 +170,12 @@ class View:
             [probe.Edge(parts[a], parts[b[1:]] if b.startswith(".") else b) for a, b in edges],
         )
 
-    def why_not_inner(self, module: torch.nn.Module) -> str | None:
+    def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
         """Why a module's result may not change, or its call be left out."""
         called = self.names.get(id(module)) or type(module).__name__
         if len(self.parents.get(id(module), [])) > 1:
             return f"{called} is shared"
-        if hooks := user_hooks(module):
+        if hooks := hooks_in_words(module, besides="torch.distributed" if is_called else None):
             return f"{called} has {hooks}, which would see something else"
         if reason := why_fixed(module):
             return f"{called}: {reason}"
@@ -161,6 +189,13 @@ class View:
 def is_welded(module: torch.nn.Module) -> bool:
     """Whether it was fused already."""
     return isinstance(module, Weld)
+
+
+def forward_of(module: Any) -> Any:
+    """The function that a module's class runs; None where the class has none of its own."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    return getattr(type(module), "forward", None)
 
 
 def has_state(module: torch.nn.Module) -> bool:
@@ -183,14 +218,13 @@ def why_fixed(module: torch.nn.Module) -> str | None:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def user_hooks(module: torch.nn.Module) -> str:
-    """The kinds of hooks on it that torch.distributed did not put there, in words."""
+def hooks_in_words(module: torch.nn.Module, besides: str | None) -> str:
+    """The kinds of hooks on it; those of the package `besides` do not count."""
     found = []
     for kind in _HOOKS:
         hooks = getattr(module, kind, {}).values()
-        if any(
-            not str(getattr(h, "__module__", "")).startswith("torch.distributed") for h in hooks
-        ):
+        packages = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        if any(besides is None or not package.startswith(besides) for package in packages):
             found.append(kind.strip("_").replace("_", " "))
     return " and ".join(found)
 
@@ -199,15 +233,23 @@ def _is_sharded_alone(module: torch.nn.Module) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
-def _activation(module: torch.nn.Module) -> tuple[str, str] | None:
-    """Tried on numbers small and large, in training and in evaluation."""
+def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
+    """In training and in evaluation."""
+    try:
+        copies = [Twin(module, _CPU).module.train(training) for training in (True, False)]
+    except CannotCopyError:
+        return None
+    return _activation(copies)
+
+
+def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str, str] | None:
+    """The activation that all of these are, tried on numbers small and large."""
     x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
         5, -1
     )
     try:
-        copy = Twin(module, _CPU).module
-        with probe.isolated(_CPU), torch.no_grad():
-            made = [copy.train(training)(x.clone()) for training in (True, False)]
+        with torch.no_grad():
+            made = [function(x.clone()) for function in functions]
     except Exception:
         return None
     for kind, known in ACTIVATIONS.items():
@@ -225,7 +267,7 @@ def _linear(module: torch.nn.Module) -> str | None:
         for form, matrix in (("plain", weight), ("transposed", weight.t())):
             if bias is not None and bias.shape != matrix.shape[:1]:
                 continue
-            with probe.isolated(_CPU), torch.no_grad():
+            with torch.no_grad():
                 x = probe.values((2, 5, matrix.shape[1]), _CPU)
                 expected = linear(x, matrix, bias)
                 if _is_near(copy(x), expected.double(), 1e-4):
@@ -246,11 +288,10 @@ def _watched(
     """Inputs and edges, by names in the module; that of a module begins with a dot."""
     try:
         twin = Twin(module, device, torch.float32)
-        with probe.isolated(device):
-            inputs = probe.fitting(twin.module, device)
-            if isinstance(inputs, str):
-                return inputs
-            edges = probe.watch(twin.module, inputs)
+        inputs = probe.fitting(twin.module, device)
+        if isinstance(inputs, str):
+            return inputs
+        edges = probe.watch(twin.module, inputs)
     except CannotCopyError as error:
         return str(error)
     except Exception as error:
@@ -290,7 +331,7 @@ def _of_value(value: Any, seen: dict[int, int]) -> Hashable:
         return type(value), value
     if isinstance(value, torch.nn.Module):
         return _of_module(value, seen)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
         return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
     if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):
         return type(value), frozenset(value)

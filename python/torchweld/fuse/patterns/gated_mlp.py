@@ -56,7 +56,7 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
         return
     activations = [name for name, child in children.items() if view.activation(child)]
     dropouts = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
-    layers = {name: size for name, child in children.items() if (size := _sizes(child))}
+    layers = {name: size for name, child in children.items() if (size := view.sizes(child))}
     others = len(children) - len(activations) - len(dropouts) - len(layers)
     if len(activations) != 1 or others or len(dropouts) > 1:
         return
@@ -84,12 +84,6 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
             module,
             inner=(children[activations[0]],),
         )
-
-
-def _sizes(module: torch.nn.Module) -> tuple[int, int] | None:
-    """What a layer takes and returns, an adapter's too."""
-    found = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
-    return found if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
 
 
 def _ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from torchweld import functional
-from torchweld.fuse import probe
 from torchweld.fuse.patterns.activation import Identity, in_words
-from torchweld.fuse.view import Left, Proposal, Scope, View
+from torchweld.fuse.patterns.edges import pair_before
+from torchweld.fuse.view import Left, Proposal, View, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 
@@ -53,54 +53,32 @@ def _with(
     consumer: torch.nn.Module, parent: torch.nn.Module, view: View
 ) -> Iterator[Proposal | Left]:
     kind = view.activation(consumer)
-    assert kind is not None
-    scope = sequential(parent, consumer) or view.scope(parent, consumer)
-    what = type(consumer).__name__
-    if isinstance(scope, str):
-        yield Left(consumer, what, f"whether a linear layer feeds it is not known: {scope}")
+    found = pair_before(consumer, parent, view)
+    if found is None or kind is None:
         return
-    producers = {e.producer for e in scope.edges if e.consumer is consumer}
-    if len(producers) != 1:
-        if sum(view.linear(producer) is not None for producer in producers) > 1:
-            yield Left(consumer, what, "it follows several linear layers")
+    if isinstance(found, Left):
+        yield found
         return
-    (producer,) = producers
+    producer = found.producer
     form = view.linear(producer)
+    what = f"{type(producer).__name__} + {type(consumer).__name__}"
     if form is None:
+        if isinstance(producer, torch.nn.Linear):
+            reason = why_fixed(producer) or "it is a linear layer of another kind"
+            yield Left(producer, what, reason)
         return
-    what = f"{type(producer).__name__} + {what}"
-    if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
-        yield Left(producer, what, "the result goes elsewhere too")
-        return
-    changes = (
-        Change(
-            producer,
-            LinearAct,
-            f"linear_act ({in_words(kind)})",
-            {"activation": kind[0], "approximate": kind[1], "transposed": form == "transposed"},
-        ),
-        Change(consumer, Identity),
-    )
+    settings = {"activation": kind[0], "approximate": kind[1], "transposed": form == "transposed"}
     yield Proposal(
         producer,
         what,
-        changes,
-        scope.module,
+        (
+            Change(producer, LinearAct, f"linear_act ({in_words(kind)})", settings),
+            Change(consumer, Identity),
+        ),
+        found.scope.module,
         inner=(producer, consumer),
-        inputs=scope.inputs or None,
+        inputs=found.scope.inputs or None,
     )
-
-
-def sequential(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:
-    """In a torch.nn.Sequential the edge is known without a run."""
-    if type(parent).forward is not torch.nn.Sequential.forward:
-        return None
-    children = list(parent)  # type: ignore[call-overload]
-    at = next(at for at, child in enumerate(children) if child is consumer)
-    if at == 0:
-        return None
-    pair = torch.nn.Sequential(children[at - 1], consumer)
-    return Scope(pair, (), [probe.Edge(children[at - 1], consumer)])
 
 
 def _functional(module: torch.nn.Module, view: View) -> Iterator[Left]:

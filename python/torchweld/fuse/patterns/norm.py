@@ -11,7 +11,7 @@ import torch
 from torchweld import functional, nn
 from torchweld.fuse import probe
 from torchweld.fuse.twin import CannotCopyError, Twin
-from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
+from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 # The dtype of a result: by those of x and the weight.
@@ -73,9 +73,10 @@ _TORCHS: dict[Any, tuple[type[Weld], str]] = {
 def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """A leaf whose parameters are a weight and perhaps a bias, with an epsilon."""
     what = type(module).__name__
-    if is_welded(module) or module._modules:
+    computed = torch.nn.utils.parametrize.is_parametrized(module)
+    if is_welded(module) or (module._modules and not computed):
         return
-    forward = getattr(type(module), "forward", None)
+    forward = forward_of(module)
     weld, becomes = _TORCHS.get(forward, (Norm, ""))
     if weld is Norm and not _looks_like_one(module):
         return
@@ -135,7 +136,7 @@ def _rule(module: torch.nn.Module, device: torch.device) -> str:
         copy = Twin(module, device, weight).module
         shape = next(copy.parameters()).shape
         try:
-            with probe.isolated(device), torch.no_grad():
+            with torch.no_grad():
                 y = copy(probe.values((2, *shape), device).to(x))
         except Exception:
             continue  # it does not mix them

@@ -1,0 +1,179 @@
+"""Attention whose probabilities are wanted: torch.nn.MultiheadAttention, and softmax + dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from torchweld import functional
+from torchweld.fuse import probe
+from torchweld.fuse.patterns.activation import Identity
+from torchweld.fuse.patterns.edges import pair_before
+from torchweld.fuse.view import Left, Proposal, View, forward_of, why_fixed
+from torchweld.fuse.weld import Change, Weld
+
+# --- torch.nn.MultiheadAttention ------------------------------------------------------------------
+
+
+class MultiheadAttention(Weld):
+    """torch.nn.MultiheadAttention; torch's own runs where the weights are not asked for."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        batched = query.ndim == key.ndim == value.ndim == 3 and not query.is_nested
+        if not (need_weights and torch.is_grad_enabled() and batched) or is_causal:
+            return self.welded_from.forward(  # type: ignore[attr-defined,no-any-return]
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        return _attention(
+            self, (query, key, value), key_padding_mask, attn_mask, average_attn_weights
+        )
+
+
+def _attention(
+    module: Any,
+    given: tuple[torch.Tensor, ...],
+    key_padding_mask: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    average: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch.nn.functional.multi_head_attention_forward does, by softmax_dropout."""
+    q, k, v = (_heads(part, module) for part in _projected(module, given))
+    weights = functional.softmax_dropout(
+        q @ k.transpose(-2, -1),
+        _mask(q, key_padding_mask, attn_mask),
+        scale=1 / math.sqrt(module.head_dim),
+        p=module.dropout,
+        training=module.training,
+    )
+    result = (weights @ v).transpose(1, 2).flatten(2)
+    result = linear(result, module.out_proj.weight, module.out_proj.bias)
+    result = result if module.batch_first else result.transpose(0, 1)
+    return result, weights.mean(1) if average else weights
+
+
+def _projected(module: Any, given: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    bias = module.in_proj_bias
+    if given[0] is given[1] is given[2]:
+        yield from linear(given[0], module.in_proj_weight, bias).chunk(3, -1)
+        return
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    for x, weight, part in zip(given, module.in_proj_weight.chunk(3), biases, strict=True):
+        yield linear(x, weight, part)
+
+
+def _heads(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """[batch, heads, length, head size]."""
+    x = x if module.batch_first else x.transpose(0, 1)
+    return x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+
+
+def _mask(
+    q: torch.Tensor, key_padding_mask: torch.Tensor | None, attn_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """softmax_dropout's mask, of which True takes part, from torch's, of which True does not."""
+    masks = []
+    if attn_mask is not None:
+        shape = (*q.shape[:2], *attn_mask.shape[-2:])
+        masks.append(attn_mask.view(shape) if attn_mask.ndim == 3 else attn_mask)
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None, :])
+    if any(mask.dtype != torch.bool for mask in masks):
+        added = [
+            torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else mask.to(q.dtype)
+            for mask in masks
+        ]
+        return added[0] if len(added) == 1 else added[0] + added[1]
+    kept = [~mask for mask in masks]
+    return None if not kept else kept[0] if len(kept) == 1 else kept[0] & kept[1]
+
+
+def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """torch's, of which the weights may be asked for."""
+    own = forward_of(module)
+    if own is not torch.nn.MultiheadAttention.forward:
+        return
+    layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+    if any(isinstance(parent, layers) for parent in view.parents.get(id(module), [])):
+        return  # they do not ask for the weights
+    attention: Any = module
+    what = type(module).__name__
+    unusual = attention.bias_k is not None or attention.add_zero_attn
+    if reason := why_fixed(module):
+        yield Left(module, what, reason)
+    elif unusual or not attention._qkv_same_embed_dim:
+        yield Left(module, what, "it has other keys and values than its input's")
+    else:
+        changes = (Change(module, MultiheadAttention, "softmax_dropout where weights are wanted"),)
+        inputs = (probe.values((2, 32, attention.embed_dim), view.device(module)),) * 3
+        yield Proposal(module, what, changes, module, inputs=inputs, drops=True)
+
+
+# --- Softmax and dropout --------------------------------------------------------------------------
+
+
+class SoftmaxDropout(Weld):
+    """A dropout that computes the softmax before it too."""
+
+    p: float
+    training: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.softmax_dropout(input, p=self.p, training=self.training)
+
+
+def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """The dropouts among a module's children, with the softmax modules before them."""
+    if not any(isinstance(part, torch.nn.Softmax) for part in module.modules()):
+        return
+    for consumer in module.children():
+        if forward_of(consumer) is not torch.nn.Dropout.forward:
+            continue
+        found = pair_before(consumer, module, view)
+        if found is None:
+            continue
+        what = f"Softmax + {type(consumer).__name__}"
+        if isinstance(found, Left):
+            yield found
+            continue
+        producer: Any = found.producer
+        if forward_of(producer) is not torch.nn.Softmax.forward:
+            continue
+        if producer.dim != -1:
+            yield Left(consumer, what, f"its dim is {producer.dim}; softmax_dropout's is -1")
+            continue
+        if consumer.inplace:  # type: ignore[attr-defined]
+            yield Left(consumer, what, "it works in place")
+            continue
+        yield Proposal(
+            consumer,
+            what,
+            (Change(consumer, SoftmaxDropout, "softmax_dropout"), Change(producer, Identity)),
+            found.scope.module,
+            inner=(producer, consumer),
+            inputs=found.scope.inputs or None,
+            drops=True,
+        )

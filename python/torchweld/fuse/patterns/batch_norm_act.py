@@ -1,0 +1,71 @@
+"""A BatchNorm1d whose result goes only into an activation module, as behind a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fuse.patterns.activation import Identity, in_words
+from torchweld.fuse.patterns.edges import pair_before
+from torchweld.fuse.view import Left, Proposal, View, forward_of
+from torchweld.fuse.weld import Change, Weld
+from torchweld.nn.batch_norm import counted_momentum, group_of
+from torchweld.ops.activation.common import ACTIVATIONS
+
+_NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
+
+
+class BatchNormAct(Weld):
+    """A batch norm of the columns of a matrix with its activation; of other inputs one by one."""
+
+    weld_activation: str
+    weld_approximate: str
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        norm: Any = self
+        if input.ndim != 2:
+            y = self.welded_from.forward(self, input)  # type: ignore[attr-defined]
+            return ACTIVATIONS[self.weld_activation, self.weld_approximate].function(y)
+        tracked = norm.track_running_stats or not norm.training
+        return functional.batch_norm_act(
+            input,
+            norm.running_mean if tracked else None,
+            norm.running_var if tracked else None,
+            norm.weight,
+            norm.bias,
+            norm.training or norm.running_mean is None,
+            counted_momentum(norm),
+            norm.eps,
+            process_group=group_of(norm),
+            activation=self.weld_activation,
+            approximate=self.weld_approximate,
+        )
+
+
+def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """The activations among a module's children, with the batch norms before them."""
+    if not any(forward_of(part) in _NORMS for part in module.modules()):
+        return
+    for consumer in module.children():
+        kind = view.activation(consumer)
+        if kind is None:
+            continue
+        found = pair_before(consumer, module, view)
+        if not isinstance(found, tuple) or forward_of(found.producer) not in _NORMS:
+            continue
+        producer = found.producer
+        settings = {"activation": kind[0], "approximate": kind[1]}
+        yield Proposal(
+            producer,
+            f"{type(producer).__name__} + {type(consumer).__name__}",
+            (
+                Change(producer, BatchNormAct, f"batch_norm_act ({in_words(kind)})", settings),
+                Change(consumer, Identity),
+            ),
+            found.scope.module,
+            inner=(producer, consumer),
+            inputs=found.scope.inputs or None,
+        )

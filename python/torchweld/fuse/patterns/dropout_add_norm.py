@@ -1,0 +1,92 @@
+"""The end of a post-norm block: norm(dropout(linear(x)) + residual), as BERT has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fuse import probe
+from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
+from torchweld.fuse.weld import Change, Weld
+
+
+class DropoutAddNorm(Weld):
+    """norm(dropout(layer(x)) + residual), by the settings of a norm and a dropout."""
+
+    weld_layer: str
+    weld_dropout: str
+    weld_norm: str
+    weld_arguments: tuple[str, str]
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        x, residual = (*given, *(named[name] for name in self.weld_arguments[len(given) :]))
+        x = getattr(self, self.weld_layer)(x)
+        dropout, norm = getattr(self, self.weld_dropout), getattr(self, self.weld_norm)
+        return add_and_normalize(x, residual, dropout, norm)
+
+
+def add_and_normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    dropout: Any,
+    norm: Any,
+    return_residual: bool = False,
+) -> Any:
+    """norm(dropout(x) + residual) in one pass, by the settings and parameters of these modules."""
+    return functional.dropout_add_layer_norm(
+        x,
+        residual,
+        norm.weight,
+        norm.bias,
+        p=dropout.p,
+        eps=norm.eps,
+        training=dropout.training,
+        return_residual=return_residual,
+        normalized_shape=norm.normalized_shape,
+    )
+
+
+def is_layer_norm(module: Any) -> bool:
+    """Whether add_and_normalize can take its place."""
+    return forward_of(module) is torch.nn.LayerNorm.forward
+
+
+def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A module of a linear layer, a dropout and a LayerNorm that takes two inputs."""
+    children = dict(module.named_children())
+    if is_welded(module) or len(children) != 3:
+        return
+    norms = [name for name, child in children.items() if is_layer_norm(child)]
+    dropouts = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
+    layers = [name for name, child in children.items() if view.sizes(child)]
+    if not len(norms) == len(dropouts) == len(layers) == 1:
+        return
+    arguments = probe.required(module)
+    if arguments is None or len(arguments) != 2:
+        return
+    what = type(module).__name__
+    if reason := why_fixed(module):
+        yield Left(module, what, reason)
+        return
+    inner = (*norms, *dropouts)
+    settings: dict[str, Any] = {
+        "layer": layers[0],
+        "dropout": dropouts[0],
+        "norm": norms[0],
+        "arguments": tuple(arguments),
+        "inner": inner,
+    }
+    sizes = view.sizes(children[layers[0]])
+    assert sizes is not None
+    yield Proposal(
+        module,
+        what,
+        (Change(module, DropoutAddNorm, "dropout_add_layer_norm", settings),),
+        module,
+        inner=tuple(children[name] for name in inner),
+        inputs=tuple(probe.values((2, 5, size), view.device(module)) for size in sizes),
+        drops=True,
+    )

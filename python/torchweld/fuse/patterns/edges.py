@@ -1,0 +1,54 @@
+"""Modules whose results go into one other module only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchweld.fuse import probe
+from torchweld.fuse.view import Left, Scope, View, forward_of, hooks_in_words
+
+
+class Pair(NamedTuple):
+    """A module whose result goes only into another, and what was run to see that."""
+
+    producer: torch.nn.Module
+    scope: Scope
+
+
+def pair_before(
+    consumer: torch.nn.Module, parent: torch.nn.Module, view: View
+) -> Pair | Left | None:
+    """What `consumer`, a child of `parent`, gets all of its inputs from; None: no one module."""
+    scope = _in_sequence(parent, consumer) or view.scope(parent, consumer)
+    what = f"{type(consumer).__name__} and what is before it"
+    if scope is None:
+        return None
+    if isinstance(scope, str):
+        return Left(consumer, what, f"what feeds it is not known: {scope}")
+    producers = {edge.producer for edge in scope.edges if edge.consumer is consumer}
+    if len(producers) != 1:
+        several = sum(view.linear(producer) is not None for producer in producers) > 1
+        return Left(consumer, what, "it follows several layers") if several else None
+    (producer,) = producers
+    if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
+        return Left(consumer, what, f"the {type(producer).__name__} before it feeds others too")
+    for part in (producer, consumer):
+        for around in view.between(part, scope.module):
+            if hooks := hooks_in_words(around, besides=None):
+                called = view.names[id(around)]
+                return Left(consumer, what, f"{called} has {hooks}, which would see something else")
+    return Pair(producer, scope)
+
+
+def _in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:
+    """In a torch.nn.Sequential the edge is known without a run."""
+    if forward_of(parent) is not torch.nn.Sequential.forward:
+        return None
+    children = list(parent.children())
+    at = next(at for at, child in enumerate(children) if child is consumer)
+    if at == 0 or not probe.is_leaf(children[at - 1]):
+        return None
+    pair = torch.nn.Sequential(children[at - 1], consumer)
+    return Scope(pair, (), [probe.Edge(children[at - 1], consumer)])

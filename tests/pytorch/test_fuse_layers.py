@@ -1,0 +1,132 @@
+"""Welds that draw dropout of their own, and layers with masks, beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_fuse import Attention, Output
+from torch import nn
+
+import torchweld
+from torchweld import functional
+from torchweld.fuse import Weld
+
+WIDTH, LENGTH = 64, 24
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with torchweld.use_backend("cpu", "eager"):
+        yield
+
+
+def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
+    """The probability may change after fuse(), and a dropout may be in evaluation by itself."""
+    x, residual = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+    block = torchweld.fuse(Output(0.5))
+    assert isinstance(block, Weld)
+    for p, training in ((0.5, True), (0.2, True), (0.2, False)):
+        block.dropout.p = p
+        block.dropout.train(training)
+        torch.manual_seed(4)
+        found = block(x, input_tensor=residual)
+        torch.manual_seed(4)
+        norm = block.LayerNorm
+        expected = functional.dropout_add_layer_norm(
+            block.dense(x), residual, norm.weight, norm.bias, p=p, training=training
+        )
+        assert torch.equal(found, expected)
+    drop = torchweld.fuse(Attention(0.3)).drop
+    assert isinstance(drop, Weld)
+    scores = torch.randn(4, 100, 100)
+    for p, training in ((0.3, True), (0.6, True), (0.6, False)):
+        drop.p = p
+        dropped = (drop.train(training)(scores) == 0).double().mean()
+        assert abs(dropped - p * training) < 0.02  # 8 standard deviations
+
+
+def test_a_layer_drops_with_its_own_probabilities() -> None:
+    """Each of a layer's dropouts changes its result; all of them off, it is the same every time."""
+    layer: Any = nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0)
+    torchweld.fuse(layer)
+    assert isinstance(layer, Weld)
+    x = torch.randn(LENGTH, 2, WIDTH)
+    first = layer(x)
+    assert torch.equal(first, layer(x))
+    for name in ("dropout", "dropout1", "dropout2"):
+        dropout = getattr(layer, name)
+        dropout.p = 0.5
+        assert not torch.allclose(first, layer(x))
+        dropout.eval()
+        assert torch.equal(first, layer(x))
+
+
+def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
+    padding = torch.zeros(batch, LENGTH, dtype=torch.bool)
+    padding[0, -7:] = True
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "boolean": {"attn_mask": causal},
+        "both": {"attn_mask": causal, "key_padding_mask": padding},
+        "added": {"attn_mask": torch.randn(LENGTH, LENGTH)},
+        "added_to_each_head": {"attn_mask": torch.randn(batch * heads, LENGTH, LENGTH)},
+        "added_and_padding": {
+            "attn_mask": torch.randn(LENGTH, LENGTH),
+            "key_padding_mask": torch.randn(batch, LENGTH),
+        },
+    }
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", _masks(1, 1))
+def test_attention_with_masks(name: str, batch_first: bool) -> None:
+    """Results, weights and gradients are torch's, of self and of cross attention."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
+    shape = (2, LENGTH, WIDTH) if batch_first else (LENGTH, 2, WIDTH)
+    x, memory = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    masks = _masks(2, 4)[name]
+    for given in ((x, x, x), (x, memory, memory)):
+        leaves = [x, *attention.parameters()]
+        found = []
+        for welded in (False, True):
+            (torchweld.fuse if welded else torchweld.unfuse)(attention)
+            assert isinstance(attention, Weld) == welded
+            y, weights = attention(*given, **masks)
+            found.append([y, weights, *torch.autograd.grad((y * y.cos()).sum(), leaves)])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's: its fast path, nested tensors
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_transformer_with_masks(norm_first: bool) -> None:
+    """torch.nn.Transformer, causal and padded, in training and in evaluation without gradients."""
+    torch.manual_seed(0)
+    model = nn.Transformer(
+        WIDTH, 4, 2, 2, 128, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    source, target = torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH)
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[0, -5:] = True
+    masks = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(LENGTH),
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+        "tgt_is_causal": True,
+    }
+    found = []
+    for welded in (False, True):
+        (torchweld.fuse if welded else torchweld.unfuse)(model)
+        assert isinstance(model.encoder.layers[0], Weld) == welded
+        y = model.train()(source, target, **masks)
+        with torch.no_grad():
+            z = [model.train(training)(source, target, **masks) for training in (True, False)]
+        found.append([y, *z, *torch.autograd.grad(y.square().sum(), model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)

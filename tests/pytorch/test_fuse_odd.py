@@ -1,0 +1,389 @@
+"""Odd modules: fuse() is right, or leaves them alone with a reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_fuse import FeedForward, Gated, NewGELU, PlainRMSNorm
+from torch import nn
+from torch.nn.functional import gelu, linear
+from torch.nn.utils import parametrizations, prune
+
+import torchweld
+from torchweld.fuse import Weld
+
+WIDTH = 64
+ONE = torch.ones(1)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with torchweld.use_backend("cpu", "eager"):
+        yield
+
+
+class Calls(nn.Module):
+    """A module of parts with a forward that is given."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.call = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self, x)
+
+
+def _fc(out: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, out)
+
+
+def _pair(fc: nn.Module | None = None, act: nn.Module | None = None) -> nn.Module:
+    return Calls(lambda m, x: m.act(m.fc(x)), fc=fc or _fc(), act=act or nn.GELU())
+
+
+def _shared_linear() -> nn.Module:
+    fc = _fc()
+    return nn.Sequential(_pair(fc, nn.GELU()), _pair(fc, nn.SiLU()))
+
+
+def _shared_activation() -> nn.Module:
+    act = NewGELU()
+    return nn.Sequential(_pair(act=act), _pair(act=act))
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(_pair(), _fc())
+    model[1].weight = model[0].fc.weight
+    return model
+
+
+def _hooked(part: str, register: str, hook: Callable[..., None]) -> nn.Module:
+    model = _pair()
+    getattr(model.get_submodule(part), register)(hook)
+    return model
+
+
+def _patched() -> nn.Module:
+    norm = nn.LayerNorm(WIDTH)
+    found = norm.forward
+    norm.forward = lambda x: 2 * found(x)
+    return norm
+
+
+class Doubled(nn.LayerNorm):
+    """Not a layer norm."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """In float32 whatever comes, as many models have it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        wide = nn.functional.layer_norm(
+            input.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+        return wide.type_as(input)
+
+
+class Adapted(nn.Linear):
+    """An adapter that computes something more."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input[..., :1]
+
+
+class Named(nn.Linear):
+    """A subclass that changes nothing."""
+
+
+class Hidden(nn.Module):
+    """A norm whose epsilon is a constant of its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class ClippedGELU(nn.Module):
+    """gelu, but for large numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x).clamp(-10, 10)
+
+
+class Transposed(nn.Module):
+    """GPT-2's Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, 96)), nn.Parameter(torch.ones(96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(*x.shape[:-1], 96)
+
+
+class Failing(nn.Module):
+    """Runs with what its model gives it, and with nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = _fc(), nn.GELU()
+
+    def forward(self, x: torch.Tensor, table: dict[str, float]) -> torch.Tensor:
+        return self.act(self.fc(x)) * table["scale"]
+
+
+class Around(nn.Sequential):
+    """A Sequential of its own mind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def _parent() -> nn.Module:
+    """A part knows its model."""
+    model = nn.Sequential(_pair())
+    model[0].model = [model]
+    return model
+
+
+def _no_op(*_: Any) -> None:
+    pass
+
+
+def _loop(m: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        x = m.act(layer(x))
+    return x
+
+
+# How it is made, what is welded, and why something is not.
+ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
+    "shared linear": (_shared_linear, {"0.act"}, "0.fc is shared"),
+    "shared activation": (_shared_activation, {"0.act"}, "0.act is shared"),
+    "shared norm": (lambda: nn.Sequential(*[nn.LayerNorm(WIDTH)] * 2), {"0"}, ""),
+    "tied weights": (_tied, {"0.fc", "0.act"}, ""),
+    "weight norm": (lambda: _pair(parametrizations.weight_norm(_fc())), {"act"}, "parametrized"),
+    "spectral norm": (
+        lambda: _pair(parametrizations.spectral_norm(_fc())).eval(),
+        {"act"},
+        "parametrized",
+    ),
+    "parametrized norm": (
+        lambda: parametrizations.weight_norm(nn.LayerNorm(WIDTH), dim=None),
+        set(),
+        "parametrized",
+    ),
+    "pruned": (lambda: _pair(prune.l1_unstructured(_fc(), "weight", 0.5)), {"act"}, "another kind"),
+    "functional on the weight": (
+        lambda: Calls(lambda m, x: m.act(linear(x, m.fc.weight)), fc=_fc(), act=nn.GELU()),
+        {"act"},
+        "",
+    ),
+    "functional activation": (
+        lambda: Calls(lambda m, x: gelu(m.fc(x)), fc=_fc()),
+        set(),
+        "function",
+    ),
+    "used twice": (
+        lambda: Calls(lambda m, x: m.act(z := m.fc(x)) + z, fc=_fc(), act=nn.GELU()),
+        {"act"},
+        "computes something else",
+    ),
+    "used by two modules": (
+        lambda: Calls(
+            lambda m, x: m.act(z := m.fc(x)) + m.other(z), fc=_fc(), act=nn.GELU(), other=_fc()
+        ),
+        {"act"},
+        "feeds others too",
+    ),
+    "two linears, one activation": (
+        lambda: Calls(
+            lambda m, x: m.act(m.fc(x)) + m.act(m.other(x)), fc=_fc(), other=_fc(), act=nn.GELU()
+        ),
+        {"act"},
+        "follows several",
+    ),
+    "a loop": (
+        lambda: Calls(_loop, layers=nn.ModuleList([_fc(), _fc()]), act=NewGELU()),
+        {"act"},
+        "follows several",
+    ),
+    "a dropout of zero between": (
+        lambda: nn.Sequential(_fc(), nn.Dropout(0.0), nn.GELU()),
+        {"2"},
+        "",
+    ),
+    "hook on the linear": (
+        lambda: _hooked("fc", "register_forward_hook", _no_op),
+        {"act"},
+        "forward hooks",
+    ),
+    "pre-hook on the activation": (
+        lambda: _hooked("act", "register_forward_pre_hook", _no_op),
+        {"act"},
+        "forward pre hooks",
+    ),
+    "backward hook on the activation": (
+        lambda: _hooked("act", "register_full_backward_hook", _no_op),
+        {"act"},
+        "backward hooks",
+    ),
+    "forward on the instance": (_patched, set(), "set on the instance"),
+    "an activation of who knows what": (
+        lambda: Calls(lambda m, x: m.act(x.clone()), act=nn.GELU()),
+        {"act"},
+        "how wide",
+    ),
+    "in-place activation behind a linear": (
+        lambda: _pair(act=nn.ReLU(inplace=True)),
+        {"fc", "act"},
+        "",
+    ),
+    "leaky relu": (lambda: _pair(act=nn.LeakyReLU()), set(), ""),
+    "clipped gelu": (lambda: _pair(act=ClippedGELU()), set(), ""),
+    "prelu": (lambda: _pair(act=nn.PReLU()), set(), ""),
+    "glu": (lambda: nn.Sequential(_fc(128), nn.GLU()), set(), ""),
+    "doubled norm": (lambda: Doubled(WIDTH), set(), "computes something else"),
+    "wide layer norm": (lambda: WideLayerNorm(WIDTH), {""}, ""),
+    "norm of two dimensions": (lambda: nn.LayerNorm((8, WIDTH)), {""}, ""),
+    "hidden epsilon": (Hidden, set(), ""),
+    "adapter": (lambda: _pair(Adapted(WIDTH, WIDTH)), {"act"}, "another kind"),
+    "subclass": (lambda: _pair(Named(WIDTH, WIDTH)), {"fc", "act"}, ""),
+    "transposed": (lambda: _pair(Transposed()), {"fc", "act"}, ""),
+    "without a bias": (lambda: _pair(nn.Linear(WIDTH, 8, bias=False)), {"fc", "act"}, ""),
+    "no features": (lambda: _pair(_fc(0)), {"act"}, "did not run"),
+    "nested sequence": (lambda: nn.Sequential(nn.Sequential(_fc()), nn.GELU()), {"0.0", "1"}, ""),
+    "sequence with a residual": (lambda: Around(_fc(), nn.GELU()), {"0", "1"}, ""),
+    "scripted": (lambda: torch.jit.script(nn.LayerNorm(WIDTH)), set(), "scripted"),
+    "traced": (lambda: torch.fx.symbolic_trace(_pair()), {"fc", "act"}, ""),
+    "knows its model": (_parent, {"0.fc", "0.act"}, ""),
+    "holds a tensor": (
+        lambda: Calls(lambda m, x: m.act(m.fc(x)) * ONE, fc=_fc(), act=nn.GELU()),
+        {"fc", "act"},
+        "",
+    ),
+    "frozen": (lambda: _pair().requires_grad_(False), {"fc", "act"}, ""),
+    "in evaluation": (lambda: _pair().eval(), {"fc", "act"}, ""),
+    "bfloat16": (lambda: _pair().bfloat16(), {"fc", "act"}, ""),
+    "float64": (
+        lambda: nn.Sequential(_pair(), PlainRMSNorm()).double(),
+        {"0.fc", "0.act", "1"},
+        "",
+    ),
+    "float32 norm in a bfloat16 model": (
+        lambda: Calls(lambda m, x: m.norm(m.fc(x)), fc=_fc().bfloat16(), norm=PlainRMSNorm()),
+        {"norm"},
+        "",
+    ),
+    "nothing": (nn.Identity, set(), ""),
+    "no norm": (
+        lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()),
+        set(),
+        "",
+    ),
+}
+
+
+def _input(model: nn.Module) -> torch.Tensor:
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nn.Linear without features
+@pytest.mark.parametrize("name", ODD)
+def test_right_or_left_alone(name: str) -> None:
+    build, expected, reason = ODD[name]
+    torch.manual_seed(0)
+    model = build()
+    x = _input(model)
+    before = model(x)
+    reasons = [row.reason for row in torchweld.explain(model) if row.reason]
+    assert bool(reasons) == bool(reason), reasons
+    assert not reason or any(reason in found for found in reasons), reasons
+    torchweld.fuse(model)
+    welded = {found for found, module in model.named_modules() if isinstance(module, Weld)}
+    assert welded == expected
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if x.dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(model(x), before, **tolerance)
+    torchweld.unfuse(model)
+    assert torch.equal(model(x), before)
+
+
+def test_a_module_that_needs_what_a_probe_has_not() -> None:
+    """Left alone, with the error; its activation has a weld of its own."""
+    model = nn.Sequential(Failing())
+    rows = {row.where: row for row in torchweld.explain(model)}
+    assert "did not run on a probe" in rows["0.act"].reason or rows["0.act"].becomes
+    torchweld.fuse(model)
+    assert not isinstance(model[0].fc, Weld)
+    x = torch.randn(3, WIDTH)
+    expected = 2 * gelu(model[0].fc(x))
+    torch.testing.assert_close(model[0](x, {"scale": 2.0}), expected)
+
+
+@pytest.mark.parametrize("kind", ["gated", "feed_forward", "norm"])
+def test_on_the_meta_device(kind: str) -> None:
+    """Tried on a copy with numbers; the model gets some later, as by to_empty."""
+    made = {
+        "gated": lambda: Gated(nn.SiLU()),
+        "feed_forward": lambda: FeedForward(nn.GELU()).eval(),
+        "norm": lambda: PlainRMSNorm(1.0),
+    }[kind]
+    real = made()
+    with torch.device("meta"):
+        model = made()
+        torchweld.fuse(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert any(isinstance(module, Weld) for module in model.modules())
+    model.train(real.training).to_empty(device="cpu").load_state_dict(real.state_dict())
+    x = _input(real)
+    torch.testing.assert_close(model(x), real(x))
+
+
+def test_a_lazy_layer_is_welded_when_it_is_one() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.GELU())
+    torchweld.fuse(model)
+    assert not isinstance(model[0], Weld)
+    expected = model(torch.ones(2, WIDTH))
+    torchweld.fuse(torchweld.unfuse(model))
+    assert isinstance(model[0], Weld)
+    torch.testing.assert_close(model(torch.ones(2, WIDTH)), expected)
+
+
+def test_global_hooks_and_modes_of_the_caller() -> None:
+    """Neither a hook on every module nor autocast, inference mode or another default notices."""
+    called: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: called.append(m))
+    model = nn.Sequential(_pair(), PlainRMSNorm())
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            torchweld.fuse(model)
+        assert not called
+        model(torch.randn(2, WIDTH))
+        assert model in called
+    finally:
+        handle.remove()
+    assert {n for n, m in model.named_modules() if isinstance(m, Weld)} == {"0.fc", "0.act", "1"}
+
+
+def test_gradients_are_not_touched() -> None:
+    model = nn.Sequential(_pair(), PlainRMSNorm())
+    model(torch.randn(2, WIDTH)).sum().backward()
+    before = {name: p.grad for name, p in model.named_parameters()}
+    values = copy.deepcopy(model.state_dict())
+    torchweld.fuse(model)
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
