@@ -153,7 +153,7 @@ def _empty(argument: Any, dtype: torch.dtype, device: str) -> Any:
         return torch.empty(made.shape, dtype=made.dtype, device=device)
     if not isinstance(argument, TensorSpec):
         return argument
-    kinds = {"boolean": torch.bool, "seed": torch.int64}
+    kinds = {"boolean": torch.bool, "padding": torch.bool, "seed": torch.int64}
     return torch.empty(argument.shape, dtype=kinds.get(argument.kind, dtype), device=device)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchweld.ops.attention.reference import four
-from torchweld.registry import SEED, Made, activation, boolean, constant, parameter
+from torchweld.registry import SEED, Made, activation, constant, padding, parameter
 from torchweld.sparse import BlockLayout
 
 
@@ -43,7 +43,7 @@ def sized(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
     x = activation(*shape)
     return (
         *(x, x, x, parameter(heads, 1, 1), *_every_other(length)),
-        *(boolean(batch, 1, 1, length), constant(heads, 1, 1)),
+        *(padding(batch, 1, 1, length), constant(heads, 1, 1)),
         *(16, 1, (width or 1) ** -0.5, False, 3.0, 0.1, SEED, *_WHOLE),
     )
 
