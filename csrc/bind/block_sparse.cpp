@@ -39,13 +39,15 @@ Heads heads_of(const Tensor& x) {
   return {data(x), four.stride[0], four.stride[1], four.stride[2]};
 }
 
-const int32_t* integers(const Tensor& x, const Tensor& like) {
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && same_device(x, like) && x.is_contiguous(),
-                  "the layout's lists are not contiguous int32 on the device of q");
+// The integers of a list, which is replaced by a copy if they are not adjacent.
+const int32_t* integers(Tensor& x, const Tensor& like) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && same_device(x, like),
+                  "the layout's lists are not int32 on the device of q");
+  x = packed(x);
   return (const int32_t*)data(x);
 }
 
-Lines lines_of(const Tensor& lines, const Tensor& entries, const Tensor& q, int64_t count) {
+Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count) {
   const Sizes sizes = lines.sizes();
   const Four four(q);
   STD_TORCH_CHECK(sizes.size() == 4 && (sizes[0] == 1 || sizes[0] == four.size[0]) &&
@@ -101,7 +103,7 @@ struct Arguments {
                     "the heads of q are not a multiple of those of k");
   }
 
-  void fill_lists(BlockSparse& a) const {
+  void fill_lists(BlockSparse& a) {
     a.rows.count = (a.queries + a.block - 1) / a.block;
     a.columns.count = (a.keys + a.block - 1) / a.block;
     a.masks = nullptr;

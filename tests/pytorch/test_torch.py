@@ -93,7 +93,8 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
         backend="aot_eager",
         dynamic=dynamic,
     )
-    for position, rows in enumerate((4, 6, 9, 12)):
+    # Not 4: torch takes equal sizes for one, and a layout's lines are four numbers.
+    for position, rows in enumerate((7, 6, 9, 12)):
         settled = position >= (1 if dynamic else 2)
         inputs = materialize(
             target.op.sized((rows, 5), (768,)), torch.float32, target.device, requires_grad=True
@@ -130,7 +131,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
     compiled = torch.compile(
         lambda *inputs: call(op, *inputs), fullgraph=True, backend="aot_eager", dynamic=True
     )
-    for rows, recompiles in ((4, True), (6, False)):
+    for rows, recompiles in ((7, True), (6, False)):
         inputs = materialize(op.sized((rows, 5), (768,)), torch.float32)
         with torch._dynamo.config.patch(error_on_recompile=not recompiles):
             torch.testing.assert_close(compiled(*inputs), op.reference(*inputs))

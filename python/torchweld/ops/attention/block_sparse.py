@@ -272,7 +272,8 @@ OP = Op(
     numerics=Numerics(
         fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
         terms=terms,
-        rounding=dict.fromkeys(("grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),  # y is saved
+        # y was rounded, and is in what all of a query's gradients have in common.
+        rounding={"grad_q": 3.0, "grad_k": 3.0, "grad_v": 1.1, "grad_sinks": 3.0},
     ),
     small=0,
 )
