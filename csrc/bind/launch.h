@@ -64,6 +64,8 @@ void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, 
 
 #else
 
+#include <atomic>
+
 #define TW_FUNCTION(Result, name, ...) \
   const torchweld::Symbol<Result(__VA_ARGS__)> name { #name }
 #define TW_KERNEL(name, Args) TW_FUNCTION(void, name, const torchweld::Args&, int64_t, int64_t)
@@ -112,6 +114,19 @@ void launch(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Arg
             const Tensor& /*like*/, int64_t items, int64_t elements_per_item) {
   const int64_t grain = kElementsPerTask / (elements_per_item + 1) + 1;
   launch_amounts(kernel, args, items, grain, [](int64_t item) { return item; });
+}
+
+// For items of unequal work in order of falling work: every thread takes the next item when it is
+// done with one, so that a long item holds up nobody.
+template <class Args>
+void launch_queue(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
+                  int64_t items, int64_t elements) {
+  const auto run = kernel.get(/*baseline=*/args.dtype == DType::f64);
+  const int64_t grain = elements < kElementsPerTask ? items + 1 : 1;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, items, grain, [&](int64_t, int64_t) {
+    for (int64_t item = next++; item < items; item = next++) run(args, item, item + 1);
+  });
 }
 
 }  // namespace torchweld

@@ -48,12 +48,12 @@ inline U64 counting_from(uint64_t first) {
   return lane + first;
 }
 
-// The words of kWide counters, in counter order.
-struct WordsInOrder {
-  U32 first, second;
+// Four words of each of kWide counters.
+struct Words {
+  U64 word[4];
 };
 
-inline WordsInOrder philox_in_order(U64 c0, U64 c1, U64 c2, U64 c3, uint64_t key) {
+inline Words philox(U64 c0, U64 c1, U64 c2, U64 c3, uint64_t key) {
   uint32_t key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const U64 product0 = multiply(c0, kPhiloxMultiplier[0]);
@@ -65,8 +65,20 @@ inline WordsInOrder philox_in_order(U64 c0, U64 c1, U64 c2, U64 c3, uint64_t key
     key0 += kPhiloxKeyStep[0];
     key1 += kPhiloxKeyStep[1];
   }
+  return {{c0, c1, c2, c3}};
+}
+
+// The words of kWide counters, in counter order.
+struct WordsInOrder {
+  U32 first, second;
+};
+
+inline WordsInOrder philox_in_order(U64 c0, U64 c1, U64 c2, U64 c3, uint64_t key) {
+  const Words words = philox(c0, c1, c2, c3, key);
+  const U64(&c)[4] = words.word;
   U64 first, second;
-  interleave((c0 & 0xffffffffu) | (c1 << 32), (c2 & 0xffffffffu) | (c3 << 32), first, second);
+  interleave((c[0] & 0xffffffffu) | (c[1] << 32), (c[2] & 0xffffffffu) | (c[3] << 32), first,
+             second);
   return {(U32)first, (U32)second};
 }
 

@@ -37,7 +37,8 @@ def test_layouts(target: Target, layout: str) -> None:
     arguments = target.op.sized((2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
     for position, value in enumerate(plain):
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
+        # Integers are a seed, or a layout's lists.
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and not _is_integer(value):
             inputs = list(plain)
             inputs[position] = LAYOUTS[layout](value)
             assert inputs[position].shape == value.shape
@@ -49,6 +50,10 @@ def test_layouts(target: Target, layout: str) -> None:
     found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
     expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def _is_integer(value: torch.Tensor) -> bool:
+    return value.dtype in (torch.int32, torch.int64)
 
 
 @pytest.mark.seams
@@ -116,6 +121,8 @@ def test_unwritten_memory_would_show(target: Target) -> None:
         pytest.skip("torch.empty allocates: see watched.py")
     if len(target.op.forward_signature.results) == 1:
         pytest.skip("without statistics, no width leaves nothing to look at")
+    if target.op.name == "block_sparse_attention":
+        pytest.skip("without width, the sums of its exponentials are still there")
     inputs = materialize(target.op.sized((3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
@@ -127,6 +134,8 @@ def test_more_elements_than_31_bits_count(target: Target) -> None:
 
     Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
     """
+    if target.op.name == "block_sparse_attention":
+        pytest.skip("its rows see each other: its own tests have many heads")
     (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
     dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
     names = target.op.forward_signature.arguments

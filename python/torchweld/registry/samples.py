@@ -64,6 +64,11 @@ def boolean(*shape: int) -> TensorSpec:
     return TensorSpec(shape, "boolean")
 
 
+def padding(*shape: int) -> TensorSpec:
+    """A tensor of booleans of which few are True."""
+    return TensorSpec(shape, "padding")
+
+
 # What dropout draws from: a number that uses both halves of its 64 bits.
 SEED = TensorSpec((1,), "seed")
 _SEED = 0x1234_5678_9ABC_DEF0
@@ -91,6 +96,8 @@ def materialize(
         values = torch.randn(argument.shape, generator=generator, device=device)
         if argument.kind == "boolean":
             return values > -0.7
+        if argument.kind == "padding":
+            return values > 1.0
         if argument.kind == "weight":
             values = values / max(argument.shape[-1], 1) ** 0.5
         else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchweld.ops.attention.reference import four
-from torchweld.registry import SEED, Made, activation, boolean, constant, parameter
+from torchweld.registry import SEED, Made, activation, constant, padding, residual
 from torchweld.sparse import BlockLayout
 
 
@@ -42,9 +42,9 @@ def sized(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
     batch, heads, length, width = (1,) * (4 - len(shape)) + shape
     x = activation(*shape)
     return (
-        *(x, x, x, parameter(heads, 1, 1), *_every_other(length)),
-        *(boolean(batch, 1, 1, length), constant(heads, 1, 1)),
-        *(16, 1, (width or 1) ** -0.5, False, 3.0, 0.1, SEED, *_WHOLE),
+        *(x, x, x, residual(heads, 1, 1), *_every_other(length)),
+        *(padding(batch, 1, 1, length), constant(heads, 1, 1)),
+        *(16, 1, 0.5 * (width or 1) ** -0.5, False, 3.0, 0.1, SEED, *_WHOLE),
     )
 
 
@@ -65,7 +65,7 @@ def _sample(
     of_head = (heads, 1, 1)
     key = activation(*(key_shape or shape))
     return (
-        *(activation(*shape), key, key, parameter(*of_head) if sinks else None),
+        *(activation(*shape), key, key, residual(*of_head) if sinks else None),
         *(_listed(layout) if layout else _NONE),
         *(None, constant(*of_head) if slopes else None, block, group),
         *((shape[-1] or 1) ** -0.5, causal, softcap, p, SEED if p else None, *_WHOLE),
@@ -109,6 +109,8 @@ SAMPLES = (
     ),
     _sample((1, 1, 200, 128), layout=lambda: BlockLayout.strided(200, block=128), block=128),
     _sample((2, 3, 60, 17), causal=True, slopes=True),
+    # As many heads as the errors of sinks are pooled over.
+    _sample((1, 10000, 2, 3), causal=True, sinks=True),
     _sample((2, 0, 8, 16)),
     _sample((2, 3, 0, 16)),
 )

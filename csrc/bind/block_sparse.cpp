@@ -1,0 +1,243 @@
+// block_sparse_attention for torch; the schemas are in python/torchweld/ops.
+#include "core/block_sparse.h"
+
+#include "bind/dropout.h"
+#include "bind/launch.h"
+
+TW_KERNEL(block_sparse_forward, BlockSparseForward);
+TW_KERNEL(block_sparse_delta, BlockSparseBackward);
+TW_KERNEL(block_sparse_grad_q, BlockSparseBackward);
+TW_KERNEL(block_sparse_grad_kv, BlockSparseBackward);
+TW_KERNEL(block_sparse_grad_sinks, BlockSparseBackward);
+
+namespace torchweld {
+namespace {
+
+// Sizes and strides of [*, length, width] with the leading dimensions that were left out.
+struct Four {
+  int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
+
+  explicit Four(const Tensor& x) {
+    const size_t rank = x.sizes().size();
+    STD_TORCH_CHECK(rank >= 1 && rank <= 4, "block_sparse_attention: 1 to 4 dimensions");
+    for (size_t i = 0; i < rank; ++i) {
+      size[4 - rank + i] = x.sizes()[i];
+      stride[4 - rank + i] = x.strides()[i];
+    }
+  }
+};
+
+// The tensor, or a copy of it, whose tokens have adjacent elements.
+Tensor adjacent(const Tensor& x) {
+  const size_t rank = x.sizes().size();
+  const bool is = rank > 0 && (x.sizes()[rank - 1] < 2 || x.strides()[rank - 1] == 1);
+  return is ? x : torch::stable::contiguous(x);
+}
+
+Heads heads_of(const Tensor& x) {
+  const Four four(x);
+  return {data(x), four.stride[0], four.stride[1], four.stride[2]};
+}
+
+// The integers of a list, which is replaced by a copy if they are not adjacent.
+const int32_t* integers(Tensor& x, const Tensor& like) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && same_device(x, like),
+                  "the layout's lists are not int32 on the device of q");
+  x = packed(x);
+  return (const int32_t*)data(x);
+}
+
+Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count) {
+  const Sizes sizes = lines.sizes();
+  const Four four(q);
+  STD_TORCH_CHECK(sizes.size() == 4 && (sizes[0] == 1 || sizes[0] == four.size[0]) &&
+                      (sizes[1] == 1 || sizes[1] == four.size[1]) && sizes[2] == count &&
+                      sizes[3] == 4,
+                  "the layout's lines are not those of q and k");
+  STD_TORCH_CHECK(entries.sizes().size() == 2 && entries.sizes()[1] == 2,
+                  "the layout's entries are not pairs");
+  return {integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
+}
+
+// The arguments of both directions, and the tensors that their pointers lead to.
+struct Arguments {
+  Tensor q, k, v;
+  OptionalTensor sinks, slopes, padding, rows, row_entries, columns, column_entries, masks;
+
+  void fill(BlockSparse& a, int64_t block, int64_t group, double scale, bool causal, double softcap,
+            double p, const OptionalTensor& seed, const Place& place) {
+    a.dtype = dtype_of(q);
+    a.dropout = dropout_of(q, 1, p, seed, place);
+    const Four query(q), key(k), value(v);
+    for (int i = 0; i < 4; ++i) {
+      STD_TORCH_CHECK(key.size[i] == value.size[i], "k and v differ in shape");
+    }
+    STD_TORCH_CHECK(query.size[0] == key.size[0] && query.size[3] == key.size[3],
+                    "k does not go with q");
+    for (const Tensor& x : {k, v}) {
+      STD_TORCH_CHECK(x.scalar_type() == q.scalar_type() && same_device(x, q),
+                      "k and v are not of q's dtype and device");
+    }
+    STD_TORCH_CHECK(block == 16 || block == 32 || block == 64 || block == 128,
+                    "block is not one of 16, 32, 64, 128");
+    a.block = block, a.group = group, a.scale = scale, a.causal = causal, a.softcap = softcap;
+    a.batch = query.size[0], a.heads = query.size[1], a.queries = query.size[2];
+    a.width = query.size[3], a.key_heads = key.size[1], a.keys = key.size[2];
+    check_heads(a, q, place);
+    a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
+    fill_lists(a);
+    fill_beside(a);
+  }
+
+ private:
+  static void check_heads(BlockSparse& a, const Tensor& q, const Place& place) {
+    STD_TORCH_CHECK(a.group > 0, "group is not positive");
+    const size_t rank = q.sizes().size();
+    STD_TORCH_CHECK(place.whole.empty() || (place.whole.back() == a.width &&
+                                            (rank < 2 || place.whole[rank - 2] == a.queries)),
+                    "shard: q lacks queries or columns of its heads");
+    a.first_head = 0;
+    if (a.heads == a.key_heads * a.group) return;
+    if (rank > 2 && !place.offset.empty()) a.first_head = place.offset[rank - 3];
+    STD_TORCH_CHECK(!place.whole.empty() && a.first_head + a.heads <= a.key_heads * a.group,
+                    "the heads of q are not a multiple of those of k");
+  }
+
+  void fill_lists(BlockSparse& a) {
+    a.rows.count = (a.queries + a.block - 1) / a.block;
+    a.columns.count = (a.keys + a.block - 1) / a.block;
+    a.masks = nullptr;
+    if (!rows) return;
+    STD_TORCH_CHECK(row_entries && columns && column_entries && masks, "the layout lacks lists");
+    a.rows = lines_of(*rows, *row_entries, q, a.rows.count);
+    a.columns = lines_of(*columns, *column_entries, q, a.columns.count);
+    const int64_t words = a.block < 32 ? 1 : a.block / 32;
+    STD_TORCH_CHECK(masks->sizes().size() == 2 && masks->sizes()[1] == a.block * words,
+                    "the layout's masks are not of its block");
+    a.masks = integers(*masks, q);
+  }
+
+  void fill_beside(BlockSparse& a) {
+    a.sinks = a.slopes = nullptr;
+    a.padding = nullptr;
+    a.slopes_batch = 0;
+    const ScalarType wide = accumulate_type(a.dtype);
+    if (sinks) {
+      STD_TORCH_CHECK(sinks->numel() == a.heads && same_device(*sinks, q), "sinks is not [heads]");
+      sinks = packed(as_type(*sinks, wide));
+      a.sinks = data(sinks);
+    }
+    if (slopes) {
+      const bool each = slopes->sizes().size() == 4;
+      STD_TORCH_CHECK(slopes->numel() == a.heads * (each ? a.batch : 1) && same_device(*slopes, q),
+                      "alibi_slopes is not [heads] or [batch, heads]");
+      slopes = packed(as_type(*slopes, wide));
+      a.slopes = data(slopes);
+      a.slopes_batch = each ? a.heads : 0;
+    }
+    if (padding) {
+      STD_TORCH_CHECK(padding->scalar_type() == ScalarType::Bool && same_device(*padding, q) &&
+                          padding->numel() == a.batch * a.keys,
+                      "key_padding_mask is not [batch, keys] booleans");
+      padding = packed(padding);
+      a.padding = (const uint8_t*)data(padding);
+    }
+  }
+};
+
+// Tiles of 64 tokens in all blocks.
+int64_t tiles(const BlockSparse& a, int64_t count, int64_t heads) {
+  return count * (a.block > 64 ? a.block / 64 : 1) * a.batch * heads;
+}
+
+int64_t elements(const BlockSparse& a) { return a.batch * a.heads * a.queries * (a.width + 1); }
+
+std::tuple<Tensor, Tensor> block_sparse(
+    Tensor q, Tensor k, Tensor v, OptionalTensor sinks, OptionalTensor rows,
+    OptionalTensor row_entries, OptionalTensor columns, OptionalTensor column_entries,
+    OptionalTensor masks, OptionalTensor padding, OptionalTensor slopes, int64_t block,
+    int64_t group, double scale, bool causal, double softcap, double p, OptionalTensor seed,
+    OptionalShape whole, OptionalShape offset) {
+  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,          slopes, padding,
+                  rows,        row_entries, columns,     column_entries, masks};
+  BlockSparseForward args{};
+  given.fill(args, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  Tensor y = empty(q, q.sizes(), q.scalar_type());
+  const Sizes leading = leading_sizes(q, 1);
+  Tensor lse = empty(q, leading, accumulate_type(args.dtype));
+  args.y = y.mutable_data_ptr();
+  args.lse = lse.mutable_data_ptr();
+  launch_queue(block_sparse_forward, args, tiles(args, args.rows.count, args.heads),
+               elements(args));
+  return {y, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
+    OptionalTensor grad_y, OptionalTensor grad_lse, Tensor q, Tensor k, Tensor v,
+    OptionalTensor sinks, OptionalTensor rows, OptionalTensor row_entries, OptionalTensor columns,
+    OptionalTensor column_entries, OptionalTensor masks, OptionalTensor padding,
+    OptionalTensor slopes, int64_t block, int64_t group, double scale, bool causal, double softcap,
+    double p, OptionalTensor seed, OptionalShape whole, OptionalShape offset, Tensor y, Tensor lse,
+    bool need_q, bool need_k, bool need_v, bool need_sinks) {
+  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,          slopes, padding,
+                  rows,        row_entries, columns,     column_entries, masks};
+  BlockSparseBackward args{};
+  given.fill(args, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  const ScalarType wide = accumulate_type(args.dtype);
+  const Sizes leading = leading_sizes(q, 1);
+  STD_TORCH_CHECK(same_sizes(y.sizes(), q.sizes()) && y.scalar_type() == q.scalar_type() &&
+                      same_sizes(lse.sizes(), leading) && lse.scalar_type() == wide,
+                  "y and lse are not those of the forward pass");
+  if (!grad_y) {
+    grad_y = empty(q, q.sizes(), q.scalar_type());
+    torch::stable::fill_(*grad_y, 0);
+  }
+  STD_TORCH_CHECK(same_sizes(grad_y->sizes(), q.sizes()) &&
+                      grad_y->scalar_type() == q.scalar_type() && same_device(*grad_y, q),
+                  "grad_y does not fit what the forward pass saved");
+  const Tensor grad = adjacent(*grad_y), saved = packed(y), statistics = packed(lse);
+  if (grad_lse) {
+    STD_TORCH_CHECK(same_sizes(grad_lse->sizes(), leading) && grad_lse->scalar_type() == wide,
+                    "grad_lse does not fit what the forward pass saved");
+    grad_lse = packed(grad_lse);
+  }
+  args.grad_y = heads_of(grad);
+  args.y = data(saved);
+  args.lse = data(statistics);
+  args.grad_lse = data(grad_lse);
+  Tensor delta = empty(q, leading, wide);
+  args.delta = delta.mutable_data_ptr();
+  launch(block_sparse_delta, args, q, args.batch * args.heads * args.queries, args.width);
+
+  const auto like = [&](const Tensor& x, bool need, void*& to) {
+    Tensor result = need ? empty(x, x.sizes(), x.scalar_type()) : nothing(x);
+    to = need ? result.mutable_data_ptr() : nullptr;
+    return result;
+  };
+  Tensor grad_q = like(q, need_q, args.grad_q), grad_k = like(k, need_k, args.grad_k);
+  Tensor grad_v = like(v, need_v, args.grad_v), grad_sinks = nothing(q);
+  if (need_q) {
+    launch_queue(block_sparse_grad_q, args, tiles(args, args.rows.count, args.heads),
+                 elements(args));
+  }
+  if (need_k || need_v) {
+    launch_queue(block_sparse_grad_kv, args, tiles(args, args.columns.count, args.key_heads),
+                 elements(args));
+  }
+  if (sinks && need_sinks) {
+    Tensor sums = empty(q, sinks->sizes(), wide);
+    args.grad_sinks = sums.mutable_data_ptr();
+    launch(block_sparse_grad_sinks, args, q, args.heads, args.batch * args.queries);
+    grad_sinks = as_type(sums, sinks->scalar_type());
+  }
+  return {grad_q, grad_k, grad_v, grad_sinks};
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("block_sparse_attention"), TORCH_BOX(&block_sparse));
+  m.impl(TW_OVERLOAD("block_sparse_attention_backward"), TORCH_BOX(&block_sparse_grads));
+}
+
+}  // namespace torchweld
