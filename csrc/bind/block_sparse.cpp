@@ -152,12 +152,14 @@ int64_t tiles(const BlockSparse& a, int64_t count, int64_t heads) {
 
 int64_t elements(const BlockSparse& a) { return a.batch * a.heads * a.queries * (a.width + 1); }
 
-std::tuple<Tensor, Tensor> block_sparse(
-    Tensor q, Tensor k, Tensor v, OptionalTensor sinks, OptionalTensor rows,
-    OptionalTensor row_entries, OptionalTensor columns, OptionalTensor column_entries,
-    OptionalTensor masks, OptionalTensor padding, OptionalTensor slopes, int64_t block,
-    int64_t group, double scale, bool causal, double softcap, double p, OptionalTensor seed,
-    OptionalShape whole, OptionalShape offset) {
+std::tuple<Tensor, Tensor> block_sparse(Tensor q, Tensor k, Tensor v, OptionalTensor sinks,
+                                        OptionalTensor rows, OptionalTensor row_entries,
+                                        OptionalTensor columns, OptionalTensor column_entries,
+                                        OptionalTensor masks, OptionalTensor padding,
+                                        OptionalTensor slopes, int64_t block, int64_t group,
+                                        double scale, bool causal, double softcap, double p,
+                                        OptionalTensor seed, OptionalShape whole,
+                                        OptionalShape offset) {
   Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,          slopes, padding,
                   rows,        row_entries, columns,     column_entries, masks};
   BlockSparseForward args{};

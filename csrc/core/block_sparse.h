@@ -38,12 +38,12 @@ struct Lines {
 
 struct BlockSparse {
   Heads q, k, v;
-  const void* sinks;            // [heads], Accumulate<dtype>, or null
-  const void* slopes;           // Accumulate<dtype>: [heads] or [batch, heads], or null
-  int64_t slopes_batch;         // stride between batches: 0 or heads
-  const uint8_t* padding;       // [batch, keys], not 0: ignored; or null
-  Lines rows, columns;          // lines are null if every block is there
-  const int32_t* masks;         // [masks, block * words]
+  const void* sinks;       // [heads], Accumulate<dtype>, or null
+  const void* slopes;      // Accumulate<dtype>: [heads] or [batch, heads], or null
+  int64_t slopes_batch;    // stride between batches: 0 or heads
+  const uint8_t* padding;  // [batch, keys], not 0: ignored; or null
+  Lines rows, columns;     // lines are null if every block is there
+  const int32_t* masks;    // [masks, block * words]
   int64_t batch, heads, key_heads, queries, keys, width;
   int64_t block, group;
   int64_t first_head;  // of q's, among those that the keys' heads are counted by

@@ -48,7 +48,8 @@ const T* tokens(const Heads& x, int64_t batch, int64_t head, int64_t token) {
 // Rows of accumulators: the tensor's own, or a copy in `scratch` if they are converted or far
 // apart, where they might share a few sets of the cache.
 template <class T, class A>
-const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width, A* scratch) {
+const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width,
+                 A* scratch) {
   const T* from = tokens<T>(x, batch, head, span.first);
   if constexpr (sizeof(T) == sizeof(A)) {
     if (x.token == width) return from;
@@ -156,8 +157,8 @@ class Scores {
     for (int64_t r = 0; r < tile.row.count; ++r) {
       const int64_t row = tile.row.first + r;
       // How far the first lane is from the row; neighbours are one further or nearer.
-      const A first = (A)(keys_in_lanes ? tile.lane.first - row - after_
-                                        : tile.lane.first - row + after_);
+      const A first =
+          (A)(keys_in_lanes ? tile.lane.first - row - after_ : tile.lane.first - row + after_);
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const Vec<A> distance = magnitude(counting() + (first + (A)i));
         store(z + r * lanes + i, load(z + r * lanes + i) - distance * slope_);
@@ -169,8 +170,8 @@ class Scores {
     for (int64_t r = 0; r < tile.row.count; ++r) {
       const int64_t row = tile.row.first + r;
       // The last visible key's lane, or the first query's that sees the row.
-      const A limit = (A)(keys_in_lanes ? row + after_ - tile.lane.first
-                                        : row - after_ - tile.lane.first);
+      const A limit =
+          (A)(keys_in_lanes ? row + after_ - tile.lane.first : row - after_ - tile.lane.first);
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const Vec<A> lane = counting() + (A)i;
         const Bits<A> seen = keys_in_lanes ? lane <= limit : lane >= limit;
@@ -192,9 +193,7 @@ class Scores {
     }
   }
 
-  static void keep(A* z, Bits<A> seen) {
-    store(z, choose<A>(seen, load(z), splat(kExcluded<A>)));
-  }
+  static void keep(A* z, Bits<A> seen) { store(z, choose<A>(seen, load(z), splat(kExcluded<A>))); }
 
   // Bits of a vector's lanes become masks.
   static Bits<A> mask_of(uint32_t word) {
@@ -302,7 +301,8 @@ void online(A* z, int64_t rows, int64_t lanes, A* highest, A* sum, A* fade) {
   for (int64_t i = 0; i < lanes; i += kLanes<A>) {
     const Vec<A> before = load(highest + i);
     Vec<A> most[2] = {before, before};  // two shorten the dependency chain
-    for (int64_t r = 0; r < rows; ++r) most[r & 1] = maximum<A>(load(z + r * lanes + i), most[r & 1]);
+    for (int64_t r = 0; r < rows; ++r)
+      most[r & 1] = maximum<A>(load(z + r * lanes + i), most[r & 1]);
     const Vec<A> now = maximum<A>(most[0], most[1]);
     const Vec<A> base = choose<A>(now == kExcluded<A>, Vec<A>{}, now);
     const Vec<A> faded = exp_nonpositive(before - base);
@@ -549,9 +549,8 @@ void for_items(DType dtype, int64_t begin, int64_t end, Call&& call) {
 
 // Items are tiles of queries, of a head.
 TW_EXPORT void block_sparse_forward(const BlockSparseForward& f, int64_t begin, int64_t end) {
-  for_items(f.dtype, begin, end, [&](auto t, int64_t item) {
-    forward_item<typename decltype(t)::type>(f, item);
-  });
+  for_items(f.dtype, begin, end,
+            [&](auto t, int64_t item) { forward_item<typename decltype(t)::type>(f, item); });
 }
 
 // Items are queries.
@@ -562,16 +561,14 @@ TW_EXPORT void block_sparse_delta(const BlockSparseBackward& b, int64_t begin, i
 
 // Items are tiles of queries, of a head.
 TW_EXPORT void block_sparse_grad_q(const BlockSparseBackward& b, int64_t begin, int64_t end) {
-  for_items(b.dtype, begin, end, [&](auto t, int64_t item) {
-    grad_q_item<typename decltype(t)::type>(b, item);
-  });
+  for_items(b.dtype, begin, end,
+            [&](auto t, int64_t item) { grad_q_item<typename decltype(t)::type>(b, item); });
 }
 
 // Items are tiles of keys, of a key head.
 TW_EXPORT void block_sparse_grad_kv(const BlockSparseBackward& b, int64_t begin, int64_t end) {
-  for_items(b.dtype, begin, end, [&](auto t, int64_t item) {
-    grad_kv_item<typename decltype(t)::type>(b, item);
-  });
+  for_items(b.dtype, begin, end,
+            [&](auto t, int64_t item) { grad_kv_item<typename decltype(t)::type>(b, item); });
 }
 
 // Items are heads.
