@@ -1,6 +1,6 @@
 // Adam and AdamW for torch.
-#include "bind/rule.h"
 #include "core/adam.h"
+#include "bind/rule.h"
 
 TW_KERNEL(adam_step, Step<torchweld::Adam<false>>);
 TW_KERNEL(amsgrad_step, Step<torchweld::Adam<true>>);

@@ -1,6 +1,6 @@
 // LAMB for torch.
-#include "bind/rule.h"
 #include "core/lamb.h"
+#include "bind/rule.h"
 
 TW_KERNEL(lamb_step, Step<torchweld::Lamb>);
 TW_KERNEL(lamb_measure, Step<torchweld::Lamb>);

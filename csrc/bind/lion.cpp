@@ -1,6 +1,6 @@
 // Lion for torch.
-#include "bind/rule.h"
 #include "core/lion.h"
+#include "bind/rule.h"
 
 TW_KERNEL(lion_step, Step<torchweld::Lion>);
 

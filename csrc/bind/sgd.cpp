@@ -1,6 +1,6 @@
 // SGD and LARS for torch.
-#include "bind/rule.h"
 #include "core/sgd.h"
+#include "bind/rule.h"
 
 TW_KERNEL(sgd_step, Step<torchweld::Sgd<false>>);
 TW_KERNEL(momentum_step, Step<torchweld::Sgd<true>>);

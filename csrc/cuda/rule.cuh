@@ -209,7 +209,7 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
         return call(Type<Param>{}, Type<BFloat16>{}, Type<StepTensor>{});
       case StateCodec::blocks:
         return a.splits ? call(Type<Param>{}, Type<uint8_t>{}, Type<SplitTensor>{})
-                      : call(Type<Param>{}, Type<uint8_t>{}, Type<StepTensor>{});
+                        : call(Type<Param>{}, Type<uint8_t>{}, Type<StepTensor>{});
     }
   }
   return call(Type<Param>{}, Type<float>{}, Type<StepTensor>{});
@@ -315,7 +315,7 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
           const StepTensor& t = a.tensors[tensor];
           const int64_t blocks = a.tensors[tensor + 1].first_block - t.first_block;
           piece += a.splits ? pieces_of<SplitTensor>(t, blocks, kSquarePiece)
-                          : pieces_of<StepTensor>(t, blocks, kSquarePiece);
+                            : pieces_of<StepTensor>(t, blocks, kSquarePiece);
         }
         return piece;
       },
@@ -325,11 +325,11 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
 TW_NAMESPACE_END
 
 // The launchers of a rule's kernels by these names.
-#define TW_STEP(name, Rule)                                                                \
+#define TW_STEP(name, Rule)                                                                    \
   TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
-    return torchweld::step(a, stream);                                                     \
+    return torchweld::step(a, stream);                                                         \
   }
-#define TW_MEASURE(name, Rule)                                                             \
+#define TW_MEASURE(name, Rule)                                                                 \
   TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
-    return torchweld::measure(a, stream);                                                  \
+    return torchweld::measure(a, stream);                                                      \
   }
