@@ -1,19 +1,19 @@
-// Adafactor: the second moment of a matrix as the product of its rows' means and its columns' means,
-// by the rules of torch and of transformers.
+// Adafactor, by the rules of torch and of transformers: the second moment of a matrix is the product of
+// the means of its rows and of its columns.
 //
-//   rows, columns   moving averages of the means of g^2 + eps_square, a row or a column each
-//   variance        v_ij = rows_i columns_j / mean(rows); of a tensor that is no matrix, its own
+//   rows, columns   moving averages of the means of g^2 + eps_square over each row and each column
+//   variance        v_ij = rows_i columns_j / mean(rows); a tensor that is no matrix keeps v itself
 //   direction       u = g / sqrt(max(v, eps_floor^2)), its mean square at most clip^2
 //   step            p = p decay - u length;  with a first moment, of beta1: p = p decay - m
 //
-// `length` and `decay` depend on the means of p^2 and u^2, so that a gradient is read three times:
-// for the averages, for the mean of u^2, and for the step. Float32: 24 bytes a parameter.
+// `length` and `decay` depend on the means of p^2 and u^2. So a gradient is read three times: for the
+// averages, for the mean of u^2, and for the step. That is 24 bytes a float32 parameter.
 //
-// The sums of a matrix are made in chunks of its rows, as core/chunks.h has it, on a GPU in slices of
-// these; what is no matrix is cut into rows of kVectorRow elements.
+// A matrix is summed in chunks of its rows, as core/chunks.h has it, and on a GPU in slices of chunks.
+// A tensor that is no matrix is divided into rows of kVectorRow elements.
 //
-// Where devices have parts of a tensor, a pass sums up what is here, and the next one takes the sums
-// of all: averages and means are those of the whole.
+// Where devices have parts of a tensor, a pass sums over the part that is here, and the next pass takes
+// the sums of all devices. Averages and means are those of the whole.
 #pragma once
 
 #include "core/chunks.h"
@@ -22,19 +22,19 @@
 TW_NAMESPACE_BEGIN
 
 struct AdafactorSettings {
-  double decay_rate;  // averages take in a new mean by number^decay_rate
+  double decay_rate;  // averages move towards a new mean by number^decay_rate
   double eps_square, eps_floor, eps_scale, clip, beta1, weight_decay;
   bool relative;      // a step of at most 1 / sqrt(number)
   bool warmup;        // and of at most 10^-6 number, not lr
   bool scaled;        // in proportion to the parameter, or to eps_scale where that is larger
-  bool scaled_decay;  // weight decay too; otherwise by lr alone
+  bool scaled_decay;  // weight decay too; otherwise only by lr
 };
 
 struct AdafactorLengths {
   double decay, length;
 };
 
-// NaN stays.
+// NaN stays NaN.
 template <class V, class Bound>
 TW_HD V at_least(V v, Bound least) {
   return v < least ? V{} + least : v;
@@ -55,19 +55,19 @@ TW_HD AdafactorLengths adafactor_lengths(const AdafactorSettings& s, double lr, 
   return {1 - s.weight_decay * decayed, rate * scale / excess};
 }
 
-// What averages take in a new mean by.
+// How far averages move towards a new mean.
 TW_HD float adafactor_rate(const AdafactorSettings& s, double number) {
   return (float)pow(number, s.decay_rate);
 }
 
-// An average that takes in the mean of `elements` squares, whose sum this is.
+// The average after it takes in the mean of `elements` squares with this sum.
 TW_HD float take_in_mean(const AdafactorSettings& s, float rate, float average, double sum,
                          int64_t elements) {
   const float mean = (float)(sum / elements + s.eps_square);
   return average + rate * (mean - average);
 }
 
-// The mean of a matrix's rows, whose averages have this sum.
+// The mean of the averages of a matrix's rows, from their sum.
 TW_HD float adafactor_mean(const AdafactorSettings& s, double of_averages, int64_t rows) {
   return (float)at_least(of_averages / rows, s.eps_floor);
 }
@@ -82,12 +82,12 @@ struct AdafactorDirection {
         floor((float)(s.eps_floor * s.eps_floor)),
         ceiling((float)(s.eps_floor > 0 ? 1 / s.eps_floor : __builtin_inf())) {}
 
-  // Of a matrix: by what its row's average and its columns' have made.
+  // An element of a matrix, by the scales of its row and its column.
   template <class V>
   TW_HD V factored(V g, float row_scale, V column_scale) const {
     return g * at_most(column_scale * row_scale, ceiling);
   }
-  // Otherwise by its own average, which takes the gradient in.
+  // Another element, by its own average, which takes the gradient in.
   template <class V>
   TW_HD V own(V g, V& variance) const {
     variance = variance + (g * g + eps - variance) * rate;
@@ -97,9 +97,9 @@ struct AdafactorDirection {
 
 constexpr int64_t kVectorRow = 4096;
 
-// moment[0] are the rows' averages and moment[1] the columns', or moment[0] the elements';
-// moment[2] is the first moment, or null. A matrix is `chunks` of rows times `slices` of columns;
-// first_block is the first of these among those of all tensors.
+// moment[0] has the averages of rows and moment[1] those of columns, or moment[0] those of elements.
+// moment[2] is the first moment, or null. A matrix has `chunks` of rows times `slices` of columns as
+// blocks, and first_block counts these over all tensors.
 struct FactoredTensor : StepTensor {
   int64_t matrices, height, columns;  // of `columns` elements a row; the last row may have less
   int64_t chunks, slices;
@@ -137,7 +137,7 @@ struct Adafactor {
   bool counts;  // whether the steps are counted up
 };
 
-// From a tensor's squares.
+// From the squares of a tensor.
 TW_HD void set_lengths(const Adafactor& a, FactoredTensor& t) {
   const double elements = t.whole_elements > 0 ? (double)t.whole_elements : 1;
   const auto lengths = adafactor_lengths(a.settings, t.lr.read(), t.number, t.squares[0] / elements,

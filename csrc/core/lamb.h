@@ -1,4 +1,4 @@
-// LAMB: Adam's step, weight decay included, lengthened or shortened to the tensor's own scale.
+// LAMB: Adam's step, weight decay included, at each tensor's own scale.
 //
 //   step   u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
 //   then   p = p - lr ratio u,  ratio = |p| / |u| over the whole tensor

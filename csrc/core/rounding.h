@@ -1,9 +1,9 @@
-// Stochastic rounding of float32 to bfloat16: up or down to one of the two that are next to it, with
-// probabilities that make it right on average. Nothing is lost of steps that are too small for the
-// nearest one to move.
+// Stochastic rounding of float32 to bfloat16: up or down to one of the two next to the value, with
+// probabilities that make the result right on average. Steps that are too small to change the nearest
+// bfloat16 are not lost.
 //
-// Bits are random by the parameter, the step, and where an element lies in the whole tensor, so that
-// every backend and every shard rounds it alike and no generator has a state:
+// The random bits depend on the parameter, the step, and where an element lies in the whole tensor. So
+// every backend and every shard rounds the element alike, and no generator has a state:
 //
 //   counter = (low and high half of element >> 3, step, 1 + the parameter's number), key = 0;
 //   eight elements take the halves of four words, the low half first.
@@ -31,8 +31,8 @@ TW_HD PhiloxWords rounding_words(const Rounding& rounding, uint64_t group) {
   return philox({{low, high, rounding.step, rounding.parameter}}, 0, 0);
 }
 
-// A float's bits to a bfloat16's; `random` is 16 bits. From the largest bfloat16 on it is the nearest
-// one, so that infinity is not nearer than it would be; NaN becomes the quiet NaN of torch's.
+// The bits of a float as those of a bfloat16; `random` is 16 bits. From the largest bfloat16 on,
+// rounding is to the nearest: randomness brings infinity no nearer. NaN becomes torch's quiet NaN.
 template <class Bits>
 TW_HD Bits rounded_half(Bits bits, Bits random) {
   const Bits magnitude = bits & 0x7fffffffu, zero = Bits{};

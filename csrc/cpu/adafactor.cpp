@@ -1,4 +1,4 @@
-// Adafactor on the CPU: passes over all elements, and over averages alone between them.
+// Adafactor on the CPU: passes over all elements, and passes over averages between them.
 #include "cpu/optim.h"
 
 #include <type_traits>
@@ -74,7 +74,7 @@ void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix
   add_chunks(t.column_sums + matrix * width, partials, t.chunks, width, 0, width);
 }
 
-// Takes the means of `elements` each, whose sums these are, into averages.
+// Take means into averages: sums of so many elements each, divided by their number.
 void take_in(const Adafactor& a, const FactoredTensor& t, float* averages, const double* sums,
              int64_t count, int64_t elements) {
   for (int64_t i = 0; i < count; ++i) {
@@ -92,7 +92,7 @@ void average_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix)
   t.average_sums[matrix] = sum;
 }
 
-// What both averages make of a gradient.
+// The scales of rows and columns that turn a gradient into a direction.
 void scale_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
   const int64_t row = matrix * t.height, column = matrix * t.columns;
   const float* rows = (float*)t.moment[0] + row;
@@ -202,7 +202,7 @@ void with_kind(const Adafactor& a, Call&& call) {
 TW_EXPORT int64_t adafactor_chunks(int64_t height) { return chunks_of(height); }
 TW_EXPORT int64_t adafactor_slices(int64_t /*columns*/) { return 1; }
 
-// Items are chunks; of matrices alone.
+// Items are chunks of matrices.
 TW_EXPORT void adafactor_sum(const Adafactor& a, int64_t begin, int64_t end) {
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;

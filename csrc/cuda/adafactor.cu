@@ -1,7 +1,7 @@
 // Adafactor in CUDA. Nothing here has been measured yet: what follows is the argument for the design,
 // and bench/evidence is where figures will be.
 //
-// 1. The floor. A gradient is read three times and a parameter twice, which is written once: 24 bytes
+// 1. The floor. A gradient is read three times, a parameter is read twice and written once: 24 bytes
 //    of float32, 12 of 16 bits. At the 4.3 TB/s that a copy reaches on an H200, 10^9 float32 parameters
 //    take 5.6 ms. A vector's averages are read twice and written once more, 12 bytes; a first moment is
 //    read and written, 8.
@@ -34,7 +34,7 @@
 //    averages is one warp's: 8192 rows take some 20 us. Matrices of a few elements, as convolutions
 //    have them, leave most of a warp idle: what they cost is latency, not bytes.
 //
-// 6. Sums are float64, by lane, warp, block and matrix, in an order that sizes alone decide. Elements
+// 6. Sums are float64, by lane, warp, block and matrix, in an order that only sizes decide. Elements
 //    have the bits of the CPU's kernel, but where sums in another order round to another float32;
 //    products are not fused with sums (the flags are in build.py).
 #include "cuda/optim.cuh"
@@ -50,7 +50,7 @@ using namespace torchweld;
 
 constexpr int kTileThreads = 128;
 constexpr int kTileWarps = kTileThreads / kWarp;
-// On a multiprocessor, at the registers that this leaves; to round at random takes some more.
+// Blocks of threads on a multiprocessor. Stochastic rounding takes some more registers.
 template <class Param>
 constexpr int kTileCtas = std::is_same<Param, RoundedParam>::value ? 3 : 4;
 
@@ -67,7 +67,7 @@ struct Tile {
     matrix = chunk_of_all / t.chunks;
     chunk = chunk_of_all - matrix * t.chunks;
   }
-  // Of a lane's group, in the matrix.
+  // The first column of a lane's group in the matrix.
   __device__ __forceinline__ int64_t column(int group) const {
     return slice * kSlice + place(group);
   }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void for_tile(const Adafactor& a, Body&& body) {
   body(t, Tile(t, block - t.first_block), block);
 }
 
-// Where groups are accessed as one, those past the end of a row are left out.
+// Groups past the end of a row are left out where groups are accessed as one.
 template <bool InFours>
 struct RowAccess : Access<InFours> {
   template <class T>
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kStepThreads) sum_averages(const Adafactor __g
   if (lane() == 0) t.average_sums[matrix] = sum;
 }
 
-// What both averages make of a gradient.
+// The scales of rows and columns that turn a gradient into a direction.
 __global__ void __launch_bounds__(kStepThreads) make_scales(const Adafactor __grid_constant__ a) {
   for_average(a, [&](const FactoredTensor& t, int64_t i, int64_t rows) {
     if (i < rows) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kStepThreads) make_scales(const Adafactor __gr
 
 // --- Directions ---------------------------------------------------------------------------------
 
-// A lane's elements of a row, and their directions; zeros where there are none.
+// The elements of a row that a lane has, and their directions; zeros past the end.
 template <class Param>
 struct LaneOfRow {
   Param param[kTileGroups];
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
 
 // --- Launches -----------------------------------------------------------------------------------
 
-// Tensors by value, and what their numbers of steps make.
+// Tensors by value, with what depends on the numbers of their steps.
 constexpr int kTensorsAtOnce = 96;
 struct Prepare {
   FactoredTensor tensors[kTensorsAtOnce];
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(kTensorsAtOnce)
   if (a.counts && a.found_inf.read() == 0) a.steps[i].write(number);
 }
 
-// Whether what is accessed by elements can be in groups of four, whatever the row.
+// Whether the elements of every row can be accessed in groups of four.
 template <class T>
 bool in_fours(const Adafactor& a, const FactoredTensor& t) {
   bool aligned = t.columns % 4 == 0 && t.width % 4 == 0;
@@ -414,7 +414,7 @@ cudaError_t prepare(const Adafactor& a, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// With so many blocks of threads that each has `each` items.
+// Launch as many blocks of threads as there are `each` items.
 template <class Kernel>
 cudaError_t launch_over(Kernel* kernel, const Adafactor& a, int64_t items, int each, int threads,
                         cudaStream_t stream) {
@@ -448,7 +448,7 @@ cudaError_t with_storage(const Adafactor& a, Call&& call) {
   return cudaErrorInvalidValue;
 }
 
-// call(Type<Param>{}); what is only read is not rounded.
+// call(Type<Param>{}); parameters that are only read are not rounded.
 template <bool Writes, class Call>
 cudaError_t with_params(const Adafactor& a, Call&& call) {
   if constexpr (Writes) {
@@ -470,7 +470,7 @@ TW_EXPORT int64_t adafactor_chunks(int64_t height) {
   const int64_t chunks = (height + 15) / 16;
   return chunks < 1 ? 1 : chunks > 256 ? 256 : chunks;
 }
-// One of nothing too: the sums of its rows are zeros.
+// A matrix without columns has one too, so that the sums of its rows are written.
 TW_EXPORT int64_t adafactor_slices(int64_t columns) {
   return columns > 0 ? (columns + kSlice - 1) / kSlice : 1;
 }

@@ -1,5 +1,5 @@
-// What a lane of a warp holds of a block of an optimizer's step: parameters and moments in their
-// codecs. optim.cu has the argument.
+// What a lane of a warp holds of a block during a step: parameters and moments in their codecs.
+// rule.cuh has the argument for the design.
 #pragma once
 
 #include <type_traits>
@@ -15,11 +15,12 @@ TW_NAMESPACE_BEGIN
 
 constexpr int kStepThreads = 256;
 constexpr int kStepWarps = kStepThreads / kWarp;
-// On a multiprocessor, at the registers that this leaves; with three moments 80 are too few.
+// Blocks of threads on a multiprocessor. With three moments, the 80 registers that three leave are
+// too few.
 template <class Rule>
 constexpr int kStepCtas = Rule::kMoments < 3 ? 3 : 2;
 
-// What rules in core/ take of a number.
+// Rules in core/ ask this of a number.
 TW_HD float square_root(float v) { return sqrtf(v); }
 
 // --- Parameters ---------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ __device__ __forceinline__ void for_moments(Call&& call) {
   }
 }
 
-// One of whose rows other devices have a part.
+// A tensor whose rows are split across devices.
 struct SplitTensor : StepTensor {
   SplitRows rows;
 };
@@ -163,8 +164,8 @@ class LaneOfBlock {
     }
   }
 
-  // call(p, g, m, whether the element is there) for each of the lane's elements, which are zeros
-  // past the end of a block; what is left in p and m is what save() stores.
+  // call(p, g, m, whether the element is there) for each element of the lane. Elements past the end
+  // of a block are zeros. save() stores what the call leaves in p and m.
   template <class Call>
   __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
 #pragma unroll
@@ -233,7 +234,7 @@ class LaneOfBlock {
     });
   }
 
-  // Of cut rows: of what is here of the block.
+  // For split rows: find the absmax of the piece.
   __device__ __forceinline__ void save_absmaxes() const {
     for_moments<N>([&](auto k) {
       const float largest = largest_magnitude(m_[k]);
@@ -253,7 +254,7 @@ class LaneOfBlock {
     return {begin, left < kQuantBlock ? left : kQuantBlock};
   }
 
-  // Blocks that a lane has elements of: narrow rows do not go on in another group.
+  // A lane has elements of so many blocks; a narrow row lies within one group.
   static constexpr int kBlocks = Narrow ? kGroups : 1;
   static __device__ __forceinline__ int block_of(int group) { return Narrow ? group : 0; }
   __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }
@@ -262,13 +263,13 @@ class LaneOfBlock {
   __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
 #pragma unroll
     for (int at = 0; at < kBlocks; ++at) {
-      // Divided by a power of two.
+      // A division by a power of two.
       const uint32_t row = Narrow ? (uint32_t)place(at) >> (__ffs((int)t_.width) - 1) : 0;
       call(at, turn_.block + row, row < turn_.blocks);
     }
   }
 
-  // call(group -> its Access): one branch for all that is read or written.
+  // call(group -> its Access), so that all reads or writes share one branch.
   template <class Call>
   __device__ __forceinline__ void with_access(Call&& call) const {
     const auto left = [&](int group) { return (int)here_.count - place(group); };

@@ -20,8 +20,8 @@ int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
   return (blocks + of_piece - 1) / of_piece;
 }
 
-// Tensors of a launch, by value: nothing has to be copied to the device, and a graph has them. Each
-// block of threads has a piece of `piece` turns, which lie in one tensor.
+// The tensors of a launch, by value: nothing has to be copied to the device, and a graph contains them.
+// Each block of threads has a piece of `piece` turns within one tensor.
 template <class Tensor>
 constexpr int kBatchTensors = kIsSplit<Tensor> ? 224 : 320;
 template <class Tensor>
@@ -71,7 +71,7 @@ cudaError_t for_batches(const StepTensor* tensors, const SplitRows* splits, int6
   return cudaSuccess;
 }
 
-// The turns of the piece that this block of threads has: body(tensor, turn) in each warp.
+// body(tensor, turn) in each warp, for the turns of the piece that this block of threads has.
 template <class Tensor, class Body>
 __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batch, int at,
                                                    Body&& body) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batc
 
 // --- Stochastic rounding ------------------------------------------------------------------------
 
-// How the tensors of a step are rounded, and by which step: to where their masters are.
+// How the tensors of a step are rounded, and by which step; written to where their masters would be.
 constexpr int kRoundingsAtOnce = 192;
 struct MakeRoundings {
   Rounding roundings[kRoundingsAtOnce];
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kStepThreads) sum_ranges(const Ranges __grid_c
   }
 }
 
-// Sums of `Numbers` numbers over the pieces of each of `count` ranges; first(i) begins one.
+// Sums of `Numbers` numbers over the pieces of each of `count` ranges; range i begins at first(i).
 template <int Numbers, class First>
 cudaError_t sum(const double* pieces, double* sums, int64_t count, First&& first,
                 cudaStream_t stream) {

@@ -7,9 +7,9 @@
 
 TW_NAMESPACE_BEGIN
 
-// 16 bits each, the first one's lowest. Where four elements lie side by side in the whole tensor a
-// call of Philox has those of all of them, and of four more, which are another lane's. One loop for
-// both cases: a kernel has this four times.
+// 16 bits for each element, the first one's lowest. Where four elements lie side by side in the whole
+// tensor, one call of Philox has the bits of all four, and of four elements of another lane. One loop
+// serves both cases, since a kernel contains this four times.
 __device__ __forceinline__ uint64_t rounding_bits(const Rounding& rounding, int64_t first) {
   const bool together = rounding.in_fours && first % 4 == 0;
   uint64_t bits = 0;

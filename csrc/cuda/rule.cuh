@@ -37,9 +37,9 @@
 //    64 blocks of 256 elements then, 256 KB of traffic. Look-ups of 32 lanes in 32 banks take some 3.5
 //    turns, 110 cycles for a block whose bytes take 220.
 //
-// 5. The reference's bits: products are not fused with sums here, but where a function says so (the
-//    flags are in build.py), roots and divisions are rounded right. Sums of squares are float64, by
-//    lane, block of threads, tensor: in an order that sizes alone decide.
+// 5. The reference's bits: products are not fused with sums except where a function says so (the flags
+//    are in flags.py), and roots and divisions are rounded right. Sums of squares are float64, by
+//    lane, block of threads, tensor: in an order that only sizes decide.
 #pragma once
 
 #include "cuda/optim.cuh"
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
 
 // --- Measures -----------------------------------------------------------------------------------
 
-// What a step would be: nothing is written but a piece's squares.
+// Compute the step, and write only the squares of the piece.
 template <class Param, class State, class Tensor, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     measure_pieces(const StepLaunch<Tensor, Rule> __grid_constant__ a) {

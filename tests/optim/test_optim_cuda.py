@@ -288,6 +288,27 @@ def test_the_norm_of_gradients(dtype: torch.dtype, cuda_device: str) -> None:
     assert sum_of_squares(grads[2:3]) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_norm_of_gradients_of_any_size(dtype: torch.dtype, cuda_device: str) -> None:
+    """Squares that float32 does not hold, many sizes in one run, and roundings all to one side."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.finfo(dtype)
+    runs = [torch.full((600,), value, dtype=dtype) for value in (1.1, 1 + limits.eps, limits.max)]
+    for exponent in range(-149, 128, 4):
+        drawn = torch.randn(257, generator=generator, dtype=torch.float64)
+        spread = torch.randint(-30, 1, (257,), generator=generator)
+        run = (drawn * 2.0**exponent * 2.0**spread).clamp(limits.min, limits.max)
+        runs.append(run.to(dtype))
+    for run in runs:
+        exact = run.double().square().sum()
+        found = sum_of_squares([run.to(cuda_device)])
+        torch.testing.assert_close(found.cpu(), exact, rtol=1e-13, atol=0)
+    for bad, expected in ((torch.inf, torch.inf), (torch.nan, torch.nan)):
+        run = torch.ones(300, dtype=dtype, device=cuda_device)
+        run[77] = bad
+        assert sum_of_squares([run]).item() == pytest.approx(expected, nan_ok=True)
+
+
 def test_steps_that_were_saved_on_the_cpu(cuda_device: str) -> None:
     """As torch saves those of optimizers that are neither fused nor capturable."""
     params, theirs = run(lambda p: torch.optim.AdamW(p), 2, device=cuda_device)

@@ -132,10 +132,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group["lr"]
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
-        """Of an adaptive rule: what makes a float64 number for each parameter of the norms of all.
+        """What makes the ratios of an adaptive rule, a float64 number for each parameter.
 
-        These are the norms of parameters and of what the rule calls their steps, of whole tensors.
-        `lr` is one number, or one for each parameter.
+        It takes the norms of whole parameters, and of what the rule calls their steps. `lr` is one
+        number, or one for each parameter. None: the group's steps have no ratios.
         """
         return None
 

@@ -14,7 +14,7 @@ Group = dict[str, Any]
 
 
 def drop_duplicates(group: Group) -> None:
-    """Of parameters that a group has twice, which torch has warned of: a step is taken once."""
+    """Keep one of each parameter that a group has twice, which torch has warned of."""
     first = {p: i for i, p in reversed(list(enumerate(group["params"])))}
     if len(first) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
@@ -31,7 +31,7 @@ class _Memory(NamedTuple):
 
 
 def check_apart(function: str, groups: Sequence[Group]) -> None:
-    """That no two parameters share memory, which threads would write to side by side."""
+    """Check that no two parameters share memory, which threads would write to side by side."""
     params = [p for group in groups for p in group["params"]]
     memories = sorted(filter(None, (_memory(i, p) for i, p in enumerate(params))))
     together: list[_Memory] = []  # each begins before an earlier one ends

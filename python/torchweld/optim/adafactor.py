@@ -16,7 +16,7 @@ from torchweld.optim._gather import Gathering
 
 
 def _average(p: torch.Tensor, *dims: int | None) -> Moment:
-    """Of these dimensions of p; None is one that is averaged over and kept."""
+    """Averages with these dimensions of p; None is one that is averaged over and kept."""
     shape = [1 if dim is None else p.shape[dim] for dim in dims]
     return Moment(False, torch.Size(shape), dims)
 

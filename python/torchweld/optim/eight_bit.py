@@ -46,8 +46,8 @@ class AdamW8bit(_EightBit, AdamW):
 class LAMB8bit(_EightBit, LAMB):
     """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
 
-    Of max_unorm its default, 1: that a tensor's step is no longer than lr times the tensor, as long
-    as LAMB's are without a trust_clip.
+    max_unorm has to be its default, 1: a tensor's step is at most lr times as long as the tensor,
+    as LAMB's steps are without a trust_clip.
     """
 
     _only = _ONLY | {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}

@@ -52,7 +52,7 @@ class _Scaled(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """Of each group: the one it began with, times what belongs to this step."""
+        """The rate that each group began with, times the factor of this step."""
         return [lr * self._factor(self.last_epoch) for lr in self.base_lrs]
 
     def _factor(self, step: int) -> float:

@@ -131,7 +131,7 @@ class Task:
     lr: torch.Tensor
     grad_factor: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-    # Of an adaptive rule: makes ratios of the norms of parameters and of their steps, or is None.
+    # Makes the ratios of an adaptive rule from norms of parameters and of their steps; or None.
     ratios_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     ratios: torch.Tensor | None = None
     sums: torch.Tensor | None = None

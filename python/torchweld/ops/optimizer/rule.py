@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -93,13 +94,9 @@ class Rule:
     def _find_absmaxes(self, task: Task) -> Iterable[Part]:
         batch = task.batch
         self.find_absmaxes(task)
-        splits = batch.splits * (len(batch.new_absmaxes) // len(batch.splits))
-        wholes = batch.wholes * (len(batch.new_absmaxes) // len(batch.wholes))
-        task.handed_on = [
-            split.of_blocks(absmax)
-            for split, absmax in zip(splits, batch.new_absmaxes, strict=True)
-        ]
-        return map(across_rows, task.handed_on, wholes)
+        of_each = zip(itertools.cycle(batch.splits), batch.new_absmaxes)
+        task.handed_on = [split.of_blocks(absmax) for split, absmax in of_each]
+        return map(across_rows, task.handed_on, itertools.cycle(batch.wholes))
 
     def _step(self, task: Task) -> Iterable[Part]:
         batch = task.batch
@@ -121,7 +118,7 @@ class Rule:
             torch.autograd.graph.increment_version(task.batch.wholes)
 
     def find_absmaxes(self, task: Task) -> None:
-        """Of split rows: what the absmax of pieces become by this step, in `new_absmaxes`."""
+        """Find what this step makes of the absmax of split rows' pieces, in `new_absmaxes`."""
         if self._serve(self._absmaxes_op, task):
             return
         batch, count = task.batch, len(task.batch.params)
@@ -133,9 +130,9 @@ class Rule:
                 absmax.copy_(found if skip is None else torch.where(skip, absmax, found))
 
     def measure(self, task: Task) -> None:
-        """Of an adaptive rule: sums of squares of each parameter, and of what its step would be.
+        """Sum the squares of each parameter, and of what its step would be, for an adaptive rule.
 
-        [parameters, 2], float64, of the parts that are here, in `sums`.
+        `sums` is [parameters, 2], float64, over the parts that are here.
         """
         batch = task.batch
         empty = batch.params[0].new_empty
