@@ -49,6 +49,7 @@ _CONTENTS = {
 :caption: Guide
 :glob:
 
+docs/fuse
 docs/ops
 docs/optimizers
 docs/numerics

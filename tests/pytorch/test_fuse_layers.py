@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from test_fuse import Attention, Output
 from torch import nn
 
 import torchweld
+from fusable import Attention, Normalized, Output
 from torchweld import functional
 from torchweld.fuse import Weld
 
@@ -130,3 +131,33 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
         found.append([y, *z, *torch.autograd.grad(y.square().sum(), model.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+
+
+def test_synchronised_batch_norms() -> None:
+    """Left alone; and a fused one is not converted, which would lose its activation."""
+    model = Normalized()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    (row,) = torchweld.explain(synchronised)
+    assert "several processes" in row.reason
+    torchweld.fuse(model)
+    assert isinstance(model.bn, Weld)
+    with pytest.raises(RuntimeError, match="first, then fuse"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def test_running_statistics() -> None:
+    """Of a fused batch norm: after batches, in evaluation, and as swa_utils computes them anew."""
+    torch.manual_seed(0)
+    plain, batches = Normalized(), [torch.randn(32, WIDTH) + i for i in range(3)]
+    model = torchweld.fuse(copy.deepcopy(plain))
+    for found in (plain, model):
+        for x in batches:
+            found(x)
+    for _ in range(2):
+        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(model.eval()(batches[0]), plain.eval()(batches[0]))
+        for found in (plain, model):
+            torch.optim.swa_utils.update_bn(batches, found)
+    images = torch.randn(4, 96, 5)
+    torch.testing.assert_close(model.bn(images), plain.act(plain.bn(images)))

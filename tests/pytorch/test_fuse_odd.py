@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_fuse import FeedForward, Gated, NewGELU, PlainRMSNorm
 from torch import nn
 from torch.nn.functional import gelu, linear
 from torch.nn.utils import parametrizations, prune
 
 import torchweld
+from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
 from torchweld.fuse import Weld
 
 WIDTH = 64

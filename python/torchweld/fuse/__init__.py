@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +37,8 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
     A welded module stays the same object, with its parameters, hooks and state_dict, and gets
     another class. What is recognised is tried first, once for each configuration: on a copy, with
     numbers of its own, its results and gradients are compared with the original's. What differs is
-    left alone, and `torchweld.explain(model)` says why. Either all changes are made or none.
+    left alone, and `torchweld.explain(model)` says why. Either all changes are made or none. What
+    torch.compile compiled before is compiled anew.
 
     Args:
         model: any module.
@@ -57,6 +59,8 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
         for module, cls in before:
             set_class(module, cls)
         raise
+    if changes:
+        _forget_compiled()
     return model
 
 
@@ -70,8 +74,11 @@ def unfuse(model: _Model) -> _Model:
         The model.
     """
     _check("unfuse", model, None)
-    for _, module in list(find_welds(model)):
+    welds = list(find_welds(model))
+    for _, module in welds:
         set_class(module, restored(type(module)))
+    if welds:
+        _forget_compiled()
     return model
 
 
@@ -82,6 +89,12 @@ def report(model: torch.nn.Module, filter_fn: Filter | None = None) -> WeldRepor
     rows = [*rows_of_welds(model), *(decided.row for decided in accepted), *left]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
     return WeldReport(sorted(rows, key=lambda row: order[row.where]))
+
+
+def _forget_compiled() -> None:
+    """What torch.compile made would go on as it was: it does not ask for the class of a part."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _check(function: str, model: Any, filter_fn: Any) -> None:

@@ -210,7 +210,10 @@ def _try(entry: Proposal, device: torch.device) -> tuple[str | None, float | Non
         reason = why_different(entry.scope, changes, inputs, device, drops=entry.drops)
         if reason is not None:
             return f"it computes something else: {reason}", None
-        return None, gain(entry.scope, changes, inputs, device)
+        if entry.part is not None:
+            fitting = probe.fitting(Twin(entry.part, device, torch.float32).module, device)
+            inputs = () if isinstance(fitting, str) else tuple(fitting)
+        return None, gain(entry.part or entry.scope, changes, inputs, device) if inputs else None
     except CannotCopyError as error:
         return str(error), None
     except Exception as error:

@@ -120,7 +120,7 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
                 try:
                     run(module, [x, *others], torch.float32)
                 except Exception as raised:
-                    error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
+                    error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:80]}"
                 else:
                     return [x, *others]
     return f"it did not run on a probe ({error})"

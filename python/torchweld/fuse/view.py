@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from torchweld.fuse import probe
 from torchweld.fuse.twin import CannotCopyError, Twin
-from torchweld.fuse.weld import Change, Weld, why_overridden
+from torchweld.fuse.weld import Change, Weld, is_overridden, why_overridden
 from torchweld.ops.activation.common import ACTIVATIONS
 
 _CPU = torch.device("cpu")
@@ -32,6 +32,7 @@ class Proposal:
     scope: torch.nn.Module  # what is run to try them
     inner: tuple[torch.nn.Module, ...] = ()  # what is called no more, or returns something else
     inputs: tuple[Any, ...] | None = None  # on which `scope` runs; None: they are searched for
+    part: torch.nn.Module | None = None  # whose traffic is told; None: that of `scope`
     drops: bool = False  # whether dropout is drawn from torchweld's stream
 
     @property
@@ -179,8 +180,8 @@ class View:
             return f"{called} has {hooks}, which would see something else"
         if reason := why_fixed(module):
             return f"{called}: {reason}"
-        if "forward" in vars(module):
-            return f"{called}: its forward is set on the instance"
+        if not is_called and is_overridden(module):
+            return f"{called} has a hook of accelerate's: fuse before it places the model"
         if _is_sharded_alone(module):
             return f"{called} is sharded by itself: fuse before fully_shard"
         return None

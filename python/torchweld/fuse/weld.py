@@ -85,11 +85,12 @@ def _bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) ->
     return object.__new__(cls)
 
 
-def set_class(module: torch.nn.Module, cls: type) -> None:
-    """Change the class, and what accelerate's hooks call in its place."""
+def set_class(module: torch.nn.Module, cls: Any) -> None:
+    """Change the class, and the methods of it that accelerate's hooks call, or left behind."""
+    for name in _OWN_FORWARDS:
+        if _is_own_forward(module, name):
+            object.__setattr__(module, name, MethodType(cls.forward, module))
     module.__class__ = cls
-    if "_old_forward" in vars(module):
-        object.__setattr__(module, "_old_forward", MethodType(cls.forward, module))  # type: ignore[attr-defined]
 
 
 def find_welds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -99,11 +100,25 @@ def find_welds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+_OWN_FORWARDS = ("forward", "_old_forward")
+
+
+def _is_own_forward(module: torch.nn.Module, name: str) -> bool:
+    """Whether this attribute of the instance is its class's forward."""
+    found = vars(module).get(name)
+    return isinstance(found, MethodType) and found.__func__ is getattr(type(module), "forward", 0)
+
+
+def is_overridden(module: torch.nn.Module) -> bool:
+    """Whether something else runs than the forward of its class."""
+    return "forward" in vars(module) and not _is_own_forward(module, "forward")
+
+
 def why_overridden(module: torch.nn.Module) -> str | None:
-    """Why a change of its class would change nothing: what runs is set on the instance."""
-    if "forward" not in vars(module):
+    """Why a change of its class would change nothing: what runs is set on the instance.
+
+    accelerate's hooks call the method that they found; set_class changes that too.
+    """
+    if not is_overridden(module) or _is_own_forward(module, "_old_forward"):
         return None
-    old = vars(module).get("_old_forward")
-    if getattr(old, "__func__", None) is getattr(type(module), "forward", None):
-        return None  # accelerate's, which set_class follows
     return "its forward is set on the instance, so that its class's would never run"

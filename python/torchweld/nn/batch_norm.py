@@ -103,11 +103,22 @@ class LinearBatchNormAct(torch.nn.Module):
             norm.training or norm.running_mean is None,
             counted_momentum(norm),
             norm.eps,
-            process_group=group_of(norm, self.process_group),
+            process_group=self._group(),
             activation=self.activation,
             approximate=self.approximate,
             recompute=self.recompute,
         )
+
+    def _group(self) -> Any:
+        """Of whose rows the statistics are: where the norm is in evaluation, of this process's."""
+        norm = self.norm
+        if not norm.training:
+            return None
+        if self.process_group is not None:
+            return self.process_group
+        if not isinstance(norm, torch.nn.SyncBatchNorm) or not torch.distributed.is_initialized():
+            return None
+        return norm.process_group or torch.distributed.group.WORLD
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, approximate={self.approximate!r}"
@@ -121,14 +132,3 @@ def counted_momentum(norm: Any) -> float | torch.Tensor:
         if norm.momentum is None:
             return norm.num_batches_tracked.double().reciprocal()
     return 0.0 if norm.momentum is None else norm.momentum
-
-
-def group_of(norm: Any, group: Any = None) -> Any:
-    """The processes whose rows a norm's statistics are of: in evaluation None, this process."""
-    if not norm.training:
-        return None
-    if group is not None:
-        return group
-    if not isinstance(norm, torch.nn.SyncBatchNorm) or not torch.distributed.is_initialized():
-        return None
-    return norm.process_group or torch.distributed.group.WORLD

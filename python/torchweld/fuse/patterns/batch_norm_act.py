@@ -12,7 +12,7 @@ from torchweld.fuse.patterns.activation import Identity, in_words
 from torchweld.fuse.patterns.edges import pair_before
 from torchweld.fuse.view import Left, Proposal, View, forward_of
 from torchweld.fuse.weld import Change, Weld
-from torchweld.nn.batch_norm import counted_momentum, group_of
+from torchweld.nn.batch_norm import counted_momentum
 from torchweld.ops.activation.common import ACTIVATIONS
 
 _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
@@ -23,6 +23,11 @@ class BatchNormAct(Weld):
 
     weld_activation: str
     weld_approximate: str
+
+    @property
+    def num_features(self) -> int:
+        """Asked for by convert_sync_batchnorm, which would lose the activation."""
+        raise RuntimeError("torchweld.fuse: convert to SyncBatchNorm first, then fuse")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         norm: Any = self
@@ -39,7 +44,6 @@ class BatchNormAct(Weld):
             norm.training or norm.running_mean is None,
             counted_momentum(norm),
             norm.eps,
-            process_group=group_of(norm),
             activation=self.weld_activation,
             approximate=self.weld_approximate,
         )
@@ -57,10 +61,15 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
         if not isinstance(found, tuple) or forward_of(found.producer) not in _NORMS:
             continue
         producer = found.producer
+        what = f"{type(producer).__name__} + {type(consumer).__name__}"
+        if isinstance(producer, torch.nn.SyncBatchNorm):
+            reason = "its statistics are of several processes; LinearBatchNormAct has such"
+            yield Left(producer, what, reason)
+            continue
         settings = {"activation": kind[0], "approximate": kind[1]}
         yield Proposal(
             producer,
-            f"{type(producer).__name__} + {type(consumer).__name__}",
+            what,
             (
                 Change(producer, BatchNormAct, f"batch_norm_act ({in_words(kind)})", settings),
                 Change(consumer, Identity),
@@ -68,4 +77,5 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
             found.scope.module,
             inner=(producer, consumer),
             inputs=found.scope.inputs or None,
+            part=torch.nn.Sequential(producer, consumer),
         )

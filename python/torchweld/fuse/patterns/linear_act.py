@@ -78,6 +78,7 @@ def _with(
         found.scope.module,
         inner=(producer, consumer),
         inputs=found.scope.inputs or None,
+        part=torch.nn.Sequential(producer, consumer),
     )
 
 

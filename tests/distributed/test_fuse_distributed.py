@@ -1,0 +1,125 @@
+"""fuse() before and after what torch.distributed does to a model: two processes, plain results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import torchweld
+from fusable import WIDTH, FeedForward, Gated, NewGELU, PlainRMSNorm
+from processes import processes
+from torchweld.fuse import Weld
+
+LAYERS = 2
+PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {
+    "3.gate": ColwiseParallel,
+    "3.up": ColwiseParallel,
+    "3.down": RowwiseParallel,
+}
+
+
+def _layer() -> nn.Module:
+    parts = (nn.LayerNorm(WIDTH), FeedForward(NewGELU()).eval(), PlainRMSNorm(), Gated(nn.SiLU()))
+    return nn.Sequential(*parts)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[_layer() for _ in range(LAYERS)])
+
+
+def _sharded(model: Any) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _sharded_finely(model: Any) -> nn.Module:
+    for layer in model:
+        for part in layer:
+            fully_shard(part)
+    return fully_shard(model)
+
+
+def _tensor_parallel(model: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
+    return model
+
+
+def _replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _welds(model: nn.Module) -> set[str]:
+    found = model.named_modules()
+    return {name.removeprefix("module.") for name, m in found if isinstance(m, Weld)}
+
+
+def _goes_on_as_it_was(
+    rank: int, distribute: Callable[[nn.Module], nn.Module], fuse_first: bool
+) -> None:
+    x = torch.randn(6, 8, WIDTH, generator=torch.Generator().manual_seed(2))
+    plain = _model()
+    expected = plain(x)
+    expected.square().mean().backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    model = distribute(torchweld.fuse(_model()) if fuse_first else _model())
+    keys = list(model.state_dict())
+    parameters = list(model.parameters())
+    torchweld.fuse(model)
+    assert _welds(model) == _welds(torchweld.fuse(_model()))
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    y = model(x)
+    torch.testing.assert_close(_whole(y), expected, rtol=1e-4, atol=1e-5)
+    y.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        grad = _whole(parameter.grad)
+        torch.testing.assert_close(grad, wanted[name.removeprefix("module.")], rtol=1e-4, atol=1e-6)
+    before = sum(isinstance(module, FSDPModule) for module in model.modules())
+    torchweld.unfuse(model)
+    assert not _welds(model)
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == before
+    torch.testing.assert_close(_whole(model(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fuse_first", [False, True])
+@pytest.mark.parametrize("distribute", [_sharded, _sharded_finely, _replicated])
+def test_sharded_and_replicated(distribute: Any, fuse_first: bool) -> None:
+    with processes(2) as two:
+        two.run("cpu", _goes_on_as_it_was, distribute, fuse_first)
+
+
+def test_tensor_parallel_before() -> None:
+    with processes(2) as two:
+        two.run("cpu", _goes_on_as_it_was, _tensor_parallel, False)
+
+
+def _refused(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match="Linear"):
+        _tensor_parallel(torchweld.fuse(_model()))
+
+
+def test_tensor_parallel_after_is_refused_by_torch() -> None:
+    """A linear layer with its activation is no torch.nn.Linear."""
+    with processes(2) as two:
+        two.run("cpu", _refused)

@@ -1,0 +1,163 @@
+"""Modules that fuse() welds, for its tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 64
+
+
+class PlainRMSNorm(nn.Module):
+    """As Llama has it, or with `offset` as Gemma has it."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.variance_epsilon, self.offset = 1e-6, offset
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.offset:
+            return (wide * (self.offset + self.weight.to(wide.dtype))).type_as(hidden_states)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+class Gated(nn.Module):
+    """A gated MLP with names of its own, and with dropout as T5 has it."""
+
+    def __init__(self, activation: nn.Module, p: float | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 128, bias=bias)
+        self.gate = nn.Linear(WIDTH, 128, bias=bias)
+        self.down = nn.Linear(128, WIDTH, bias=bias)
+        self.activation = activation
+        if p is not None:
+            self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.activation(self.gate(x)) * self.up(x)
+        return self.down(self.dropout(hidden) if hasattr(self, "dropout") else hidden)
+
+
+class Packed(nn.Module):
+    """Gate and up in one layer, as Phi3 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 256, bias=False), nn.Linear(128, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(up * self.act(gate))
+
+
+class NewGELU(nn.Module):
+    """gelu by tanh in eight passes, as transformers has it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        inner = 0.7978845608028654 * (input + 0.044715 * torch.pow(input, 3.0))
+        return 0.5 * input * (1.0 + torch.tanh(inner))
+
+
+class FeedForward(nn.Module):
+    """The activation is between two layers, and beside a dropout."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.act, self.drop = activation, nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class Attention(nn.Module):
+    """Softmax and dropout are modules."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.softmax, self.drop = nn.Softmax(dim=-1), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(self.drop(self.softmax(q @ k.mT / 8)) @ v)
+
+
+class Output(nn.Module):
+    """BERT's."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+        self.LayerNorm = nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
+
+
+class Normalized(nn.Module):
+    """A batch norm between a linear layer and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.act = nn.Linear(WIDTH, 96), nn.BatchNorm1d(96), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.bn(self.fc(x.flatten(0, -2))))
+
+
+class Repeated(nn.Module):
+    """A module that takes several inputs gets the same one for all."""
+
+    def __init__(self, module: nn.Module, times: int, **named: Any) -> None:
+        super().__init__()
+        self.module, self.times, self.named = module, times, named
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.module(*[x] * self.times, **self.named)
+        return found[0] + found[1].sum() if isinstance(found, tuple) else found
+
+
+LAYER: dict[str, Any] = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 128, "dropout": 0.0}
+MODELS = {
+    "layer_norm": lambda: nn.LayerNorm(WIDTH),
+    "layer_norm_bare": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+    "rms_norm_default": lambda: nn.RMSNorm(WIDTH),
+    "llama_norm": PlainRMSNorm,
+    "gemma_norm": lambda: PlainRMSNorm(1.0),
+    "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
+    "feed_forward": lambda: FeedForward(nn.GELU("tanh")),
+    "feed_forward_relu": lambda: FeedForward(nn.ReLU(inplace=True)),
+    "new_gelu": lambda: FeedForward(NewGELU()),
+    "gated_silu": lambda: Gated(nn.SiLU()),
+    "gated_gelu": lambda: Gated(NewGELU(), 0.1, bias=True),
+    "packed": Packed,
+    "activation": NewGELU,
+    "attention": Attention,
+    "output": lambda: Repeated(Output(), 2),
+    "batch_norm": Normalized,
+    "batch_norm_sequential": lambda: nn.Sequential(
+        nn.Flatten(0, 1), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()
+    ),
+    "multihead": lambda: Repeated(nn.MultiheadAttention(WIDTH, 4, batch_first=True), 3),
+    "multihead_averaged": lambda: Repeated(
+        nn.MultiheadAttention(WIDTH, 4, bias=False), 3, average_attn_weights=False
+    ),
+    "encoder": lambda: nn.TransformerEncoderLayer(**LAYER),
+    "encoder_pre_norm": lambda: nn.TransformerEncoderLayer(
+        **LAYER, norm_first=True, activation="gelu", batch_first=True
+    ),
+    "encoder_module": lambda: nn.TransformerEncoderLayer(**LAYER, activation=nn.GELU()),
+    "encoder_bare": lambda: nn.TransformerEncoderLayer(**LAYER, bias=False),
+    "decoder": lambda: Repeated(nn.TransformerDecoderLayer(**LAYER), 2),
+    "decoder_pre_norm": lambda: Repeated(
+        nn.TransformerDecoderLayer(**LAYER, norm_first=True, batch_first=True), 2
+    ),
+}

@@ -1,0 +1,146 @@
+"""Models of transformers of a few thousand parameters, each with a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def tokens(rows: int = 4) -> dict[str, torch.Tensor]:
+    """Text to predict."""
+    ids = torch.randint(3, 128, (rows, 24), generator=_generator())
+    return {"input_ids": ids, "labels": ids}
+
+
+def _images() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(4, 3, 32, 32, generator=_generator())
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 3])}
+
+
+def _dropout(p: float) -> dict[str, float]:
+    return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+
+
+def _opt(p: float) -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=128,
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=64,
+        dropout=p,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def _gpt2(p: float) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=128,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=1,
+        resid_pdrop=p,
+        embd_pdrop=p,
+        attn_pdrop=p,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5(p: float) -> Any:
+    config = transformers.T5Config(
+        vocab_size=128,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+        dropout_rate=p,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit(p: float) -> Any:
+    sizes = {key: value for key, value in _SIZES.items() if "vocab" not in key}
+    config = transformers.ViTConfig(
+        **sizes, **_dropout(p), image_size=32, patch_size=8, num_labels=4
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def _decoder(name: str, **more: Any) -> Callable[[float], Any]:
+    def build(p: float) -> Any:
+        config = getattr(transformers, f"{name}Config")(**_GROUPED, **more, attention_dropout=p)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return build
+
+
+def _encoder(name: str) -> Callable[[float], Any]:
+    def build(p: float) -> Any:
+        config = getattr(transformers, f"{name}Config")(**_SIZES, **_dropout(p))
+        return getattr(transformers, f"{name}ForMaskedLM")(config)
+
+    return build
+
+
+# How it is made, its batch, and how many modules of a kind fuse() welds in it.
+MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], dict[str, int]]] = {
+    "opt": (_opt, tokens, {"layer_norm": 5, "linear_act (relu)": 2}),
+    "gpt2": (_gpt2, tokens, {"layer_norm": 5, "linear_act (gelu by tanh)": 2}),
+    "bert": (
+        _encoder("Bert"),
+        tokens,
+        {"layer_norm": 2, "linear_act (gelu)": 3, "dropout_add_layer_norm": 4},
+    ),
+    "roberta": (
+        _encoder("Roberta"),
+        tokens,
+        {"layer_norm": 2, "linear_act (gelu)": 2, "dropout_add_layer_norm": 4},
+    ),
+    "vit": (_vit, _images, {"layer_norm": 5, "linear_act (gelu)": 2}),
+    "t5": (_t5, tokens, {"rms_norm": 12, "gated_act (gelu by tanh)": 4}),
+    "llama": (_decoder("Llama"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+    "qwen2": (_decoder("Qwen2"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+    "mistral": (_decoder("Mistral"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+    "gemma": (
+        _decoder("Gemma", head_dim=16),
+        tokens,
+        {"rms_norm, weight + 1": 5, "gated_act (gelu by tanh)": 2},
+    ),
+    "phi3": (_decoder("Phi3"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+}
+
+
+def build(name: str, p: float = 0.0) -> Any:
+    """A model, the same each time; p is the probability of its dropouts."""
+    torch.manual_seed(0)
+    return MODELS[name][0](p)
+
+
+def batch(name: str) -> dict[str, Any]:
+    """What it learns from."""
+    return MODELS[name][1]()
