@@ -35,7 +35,8 @@ namespace torchweld {
 class DeviceGuard {
  public:
 #if defined(TW_EMULATED)
-  explicit DeviceGuard(const Tensor&) {}
+  explicit DeviceGuard(const Tensor&) { ++emulator::emulator_device_guards; }
+  ~DeviceGuard() { --emulator::emulator_device_guards; }
   cudaStream_t stream() const { return nullptr; }
 #else
   explicit DeviceGuard(const Tensor& like) : index_(like.get_device_index()), guard_(index_) {}
@@ -73,6 +74,11 @@ void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, 
 #define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CPU, m)
 
 namespace torchweld {
+
+// The CPU is one device.
+struct DeviceGuard {
+  explicit DeviceGuard(const Tensor&) {}
+};
 
 // The address of `name` in the kernels of the instruction set in use, or in the baseline's.
 void* cpu_symbol(const char* name, bool baseline);

@@ -6,7 +6,7 @@
 
 TW_KERNEL(norm_parameter_gradients, NormBackward);
 TW_FUNCTION(int64_t, norm_chunks, int64_t rows, int64_t width);
-TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t chunks, int64_t width);
+TW_FUNCTION(int64_t, norm_workspace_bytes, int64_t rows, int64_t width);
 
 namespace torchweld {
 
@@ -67,8 +67,9 @@ class ParameterGradients {
   ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
                      const OptionalTensor& bias_in)
       : args_(args), like_(weight_in ? weight_in : bias_in) {
+    const DeviceGuard device(like);  // whose multiprocessors are counted
     args.chunks = norm_chunks(args.rows, args.width);
-    const int64_t floats[] = {norm_workspace_bytes(args.chunks, args.width) / 4};
+    const int64_t floats[] = {norm_workspace_bytes(args.rows, args.width) / 4};
     scratch_.push_back(empty(like, Sizes(floats, 1), ScalarType::Float));
     args.workspace = scratch_.back().mutable_data_ptr();
     weight = gradient(like, weight_in, args.grad_weight, args.weight_partials);

@@ -38,7 +38,7 @@ struct NormBackward {
   // Parameter gradients take the two stages of core/chunks.h.
   void* weight_partials;  // [chunks, width], or null with grad_weight
   void* bias_partials;    // [chunks, width], or null with grad_bias
-  void* workspace;        // norm_workspace_bytes(chunks, width), uninitialised; null if that is 0
+  void* workspace;        // norm_workspace_bytes(rows, width), uninitialised; null if that is 0
   int64_t rows, width, chunks;
   DType dtype, param_dtype;
 };

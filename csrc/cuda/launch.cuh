@@ -24,10 +24,12 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 #endif
 constexpr size_t kLaunchBytes = 32764;
 
+// The most dynamic shared memory that a kernel has without asking.
+constexpr size_t kSharedBytes = 48 << 10;
+
 struct Launch {
   dim3 grid, threads;
   size_t shared_bytes = 0;
-  bool cooperative = false;  // all blocks run at the same time, or the launch fails
 };
 
 template <class... Params, class... Args>
@@ -35,30 +37,32 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& how, cudaStream_t st
                    const Args&... args) {
 #if defined(TW_EMULATED)
   (void)stream;
-  return emulator::launch(how.grid, how.threads, how.shared_bytes, how.cooperative,
-                          [=] { kernel(args...); });
+  return emulator::launch(how.grid, how.threads, how.shared_bytes, [=] { kernel(args...); });
 #else
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = how.cooperative;
+  if (how.shared_bytes > kSharedBytes) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = how.grid;
   config.blockDim = how.threads;
   config.dynamicSmemBytes = how.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = how.cooperative ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 #endif
 }
 
-// Reads the current device.
-inline int multiprocessors() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
+// Both read the current device.
+inline int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = otherwise;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 1); }
+// Of one block, for a kernel that asks for it.
+inline int64_t most_shared_bytes() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)kSharedBytes);
 }
 
 // --- Inline PTX, each with an emulated version ---
@@ -83,23 +87,40 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 #endif
 }
 
-// A word that blocks pass to each other. It arrives whole, in memory visible to all blocks, and is
-// not ordered with any other access.
-__device__ __forceinline__ void publish(uint64_t* p, uint64_t word) {
+// Copies 16 bytes to shared memory, both aligned, past registers and L1. A thread may read what it
+// copied itself once it waited.
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
 #if defined(TW_EMULATED)
-  __atomic_store_n(p, word, __ATOMIC_RELAXED);
+  emulator::copy_async(shared, global, 16);
 #else
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(word) : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+      "l"(global)
+      : "memory");
 #endif
 }
-__device__ __forceinline__ uint64_t observe(const uint64_t* p) {
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void end_of_copies() {
 #if defined(TW_EMULATED)
-  emulator::yield();
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
+  emulator::end_of_copies();
 #else
-  uint64_t word;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(p) : "memory");
-  return word;
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `groups` of this thread's last groups, up to 2, are under way.
+__device__ __forceinline__ void wait_for_copies(int groups) {
+#if defined(TW_EMULATED)
+  emulator::wait_for_copies(groups);
+#else
+  if (groups == 0) {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  } else if (groups == 1) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  }
 #endif
 }
 

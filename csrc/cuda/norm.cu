@@ -23,16 +23,19 @@
 //    registers: partial sums are written once a chunk. 264 chunks at width 4096 are 8.7 MB written
 //    and read, 2% of the floor. 2 blocks of 256 threads load 2 x 256 x 64 (16-bit) or 128 (fp32)
 //    bytes a row: 32 or 64 KB a multiprocessor. In 16 bits there are registers for the next row
-//    too, which loads while the current row is reduced.
+//    too, which loads while the current row is reduced. Rows of fewer threads share a block, side
+//    by side: 4096 x 1024 has 256 chunks of 16 rows, and 8 warps in each.
 //
-// 4. Backward of wide rows. Several blocks share a row past 4096 columns, each with its slice of
-//    columns. A whole row in one block would leave no registers for the parameter gradients, and
-//    keeping those in memory would move 16 bytes an element for the 6 that count (bf16). The blocks
-//    pass each other two sums through L2, in words that carry the row's number, so that no flag and
-//    no fence is needed. They are launched together (cooperative). At 65536 columns 16 blocks share
-//    a row. 2 blocks on each multiprocessor and a row loaded ahead cover an exchange of about 2 us,
-//    since a row's 3 x 8 KB a block take 2 x 0.75 us at full bandwidth. The margin is thin, and is
-//    the first thing to measure.
+// 4. Backward of wide rows. Up to 8192 columns, one block of 512 threads has a row, so that there
+//    is one block on a multiprocessor, and nothing would load while it reduces and stores. Its rows
+//    therefore arrive in shared memory, up to three of them ahead: 32 KB a row in 16 bits, 64 in
+//    fp32. A thread copies and reads its own columns only, so no barrier guards them. Wider rows
+//    take two passes, whose blocks need not wait for each other: the first reads a row and leaves
+//    its two sums, the second goes by slices of 4096 columns. That is 5 trips in place of 3, 60% of
+//    the floor. Blocks that share a row and exchange their sums would have to run at the same time.
+//    A launch of a whole device's blocks waits for any other kernel to end, a collective's for
+//    instance, and fails on a part of a GPU. Clusters (sm_90) have the same size everywhere and are
+//    the way to 3 trips.
 //
 // 5. Anything else (a width that is not a multiple of 16 bytes, a pointer off by an element, a
 //    width past what fits) goes element by element, several times over each row, with L2 behind it.
@@ -42,38 +45,13 @@
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"
-#include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/vec.cuh"
-
-TW_EXPORT int64_t norm_workspace_bytes(int64_t chunks, int64_t width);
+#include "cuda/norm_backward.cuh"
 
 namespace {
 
 using namespace torchweld;
 
 constexpr int kForwardThreads = 1024;
-constexpr int kWideThreads = 512;
-constexpr int kBackwardThreads = 256;
-constexpr int kBackwardElements = 16;  // columns per thread
-constexpr int kSlice = kBackwardThreads * kBackwardElements;
-constexpr int kBlocksPerMultiprocessor = 2;
-
-// A thread's V loads of a row, its shares. The width is a multiple of an access.
-template <class T, int V>
-struct Shares {
-  static constexpr int kElements = Packed<T>::kElements;
-  int thread, threads;
-  int64_t begin, end;  // columns
-
-  __device__ __forceinline__ int64_t at(int v) const {
-    return begin + (int64_t)(v * threads + thread) * kElements;
-  }
-  __device__ __forceinline__ bool has(int v) const { return at(v) < end; }
-};
-
-// Kernels multiply by this: an exact division is a call, which spills registers around it.
-float per_width_of(int64_t width) { return (float)(1.0 / (double)width); }
 
 // --- Forward ------------------------------------------------------------------------------------
 
@@ -255,245 +233,6 @@ cudaError_t forward(const NormForward& a, cudaStream_t stream) {
   return error;
 }
 
-// --- Backward -----------------------------------------------------------------------------------
-
-// The blocks that share a row, one for each slice of columns, and the words that they pass each
-// other. One half of a word is a sum, the other the number of its row, counted from 1.
-struct Exchange {
-  uint64_t* words;  // [chunks][2 rows][slices][2 sums]
-  int slices;
-
-  // Adds the sums of the other slices, slice by slice. A block is at most one row ahead of another,
-  // so two rows of words are enough.
-  __device__ __forceinline__ void add_slices(float (&sums)[2], int64_t chunk, int slice,
-                                             int64_t row_number, float* shared) const {
-    uint64_t* row = words + (chunk * 2 + row_number % 2) * slices * 2;
-    if (threadIdx.x < 2) {
-      publish(row + slice * 2 + threadIdx.x,
-              (uint64_t)row_number << 32 | __float_as_uint(threadIdx.x ? sums[1] : sums[0]));
-    }
-    if (threadIdx.x < kWarp) {
-      float total[2] = {};
-      for (int base = 0; base < slices; base += kWarp) {
-        const int other = base + threadIdx.x;
-        float part[2] = {};
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          if (other >= slices) continue;
-          uint64_t word = observe(row + other * 2 + n);
-          while (word >> 32 != (uint32_t)row_number) word = observe(row + other * 2 + n);
-          part[n] = __uint_as_float((uint32_t)word);
-        }
-        sum_over_row(part, kWarp, nullptr);
-        total[0] += part[0];
-        total[1] += part[1];
-      }
-      if (threadIdx.x == 0) shared[0] = total[0], shared[1] = total[1];
-    }
-    __syncthreads();
-    sums[0] = shared[0];
-    sums[1] = shared[1];
-  }
-};
-
-template <bool Centered, class T, int V>
-__global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
-    backward_in_registers(NormBackward a, float per_width, int threads, Exchange exchange) {
-  constexpr int N = Packed<T>::kElements;
-  const bool float_params = a.param_dtype == DType::f32;
-  const int64_t chunk = blockIdx.x / exchange.slices;
-  const int slice = blockIdx.x % exchange.slices;
-  const int groups = blockDim.x / threads, group = threadIdx.x / threads;
-  const int64_t begin = (int64_t)slice * kSlice;
-  const Shares<T, V> shares{(int)threadIdx.x % threads, threads, begin,
-                            begin + kSlice < a.width ? begin + kSlice : a.width};
-  float* scratch = (float*)dynamic_shared();  // two areas for the sums, then two for the exchange
-  const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
-                last = chunk_begin(a.rows, a.chunks, chunk + 1);
-
-  constexpr bool kAhead = sizeof(T) == 2;
-  float grad_weight[V][N] = {}, grad_bias[V][N] = {};
-  Packed<T> next_x[V], next_grad[V];
-  const auto load_row = [&](int64_t row) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (row >= last || !shares.has(v)) continue;
-      next_x[v] = load_once((const T*)a.x + row * a.width + shares.at(v));
-      next_grad[v] = load_once((const T*)a.grad_y + row * a.width + shares.at(v));
-    }
-  };
-  if constexpr (kAhead) load_row(first + group);
-
-  for (int64_t top = first, turn = 0; top < last; top += groups, ++turn) {
-    const int64_t row = top + group;
-    const bool exists = row < last;
-    const float mean = Centered && exists ? ((const float*)a.mean)[row] : 0;
-    const float rstd = exists ? ((const float*)a.rstd)[row] : 0;
-    if constexpr (!kAhead) load_row(row);
-    Packed<T> x[V], grad[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) x[v] = next_x[v], grad[v] = next_grad[v];
-    if constexpr (kAhead) load_row(row + groups);
-
-    float sums[2] = {};  // of g and of g * x_hat
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (!exists || !shares.has(v)) continue;
-      float weight[N];
-      if (a.weight) load_parameters<T>(weight, a.weight, shares.at(v), float_params);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float g = a.weight ? grad[v][i] * weight[i] : grad[v][i];
-        const float x_hat = norm_normalize(x[v][i], mean, rstd);
-        if constexpr (Centered) sums[0] += g;
-        sums[1] += g * x_hat;
-        grad_weight[v][i] += grad[v][i] * x_hat;
-        grad_bias[v][i] += grad[v][i];
-      }
-    }
-    sum_over_row(sums, threads, scratch + (turn & 1) * 2 * kWarp);
-    if (exchange.slices > 1) {
-      exchange.add_slices(sums, chunk, slice, row + 1, scratch + 4 * kWarp + (turn & 1) * 2);
-    }
-    const float mean_g = sums[0] * per_width, mean_g_x_hat = sums[1] * per_width;
-
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (!exists || !shares.has(v)) continue;
-      float weight[N], result[N];
-      if (a.weight) load_parameters<T>(weight, a.weight, shares.at(v), float_params);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float g = a.weight ? grad[v][i] * weight[i] : grad[v][i];
-        const float x_hat = norm_normalize(x[v][i], mean, rstd);
-        result[i] = norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat);
-      }
-      store((T*)a.grad_x + row * a.width + shares.at(v), result);
-    }
-  }
-
-  // Rows that were walked side by side are added up in shared memory, group by group.
-  const auto write_partials = [&](float (&sums)[V][N], float* partials) {
-    if (!partials) return;
-    partials += chunk * a.width;
-    if (groups == 1) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        if (!shares.has(v)) continue;
-#pragma unroll
-        for (int i = 0; i < N; ++i) partials[shares.at(v) + i] = sums[v][i];
-      }
-      return;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (!shares.has(v)) continue;
-#pragma unroll
-      for (int i = 0; i < N; ++i) scratch[group * a.width + shares.at(v) + i] = sums[v][i];
-    }
-    __syncthreads();
-    for (int64_t column = threadIdx.x; column < a.width; column += blockDim.x) {
-      float sum = 0;
-      for (int g = 0; g < groups; ++g) sum += scratch[g * a.width + column];
-      partials[column] = sum;
-    }
-  };
-  write_partials(grad_weight, (float*)a.weight_partials);
-  write_partials(grad_bias, (float*)a.bias_partials);
-}
-
-// One block per chunk, any width and alignment. A thread keeps to its columns; their sums are in
-// memory.
-template <bool Centered, class T>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    backward_any(NormBackward a, float per_width) {
-  const bool float_params = a.param_dtype == DType::f32;
-  float* scratch = (float*)dynamic_shared();
-  float* weight_partial = (float*)a.weight_partials;
-  float* bias_partial = (float*)a.bias_partials;
-  if (weight_partial) weight_partial += blockIdx.x * a.width;
-  if (bias_partial) bias_partial += blockIdx.x * a.width;
-  for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
-    if (weight_partial) weight_partial[i] = 0;
-    if (bias_partial) bias_partial[i] = 0;
-  }
-  const int64_t last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
-  for (int64_t row = chunk_begin(a.rows, a.chunks, blockIdx.x); row < last; ++row) {
-    const T* x = (const T*)a.x + row * a.width;
-    const T* grad = (const T*)a.grad_y + row * a.width;
-    const float mean = Centered ? ((const float*)a.mean)[row] : 0;
-    const float rstd = ((const float*)a.rstd)[row];
-    float sums[2] = {};
-    for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
-      const float gradient = to_float(grad[i]);
-      const float x_hat = norm_normalize(to_float(x[i]), mean, rstd);
-      const float g = a.weight ? gradient * parameter<T>(a.weight, i, float_params) : gradient;
-      if (weight_partial) weight_partial[i] += gradient * x_hat;
-      if (bias_partial) bias_partial[i] += gradient;
-      if constexpr (Centered) sums[0] += g;
-      sums[1] += g * x_hat;
-    }
-    sum_over_row(sums, blockDim.x, scratch + row % 2 * 2 * kWarp);
-    const float mean_g = sums[0] * per_width, mean_g_x_hat = sums[1] * per_width;
-    for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
-      const float gradient = to_float(grad[i]);
-      const float x_hat = norm_normalize(to_float(x[i]), mean, rstd);
-      const float g = a.weight ? gradient * parameter<T>(a.weight, i, float_params) : gradient;
-      ((T*)a.grad_x)[row * a.width + i] =
-          from_float<T>(norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat));
-    }
-  }
-}
-
-int slices_of(int64_t width) { return (int)((width + kSlice - 1) / kSlice); }
-
-template <bool Centered, class T, int V>
-cudaError_t launch_backward(const NormBackward& a, cudaStream_t stream) {
-  const int slices = slices_of(a.width);
-  const int64_t columns = slices > 1 ? kSlice : a.width;
-  const int threads = threads_of_row(columns / Packed<T>::kElements, V);
-  const int block = threads <= kWarp ? kNarrowBlock : threads;
-  const size_t sums = (2 * 2 * kWarp + 4) * sizeof(float);
-  const size_t groups = threads <= kWarp ? block / threads * a.width * sizeof(float) : 0;
-  const Exchange exchange{(uint64_t*)a.workspace, slices};
-  if (slices > 1) {
-    const size_t bytes = norm_workspace_bytes(a.chunks, a.width);
-    const cudaError_t error = cudaMemsetAsync(a.workspace, 0, bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch(backward_in_registers<Centered, T, V>,
-                {dim3((unsigned)(a.chunks * slices)), block, sums > groups ? sums : groups,
-                 /*cooperative=*/slices > 1},
-                stream, a, per_width_of(a.width), threads, exchange);
-}
-
-bool fits_in_registers(int64_t width) {
-  return slices_of(width) <= kBlocksPerMultiprocessor * multiprocessors();
-}
-
-template <bool Centered>
-cudaError_t backward(const NormBackward& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;
-  if (a.width == 0) return cudaSuccess;
-  dispatch(a.dtype, DType::f32, [&](auto t, auto) {
-    using T = typename decltype(t)::type;
-    constexpr int N = Packed<T>::kElements;
-    const bool aligned = a.width % N == 0 && is_aligned(a.x) && is_aligned(a.grad_y) &&
-                         is_aligned(a.grad_x) && is_aligned(a.weight);
-    if (aligned && a.width <= kWarp * N) {
-      error = launch_backward<Centered, T, 1>(a, stream);
-    } else if (aligned && fits_in_registers(a.width)) {
-      error = launch_backward<Centered, T, kBackwardElements / N>(a, stream);
-    } else {
-      error = launch(backward_any<Centered, T>,
-                     {dim3((unsigned)a.chunks), kBackwardThreads, 2 * 2 * kWarp * sizeof(float)},
-                     stream, a, per_width_of(a.width));
-    }
-  });
-  return error;
-}
-
 // --- Parameter gradients ------------------------------------------------------------------------
 
 constexpr int kColumns = 32;  // columns per block, each added up by kWarp threads
@@ -545,18 +284,21 @@ TW_EXPORT cudaError_t norm_parameter_gradients(const NormBackward& a, cudaStream
 }
 
 // Enough chunks to fill the device, with at least 16 rows in each, so that partial sums stay a
-// small part of the bytes. Blocks that share a row have to be resident at the same time.
+// small part of the bytes.
 TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t width) {
-  const int64_t slices = slices_of(width) > 1 ? slices_of(width) : 1;
-  const int64_t resident = (int64_t)kBlocksPerMultiprocessor * multiprocessors();
-  const int64_t blocks_of_a_narrow_row = width <= 1024 ? 4 : width <= 2048 ? 2 : 1;
-  int64_t chunks = slices == 1 ? resident * blocks_of_a_narrow_row : resident / slices;
+  // Up to 512 columns a row has a part of a warp, in a block of 128 threads.
+  const int64_t blocks = width <= kWarp * kBackwardElements    ? 4 * kBlocksPerMultiprocessor
+                         : width > kSlice && width <= kWideRow ? 1
+                                                               : kBlocksPerMultiprocessor;
+  const int64_t slices = width > kWideRow ? slices_of(width) : 1;
+  const int64_t most = (blocks * multiprocessors() + slices - 1) / slices;
   const int64_t worth = (rows + 15) / 16;
-  chunks = chunks < worth ? chunks : worth;
+  const int64_t chunks = most < worth ? most : worth;
   return chunks > 1 ? chunks : 1;
 }
 
-TW_EXPORT int64_t norm_workspace_bytes(int64_t chunks, int64_t width) {
-  const int64_t slices = slices_of(width);
-  return slices > 1 ? chunks * 2 * slices * 2 * (int64_t)sizeof(uint64_t) : 0;
+// The sums of rows that take two passes. Rows that could take one for their width may take two for
+// want of shared memory.
+TW_EXPORT int64_t norm_workspace_bytes(int64_t rows, int64_t width) {
+  return width > kSlice ? rows * 2 * (int64_t)sizeof(float) : 0;
 }

@@ -20,11 +20,12 @@ inline int threads_of_row(int64_t accesses, int per_thread) {
   return threads;
 }
 
-// Combines values over the `threads` threads of a row: a power of two within a warp, or a whole
-// block of whole warps. Every thread of the block calls it and gets its row's result, combined in
-// one fixed order. `scratch`, N floats for each warp, must differ from the previous call's: the
-// only barrier lies between writing and reading.
-template <int N, class Combine>
+// Combines values over the `threads` threads of a row: a power of two within a warp, or whole warps.
+// Those are the block's, or, if SideBySide, they have others of the block's rows beside them. Every
+// thread of the block calls it and gets its row's result, combined in one fixed order. `scratch`,
+// N floats for each warp of the block, must differ from the previous call's: the only barrier lies
+// between writing and reading.
+template <bool SideBySide = false, int N, class Combine>
 __device__ __forceinline__ void combine_over_row(float (&values)[N], int threads, float* scratch,
                                                  float neutral, Combine&& combine) {
 #pragma unroll
@@ -36,24 +37,25 @@ __device__ __forceinline__ void combine_over_row(float (&values)[N], int threads
     }
   }
   if (threads <= kWarp) return;
-  const int warps = threads / kWarp;
+  const int warps = threads / kWarp, of_block = SideBySide ? blockDim.x / kWarp : warps;
+  const int first = SideBySide ? (int)threadIdx.x / threads * warps : 0;
   if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) scratch[n * warps + threadIdx.x / kWarp] = values[n];
+    for (int n = 0; n < N; ++n) scratch[n * of_block + threadIdx.x / kWarp] = values[n];
   }
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     values[n] = neutral;
-    for (int warp = 0; warp < warps; ++warp) {
-      values[n] = combine(values[n], scratch[n * warps + warp]);
+    for (int warp = first; warp < first + warps; ++warp) {
+      values[n] = combine(values[n], scratch[n * of_block + warp]);
     }
   }
 }
 
-template <int N>
+template <bool SideBySide = false, int N>
 __device__ __forceinline__ void sum_over_row(float (&values)[N], int threads, float* scratch) {
-  combine_over_row(values, threads, scratch, 0, [](float a, float b) { return a + b; });
+  combine_over_row<SideBySide>(values, threads, scratch, 0, [](float a, float b) { return a + b; });
 }
 
 // Ignores NaN.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,10 +22,16 @@ namespace {
 
 constexpr int kWarp = 32;
 
-enum class State { kReady, kBlockBarrier, kGridBarrier, kWarpOperation, kFinished };
+enum class State { kReady, kBlockBarrier, kWarpOperation, kFinished };
 
 struct Warp;
 struct Block;
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 
 struct Thread {
   Context context;
@@ -35,6 +42,8 @@ struct Thread {
   int lane = 0, exchanges = 0;
   Warp* warp = nullptr;
   Block* block = nullptr;
+  std::vector<Copy> copies;
+  std::deque<std::vector<Copy>> groups;
   std::unique_ptr<Fiber> fiber;
 };
 
@@ -59,7 +68,7 @@ std::string error;
 Fiber* scheduler = nullptr;
 Thread* running = nullptr;
 const std::function<void()>* kernel = nullptr;
-char start_order = 0, end_order = 0, grid_order = 0;
+char start_order = 0, end_order = 0;
 uint64_t random_state = 1;
 
 #if defined(TW_TSAN)
@@ -143,23 +152,24 @@ bool release_block(Block& block) {
   return true;
 }
 
-void start_block(Block& block, Index index, Index dim, Index grid, size_t shared_bytes,
-                 size_t first) {
+void start_block(Block& block, Index index, Index dim, Index grid, size_t shared_bytes) {
   const size_t count = size_t{dim.x} * dim.y * dim.z;
   block.shared = std::make_unique<unsigned char[]>(shared_bytes);
   std::memset(block.shared.get(), 0xff, shared_bytes);
   block.warps.resize((count + kWarp - 1) / kWarp);
-  while (pool.size() < first + count) {
+  while (pool.size() < count) {
     pool.push_back(std::make_unique<Thread>());
     pool.back()->fiber = std::make_unique<Fiber>(enter);
   }
   for (size_t i = 0; i < count; ++i) {
-    Thread& t = *pool[first + i];
+    Thread& t = *pool[i];
     const unsigned n = i;
     t.context = {{n % dim.x, n / dim.x % dim.y, n / dim.x / dim.y}, index, dim, grid};
     t.state = State::kReady;
     t.lane = i % kWarp;
     t.exchanges = 0;
+    t.copies.clear();
+    t.groups.clear();
     t.warp = &block.warps[i / kWarp];
     t.block = &block;
     t.warp->lanes.push_back(&t);
@@ -167,14 +177,10 @@ void start_block(Block& block, Index index, Index dim, Index grid, size_t shared
   }
 }
 
-// Runs these blocks side by side until all end.
-bool run_blocks(std::vector<Block>& blocks) {
-  std::vector<Thread*> everyone;
+// Runs the block until all of its threads end.
+bool run_block(Block& block) {
   std::vector<Warp*> warps;
-  for (Block& block : blocks) {
-    for (Warp& warp : block.warps) warps.push_back(&warp);
-    everyone.insert(everyone.end(), block.threads.begin(), block.threads.end());
-  }
+  for (Warp& warp : block.warps) warps.push_back(&warp);
   for (;;) {
     shuffle(warps);
     bool progress = false, finished = true;
@@ -188,23 +194,22 @@ bool run_blocks(std::vector<Block>& blocks) {
       }
       progress |= release_warp(*warp);
     }
-    for (Block& block : blocks) progress |= release_block(block);
-    progress |= release_group(everyone, State::kGridBarrier);
-    for (const Thread* t : everyone) finished &= t->state == State::kFinished;
+    progress |= release_block(block);
+    for (const Thread* t : block.threads) finished &= t->state == State::kFinished;
     if (finished) return true;
     if (!progress) break;
   }
   size_t waiting = 0;
   std::string places;
   Site last = {};
-  for (Thread* t : everyone) {
+  for (Thread* t : block.threads) {
     if (t->state == State::kFinished) continue;
     ++waiting;
     if (!last.file || !same_site(last, t->site)) places += "; " + describe(*t);
     last = t->site;
     t->fiber->restart(enter);
   }
-  error = std::to_string(waiting) + " of " + std::to_string(everyone.size()) +
+  error = std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
           " threads wait for others that do not come" + places.substr(0, 1000);
   return false;
 }
@@ -214,10 +219,10 @@ bool run_blocks(std::vector<Block>& blocks) {
 // Tests count with these.
 extern "C" {
 __attribute__((visibility("default"))) int64_t emulator_launches = 0;
+__attribute__((visibility("default"))) int emulator_device_guards = 0;
 }
 
-bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
-         const std::function<void()>& body) {
+bool run(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body) {
   const std::lock_guard<std::mutex> lock(one_launch);
   ++emulator_launches;
   const char* seed = std::getenv("TORCHWELD_EMULATOR_SEED");
@@ -232,16 +237,12 @@ bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
     }
   }
   shuffle(order);
-  const size_t together = cooperative ? order.size() : 1;
-  const size_t threads = size_t{block.x} * block.y * block.z;
   bool good = true;
-  for (size_t i = 0; good && i < order.size(); i += together) {
-    std::vector<Block> blocks(together);
-    for (size_t b = 0; b < together; ++b) {
-      start_block(blocks[b], order[i + b], block, grid, shared_bytes, b * threads);
-    }
+  for (size_t i = 0; good && i < order.size(); ++i) {
+    Block running_block;
+    start_block(running_block, order[i], block, grid, shared_bytes);
     release(start_order);
-    good = run_blocks(blocks);
+    good = run_block(running_block);
     acquire(end_order);
   }
   current = nullptr;
@@ -261,10 +262,17 @@ int block_barrier(bool predicate, Site site) {
   return running->block->count;
 }
 
-void grid_barrier(Site site) {
-  release(grid_order);
-  wait(State::kGridBarrier, site);
-  acquire(grid_order);
+void copy_async(void* to, const void* from, size_t bytes) {
+  running->copies.push_back({to, from, bytes});
+}
+
+void end_of_copies() { running->groups.push_back(std::move(running->copies)); }
+
+void wait_for_copies(int groups) {
+  while ((int)running->groups.size() > groups) {
+    for (const Copy& copy : running->groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    running->groups.pop_front();
+  }
 }
 
 uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uint32_t* votes) {

@@ -27,19 +27,24 @@ struct Context {
 extern Context* current;
 
 // Runs body() in every thread of every block. Returns false if threads wait for each other forever;
-// last_error() then says who waits where. Blocks run one after another in a shuffled order, except
-// in cooperative launches, where all run side by side.
-bool run(Index grid, Index block, size_t shared_bytes, bool cooperative,
-         const std::function<void()>& body);
+// last_error() then says who waits where. Blocks run one after another in a shuffled order.
+bool run(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
 const char* last_error();
 
 // The dynamic shared memory of the running thread's block, filled with NaN when the block starts.
 void* dynamic_shared();
 
-// All threads of the block (or of the grid) wait here for each other. Returns the number of threads
-// that arrived with a true predicate.
+// All threads of the block wait here for each other. Returns the number of threads that arrived with
+// a true predicate.
 int block_barrier(bool predicate, Site site);
-void grid_barrier(Site site);
+
+// Copies of the running thread's, which arrive no earlier than it waits for them.
+void copy_async(void* to, const void* from, size_t bytes);
+void end_of_copies();
+void wait_for_copies(int groups);
+
+// The guards that are alive: outside of one the current device is any.
+extern "C" int emulator_device_guards;
 
 // The lanes of the mask wait here for each other and exchange values. Returns the value of lane
 // `source`, which must be in the mask. `votes` receives the lanes with a nonzero value.

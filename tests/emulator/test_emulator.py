@@ -159,10 +159,13 @@ def test_warp_operations(planted: ModuleType) -> None:
     assert np.array_equal(y[7], x[warp + lane // 8 * 8 + (lane % 8 ^ 4)])
 
 
-def test_a_cooperative_grid_waits_for_itself(planted: ModuleType) -> None:
-    x, y = np.arange(512, dtype=np.float32), np.zeros(512, np.float32)
-    planted.sum_over_grid(x, y, 4)
-    assert np.all(y == x.sum())
+def test_copies_arrive_where_they_are_waited_for(planted: ModuleType) -> None:
+    """Not before: a kernel that waits too little reads what was there."""
+    x, y = np.arange(384, dtype=np.float32), np.zeros((3, 384), np.float32)
+    planted.copy_behind(x, y)
+    for waited, found in enumerate(y.reshape(3, 32, 12), 1):
+        assert np.array_equal(found[:, : 4 * waited], x.reshape(32, 12)[:, : 4 * waited])
+        assert np.isnan(found[:, 4 * waited :]).all()
 
 
 def test_conversions_are_exact(planted: ModuleType) -> None:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 
 #include "../runtime.h"
 
@@ -16,8 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__ &  // follows the type: all threads share one copy, on no stack of theirs
 #define __align__(n) alignas(n)
-// One block runs at a time, so its variables can be static. In cooperative launches several blocks
-// run at once, and those have to use dynamic shared memory.
+// One block runs at a time, so its variables can be static.
 #define __shared__ static
 #define __constant__ static
 
@@ -205,22 +205,31 @@ inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_
   return std::memset(p, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  if (!emulator::emulator_device_guards)
+    throw std::logic_error("the current device is asked for unguarded");
+  return *device = 0, cudaSuccess;
+}
 
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-// A device with so few multiprocessors that small tensors fill it.
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = 20, cudaSuccess;
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+// A device with so few multiprocessors that small tensors fill it, and an RTX 4090's shared memory.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 20 : 99 << 10;
+  return cudaSuccess;
 }
 
 namespace emulator {
 // csrc/cuda/launch.cuh calls this in place of <<<>>>.
 template <class Body>
-cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, bool cooperative, Body&& body) {
+cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, Body&& body) {
   const size_t threads = size_t{block.x} * block.y * block.z;
-  if (threads == 0 || threads > 1024 || grid.y > 65535 || grid.z > 65535) {
+  if (threads == 0 || threads > 1024 || shared_bytes > 99 << 10 || grid.x == 0 || grid.y > 65535 ||
+      grid.z > 65535) {
     return cudaErrorInvalidValue;
   }
-  return run(grid, block, shared_bytes, cooperative, body) ? cudaSuccess : cudaErrorLaunchFailure;
+  return run(grid, block, shared_bytes, body) ? cudaSuccess : cudaErrorLaunchFailure;
 }
 }  // namespace emulator

@@ -1,0 +1,354 @@
+// The backward of norms: norm.cu argues for its parts.
+#pragma once
+
+#include "core/dispatch.h"
+#include "cuda/norm_rows.cuh"
+
+TW_NAMESPACE_BEGIN
+
+constexpr int kBackwardThreads = 256;
+constexpr int kBackwardElements = 16;  // columns per thread
+constexpr int kSlice = kBackwardThreads * kBackwardElements;
+constexpr int kWideRow = kWideThreads * kBackwardElements;
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kRowsAhead = 3;
+
+// A thread's columns of a row, in both directions: x and grad_y in registers.
+template <class T, int V>
+struct RowPair {
+  Packed<T> x[V], grad[V];
+};
+
+// What a thread of a backward pass knows, and the sums that it keeps, of its columns.
+template <bool Centered, class T, int V>
+struct Columns {
+  static constexpr int N = Packed<T>::kElements;
+  const NormBackward& a;
+  Shares<T, V> shares;
+  bool float_params;
+  float grad_weight[V][N] = {}, grad_bias[V][N] = {};
+
+  __device__ __forceinline__ Columns(const NormBackward& args, Shares<T, V> mine)
+      : a(args), shares(mine), float_params(args.param_dtype == DType::f32) {}
+
+  __device__ __forceinline__ float mean(int64_t row) const {
+    return Centered ? ((const float*)a.mean)[row] : 0;
+  }
+  __device__ __forceinline__ float rstd(int64_t row) const { return ((const float*)a.rstd)[row]; }
+
+  __device__ __forceinline__ void load(RowPair<T, V>& to, int64_t row) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (!shares.has(v)) continue;
+      to.x[v] = load_once((const T*)a.x + row * a.width + shares.at(v));
+      to.grad[v] = load_once((const T*)a.grad_y + row * a.width + shares.at(v));
+    }
+  }
+
+  // Calls visit(v, i, grad_y, g, x_hat) with g = grad_y * weight.
+  template <class Visit>
+  __device__ __forceinline__ void each(const RowPair<T, V>& row, int v, float mean, float rstd,
+                                       Visit&& visit) const {
+    float weight[N];
+    if (a.weight) load_parameters<T>(weight, a.weight, shares.at(v), float_params);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float grad = row.grad[v][i];
+      visit(i, grad, a.weight ? grad * weight[i] : grad, norm_normalize(row.x[v][i], mean, rstd));
+    }
+  }
+
+  // Adds the row to the parameters' gradients, and to the row's sums of g and of g * x_hat.
+  __device__ __forceinline__ void add(const RowPair<T, V>& row, float mean, float rstd,
+                                      float (&sums)[2]) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (!shares.has(v)) continue;
+      each(row, v, mean, rstd, [&](int i, float grad, float g, float x_hat) {
+        if constexpr (Centered) sums[0] += g;
+        sums[1] += g * x_hat;
+        grad_weight[v][i] += grad * x_hat;
+        grad_bias[v][i] += grad;
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_grad_x(const RowPair<T, V>& pair, int64_t row, float mean,
+                                               float rstd, float mean_g, float mean_g_x_hat) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (!shares.has(v)) continue;
+      float result[N];
+      each(pair, v, mean, rstd, [&](int i, float, float g, float x_hat) {
+        result[i] = norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat);
+      });
+      store((T*)a.grad_x + row * a.width + shares.at(v), result);
+    }
+  }
+
+  __device__ __forceinline__ void store_sums(const float (&sums)[V][N], float* to) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (!shares.has(v)) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[shares.at(v) + i] = sums[v][i];
+    }
+  }
+};
+
+// A block's rows lie side by side in groups of threads. Where slices of columns share a row, its
+// sums are known: `row_sums` has two for each row.
+template <bool Centered, class T, int V, bool Known>
+__global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
+    backward_in_registers(NormBackward a, float per_width, int threads, int slices) {
+  const int64_t chunk = blockIdx.x / slices;
+  const int64_t begin = (int64_t)(blockIdx.x % slices) * kSlice;
+  const int groups = blockDim.x / threads, group = threadIdx.x / threads;
+  Columns<Centered, T, V> columns(a, {(int)threadIdx.x % threads, threads, begin,
+                                      begin + kSlice < a.width ? begin + kSlice : a.width});
+  float* scratch = (float*)dynamic_shared();  // two areas for the sums
+  const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
+                last = chunk_begin(a.rows, a.chunks, chunk + 1);
+
+  constexpr bool kAhead = sizeof(T) == 2;
+  RowPair<T, V> next;
+  if constexpr (kAhead) {
+    if (first + group < last) columns.load(next, first + group);
+  }
+  for (int64_t top = first, turn = 0; top < last; top += groups, ++turn) {
+    const int64_t row = top + group;
+    const bool exists = row < last;
+    const float mean = exists ? columns.mean(row) : 0, rstd = exists ? columns.rstd(row) : 0;
+    if constexpr (!kAhead) {
+      if (exists) columns.load(next, row);
+    }
+    const RowPair<T, V> pair = next;
+    if constexpr (kAhead) {
+      if (row + groups < last) columns.load(next, row + groups);
+    }
+    float sums[2] = {};  // of g and of g * x_hat
+    if (exists) columns.add(pair, mean, rstd, sums);
+    if constexpr (Known) {
+      const float* known = (const float*)a.workspace + row * 2;
+      sums[0] = Centered ? known[0] : 0, sums[1] = known[1];
+    } else {
+      sum_over_row</*SideBySide=*/true>(sums, threads, scratch + (turn & 1) * 2 * kWarp);
+    }
+    if (!exists) continue;
+    columns.store_grad_x(pair, row, mean, rstd, sums[0] * per_width, sums[1] * per_width);
+  }
+
+  // Rows that were walked side by side are added up in shared memory, group by group.
+  const auto write_partials = [&](const float (&sums)[V][Packed<T>::kElements], float* partials) {
+    if (!partials) return;
+    partials += chunk * a.width;
+    if (groups == 1) return columns.store_sums(sums, partials);
+    __syncthreads();
+    columns.store_sums(sums, scratch + group * a.width);
+    __syncthreads();
+    for (int64_t column = threadIdx.x; column < a.width; column += blockDim.x) {
+      float sum = 0;
+      for (int g = 0; g < groups; ++g) sum += scratch[g * a.width + column];
+      partials[column] = sum;
+    }
+  };
+  write_partials(columns.grad_weight, (float*)a.weight_partials);
+  write_partials(columns.grad_bias, (float*)a.bias_partials);
+}
+
+// One block per chunk, of rows that fill it. They arrive in shared memory, `ahead` rows before
+// they are read.
+template <bool Centered, class T, int V>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    backward_through_shared(NormBackward a, float per_width, int ahead) {
+  Columns<Centered, T, V> columns(a, {(int)threadIdx.x, kWideThreads, 0, a.width});
+  float* scratch = (float*)dynamic_shared();
+  T* rows = (T*)(scratch + 2 * 2 * kWarp);
+  const int64_t first = chunk_begin(a.rows, a.chunks, blockIdx.x),
+                last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
+  // The place of a row's x; grad_y is behind it.
+  const auto place = [&](int slot) { return rows + slot * 2 * a.width; };
+  // Every row is a group of copies, also where there are none left.
+  const auto fetch = [&](int64_t row, int slot) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (row >= last || !columns.shares.has(v)) continue;
+      const int64_t at = columns.shares.at(v);
+      copy_async(place(slot) + at, (const T*)a.x + row * a.width + at);
+      copy_async(place(slot) + a.width + at, (const T*)a.grad_y + row * a.width + at);
+    }
+    end_of_copies();
+  };
+  for (int n = 0; n < ahead; ++n) fetch(first + n, n);
+
+  int slot = 0;
+  for (int64_t row = first, turn = 0; row < last; ++row, ++turn) {
+    const float mean = columns.mean(row), rstd = columns.rstd(row);
+    wait_for_copies(ahead - 1);
+    RowPair<T, V> pair;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (!columns.shares.has(v)) continue;
+      pair.x[v] = Packed<T>(*(const uint4*)(place(slot) + columns.shares.at(v)));
+      pair.grad[v] = Packed<T>(*(const uint4*)(place(slot) + a.width + columns.shares.at(v)));
+    }
+    float sums[2] = {};
+    columns.add(pair, mean, rstd, sums);
+    sum_over_row(sums, kWideThreads, scratch + (turn & 1) * 2 * kWarp);
+    fetch(row + ahead, slot);  // behind the barrier in the sum: the slot has been read
+    slot = slot + 1 == ahead ? 0 : slot + 1;
+    columns.store_grad_x(pair, row, mean, rstd, sums[0] * per_width, sums[1] * per_width);
+  }
+  wait_for_copies(0);
+  if (a.weight_partials) {
+    columns.store_sums(columns.grad_weight, (float*)a.weight_partials + blockIdx.x * a.width);
+  }
+  if (a.bias_partials) {
+    columns.store_sums(columns.grad_bias, (float*)a.bias_partials + blockIdx.x * a.width);
+  }
+}
+
+// The first of two passes: every row's sums of g and of g * x_hat, one block per row.
+template <bool Centered, class T>
+__global__ void __launch_bounds__(kWideThreads, 2) backward_row_sums(NormBackward a) {
+  constexpr int N = Packed<T>::kElements;
+  float* scratch = (float*)dynamic_shared();
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, ++turn) {
+    float sums[2] = {};
+    for (int64_t at = threadIdx.x * N; at < a.width; at += kWideThreads * N) {
+      Columns<Centered, T, 1> columns(a, {0, 1, at, a.width});
+      RowPair<T, 1> pair;
+      columns.load(pair, row);
+      columns.each(pair, 0, columns.mean(row), columns.rstd(row),
+                   [&](int, float, float g, float x_hat) {
+                     if constexpr (Centered) sums[0] += g;
+                     sums[1] += g * x_hat;
+                   });
+    }
+    sum_over_row(sums, kWideThreads, scratch + (turn & 1) * 2 * kWarp);
+    if (threadIdx.x < 2) {
+      ((float*)a.workspace)[row * 2 + threadIdx.x] = threadIdx.x ? sums[1] : sums[0];
+    }
+  }
+}
+
+// One block per chunk, any width and alignment. A thread keeps to its columns; their sums are in
+// memory.
+template <bool Centered, class T>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_any(NormBackward a, float per_width) {
+  const bool float_params = a.param_dtype == DType::f32;
+  float* scratch = (float*)dynamic_shared();
+  float* weight_partial = (float*)a.weight_partials;
+  float* bias_partial = (float*)a.bias_partials;
+  if (weight_partial) weight_partial += blockIdx.x * a.width;
+  if (bias_partial) bias_partial += blockIdx.x * a.width;
+  for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
+    if (weight_partial) weight_partial[i] = 0;
+    if (bias_partial) bias_partial[i] = 0;
+  }
+  const int64_t last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
+  for (int64_t row = chunk_begin(a.rows, a.chunks, blockIdx.x); row < last; ++row) {
+    const T* x = (const T*)a.x + row * a.width;
+    const T* grad = (const T*)a.grad_y + row * a.width;
+    const float mean = Centered ? ((const float*)a.mean)[row] : 0;
+    const float rstd = ((const float*)a.rstd)[row];
+    float sums[2] = {};
+    for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
+      const float gradient = to_float(grad[i]);
+      const float x_hat = norm_normalize(to_float(x[i]), mean, rstd);
+      const float g = a.weight ? gradient * parameter<T>(a.weight, i, float_params) : gradient;
+      if (weight_partial) weight_partial[i] += gradient * x_hat;
+      if (bias_partial) bias_partial[i] += gradient;
+      if constexpr (Centered) sums[0] += g;
+      sums[1] += g * x_hat;
+    }
+    sum_over_row(sums, blockDim.x, scratch + row % 2 * 2 * kWarp);
+    const float mean_g = sums[0] * per_width, mean_g_x_hat = sums[1] * per_width;
+    for (int64_t i = threadIdx.x; i < a.width; i += blockDim.x) {
+      const float gradient = to_float(grad[i]);
+      const float x_hat = norm_normalize(to_float(x[i]), mean, rstd);
+      const float g = a.weight ? gradient * parameter<T>(a.weight, i, float_params) : gradient;
+      ((T*)a.grad_x)[row * a.width + i] =
+          from_float<T>(norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat));
+    }
+  }
+}
+
+inline int slices_of(int64_t width) { return (int)((width + kSlice - 1) / kSlice); }
+
+constexpr size_t kSumsBytes = 2 * 2 * kWarp * sizeof(float);
+
+template <bool Centered, class T, int V>
+cudaError_t launch_in_registers(const NormBackward& a, cudaStream_t stream) {
+  const int threads = threads_of_row(a.width / Packed<T>::kElements, V);
+  const int at_most = threads <= kWarp ? kNarrowBlock : kBackwardThreads;
+  const int groups = at_most / threads;
+  const size_t partials = groups > 1 ? groups * a.width * sizeof(float) : 0;
+  return launch(
+      backward_in_registers<Centered, T, V, false>,
+      {dim3((unsigned)a.chunks), groups * threads, partials > kSumsBytes ? partials : kSumsBytes},
+      stream, a, per_width_of(a.width), threads, /*slices=*/1);
+}
+
+template <bool Centered, class T>
+cudaError_t launch_through_shared(const NormBackward& a, int ahead, cudaStream_t stream) {
+  constexpr int V = kBackwardElements / Packed<T>::kElements;
+  return launch(
+      backward_through_shared<Centered, T, V>,
+      {dim3((unsigned)a.chunks), kWideThreads, kSumsBytes + ahead * 2 * a.width * sizeof(T)},
+      stream, a, per_width_of(a.width), ahead);
+}
+
+template <bool Centered, class T>
+cudaError_t launch_two_passes(const NormBackward& a, cudaStream_t stream) {
+  constexpr int V = kBackwardElements / Packed<T>::kElements;
+  const int64_t most = 1 << 30;
+  if (a.rows > 0) {
+    const cudaError_t error = launch(
+        backward_row_sums<Centered, T>,
+        {dim3((unsigned)(a.rows < most ? a.rows : most)), kWideThreads, kSumsBytes}, stream, a);
+    if (error != cudaSuccess) return error;
+  }
+  const int slices = slices_of(a.width);
+  return launch(backward_in_registers<Centered, T, V, true>,
+                {dim3((unsigned)(a.chunks * slices)), kBackwardThreads}, stream, a,
+                per_width_of(a.width), kBackwardThreads, slices);
+}
+
+// How many rows of x and grad_y fit the shared memory of a block.
+inline int rows_in_shared(int64_t width, size_t element_bytes) {
+  const int64_t rows = (most_shared_bytes() - (int64_t)kSumsBytes) / (2 * width * element_bytes);
+  return (int)(rows < kRowsAhead ? rows : kRowsAhead);
+}
+
+template <bool Centered>
+cudaError_t backward(const NormBackward& a, cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  if (a.width == 0) return cudaSuccess;
+  dispatch(a.dtype, DType::f32, [&](auto t, auto) {
+    using T = typename decltype(t)::type;
+    constexpr int N = Packed<T>::kElements;
+    const bool aligned = a.width % N == 0 && is_aligned(a.x) && is_aligned(a.grad_y) &&
+                         is_aligned(a.grad_x) && is_aligned(a.weight);
+    const int ahead =
+        a.width > kSlice && a.width <= kWideRow ? rows_in_shared(a.width, sizeof(T)) : 0;
+    if (aligned && a.width <= kWarp * N) {
+      error = launch_in_registers<Centered, T, 1>(a, stream);
+    } else if (aligned && a.width <= kSlice) {
+      error = launch_in_registers<Centered, T, kBackwardElements / N>(a, stream);
+    } else if (aligned && ahead > 0) {
+      error = launch_through_shared<Centered, T>(a, ahead, stream);
+    } else if (aligned) {
+      error = launch_two_passes<Centered, T>(a, stream);
+    } else {
+      error = launch(backward_any<Centered, T>,
+                     {dim3((unsigned)a.chunks), kBackwardThreads, 2 * 2 * kWarp * sizeof(float)},
+                     stream, a, per_width_of(a.width));
+    }
+  });
+  return error;
+}
+
+TW_NAMESPACE_END
