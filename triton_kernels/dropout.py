@@ -29,7 +29,17 @@ def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK
     The columns are BLOCK from `first` on, a multiple of four, in the whole tensor's rows `number`,
     which are int64. `threshold` has the bits of a uint32.
     """
-    group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)[None, :]
+    return factors_of_groups(
+        seed_ptr, number, first // 4 + tl.arange(0, BLOCK // 4), threshold, scale
+    )
+
+
+@triton.jit
+def factors_of_groups(seed_ptr, number, group, threshold, scale):
+    """`factors` of four columns for each group, from column 4 * group on."""
+    ROWS: tl.constexpr = number.shape[0]
+    BLOCK: tl.constexpr = 4 * group.shape[0]
+    group = group.to(tl.uint32)[None, :]
     low = number.to(tl.uint32)[:, None]
     high = (number >> 32).to(tl.uint32)[:, None]
     zero = tl.zeros([ROWS, BLOCK // 4], tl.uint32)

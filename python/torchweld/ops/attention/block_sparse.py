@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +238,12 @@ def _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
     checks.shaped(name, "layout", masks, bits, "masks [masks, words]")
 
 
+def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
+    if backend == "triton" and given["q"].shape[-1] > 256:
+        return f"heads of {given['q'].shape[-1]} are wider than 256"
+    return None
+
+
 def _fake(q, *_):
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -264,7 +270,10 @@ OP = Op(
     sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
     sized=sized,
     flops=flops,
-    sources={"cpu": ("csrc/cpu/block_sparse.cpp",)},
+    sources={
+        "cpu": ("csrc/cpu/block_sparse.cpp",),
+        "triton": ("triton_kernels/block_sparse_attention.py",),
+    },
     samples=SAMPLES,
     benchmarks=measured(4096),
     benchmarks_on_gpu=measured(16384, 16),
@@ -276,5 +285,6 @@ OP = Op(
         rounding={"grad_q": 3.0, "grad_k": 3.0, "grad_v": 1.1, "grad_sinks": 3.0},
     ),
     small=0,
+    refuses=_refuses,
 )
 define(OP)

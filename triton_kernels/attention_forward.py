@@ -1,0 +1,157 @@
+"""Attention over the blocks of a layout, forward; block_sparse_attention.py explains it."""
+
+# ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attention_parts import (
+    LOG2_E,
+    UNSPECIALIZED,
+    finite,
+    head_rows,
+    kept_factors,
+    logits,
+    next_keys,
+    slope_of,
+    store_head_rows,
+)
+from .block_lists import row_walks
+
+@triton.jit
+def _attend(
+    walk, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, FITS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the next keys and values."""
+    sums, total, highest = state
+    k_ptr, k_stride, v_ptr, v_stride, width = sources
+    masks_ptr, padding_ptr, keys, shift = masking
+    key, inside, seen = next_keys(
+        walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
+    )
+    k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
+    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    distance = query[:, None] + shift - key[None, :]
+    z, _ = logits(product, distance, seen, scoring[0], scoring[1], scoring[2], SOFTCAP)
+    above = tl.maximum(highest, tl.max(z, 1))
+    base = finite(above)
+    shrunk = tl.exp2(highest - base)
+    e = tl.exp2(z - base[:, None])
+    total = total * shrunk + tl.sum(e, 1)
+    if dropout[0] is not None:
+        e *= kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
+    v = head_rows(v_ptr, key, v_stride, inside, width, WIDTH, FITS)
+    sums = tl.dot(e.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
+    return sums, total, above
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    y_ptr,
+    lse_ptr,
+    lines_ptr,
+    entries_ptr,
+    masks_ptr,
+    padding_ptr,
+    slopes_ptr,
+    seed_ptr,
+    planes,
+    heads,
+    group,
+    first_head,
+    queries,
+    keys,
+    width,
+    q_batch_stride,
+    q_head_stride,
+    q_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_stride,
+    v_batch_stride,
+    v_head_stride,
+    v_stride,
+    grad_batch_stride,
+    grad_head_stride,
+    grad_stride,
+    lines,
+    lines_batch_stride,
+    lines_head_stride,
+    slopes_batch_stride,
+    slopes_head_stride,
+    inner,
+    outer,
+    threshold,
+    kept_scale,
+    first_number,
+    number_batch_stride,
+    number_head_stride,
+    CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FITS: tl.constexpr,
+):
+    SPLIT: tl.constexpr = BLOCK // ROWS
+    plane, tile = tl.program_id(0) % planes, tl.program_id(0) // planes
+    batch, head = (plane // heads).to(tl.int64), plane % heads
+    key_head = ((head + first_head) // group).to(tl.int64)
+    if lines_ptr is not None:
+        lines_ptr += 4 * (batch * lines_batch_stride + head * lines_head_stride)
+    lists = (lines_ptr, entries_ptr, lines)
+    first, unchecked, checked = row_walks(
+        lists, tile // SPLIT, tile % SPLIT * ROWS, queries, keys, ROWS, COLUMNS, BLOCK, CAUSAL
+    )
+    query = first + tl.arange(0, ROWS)
+    q_ptr += batch * q_batch_stride + head.to(tl.int64) * q_head_stride
+    q = head_rows(q_ptr, query, q_stride, query < queries, width, WIDTH, FITS)
+    k_ptr += batch * k_batch_stride + key_head * k_head_stride
+    v_ptr += batch * v_batch_stride + key_head * v_head_stride
+    if padding_ptr is not None:
+        padding_ptr += batch * keys
+    slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+    number = first_number + batch * number_batch_stride + head * number_head_stride + query
+    sources = (k_ptr, k_stride, v_ptr, v_stride, width)
+    masking = (masks_ptr, padding_ptr, keys, keys - queries)
+    scoring = (inner, outer, slope)
+    dropout = (seed_ptr, number, threshold, kept_scale)
+
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    if sinks_ptr is not None:  # a key without a value
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        highest = tl.zeros([ROWS], tl.float32) + sink
+        total = tl.where(highest == -float("inf"), 0.0, 1.0)
+    state = (sums, total, highest)
+    for start in tl.range(0, unchecked[4] * BLOCK, COLUMNS):
+        state = _attend(
+            unchecked, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP,
+            PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
+        )  # fmt: skip
+    for start in tl.range(0, checked[4] * BLOCK, COLUMNS):
+        state = _attend(
+            checked, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP,
+            PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
+        )  # fmt: skip
+    sums, total, highest = state
+    nothing = total == 0
+    total = tl.where(nothing, 1, total)
+    lse = tl.where(nothing, -float("inf"), (finite(highest) + tl.log2(total)) / LOG2_E)
+    at = plane.to(tl.int64) * queries
+    y = sums / total[:, None]
+    store_head_rows(y_ptr + at * width, y, query, query < queries, width, WIDTH)
+    tl.store(lse_ptr + at + query, lse, mask=query < queries)
+
+

@@ -1,0 +1,182 @@
+"""The lists of a block layout in Triton: which tokens a program meets, and which of them it sees.
+
+A program has a tile of a line: of a row of blocks, or of a column in the transpose. It walks the
+tokens of the line's entries, a tile at a time. The tile is no wider than a block, or it takes
+tokens of several entries. The tiles of the kernels are therefore chosen apart from the block.
+"""
+
+# ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def line_of(lines_ptr, rank):
+    """A line of the table: which it is, where its entries, its partial ones, and others begin."""
+    at = lines_ptr + 4 * rank
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def rank_of(lines_ptr, lines, which):
+    """Where in the table a line is."""
+    found = tl.zeros([128], tl.int32)
+    for start in range(0, lines, 128):
+        at = start + tl.arange(0, 128)
+        number = tl.load(lines_ptr + 4 * at, mask=at < lines, other=-1)
+        found += tl.where(number == which, at, 0)
+    return tl.sum(found)
+
+
+@triton.jit
+def entries_before(entries_ptr, begin, end, limit):
+    """How many entries, which are in order, have a partner below the limit."""
+    found = tl.zeros([128], tl.int32)
+    for start in range(begin, end, 128):
+        at = start + tl.arange(0, 128)
+        partner = tl.load(entries_ptr + 2 * at, mask=at < end, other=2147483647)
+        found += (partner < limit).to(tl.int32)
+    return tl.sum(found)
+
+
+@triton.jit
+def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the entries of tokens are, and what else there is to know of them.
+
+    The tokens are COUNT from `start` on, STEP apart, among those of the walk's entries. Within one
+    entry there is one result, else one for each token.
+
+    A walk is (entries, first, split, gap, total): entries from the first on, of which those from
+    the split on are partial and lie after a gap; `total` is their number. Without entries a
+    partner is the entry's place.
+    """
+    _, first, split, gap, total = walk
+    token = start
+    if STEP * COUNT > BLOCK:
+        token = start + tl.arange(0, COUNT) * STEP
+    number = token // BLOCK
+    is_partial = number >= split
+    return first + number + tl.where(is_partial, gap, 0), number < total, is_partial
+
+
+@triton.jit
+def tokens(
+    walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
+):
+    """Positions of tokens in the sequence, as in `_entry`; and whether they are of the walk."""
+    at, inside, _ = _entry(walk, start, STEP, COUNT, BLOCK)
+    offset = tl.arange(0, COUNT) * STEP
+    if walk[0] is None:
+        partner = at
+    elif CHECKED and STEP * COUNT > BLOCK:
+        partner = tl.load(walk[0] + 2 * at, mask=inside, other=0)
+    else:
+        partner = tl.load(walk[0] + 2 * at)
+    if STEP * COUNT > BLOCK:
+        return partner * BLOCK + (start + offset) % BLOCK, inside
+    else:
+        return partner * BLOCK + start % BLOCK + offset, inside
+
+
+@triton.jit
+def masks_of(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The masks of tokens, as in `_entry`; -1 where all is seen."""
+    at, inside, is_partial = _entry(walk, start, STEP, COUNT, BLOCK)
+    return tl.load(walk[0] + 2 * at + 1, mask=inside & is_partial, other=-1)
+
+
+@triton.jit
+def bits(masks_ptr, mask, query, first_key, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+    """[queries, KEYS] booleans of masks, which broadcast to queries and groups of keys.
+
+    A group shares a word of a mask; `first_key` are the groups' first keys.
+    """
+    WORDS: tl.constexpr = (BLOCK + 31) // 32
+    GROUP: tl.constexpr = KEYS // first_key.shape[0]
+    place = (query % BLOCK * WORDS)[:, None] + (first_key % BLOCK // 32)[None, :]
+    mask = mask + tl.zeros(place.shape, tl.int32)
+    at = mask.to(tl.int64) * (BLOCK * WORDS) + place
+    word = tl.load(masks_ptr + at, mask=mask >= 0, other=-1)
+    shift = tl.arange(0, GROUP)[None, None, :]
+    return tl.reshape((word[:, :, None] >> shift) & 1, [query.shape[0], KEYS]) != 0
+
+
+@triton.jit
+def row_walks(
+    lists, rank, first, queries, keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Walks over the keys that a tile of queries sees: without checks, and the rest.
+
+    `first` is the tile's first query within its row of blocks; the result has the query too.
+    """
+    lines_ptr, entries_ptr, lines = lists
+    shift = keys - queries
+    if lines_ptr is None:
+        # The last rows are the longest under the causal mask.
+        which = lines - 1 - rank if CAUSAL else rank
+        begin, partial, end = 0, tl.cdiv(keys, BLOCK), tl.cdiv(keys, BLOCK)
+    else:
+        which, begin, partial, end = line_of(lines_ptr, rank)
+    first += which * BLOCK
+    clear, visible = keys // BLOCK, tl.cdiv(keys, BLOCK)  # blocks without a check, and in all
+    if CAUSAL:
+        clear = tl.minimum(clear, tl.maximum(first + shift + 1, 0) // BLOCK)
+        visible = tl.minimum(visible, tl.cdiv(tl.maximum(first + ROWS + shift, 0), BLOCK))
+    if lines_ptr is None:
+        whole, full, partials = clear, visible, 0
+    elif CAUSAL:
+        whole = entries_before(entries_ptr, begin, partial, clear)
+        full = entries_before(entries_ptr, begin, partial, visible)
+        partials = entries_before(entries_ptr, partial, end, visible)
+    else:
+        full, partials = partial - begin, end - partial
+        last = tl.load(entries_ptr + 2 * (partial - 1), mask=full > 0, other=0)
+        whole = full - ((full > 0) & (last >= clear)).to(tl.int32)
+    TAKEN: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    whole = whole // TAKEN * TAKEN
+    if first >= queries:
+        whole, full, partials = 0, 0, 0
+    rest = full - whole
+    unchecked = (entries_ptr, begin, whole, 0, whole)
+    checked = (entries_ptr, begin + whole, rest, partial - begin - full, rest + partials)
+    return first, unchecked, checked
+
+
+@triton.jit
+def column_walks(
+    lists, rank, first, queries, keys, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Walks over the queries that see a tile of keys; what is past the last query adds nothing."""
+    lines_ptr, entries_ptr, _ = lists
+    if lines_ptr is None:
+        which, begin, partial, end = rank, 0, tl.cdiv(queries, BLOCK), tl.cdiv(queries, BLOCK)
+    else:
+        which, begin, partial, end = line_of(lines_ptr, rank)
+    first += which * BLOCK
+    hidden, clear, hidden_partials = 0, 0, 0  # rows that see nothing, that do not see all
+    if CAUSAL:
+        shift = keys - queries
+        last = tl.minimum(first + COLUMNS, keys) - 1
+        hidden = tl.maximum(first - shift, 0) // BLOCK
+        clear = tl.cdiv(tl.maximum(last - shift, 0), BLOCK)
+        if lines_ptr is None:
+            hidden, clear = tl.minimum(hidden, partial), tl.minimum(clear, partial)
+        else:
+            hidden_partials = entries_before(entries_ptr, partial, end, hidden)
+            clear = entries_before(entries_ptr, begin, partial, clear)
+            hidden = entries_before(entries_ptr, begin, partial, hidden)
+    crossing, whole = clear - hidden, partial - begin - clear
+    partials = end - partial - hidden_partials
+    if first >= keys:
+        crossing, whole, partials = 0, 0, 0
+    unchecked = (entries_ptr, begin + clear, whole, 0, whole)
+    gap = partial + hidden_partials - begin - clear
+    checked = (entries_ptr, begin + hidden, crossing, gap, crossing + partials)
+    return first, unchecked, checked
+
+
