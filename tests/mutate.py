@@ -341,10 +341,9 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def build() -> None:
     """The CPU library of the best instruction set, with what is planted."""
-    isa = "$({0} -c 'from torchweld.dispatch import native; print(native.supported_isas()[0])')"
-    done = run(
-        f"{sys.executable} csrc/build.py --no-cuda --out {MUTANTS} --isa {isa.format(sys.executable)}"
-    )
+    ask = "from torchweld.dispatch import native; print(native.supported_isas()[0])"
+    isa = run(f'{sys.executable} -c "{ask}"').stdout.strip()
+    done = run(f"{sys.executable} csrc/build.py --no-cuda --out {MUTANTS} --isa {isa}")
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
 
