@@ -68,6 +68,7 @@ docs/api/functional
 docs/api/nn
 docs/api/optim
 docs/api/random
+docs/api/sparse
 docs/api/errors
 ```
 

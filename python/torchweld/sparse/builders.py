@@ -76,10 +76,8 @@ class Builders:
         cls, grid: Grid, blocks: Blocks, key: Hashable = None, batch: int = 1, heads: int = 1
     ) -> Self:
         """A layout of these blocks. Without a key it is equal only to itself."""
-        line = blocks.number // grid.columns
-        row, column = line % grid.rows, blocks.number % grid.columns
         sizes = (batch, heads, grid.rows, grid.columns)
-        found = lists.listed(line // grid.rows, row, column, blocks.mask, blocks.masks, sizes)
+        found = lists.listed(blocks.number, blocks.mask, blocks.masks, sizes)
         return cls._of(grid, found, key, batch, heads)
 
     @classmethod

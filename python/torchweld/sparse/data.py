@@ -138,10 +138,10 @@ class FromData(Builders):
         batch, heads, rows, columns = (1,) * (4 - scores.ndim) + tuple(scores.shape)
         grid = _sized_grid("scores", scores, rows, columns, seq_len, block)
         best = scores.detach().reshape(-1, rows, columns).topk(min(top_k, columns), sorted=False)
-        head = torch.arange(batch * heads, device=scores.device).view(-1, 1, 1)
-        head = torch.where(best.values > -torch.inf, head, batch * heads)
-        row = torch.arange(rows, device=scores.device).view(1, -1, 1).expand(head.shape)
-        flat = (head.flatten(), row.flatten(), best.indices.flatten())
+        line = torch.arange(batch * heads * rows, device=scores.device).view(-1, rows, 1)
+        number = line * columns + best.indices
+        none = batch * heads * rows * columns
+        number = torch.where(best.values > -torch.inf, number, none).flatten()
         masks = lists.no_masks(block, grid.device)
-        found = lists.listed(*flat, None, masks, (batch, heads, rows, columns))
+        found = lists.listed(number, None, masks, (batch, heads, rows, columns))
         return cls._of(grid, found, None, batch, heads)

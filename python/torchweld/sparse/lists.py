@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     A block's number is (head * rows + row) * columns + column, where heads run over the batch too.
     """
 
-    number: torch.Tensor  # int64
+    number: torch.Tensor  # int64, or int32 where that holds all of them
     mask: torch.Tensor | None  # of each block, as an index into masks; -1: it is full
     masks: torch.Tensor  # as in Lists
 
@@ -60,54 +60,54 @@ def in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def listed(
-    head: torch.Tensor,
-    row: torch.Tensor,
-    column: torch.Tensor,
+    number: torch.Tensor,
     mask: torch.Tensor | None,
     masks: torch.Tensor,
     sizes: tuple[int, int, int, int],
 ) -> Lists:
-    """The lists of these blocks, which may come in any order.
+    """The lists of these blocks, which are numbered as in Blocks and may come in any order.
 
-    `sizes` are batch, heads, rows and columns. A block whose head is batch * heads is none: a
-    builder on a device has as many as it may have at most, and never reads how many there are.
+    `sizes` are batch, heads, rows and columns. A number past the last block's is none: a builder on
+    a device has as many as it may have at most, and never reads how many there are.
     """
     batch, heads, rows, columns = sizes
+    kinds = len(masks) + 1
+    if 2 * (batch * heads * rows * columns + columns + rows) * kinds < 2**31:
+        number = number.to(torch.int32)
+        mask = None if mask is None else mask.to(torch.int32)
+    # (head * columns + column) * rows + row, where number is line * columns + column.
+    line = number // columns
+    transposed = (number - line * columns).mul_(rows).add_(line % rows)
+    if batch * heads > 1:
+        transposed.add_((line // rows).mul_(rows * columns))
     return Lists(
-        *_lines(head, row, column, mask, masks, (batch, heads, rows, columns)),
-        *_lines(head, column, row, mask, masks, (batch, heads, columns, rows)),
+        *_lines(number, mask, kinds, (batch, heads, rows, columns)),
+        *_lines(transposed, mask, kinds, (batch, heads, columns, rows)),
         masks,
     )
 
 
 def _lines(
-    head: torch.Tensor,
-    line: torch.Tensor,
-    partner: torch.Tensor,
-    mask: torch.Tensor | None,
-    masks: torch.Tensor,
-    sizes: tuple[int, int, int, int],
+    number: torch.Tensor, mask: torch.Tensor | None, kinds: int, sizes: tuple[int, int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, lines, partners = sizes
-    kinds = len(masks) + 1
-    number = head * lines + line
-    # Full blocks come before partial ones; a block's mask is part of what is sorted.
-    code = number * 2 if mask is None else number * 2 + (mask >= 0)
-    code = code * partners + partner
-    if mask is not None:
-        code = code * kinds + (mask + 1)
-    narrow = 2 * batch * heads * lines * partners * kinds + 2 * partners * kinds < 2**31
-    code = in_order(code.to(torch.int32 if narrow else torch.int64))
-    which = None
-    if mask is not None:
-        which = (code % kinds - 1).clamp_(min=0).to(torch.int32)
+    line = torch.arange(batch * heads * lines + 1, device=number.device, dtype=number.dtype)
+    if mask is None:
+        number = in_order(number)
+        partner, which = number % partners, torch.zeros_like(number)
+        begins = torch.searchsorted(number, line * partners).to(torch.int32)
+        begin, partial, end = begins[:-1], begins[1:], begins[1:]
+    else:
+        # Full blocks come before partial ones; a block's mask is part of what is sorted.
+        half = number // partners * 2 + (mask >= 0)
+        code = in_order((half * partners + number % partners) * kinds + (mask + 1))
+        which = (code % kinds - 1).clamp_(min=0)
         code = code // kinds
-    found = (code % partners).to(torch.int32)
-    entries = torch.stack([found, torch.zeros_like(found) if which is None else which], -1)
-    # Where each line's full blocks begin, and its partial ones.
-    halves = torch.arange(2 * batch * heads * lines + 1, device=code.device, dtype=code.dtype)
-    begins = torch.searchsorted(code, halves * partners).to(torch.int32)
-    begin, partial, end = begins[:-1:2], begins[1::2], begins[2::2]
+        partner = code % partners
+        begins = torch.searchsorted(code, 2 * partners * line).to(torch.int32)
+        begin, end = begins[:-1], begins[1:]
+        partial = torch.searchsorted(code, (2 * line[:-1] + 1) * partners).to(torch.int32)
+    entries = torch.stack([partner, which], -1).to(torch.int32)
     order = (begin - end).view(batch * heads, lines).argsort(dim=-1, stable=True)
     table = torch.stack([begin, partial, end], -1).view(batch * heads, lines, 3)
     table = table.gather(1, order.unsqueeze(-1).expand(-1, -1, 3))

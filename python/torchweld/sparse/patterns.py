@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.sparse.lists import Blocks, count_of, joined, no_masks, packed, ranges, tidy
+from torchweld.sparse.lists import (
+    Blocks,
+    count_of,
+    in_order,
+    joined,
+    no_masks,
+    packed,
+    ranges,
+    tidy,
+)
 
 # Elements of masks that are evaluated at once.
 _AT_ONCE = 2**22
@@ -105,27 +114,45 @@ def chosen_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
 def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) -> torch.Tensor:
     """In every row of each head as many different columns, or all that the row may see.
 
-    By Floyd's sampling, in all rows at once.
+    Memory is proportional to what is drawn.
     """
     generator = torch.Generator(device=grid.device).manual_seed(seed)
-    seen = torch.full_like(grid.row(), grid.columns)
-    if backward_only:
-        seen = grid.diagonal() + 1
-    taken = seen.clamp(max=blocks)
-    most = min(blocks, grid.columns)
-    shape = (most, heads, grid.rows)
-    kind = torch.int16 if grid.columns < 2**15 else torch.int32
-    chosen = torch.full(shape, -1, device=grid.device, dtype=kind)
-    for turn in range(most):
-        last = seen - taken + turn
-        draw = torch.rand(shape[1:], generator=generator, device=grid.device, dtype=torch.float64)
-        column = (draw * (last + 1)).to(kind)
-        again = (chosen[:turn] == column).any(0)
-        column = torch.where(again, last.to(kind), column)
-        chosen[turn] = torch.where(turn < taken, column, -1)
-    found = chosen.permute(1, 2, 0).flatten(0, 1)
-    line = torch.arange(len(found), device=grid.device).unsqueeze(1) * grid.columns
-    return (line + found)[found >= 0]
+    seen = grid.diagonal() + 1 if backward_only else torch.full_like(grid.row(), grid.columns)
+    seen = seen.repeat(heads)
+    near = min(2 * blocks, grid.columns)
+    # Few columns to choose from: those with the largest of as many random numbers.
+    few = (seen <= near).nonzero()
+    order = torch.rand(len(few), near, generator=generator, device=grid.device)
+    order = order.masked_fill(grid.column()[:near] >= seen[few], -1)
+    best = order.topk(min(blocks, near))
+    short = (few * grid.columns + best.indices)[best.values >= 0]
+    # Many: independent draws, and others in place of those that were there already.
+    kind = torch.int32 if len(seen) * grid.columns < 2**31 else torch.int64
+
+    def draw(line: torch.Tensor, count: int) -> torch.Tensor:
+        found = torch.empty(len(line), count, dtype=kind, device=grid.device)
+        found.random_(0, 2**31 - 1, generator=generator).remainder_(seen[line].to(kind))
+        return in_order(found.add_((line * grid.columns).to(kind)).flatten())
+
+    drawn = draw((seen > near).nonzero(), blocks)
+    again = _repeats(drawn)
+    line, found = drawn[again] // grid.columns, [drawn[:0]]
+    while len(line):
+        other = draw(line[:, None], 1)
+        known = _repeats(other)
+        for part in (drawn, *(p for p in found if len(p))):
+            known |= part[torch.searchsorted(part, other).clamp(max=len(part) - 1)] == other
+        found.append(other[~known])
+        line = other[known] // grid.columns
+    drawn[again] = torch.cat(found)
+    return torch.cat([short.to(kind), drawn])
+
+
+def _repeats(number: torch.Tensor) -> torch.Tensor:
+    """Which of sorted numbers equal the one before."""
+    again = torch.zeros_like(number, dtype=torch.bool)
+    again[1:] = number[1:] == number[:-1]
+    return again
 
 
 # --- Patterns of tokens ---------------------------------------------------------------------------
@@ -137,7 +164,7 @@ def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Block
     Whether a block is full, partial or empty depends only on how far it is from the diagonal.
     """
     block, columns = grid.block, grid.columns
-    number = blocks.number
+    number = blocks.number.long()
     row, column = number // columns % grid.rows, number % columns
     away = (column - row) * block
     least = -(2**62) if low is None else low

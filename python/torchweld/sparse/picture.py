@@ -30,7 +30,7 @@ def plotted(kinds: torch.Tensor, title: str, ax: Any = None) -> Any:
     from matplotlib import pyplot
 
     ax = pyplot.subplots()[1] if ax is None else ax
-    ax.imshow(kinds.cpu(), cmap="Greys", vmin=0, vmax=2, interpolation="nearest")
+    ax.imshow(kinds.cpu().numpy(), cmap="Greys", vmin=0, vmax=2, interpolation="nearest")
     ax.set_xlabel("blocks of keys")
     ax.set_ylabel("blocks of queries")
     ax.set_title(title, fontsize="small")

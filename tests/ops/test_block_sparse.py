@@ -1,0 +1,407 @@
+"""block_sparse_attention beside torch's attention with the mask that the layout stands for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+import torchweld
+from torchweld import functional
+from torchweld.random import kept
+from torchweld.sparse import BlockLayout
+
+attention: Callable[..., Any] = functional.block_sparse_attention
+
+
+@pytest.fixture(params=["cpu", "eager"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    """Asked for by name."""
+    with torchweld.use_backend(request.param):
+        yield request.param
+
+
+def _drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def _with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    y = function(*inputs)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+def _dense(mask: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
+    """torch's attention in float64; rows that see nothing are zero there too."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        seen = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        none = ~seen.any(-1, keepdim=True)
+        y = scaled_dot_product_attention(q.double(), k, v, seen | none, **options)
+        return y.masked_fill(none, 0).to(q.dtype)
+
+    return function
+
+
+def _assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Sums of up to some hundred products of numbers around one, in float32."""
+    for name, a, b in zip(("y", "grad_q", "grad_k", "grad_v"), found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+_TOKENS = 200
+LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
+    "dense": lambda: BlockLayout.dense(_TOKENS, block=32),
+    "sliding_window": lambda: BlockLayout.sliding_window(_TOKENS, block=16),
+    "tokens": lambda: BlockLayout.sliding_window(_TOKENS, window_size=(37, 5), block=64),
+    "fixed": lambda: BlockLayout.fixed(_TOKENS, block=16, attention="unidirectional"),
+    "variable": lambda: BlockLayout.variable(_TOKENS, block=16, num_random_blocks=1),
+    "bigbird": lambda: BlockLayout.bigbird(_TOKENS, block=32, attention="unidirectional"),
+    "longformer": lambda: BlockLayout.longformer(_TOKENS, block=64),
+    "strided": lambda: BlockLayout.strided(_TOKENS, 3, block=16),
+    "dilated": lambda: BlockLayout.dilated(_TOKENS, block=16),
+    "global_tokens": lambda: BlockLayout.global_tokens(_TOKENS, [1, 70], block=32),
+    "block_local": lambda: BlockLayout.block_local(_TOKENS, 2, block=32),
+    "random": lambda: BlockLayout.random(
+        _TOKENS, 2, block=16, num_heads=2, different_layout_per_head=True
+    ),
+    "large blocks": lambda: BlockLayout.sliding_window(_TOKENS, window_size=(90, 3), block=128),
+    "from_blocks": lambda: BlockLayout.from_blocks(
+        torch.rand(2, 2, 13, 13, generator=torch.Generator().manual_seed(2)) > 0.6,
+        block=16,
+        seq_len=_TOKENS,
+    ),
+    "from_mask_fn": lambda: BlockLayout.from_mask_fn(
+        lambda b, h, q, k: (q // 7 + k // 5 + h) % 3 == 0, _TOKENS, block=32, num_heads=2
+    ),
+    "documents": lambda: BlockLayout.documents(torch.tensor([0, 50, 51, 170, _TOKENS]), block=32),
+    "from_scores": lambda: BlockLayout.from_scores(
+        torch.rand(2, 2, 7, 7, generator=torch.Generator().manual_seed(2)),
+        *(3,),
+        block=32,
+        seq_len=_TOKENS,
+    ),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_builder_is_attention_with_its_mask(name: str, causal: bool, backend: str) -> None:
+    layout = LAYOUTS[name]()
+    mask = layout.to_mask()
+    mask = mask.tril() if causal else mask
+    inputs = _drawn(*[(2, 2, _TOKENS, 24)] * 3)
+    found = _with_gradients(lambda *x: attention(*x, layout, causal=causal), *inputs)
+    _assert_same(found, _with_gradients(_dense(mask), *inputs))
+
+
+@given(
+    batch=st.integers(1, 2),
+    key_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    queries=st.integers(1, 150),
+    keys=st.integers(1, 150),
+    width=st.sampled_from([1, 8, 16, 33, 64, 80, 128, 200, 256]),
+    block=st.sampled_from([16, 32, 64, 128]),
+    share=st.floats(0, 1),
+    each=st.sampled_from(["shared", "heads", "batch"]),
+    causal=st.booleans(),
+    padded=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_random_layouts_lengths_heads_and_groups(
+    batch: int,
+    key_heads: int,
+    group: int,
+    queries: int,
+    keys: int,
+    width: int,
+    block: int,
+    share: float,
+    each: str,
+    causal: bool,
+    padded: bool,
+    seed: int,
+) -> None:
+    """Property: attention with the mask of what the layout, `causal` and the padding leave."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = -(-queries // block), -(-keys // block)
+    leading = {"shared": (), "heads": (group * key_heads,), "batch": (batch, 1)}[each]
+    blocks = torch.rand(*leading, rows, columns, generator=generator) < share
+    layout = BlockLayout.from_blocks(blocks, block=block, seq_len=(queries, keys))
+    mask = layout.to_mask()
+    if causal:
+        mask = mask.tril(keys - queries)
+    padding = None
+    if padded:
+        padding = torch.rand(batch, keys, generator=generator) < 0.3
+        mask = mask & ~padding[:, None, None]
+    shapes = [(batch, key_heads * group, queries, width), *[(batch, key_heads, keys, width)] * 2]
+    inputs = _drawn(*shapes)
+    with torchweld.use_backend("cpu"):
+        found = _with_gradients(
+            lambda *x: attention(*x, layout, causal=causal, key_padding_mask=padding), *inputs
+        )
+    _assert_same(found, _with_gradients(_dense(mask), *inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_layouts_of_memory_in_16_bits(dtype: torch.dtype) -> None:
+    """[batch, tokens, heads, width], as projections leave it: the same bits as packed."""
+    layout = BlockLayout.bigbird(130, block=16)
+    packed = _drawn(*[(2, 3, 130, 32)] * 3, dtype=dtype)
+    apart = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in packed]
+    apart = [x.requires_grad_() for x in apart]
+    with torchweld.use_backend("cpu"):
+        results = [_with_gradients(lambda *x: attention(*x, layout), *x) for x in (packed, apart)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- What nothing is seen of ----------------------------------------------------------------------
+
+
+def test_empty_rows_and_columns_are_zero(backend: str) -> None:
+    blocks = torch.ones(4, 5, dtype=torch.bool)
+    blocks[1], blocks[:, 2] = False, False
+    layout = BlockLayout.from_blocks(blocks, block=16)
+    inputs = _drawn((1, 2, 64, 8), (1, 2, 80, 8), (1, 2, 80, 8))
+    y, lse = attention(*inputs, layout, return_lse=True)
+    grads = torch.autograd.grad(y.sum() + lse[:, :, :16].sum(), inputs)
+    assert not y[:, :, 16:32].any()
+    assert (lse[:, :, 16:32] == -torch.inf).all()
+    assert lse[:, :, :16].isfinite().all()
+    assert not grads[0][:, :, 16:32].any()
+    assert all(not grad[:, :, 32:48].any() for grad in grads[1:])
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+    none = BlockLayout.from_blocks(torch.zeros(4, 5, dtype=torch.bool), block=16)
+    for value in _with_gradients(lambda *x: attention(*x, none), *inputs):
+        assert not value.any()
+
+
+# --- Dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> None:
+    """Of scores [batch, heads, queries, keys]: with unit vectors for values, y is the weights."""
+    q, k = (x.detach() for x in _drawn((2, 3, 70, 16), (2, 3, 150, 16)))
+    v = torch.eye(150).expand(2, 3, 150, 150)
+    k = torch.nn.functional.pad(k, (0, 134))
+    q = torch.nn.functional.pad(q, (0, 134))
+    layout = BlockLayout.sliding_window((70, 150), window_size=(60, 40), block=block)
+    y = attention(q, k, v, layout, scale=0.25, dropout_p=0.3, seed=11)
+    expected = functional.softmax_dropout(
+        q @ k.mT, layout.to_mask()[0, 0], scale=0.25, p=0.3, seed=11
+    )
+    torch.testing.assert_close(y, expected)
+    drops = ~kept((2, 3, 70, 150), 0.3, 11)
+    assert not y[drops].any()
+    assert y[~drops & layout.to_mask().expand_as(drops)].all()
+
+
+def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
+    """With keys and values of these heads, and with all of them."""
+    q, k, v = (x.detach() for x in _drawn((2, 6, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8)))
+    layout = BlockLayout.bigbird(40, block=16)
+    options = {"dropout_p": 0.4, "seed": 5}
+    whole = attention(q, k, v, layout, **options)
+    shard = torchweld.random.Shard([2, 6, 40, 8], [1, 3, 0, 0])
+    own = attention(q[1:, 3:], k[1:, 1:], v[1:, 1:], layout, shard=shard, **options)
+    torch.testing.assert_close(own, whole[1:, 3:])
+
+
+# --- Heads and layers -----------------------------------------------------------------------------
+
+
+def test_permuted_heads_have_permuted_layouts(backend: str) -> None:
+    order = [2, 0, 3, 1]
+    blocks = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(3)) < 0.4
+    q, k, v = (x.detach() for x in _drawn(*[(2, 4, 96, 16)] * 3))
+    y = attention(q, k, v, BlockLayout.from_blocks(blocks, block=16))
+    layout = BlockLayout.from_blocks(blocks[order], block=16)
+    found = attention(q[:, order], k[:, order], v[:, order], layout)
+    assert torch.equal(found, y[:, order])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_one_length_do_not_mix(compiled: bool) -> None:
+    """Each keeps its own layout, in one compiled graph too."""
+    layouts = [
+        BlockLayout.longformer(96, block=16),
+        BlockLayout.sliding_window(96, 1, block=16),
+        BlockLayout.dense(96, block=32),
+    ]
+
+    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for layout in layouts:
+            q = q + attention(q, k, v, layout)
+        return q
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for layout in layouts:
+            q = q + _dense(layout.to_mask())(q, k, v)
+        return q
+
+    inputs = _drawn(*[(1, 2, 96, 16)] * 3)
+    torch._dynamo.reset()
+    function = torch.compile(layers, fullgraph=True, backend="aot_eager") if compiled else layers
+    with torchweld.use_backend("cpu"):
+        _assert_same(_with_gradients(function, *inputs), _with_gradients(dense, *inputs))
+
+
+def test_a_layout_may_change_at_every_step_of_a_compiled_function() -> None:
+    """Without compiling again, where its lists have the same room."""
+    torch._dynamo.reset()
+    function = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    q, k, v = (x.detach() for x in _drawn(*[(1, 2, 96, 16)] * 3))
+    for step in range(4):
+        scores = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(step))
+        layout = BlockLayout.from_scores(scores, 2, block=16)
+        with torchweld.use_backend("cpu"):
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                found = function(q, k, v, layout)
+            assert torch.equal(found, attention(q, k, v, layout))
+
+
+# --- Packed sequences, sums of exponentials, sinks ------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_their_own(causal: bool, backend: str) -> None:
+    bounds = [0, 30, 31, 100, 130]
+    layout = BlockLayout.documents(torch.tensor(bounds), block=32, causal=causal)
+    q, k, v = (x.detach() for x in _drawn((4, 130, 16), (2, 130, 16), (2, 130, 16)))
+    y = attention(q, k, v, layout)
+    for begin, end in itertools.pairwise(bounds):
+        parts = [x[None, :, begin:end] for x in (q, k, v)]
+        expected = scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)[0]
+        torch.testing.assert_close(y[:, begin:end], expected)
+
+
+def test_parts_of_keys_merge_by_their_sums(backend: str) -> None:
+    """As a ring of devices merges them, with gradients through the sums."""
+    q, k, v = _drawn(*[(1, 2, 64, 16)] * 3)
+    layout = BlockLayout.dense((64, 32), block=32)
+
+    def merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        halves = [
+            attention(q, k[:, :, part], v[:, :, part], layout, return_lse=True)
+            for part in (slice(0, 32), slice(32, 64))
+        ]
+        share = torch.stack([lse for _, lse in halves], -1).softmax(-1)
+        return sum(y * share[..., i, None] for i, (y, _) in enumerate(halves))
+
+    found = _with_gradients(merged, q, k, v)
+    _assert_same(found, _with_gradients(scaled_dot_product_attention, q, k, v))
+
+
+def test_sinks_are_keys_without_values(backend: str) -> None:
+    """One more key of that score and a value of zero, for each head."""
+    q, k, v, sinks = _drawn(*[(2, 3, 50, 8)] * 3, (3,))
+    layout = BlockLayout.sliding_window(50, window_size=(9, 0), block=16)
+
+    def plain(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        z = (q @ k.mT * 8**-0.5).masked_fill(~layout.to_mask(), -torch.inf)
+        z = torch.cat([z, sinks.view(1, 3, 1, 1).expand(2, 3, 50, 1)], -1)
+        return z.softmax(-1)[..., :-1] @ v
+
+    found = _with_gradients(lambda q, k, v, s: attention(q, k, v, layout, sinks=s), q, k, v, sinks)
+    expected = _with_gradients(plain, q, k, v, sinks)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_slopes_and_soft_capping(backend: str) -> None:
+    """ALiBi's distance counts from where the last query stands beside the last key."""
+    q, k, v = _drawn((2, 3, 40, 8), (2, 3, 70, 8), (2, 3, 70, 8))
+    slopes = torch.tensor([[0.5, 0.25, 0.1], [0.3, 0.2, 0.0]])
+    distance = (torch.arange(40)[:, None] + 30 - torch.arange(70)).abs()
+    layout = BlockLayout.dense((40, 70), block=16)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        z = 2 * torch.tanh(q @ k.mT * 8**-0.5 / 2) - slopes[..., None, None] * distance
+        return z.softmax(-1) @ v
+
+    found = _with_gradients(
+        lambda *x: attention(*x, layout, alibi_slopes=slopes, softcap=2.0), q, k, v
+    )
+    _assert_same(found, _with_gradients(plain, q, k, v))
+
+
+@pytest.mark.parametrize("given_", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "eager"])
+def test_autocast_is_that_of_torchs_attention(name: str, given_: torch.dtype) -> None:
+    q, k, v = _drawn(*[(1, 2, 64, 16)] * 3, dtype=given_)
+    layout = BlockLayout.dense(64, block=32)
+    with torch.autocast("cpu", torch.bfloat16), torchweld.use_backend(name):
+        found = _with_gradients(lambda *x: attention(*x, layout), q, k, v)
+        expected = _with_gradients(scaled_dot_product_attention, q, k, v)
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+Q, LAYOUT = torch.ones(2, 4, 64, 8), BlockLayout.dense(64, block=16)
+HEADS = BlockLayout.random(64, 1, block=16, num_heads=3, different_layout_per_head=True)
+PADDING = torch.zeros(2, 64, dtype=torch.bool)
+BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "no tensor": (lambda: attention([1.0], Q, Q, LAYOUT), "q", "a tensor"),
+    "no layout": (lambda: attention(Q, Q, Q, Q > 0), "layout", "BlockLayout"),
+    "lengths": (lambda: attention(Q[:, :, :63], Q, Q, LAYOUT), "layout", "63 x 64"),
+    "layout's heads": (lambda: attention(Q, Q, Q, HEADS), "layout", "4 or 1, and 4"),
+    "integers": (lambda: attention(Q.int(), Q, Q, LAYOUT), "q", "float32 or bfloat16"),
+    "rank": (lambda: attention(Q[None], Q[None], Q[None], LAYOUT), "q", "left out"),
+    "key's dtype": (lambda: attention(Q, Q.half(), Q, LAYOUT), "k", "float32"),
+    "key's width": (lambda: attention(Q, Q[..., :7], Q, LAYOUT), "k", "goes with q"),
+    "key heads": (lambda: attention(Q, Q[:, :3], Q[:, :3], LAYOUT), "k", "multiple"),
+    "value's shape": (lambda: attention(Q, Q, Q[:, :2], LAYOUT), "v", r"\[2, 4, 64, 8\]"),
+    "device": (lambda: attention(Q, Q.to("meta"), Q, LAYOUT), "k", "device of q"),
+    "scale": (lambda: attention(Q, Q, Q, LAYOUT, scale="1"), "scale", "a number"),
+    "softcap": (lambda: attention(Q, Q, Q, LAYOUT, softcap=None), "softcap", "a number"),
+    "padding's dtype": (
+        lambda: attention(Q, Q, Q, LAYOUT, key_padding_mask=PADDING.float()),
+        "key_padding_mask",
+        "bool",
+    ),
+    "padding's shape": (
+        lambda: attention(Q, Q, Q, LAYOUT, key_padding_mask=PADDING[:, :9]),
+        "key_padding_mask",
+        r"\[batch, keys\]",
+    ),
+    "slopes": (
+        lambda: attention(Q, Q, Q, LAYOUT, alibi_slopes=torch.ones(3)),
+        "alibi_slopes",
+        r"\[heads\]",
+    ),
+    "sinks": (lambda: attention(Q, Q, Q, LAYOUT, sinks=torch.ones(3)), "sinks", r"\[heads\]"),
+    "p": (lambda: attention(Q, Q, Q, LAYOUT, dropout_p=1.5), "p", "from 0 to 1"),
+    "seed": (lambda: attention(Q, Q, Q, LAYOUT, dropout_p=0.5, seed=-1), "seed", "an int"),
+    "shard": (
+        lambda: attention(Q, Q, Q, LAYOUT, shard=torchweld.random.Shard([2, 4, 80, 8], [0] * 4)),
+        "shard",
+        "whole heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [None, "cpu", "eager"])
+@pytest.mark.parametrize("case", BAD)
+def test_arguments_are_named(case: str, name: str | None) -> None:
+    function, argument, accepted = BAD[case]
+    with torchweld.use_backend(name), pytest.raises(torchweld.ArgumentError) as caught:
+        function()
+    assert caught.value.argument == argument
+    assert caught.match(accepted)
