@@ -23,7 +23,8 @@ def test_the_tables_are_current() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "count"), [("README.md", 3), ("docs/modules.md", 2), ("docs/huggingface.md", 1), ("docs/fuse.md", 5)]
+    ("page", "count"),
+    [("README.md", 3), ("docs/modules.md", 2), ("docs/huggingface.md", 1), ("docs/fuse.md", 5)],
 )
 def test_a_pages_python_runs(page: str, count: int) -> None:
     """Every Python block, in order, in one namespace, but for what needs another package."""
