@@ -187,7 +187,7 @@ def test_all_changes_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) 
             raise ZeroDivisionError
         yield from ()
 
-    monkeypatch.setattr(plan, "PATTERNS", [*PATTERNS, broken])
+    monkeypatch.setattr(plan, "PATTERNS", [broken, *PATTERNS])
     with pytest.raises(ZeroDivisionError):
         torchweld.fuse(model)
     assert [type(module) for module in model] == classes
