@@ -187,7 +187,7 @@ def test_all_changes_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) 
             raise ZeroDivisionError
         yield from ()
 
-    monkeypatch.setattr(plan, "PATTERNS", [*PATTERNS, broken])
+    monkeypatch.setattr(plan, "PATTERNS", [broken, *PATTERNS])
     with pytest.raises(ZeroDivisionError):
         torchweld.fuse(model)
     assert [type(module) for module in model] == classes
@@ -215,8 +215,10 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's, of the parts' inputs
-@pytest.mark.parametrize("first", ["compile", "fuse"])
-@pytest.mark.parametrize("how", ["function", "method", "method of the parts"])
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [("compile", "function"), ("fuse", "function"), ("compile", "method of the parts")],
+)
 def test_compiled_before_or_after(first: str, how: str) -> None:
     """The kernels are in the graphs, and are not after unfuse()."""
     targets: list[str] = []
@@ -228,7 +230,7 @@ def test_compiled_before_or_after(first: str, how: str) -> None:
     def compiled(model: nn.Module) -> nn.Module:
         if how == "function":
             return torch.compile(model, backend=backend, fullgraph=True)
-        for module in [model] if how == "method" else list(model.children()):
+        for module in model.children():
             module.compile(backend=backend, fullgraph=True)
         return model
 

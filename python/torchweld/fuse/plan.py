@@ -121,7 +121,8 @@ def _decide(
     unasked = {id(module): row for module, row in _unaskable(view)}
     left: list[Weldable] = [row for row in unasked.values() if row is not None]
     for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
-        if isinstance(module, Weld) or id(module) in unasked:
+        # What runs after what in a module is another matter once it is welded.
+        if isinstance(module, Weld) or id(module) in unasked or id(module) in claimed:
             continue
         found = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
         for _, group in itertools.groupby(found, key=lambda entry: id(entry.module)):

@@ -13,7 +13,7 @@ from torchweld.fuse import probe
 from torchweld.fuse.twin import Twin
 from torchweld.fuse.weld import Change
 
-_MORE = 32
+_MORE, _SMALL = 32, 2**22
 _GEMMS = ("mm", "bmm", "addmm", "baddbmm", "linear", "attention", "convolution", "matmul")
 _VIEWS = ("detach", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
 
@@ -45,7 +45,8 @@ def gain(
     """The bytes that the passes of `scope` move, over those after the changes."""
 
     # So many rows that what belongs to parameters counts as little as in training.
-    rows = [x if x is None else torch.cat([x] * _MORE) for x in inputs]
+    more = _MORE if sum(p.numel() for p in scope.parameters()) < _SMALL else 2
+    rows = [x if x is None else torch.cat([x] * more) for x in inputs]
 
     def moved(change: Callable[[Twin], None]) -> int:
         twin = Twin(scope, device, torch.float32)

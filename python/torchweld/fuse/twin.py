@@ -15,6 +15,8 @@ from torchweld.fuse.weld import why_overridden
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
 _SEED = 20
+# So many numbers are drawn for a tensor, and repeated: a prime, so that no two rows are alike.
+_DRAWN = 1_048_573
 
 
 class CannotCopyError(Exception):
@@ -110,11 +112,16 @@ class Twin:
 
     def _values(self, shape: torch.Size, is_parameter: bool) -> torch.Tensor:
         """Of a variance's kind for a buffer; for a matrix such that its products are about 1."""
-        values = torch.empty(shape, device="cpu", dtype=torch.float32)
-        if not is_parameter:
-            return values.uniform_(0.5, 1.5, generator=self._generator)
-        size = math.sqrt(3 / min(shape[-2:])) if len(shape) > 1 and min(shape[-2:]) else 1.0
-        return values.uniform_(-size, size, generator=self._generator)
+        low, high = 0.5, 1.5
+        if is_parameter:
+            high = math.sqrt(3 / min(shape[-2:])) if len(shape) > 1 and min(shape[-2:]) else 1.0
+            low = -high
+        count = shape.numel()
+        values = torch.empty(min(count, _DRAWN), device="cpu", dtype=torch.float32)
+        values.uniform_(low, high, generator=self._generator)
+        return (
+            values.repeat(-(-count // _DRAWN))[:count].view(shape) if count else values.view(shape)
+        )
 
 
 def _closed_over(function: FunctionType) -> Iterable[Any]:

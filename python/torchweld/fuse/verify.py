@@ -16,6 +16,8 @@ from torchweld.fuse.weld import Change
 # this many times the original's, and this many units of rounding of the result more.
 _OF_ORIGINAL = (2.0, 4.0)
 _ROUNDINGS = {torch.float32: (4.0, 16.0), torch.bfloat16: (1.5, 4.0), torch.float16: (1.5, 4.0)}
+# As many elements of a gradient are compared.
+_SAMPLED = 2**20
 
 
 def why_different(
@@ -105,16 +107,18 @@ def _compare(
     if not len(expected.outputs) == len(found.outputs) == len(truth.outputs):
         return "the number of results differs"
     for a, b, exact in zip(expected.outputs, found.outputs, truth.outputs, strict=True):
-        if reason := _why_far(a, b, exact, dtype):
+        if reason := _why_far(a, b, exact, dtype, (0.0, 0.0)):
             return f"results {reason}"
     # A gradient may be zero but for rounding, as that of a bias before a batch norm: what others
     # are rounded by counts.
     others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
+    others = [_sampled(exact) for exact in others]
+    sizes = tuple(max(map(measure, others), default=0.0) for measure in _MEASURES)
     for before, after, exactly in zip(expected.others, found.others, truth.others, strict=True):
         if before is None or after is None:
             if before is not after:
                 return "gradients are missing"
-        elif reason := _why_far(before, after, exactly, dtype, others):
+        elif reason := _why_far(before, after, exactly, dtype, sizes):
             return f"gradients or buffers {reason}"
     return None
 
@@ -124,27 +128,35 @@ def _why_far(
     b: torch.Tensor,
     truth: torch.Tensor | None,
     dtype: torch.dtype,
-    others: Sequence[torch.Tensor] = (),
+    sizes: Sequence[float],
 ) -> str | None:
+    """How b is further from the truth than a; `sizes` are those that errors may be relative to."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
     if not a.is_floating_point() or truth is None or truth.shape != a.shape:
         return None if torch.equal(a, b) else "differ"
     if not a.numel():
         return None
+    a, b, truth = (_sampled(value) for value in (a, b, truth))
     if not (truth.isfinite().all() and a.isfinite().all()):
         same = torch.equal(a.isfinite(), b.isfinite())
         return None if same else "are finite elsewhere"
     truth = truth.double()
     errors = [(value.double() - truth).abs() for value in (a, b)]
     eps = torch.finfo(dtype).eps
-    for measure, of_original, roundings in zip(
-        (_root_mean_square, _largest), _OF_ORIGINAL, _ROUNDINGS[dtype], strict=True
+    for measure, of_original, roundings, size in zip(
+        _MEASURES, _OF_ORIGINAL, _ROUNDINGS[dtype], sizes, strict=True
     ):
-        size = max(measure(value) for value in (truth, *others))
+        size = max(size, measure(truth))
         if not measure(errors[1]) <= of_original * measure(errors[0]) + roundings * eps * size:
             return f"differ by {measure(errors[1]) / (eps * size):.3g} units of rounding"
     return None
+
+
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Elements of the whole tensor, in its order, of which there are not too many."""
+    step = max(1, values.numel() // _SAMPLED)
+    return values if step == 1 else values.flatten()[:: step + 1 - step % 2]
 
 
 def _root_mean_square(values: torch.Tensor) -> float:
@@ -153,3 +165,6 @@ def _root_mean_square(values: torch.Tensor) -> float:
 
 def _largest(values: torch.Tensor) -> float:
     return float(values.double().abs().max()) if values.numel() else 0.0
+
+
+_MEASURES = (_root_mean_square, _largest)

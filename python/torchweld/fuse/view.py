@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from torch.nn.parameter import is_lazy
 
 from torchweld.fuse import probe
 from torchweld.fuse.twin import CannotCopyError, Twin
@@ -84,7 +85,9 @@ class View:
         return self._kept[key]
 
     def device(self, module: torch.nn.Module) -> torch.device:
-        """Where a twin of it is tried."""
+        """Where a twin of it is tried: that of a large one is no guest of a GPU."""
+        if _elements(module) > _LARGE:
+            return _CPU
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 return tensor.device
@@ -107,15 +110,12 @@ class View:
         if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
             return None
         weight = module._parameters["weight"]
-        if (
-            weight is None
-            or torch.nn.parameter.is_lazy(weight)
-            or weight.ndim != 2
-            or set(names) - {"weight", "bias"}
-        ):
+        if weight is None or is_lazy(weight) or weight.ndim != 2 or set(names) - {"weight", "bias"}:
             return None
         if forward_of(module) is torch.nn.Linear.forward:
             return "plain"
+        if isinstance(module, torch.nn.Embedding):
+            return None
         found: str | None = self.once("linear", module, lambda: _linear(module))
         return found
 
@@ -159,6 +159,8 @@ class View:
 
     def watched(self, module: torch.nn.Module) -> Scope | str:
         """The module with the edges between its leaves, or why it does not run."""
+        if reason := why_too_large(module):
+            return reason
         names = {id(part): name for name, part in module.named_modules()}
         found = self.once("edges", module, lambda: _watched(module, self.device(module), names))
         if isinstance(found, str):
@@ -185,6 +187,28 @@ class View:
         if _is_sharded_alone(module):
             return f"{called} is sharded by itself: fuse before fully_shard"
         return None
+
+
+# Elements of parameters: of a twin that is tried on the CPU, and that a scope may have anyhow.
+_LARGE = 2**26
+_SMALL = 2**24
+# A scope is a block, not a model: it has so many times the elements of its largest parameter.
+_BLOCK = 24
+
+
+def _elements(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def why_too_large(module: torch.nn.Module) -> str | None:
+    """Why no copy of a module is made."""
+    elements = _elements(module)
+    largest = max((p.numel() for p in module.parameters() if not is_lazy(p)), default=0)
+    if elements <= max(_SMALL, _BLOCK * largest) and elements <= 2**31:
+        return None
+    return (
+        f"with {elements / 1e6:.0f} million parameters what is around it is too large to be tried"
+    )
 
 
 def is_welded(module: torch.nn.Module) -> bool:
@@ -332,7 +356,7 @@ def _of_value(value: Any, seen: dict[int, int]) -> Hashable:
         return type(value), value
     if isinstance(value, torch.nn.Module):
         return _of_module(value, seen)
-    if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
+    if isinstance(value, torch.Tensor) and not is_lazy(value):
         return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
     if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):
         return type(value), frozenset(value)
