@@ -19,6 +19,8 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+# Tests ask for kernels by name; those of the trial at first use switch it on.
+os.environ.setdefault("TORCHWELD_TUNE", "off")
 os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN where a kernel left something unwritten
 
 import pytest  # noqa: E402

@@ -12,7 +12,7 @@ import textwrap
 import torch
 
 from torchweld import pages
-from torchweld.dispatch import choice, evidence, native
+from torchweld.dispatch import choice, evidence, native, trial, verdicts
 from torchweld.machine import cpu_name, versions
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.table import Table
@@ -118,7 +118,12 @@ def _evidence_here() -> Facts:
         facts.append((f"{here} (this one)", f"`torchweld tune`, {tuned['date']}"))
     elif here:
         facts.append((here, "not tuned here: `torchweld tune` takes a minute"))
-    nothing = "no GPU has been recorded: on GPUs eager serves, and kernels by name alone"
+    if here and (kept := trial.verdicts(torch.cuda.current_device()).all_kept()):
+        facts += [(verdict.backend, f"{key}, by {verdict.by}") for key, verdict in kept.items()]
+    nothing = (
+        "no GPU has been recorded: kernels are checked and timed at their first use"
+        f" ({verdicts.VARIABLE}={verdicts.mode})"
+    )
     return facts or [("none", nothing)]
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # The folder; without it, torchweld in the user's cache.
 VARIABLE = "TORCHWELD_CACHE"
+_POLL_SECONDS = 0.01
 
 
 def folder() -> Path:
@@ -20,16 +27,64 @@ def folder() -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The file's content; a file that is missing or cannot be read is empty."""
+    """The file's content; a file that is missing is empty.
+
+    So is one that is damaged, which is put aside under another name.
+    """
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict):
+            return content
+    except OSError:
         return {}
+    except ValueError:
+        pass
+    aside = file.with_suffix(".damaged")
+    with contextlib.suppress(OSError):  # another process may have put it aside
+        os.replace(file, aside)
+        warnings.warn(f"torchweld: {file} was damaged; it is now {aside}", stacklevel=2)
+    return {}
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    """Replaces the file: a reader, or the next process, never meets half of it."""
+    """Replace the file: a reader, or the next process, never meets half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(unfinished, file)
+    handle, unfinished = tempfile.mkstemp(prefix=f"{file.stem}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(json.dumps(content, indent=1) + "\n")
+        os.replace(unfinished, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+def update(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the file's content; no other process's update is lost."""
+    with locked(file.with_suffix(".lock")):
+        content = read(file)
+        change(content)
+        write(file, content)
+
+
+@contextlib.contextmanager
+def locked(file: Path, seconds: float | None = None) -> Iterator[None]:
+    """Hold a lock of all processes'; TimeoutError where another has it for longer than `seconds`.
+
+    The system frees it when its process ends, in whichever way.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    end = None if seconds is None else time.monotonic() + seconds
+    with file.open("a") as held:
+        while end is not None:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"{file} is held by another process") from None
+                time.sleep(_POLL_SECONDS)
+        else:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import Any, Protocol
 
-from torchweld.dispatch import evidence
+import torch
+
+from torchweld.dispatch import evidence, trial
 from torchweld.errors import ArgumentError, BackendError
-from torchweld.registry import BACKENDS, EAGER
+from torchweld.registry import BACKENDS, EAGER, Op
 
 BACKEND_VARIABLE = "TORCHWELD_BACKEND"
 # A name for several backends, in order of preference.
@@ -86,10 +88,23 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
     """The backend for these inputs; raises BackendError if none of those asked for can serve."""
     if forced is not None:
         return _by_name(op, inputs, forced)
+    if isinstance(op, Op) and on_trial(inputs[0]):
+        return trial.proven(op, inputs)
     for backend in op.backends:
         if why_not_automatic(op, backend, inputs) is None:
             return backend
     return EAGER
+
+
+def on_trial(x: torch.Tensor) -> bool:
+    """Whether kernels for such a tensor are proven at first use: on a GPU, and not while compiling.
+
+    Neither is what stands for other tensors, as fake ones do.
+    """
+    return x.is_cuda and not torch.compiler.is_compiling() and type(x) in _PLAIN
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
@@ -106,6 +121,10 @@ def _by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
 def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str | None:
     """Why the automatic choice does not take this backend."""
     reason = op.why_not(backend, inputs)
+    if reason is None and isinstance(op, Op) and on_trial(inputs[0]):
+        verdict = trial.known(op, inputs)
+        if verdict is not None:
+            return verdict.against(backend)
     if reason is None and BACKENDS[backend].devices != {"cpu"}:
         reason = evidence.against(op, backend, inputs)
     return reason

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from torchweld.dispatch import proof
+from torchweld.dispatch import proof, verdicts
 from torchweld.dispatch.autograd import (
     Differentiable,
     autograd_function,
@@ -320,7 +320,9 @@ def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
 
 def _may_time(x: torch.Tensor) -> bool:
     return (
-        timing.timing and x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        verdicts.mode == "time"
+        and x.device.type == "cuda"
+        and not torch.cuda.is_current_stream_capturing()
     )
 
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,6 @@ import torch
 
 from torchweld.dispatch import cache, clock, proof
 from torchweld.version import __version__
-
-# 0: nothing is timed while a model runs. What was kept earlier serves.
-TIMING_VARIABLE = "TORCHWELD_TIMING"
-timing = os.environ.get(TIMING_VARIABLE, "1") != "0"
 
 # Milliseconds of the GPU's that a class of shapes may take.
 _BUDGET = 30.0
@@ -171,8 +166,9 @@ def _all_kept(conditions: str) -> dict[str, Timed]:
 
 
 def _keep(conditions: str, name: str, timed: Timed) -> None:
-    content = cache.read(_file())
-    content.setdefault(conditions, {})[name] = list(timed)
-    # Where nothing can be written, it is kept for this process alone.
+    def add(content: dict[str, Any]) -> None:
+        content.setdefault(conditions, {})[name] = list(timed)
+
+    # Where nothing can be written, it is kept for this process only.
     with contextlib.suppress(OSError):
-        cache.write(_file(), content)
+        cache.update(_file(), add)

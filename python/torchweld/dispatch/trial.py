@@ -1,0 +1,238 @@
+"""An op's kernels on trial on the GPU at hand, on the inputs of the call that asks for them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchweld.dispatch import cache, clock, evidence, proof
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.verdicts import Verdict, Verdicts
+from torchweld.registry import BACKENDS, EAGER, Composite, Op
+from torchweld.version import __version__
+
+# Milliseconds of the GPU's that a class of calls may take, and elements that are judged.
+BUDGET = 30.0
+_MOST_ELEMENTS, _ROWS_BEHIND_GEMMS = 2**25, 256
+_ALIGNMENT = 16
+
+
+def proven(op: Op, inputs: Sequence[Any]) -> str:
+    """The backend that serves on this GPU, tried now if it is the first call of its class."""
+    known = _served.get(of := class_of(op, inputs))
+    if known is None:
+        trial = OpTrial(op, inputs)
+        if not trial.backends:
+            return EAGER  # which is no verdict on the class: a torch.func transform is on, perhaps
+        known = verdicts(inputs[0].device.index).decide(trial)
+        if trial.may_run():
+            _served[of] = known
+    return known if known == EAGER or op.why_not(known, inputs) is None else EAGER
+
+
+# By class; the text of a key takes longer to make.
+_served: dict[tuple[Any, ...], str] = {}
+
+
+def known(op: Op, inputs: Sequence[Any]) -> Verdict | None:
+    """What was found of such calls, if anything."""
+    trial = OpTrial(op, inputs)
+    return verdicts(inputs[0].device.index).all_kept().get(trial.key)
+
+
+def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What a verdict holds for: equal for calls that are alike."""
+    x = inputs[0]
+    shape = x.shape
+    words: list[Any] = [op.name, x.device.index, torch.is_autocast_enabled(x.device.type)]
+    words += [shape[-1] if shape else 1, x.numel().bit_length(), torch.is_grad_enabled()]
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            aligned = value.data_ptr() % _ALIGNMENT == 0 and value.is_contiguous()
+            words.append((value.dtype, value.ndim, value.requires_grad, aligned))
+        elif value is None or isinstance(value, (str, bool)):
+            words.append(value)
+    return tuple(words)
+
+
+@functools.cache
+def verdicts(device_index: int) -> Verdicts:
+    """What is kept of a GPU under what else decides over speed: kernels, torch and Triton."""
+    of_gpu = torch.cuda.get_device_properties(device_index)
+    gpu = f"{of_gpu.name}, {of_gpu.multi_processor_count} SMs, sm_{of_gpu.major}{of_gpu.minor}"
+    absent = BACKENDS["triton"].missing()
+    triton = "none" if absent else importlib.import_module("triton").__version__
+    software = f"torchweld {__version__} {_sources()}, torch {torch.__version__}, triton {triton}"
+    return Verdicts(cache.folder() / "verdicts.json", f"{gpu}, {software}")
+
+
+def _sources() -> str:
+    """A hash of the kernels: Triton's sources, and the compiled library."""
+    package = Path(__file__).parents[1]
+    files = sorted((package / "triton_kernels").glob("*.py"))
+    files += sorted((package.parent.parent / "triton_kernels").glob("*.py"))
+    digest = hashlib.sha256()
+    for file in [*files, package / "lib" / "libtorchweld_cuda.so"]:
+        if file.exists():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class OpTrial:
+    """The trial of an op on these inputs."""
+
+    def __init__(self, op: Op, inputs: Sequence[Any]) -> None:
+        self._op, self._inputs = op, inputs
+        self.direction = evidence.direction(inputs)
+        self.backends: Sequence[str] = [b for b in op.backends if op.why_not(b, inputs) is None]
+        self._cast_to = self._autocast_dtype()
+        self._judged: tuple[list[Any], proof.Judge] | None = None
+
+    @property
+    def key(self) -> str:
+        """The class of calls in words."""
+        name, _, autocast, width, bits, _, *rest = class_of(self._op, self._inputs)
+        words = [str(word).replace("torch.", "") for word in rest]
+        words += ["autocast"] if autocast else []
+        size = f"width {width}, below 2^{bits} elements"
+        return f"{name} {self.direction}, {size}, {' '.join(words)}"
+
+    def static(self) -> str:
+        """What evidence prefers; eager without any."""
+        return self.preferred(self.backends) or EAGER
+
+    def preferred(self, backends: Sequence[str]) -> str | None:
+        """What evidence prefers among them."""
+        taken = (b for b in backends if evidence.against(self._op, b, self._inputs) is None)
+        return next(taken, None)
+
+    def may_run(self) -> bool:
+        """Not while a graph is captured."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def fault(self, backend: str) -> str | None:
+        """What is wrong on some of the rows, forward and, where a gradient is wanted, backward."""
+        with self._apart():
+            if self._judged is None:
+                given = self._some()
+                exact = self._results(EAGER, [_wide(value) for value in given])
+                self._judged = (given, proof.Judge(exact, self._results(EAGER, given)))
+            given, judge = self._judged
+            return judge.fault_of(partial(self._results, backend, given))
+
+    def times(self, backends: Sequence[str]) -> Mapping[str, float]:
+        """Milliseconds on the inputs themselves."""
+        with self._apart():
+            names = [EAGER, *backends]
+            given = [_fresh(value, self._cast_to) for value in self._inputs]
+            calls = [partial(self._results, name, given) for name in names]
+            return dict(zip(names, clock.medians(calls, clock.DeviceClock(), BUDGET), strict=True))
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """On the inputs' GPU, without autocast: the inputs are cast before."""
+        x = self._inputs[0]
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            yield
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast computes in, where it has a rule."""
+        kind = self._inputs[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return None
+        behind_gemms = isinstance(self._op, Composite)
+        return torch.get_autocast_dtype(kind) if behind_gemms else self._op.autocast.get(kind)
+
+    def _some(self) -> list[Any]:
+        """The inputs with the first of their rows, so few that float64 fits beside the model."""
+        x = self._inputs[0]
+        rows = _ROWS_BEHIND_GEMMS if isinstance(self._op, Composite) else proof.ROWS
+        rows = max(1, min(rows, _MOST_ELEMENTS // max(x.shape[-1], 1)))
+        sizes = list(x.shape)
+        for at in range(x.ndim - 1):
+            others = torch.Size(sizes[:-1]).numel() // max(sizes[at], 1)
+            sizes[at] = min(sizes[at], max(1, rows // max(others, 1)))
+        factors = _factors(self._op)
+        return [
+            _fresh(_part(v, x.shape, sizes) if at not in factors else v, self._cast_to)
+            for at, v in enumerate(self._inputs)
+        ]
+
+    def _results(self, backend: str, inputs: Sequence[Any]) -> proof.Results:
+        """Results and gradients by name, without a trace in any graph of the user's."""
+        train = self.direction == "full"
+        with torch.set_grad_enabled(train):
+            results = as_tuple(_run(self._op, backend, inputs))
+            found = {name: r.detach() for name, r in zip(self._op.public, results, strict=True)}
+            if not train:
+                return found
+            names = self._op.forward_signature.arguments
+            leaves = {
+                name: value
+                for name, value in zip(names, inputs, strict=True)
+                if isinstance(value, torch.Tensor) and value.requires_grad
+            }
+            flowing = [_gradient(result) for result in results]
+            gradients = torch.autograd.grad(results, list(leaves.values()), flowing)
+        return found | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+
+
+def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
+    if backend == EAGER:
+        return op.reference(*inputs)
+    if isinstance(op, Composite):
+        return op.fused(backend, *inputs)
+    kernel = op.kernels[backend]
+    if torch.is_grad_enabled():
+        return kernel.function.apply(*inputs)
+    return kernel.public(as_tuple(kernel.forward(*inputs)))
+
+
+def _gradient(result: torch.Tensor) -> torch.Tensor:
+    """Random numbers, the same at every call, which every dtype has."""
+    generator = torch.Generator(result.device).manual_seed(1)
+    values = torch.randn(result.shape, generator=generator, device=result.device)
+    return values.bfloat16().half().to(result.dtype)
+
+
+def _factors(op: Op) -> set[int]:
+    """Which inputs are factors of GEMMs, whose sizes are not the rows'."""
+    kinds = ((at, getattr(v, "kind", "")) for sample in op.samples for at, v in enumerate(sample))
+    return {at for at, kind in kinds if kind == "weight"}
+
+
+def _part(value: Any, shape: Sequence[int], sizes: Sequence[int]) -> Any:
+    """The part of a tensor that has, or broadcasts to, `shape` beside one of `sizes`."""
+    if not isinstance(value, torch.Tensor) or value.ndim > len(shape):
+        return value
+    for at in range(value.ndim - 1):
+        beside = at - value.ndim
+        if value.shape[at] == shape[beside]:
+            value = value.narrow(at, 0, sizes[beside])
+    return value
+
+
+def _fresh(value: Any, dtype: torch.dtype | None) -> Any:
+    """A leaf with the tensor's values, of this dtype if one is given and they are numbers."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Running statistics, which some ops write to, have one dimension.
+    found = value.detach().clone() if value.ndim <= 1 else value.detach()
+    if dtype is not None and value.is_floating_point():
+        found = found.to(dtype)
+    return found.requires_grad_(value.requires_grad)
+
+
+def _wide(value: Any) -> Any:
+    """The same in float64."""
+    if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)
