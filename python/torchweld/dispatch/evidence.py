@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from torchweld.dispatch import cache
-from torchweld.dispatch.constant import assume_constant_result
 from torchweld.registry import Op
+from torchweld.registry.constant import assume_constant_result
 from torchweld.version import __version__
 
 _UNPROVEN = "it has run on no GPU; ask for it by name, eager serves until it is proven"

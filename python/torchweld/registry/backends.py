@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchweld.registry.constant import assume_constant_result
+
 Capability = tuple[int, int]
 # Triton's own floor.
 _TRITON_FROM = (8, 0)
@@ -51,7 +53,7 @@ def _joined(capability: Capability) -> str:
 
 
 # Constant under torch.compile, which cannot trace how a device is asked.
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _unfit(backend: str, device_index: int | None) -> str | None:
     return _unfit_once(backend, device_index)
 

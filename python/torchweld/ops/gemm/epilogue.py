@@ -19,7 +19,6 @@ from torchweld.dispatch.autograd import (
     derivatives_of_reference,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.constant import assume_constant_result
 from torchweld.dispatch.proof import Results
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
@@ -27,6 +26,7 @@ from torchweld.ops.gemm import timing
 from torchweld.ops.gemm.linear import LinearNode, misfit, trained
 from torchweld.ops.gemm.timing import Contest, Timed
 from torchweld.registry import BACKENDS, Signature
+from torchweld.registry.constant import assume_constant_result
 
 _SOURCE = "triton_kernels/linear_act.py"
 SOURCES: dict[str, tuple[str, ...]] = {
