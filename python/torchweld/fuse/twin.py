@@ -9,11 +9,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from torchweld.dispatch.dtensor import is_one
 from torchweld.fuse.weld import why_overridden
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SEED = 20
 # So many numbers are drawn for a tensor, and repeated: a prime, so that no two rows are alike.
 _DRAWN = 1_048_573
@@ -97,13 +97,14 @@ class Twin:
         return found
 
     def _drawn(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in _PLAIN or tensor.is_quantized or tensor.layout != torch.strided:
+        known = type(tensor) in _PLAIN or is_one(tensor)
+        if not known or tensor.is_quantized or tensor.layout != torch.strided:
             raise CannotCopyError(f"it holds a {type(tensor).__name__} of {tensor.dtype}")
         if not tensor.is_floating_point():
             real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
             return real if tensor.is_meta else real.copy_(tensor.detach())
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        if is_parameter or tensor.is_meta or isinstance(tensor, DTensor):
+        if is_parameter or tensor.is_meta or is_one(tensor):
             values = self._values(tensor.shape, is_parameter)
         else:
             values = tensor.detach().to("cpu", torch.float32)
