@@ -223,9 +223,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The batches of what is gathered, with states; those that are missing are made."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
-            for i in kind.incomplete(states):
-                self._complete(states[i], kind.params[i], gathering.codec, kind.moments)
-            kind.gather(gathering.function, states)
+            columns = kind.columns_of(states)
+            if columns is None:
+                for p, state in zip(kind.params, states, strict=True):
+                    if kind.lacks_entries(state):
+                        self._complete(state, p, gathering.codec, kind.moments)
+                columns = kind.columns_of(states)
+                assert columns is not None
+            kind.gather(gathering.function, states, columns)
         return gathering.batches()
 
     def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:

@@ -63,16 +63,20 @@ class Kind:
         """Whether other devices have parts of its rows."""
         return self._split is not None
 
-    def incomplete(self, states: list[State]) -> list[int]:
-        """Which of these states lack an entry that the step needs."""
-        needed = self.entries
-        return [i for i, state in enumerate(states) if not needed <= state.keys()]
+    def lacks_entries(self, state: State) -> bool:
+        """Whether a state lacks an entry that the step needs."""
+        return not self.entries <= state.keys()
 
-    def gather(self, function: str, states: list[State]) -> None:
-        """Add all parameters, with these states, to the batch that they step with."""
-        columns: dict[str, Tensors] = {
-            name: [state[name] for state in states] for name in self.entries
+    def columns_of(self, states: list[State]) -> dict[str, Tensors] | None:
+        """The entries that the step needs, of all states; None if a state lacks one."""
+        columns = {
+            name: [state[name] for state in states if name in state] for name in self.entries
         }
+        complete = all(len(column) == len(states) for column in columns.values())
+        return columns if complete else None
+
+    def gather(self, function: str, states: list[State], columns: dict[str, Tensors]) -> None:
+        """Add all parameters, with these entries of their states, to the batch they step with."""
         # Counts lie where the step runs, so that nothing waits; torch's may be saved on the CPU.
         for at, step in enumerate(columns[STEP]):
             if step.device != self._device:
