@@ -10,18 +10,18 @@ import triton.language as tl
 from .attention_parts import (
     LOG2_E,
     UNSPECIALIZED,
-    both,
     finite,
     head_rows,
     kept_factors,
     logits,
     next_keys,
+    scoring_of,
     shown_keys,
-    slope_of,
     store_head_rows,
 )
 from .block_lists import bits, column_walks, masks_of, rank_of, row_walks, tokens
 from .dropout import factors_of_groups
+
 
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
 def attention_deltas(
@@ -61,10 +61,8 @@ def _gradients(z, capped, lse, grad_weight, kept, delta, SOFTCAP: tl.constexpr):
     `lse` and `delta` broadcast to the tile, `lse` in units of log 2.
     """
     weight = tl.exp2(z - lse)
-    dropped = weight
-    if kept is not None:
-        dropped *= kept
-        grad_weight *= kept
+    dropped = weight * kept
+    grad_weight *= kept
     grad = weight * (grad_weight - delta)
     if SOFTCAP:
         grad *= 1 - capped * capped
@@ -88,8 +86,8 @@ def _add_query_gradient(
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     grad_weight = tl.dot(grad_y, tl.trans(v), input_precision=PRECISION)
     distance = query[:, None] + shift - key[None, :]
-    z, capped = logits(product, distance, seen, scoring[0], scoring[1], scoring[2], SOFTCAP)
-    kept = None
+    z, capped = logits(product, distance, seen, scoring, SOFTCAP)
+    kept = 1.0
     if dropout[0] is not None:
         kept = kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
     _, grad = _gradients(z, capped, lse[:, None], grad_weight, kept, delta[:, None], SOFTCAP)
@@ -175,11 +173,12 @@ def attention_query_gradient(
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
     if padding_ptr is not None:
         padding_ptr += batch * keys
-    slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+    scoring = scoring_of(
+        inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
+    )
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
-    scoring = (inner, outer, slope)
     dropout = (seed_ptr, number, threshold, kept_scale)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -198,7 +197,7 @@ def attention_query_gradient(
 
 @triton.jit
 def _add_key_gradients(
-    walk, start, state, k, v, key, shown, sources, masking, scoring, dropout,
+    walk, start, state, k, v, first, shown, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +205,8 @@ def _add_key_gradients(
     grad_k, grad_v = state
     q_ptr, q_stride, grad_y_ptr, grad_stride, lse_ptr, delta_ptr, width = sources
     masks_ptr, queries, shift = masking
-    COLUMNS: tl.constexpr = key.shape[0]
+    COLUMNS: tl.constexpr = k.shape[0]
+    key = first + tl.arange(0, COLUMNS)
     query, listed = tokens(walk, start, 1, ROWS, BLOCK, True)
     inside = listed & (query < queries)
     q = head_rows(q_ptr, query, q_stride, inside, width, WIDTH, FITS)
@@ -214,27 +214,24 @@ def _add_key_gradients(
     # A weight of a query that is not there is exp2(-inf).
     lse = finite(tl.load(lse_ptr + query, mask=inside, other=float("inf"))) * LOG2_E
     delta = tl.load(delta_ptr + query, mask=inside, other=0)
-    seen = None
-    if shown is not None:
-        seen = tl.broadcast_to(shown[:, None], [COLUMNS, ROWS])
-    if CHECKED:
-        if CAUSAL:
-            seen = both(seen, query[None, :] + shift >= key[:, None])
-        if masks_ptr is not None:
-            GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
-            mask = masks_of(walk, start, 1, ROWS, BLOCK)
-            if ROWS > BLOCK:
-                mask = mask[:, None]
-            groups = tl.min(key, 0) + tl.arange(0, COLUMNS // GROUP) * GROUP
-            seen = both(seen, tl.trans(bits(masks_ptr, mask, query, groups, BLOCK, COLUMNS)))
+    seen = tl.broadcast_to(shown[:, None], [COLUMNS, ROWS])
+    if CHECKED and CAUSAL:
+        seen = seen & (query[None, :] + shift >= key[:, None])
+    if CHECKED and masks_ptr is not None:
+        GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+        mask = masks_of(walk, start, 1, ROWS, BLOCK)
+        if ROWS > BLOCK:
+            mask = mask[:, None]
+        first_key = first + tl.arange(0, COLUMNS // GROUP) * GROUP
+        seen = seen & tl.trans(bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS))
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     grad_weight = tl.dot(v, tl.trans(grad_y), input_precision=PRECISION)
     distance = query[None, :] + shift - key[:, None]
-    z, capped = logits(product, distance, seen, scoring[0], scoring[1], scoring[2], SOFTCAP)
-    kept = None
+    z, capped = logits(product, distance, seen, scoring, SOFTCAP)
+    kept = 1.0
     if dropout[0] is not None:
         seed_ptr, number, threshold, kept_scale = dropout
-        groups = tl.min(key, 0) // 4 + tl.arange(0, COLUMNS // 4)
+        groups = first // 4 + tl.arange(0, COLUMNS // 4)
         kept = factors_of_groups(seed_ptr, number + query, groups, threshold, kept_scale)
         kept = tl.trans(kept)
     weight, grad = _gradients(z, capped, lse[None, :], grad_weight, kept, delta[None, :], SOFTCAP)
@@ -309,7 +306,9 @@ def attention_key_gradients(
     begin = tl.maximum(key_head * group - first_head, 0)
     end = tl.minimum(key_head * group + group - first_head, heads)
     if lines_ptr is not None:
-        lines_ptr += 4 * (batch * lines_batch_stride + tl.minimum(begin, heads - 1) * lines_head_stride)
+        lines_ptr += 4 * (
+            batch * lines_batch_stride + tl.minimum(begin, heads - 1) * lines_head_stride
+        )
     rank, part = tile // SPLIT, tile % SPLIT * COLUMNS
     which = rank
     if lines_ptr is not None:
@@ -327,10 +326,9 @@ def attention_key_gradients(
     masking = (masks_ptr, queries, keys - queries)
     state = (tl.zeros([COLUMNS, WIDTH], tl.float32), tl.zeros([COLUMNS, WIDTH], tl.float32))
     for head in range(begin, end):
-        if PER_HEAD:
-            if head > begin:
-                lines_ptr += 4 * lines_head_stride
-                rank = rank_of(lines_ptr, lines, which)
+        if PER_HEAD and head > begin:
+            lines_ptr += 4 * lines_head_stride
+            rank = rank_of(lines_ptr, lines, which)
         lists = (lines_ptr, entries_ptr, lines)
         _, unchecked, checked = column_walks(
             lists, rank, part, queries, keys, COLUMNS, BLOCK, CAUSAL
@@ -346,18 +344,20 @@ def attention_key_gradients(
             delta_ptr + query_plane * queries,
             width,
         )
-        slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-        scoring = (inner, outer, slope)
+        scoring = scoring_of(
+            inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
+        )
         number = first_number + batch * number_batch_stride + head * number_head_stride
         dropout = (seed_ptr, number, threshold, kept_scale)
         for start in tl.range(0, unchecked[4] * BLOCK, ROWS):
             state = _add_key_gradients(
-                unchecked, start, state, k, v, key, shown, sources, masking, scoring, dropout,
+                unchecked, start, state, k, v, first, shown, sources, masking, scoring, dropout,
                 SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, False,
             )  # fmt: skip
-        for start in tl.range(0, checked[4] * BLOCK, ROWS):
+        # Without loads ahead: two sums, conditions and those would not fit the registers.
+        for start in tl.range(0, checked[4] * BLOCK, ROWS, num_stages=1):
             state = _add_key_gradients(
-                checked, start, state, k, v, key, shown, sources, masking, scoring, dropout,
+                checked, start, state, k, v, first, shown, sources, masking, scoring, dropout,
                 SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, True,
             )  # fmt: skip
     at = plane.to(tl.int64) * keys * width

@@ -15,10 +15,11 @@ from .attention_parts import (
     kept_factors,
     logits,
     next_keys,
-    slope_of,
+    scoring_of,
     store_head_rows,
 )
 from .block_lists import row_walks
+
 
 @triton.jit
 def _attend(
@@ -36,7 +37,7 @@ def _attend(
     k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     distance = query[:, None] + shift - key[None, :]
-    z, _ = logits(product, distance, seen, scoring[0], scoring[1], scoring[2], SOFTCAP)
+    z, _ = logits(product, distance, seen, scoring, SOFTCAP)
     above = tl.maximum(highest, tl.max(z, 1))
     base = finite(above)
     shrunk = tl.exp2(highest - base)
@@ -120,11 +121,12 @@ def attention_forward(
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
     if padding_ptr is not None:
         padding_ptr += batch * keys
-    slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+    scoring = scoring_of(
+        inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
+    )
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
-    scoring = (inner, outer, slope)
     dropout = (seed_ptr, number, threshold, kept_scale)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -153,5 +155,3 @@ def attention_forward(
     y = sums / total[:, None]
     store_head_rows(y_ptr + at * width, y, query, query < queries, width, WIDTH)
     tl.store(lse_ptr + at + query, lse, mask=query < queries)
-
-

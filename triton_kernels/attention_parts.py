@@ -29,18 +29,13 @@ def finite(value):
 
 @triton.jit
 def head_rows(ptr, row, stride, inside, width, WIDTH: tl.constexpr, FITS: tl.constexpr):
-    """[rows, WIDTH] of a head; zeros outside. `inside` None: all rows are there."""
+    """[rows, WIDTH] of a head; zeros outside."""
     column = tl.arange(0, WIDTH)
     at = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    if inside is None:
-        if FITS:
-            return tl.load(at)
-        else:
-            return tl.load(at, mask=(column < width)[None, :], other=0)
-    elif FITS:
-        return tl.load(at, mask=inside[:, None], other=0)
-    else:
-        return tl.load(at, mask=inside[:, None] & (column < width)[None, :], other=0)
+    present = tl.broadcast_to(inside[:, None], [row.shape[0], WIDTH])
+    if not FITS:
+        present = present & (column < width)[None, :]
+    return tl.load(at, mask=present, other=0)
 
 
 @triton.jit
@@ -53,48 +48,35 @@ def store_head_rows(ptr, value, row, inside, width, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def logits(product, distance, seen, inner, outer, slope, SOFTCAP: tl.constexpr):
+def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
     """Scores in units of log 2, -inf where a key is not seen; and, capped, the tanh."""
+    inner, outer, slopes_ptr, slope = scoring
     z = product * inner
     capped = z
     if SOFTCAP:
         capped = _tanh(z)
         z = capped * outer
-    if slope is not None:
+    if slopes_ptr is not None:
         z -= slope * tl.abs(distance)
-    if seen is not None:
-        z = tl.where(seen, z, -float("inf"))
-    return z, capped
+    return tl.where(seen, z, -float("inf")), capped
 
 
 @triton.jit
-def slope_of(slopes_ptr, batch, head, batch_stride, head_stride):
-    """A head's slope, for scores in units of log 2."""
-    if slopes_ptr is None:
-        return None
-    else:
-        at = slopes_ptr + batch * batch_stride + head * head_stride
-        return tl.load(at).to(tl.float32) * LOG2_E
-
-
-@triton.jit
-def both(a, b):
-    """What is seen by two conditions, either of which may be None."""
-    if a is None:
-        return b
-    elif b is None:
-        return a
-    else:
-        return a & b
+def scoring_of(inner, outer, slopes_ptr, batch, head, batch_stride, head_stride):
+    """What `logits` wants for a head."""
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + batch * batch_stride + head * head_stride).to(tl.float32)
+    return inner, outer, slopes_ptr, slope * LOG2_E
 
 
 @triton.jit
 def shown_keys(padding_ptr, key, inside):
     """Keys that padding does not hide."""
-    if padding_ptr is None:
-        return None
-    else:
-        return tl.load(padding_ptr + key, mask=inside, other=1) == 0
+    shown = tl.full(key.shape, 1, tl.int1)
+    if padding_ptr is not None:
+        shown = tl.load(padding_ptr + key, mask=inside, other=1) == 0
+    return shown
 
 
 @triton.jit
@@ -102,32 +84,29 @@ def next_keys(
     walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """The next keys of a tile of queries, which of them are there, and which each query sees."""
-    key, listed = tokens(walk, start, 1, COLUMNS, BLOCK, CHECKED)
-    if CHECKED:
-        inside = listed & (key < keys)
-        seen = tl.broadcast_to(inside[None, :], [query.shape[0], COLUMNS])
-        if CAUSAL:
-            seen = seen & (query[:, None] + shift >= key[None, :])
-        if masks_ptr is not None:
-            GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
-            mask = masks_of(walk, start, GROUP, COLUMNS // GROUP, BLOCK)
-            group, _ = tokens(walk, start, GROUP, COLUMNS // GROUP, BLOCK, True)
-            seen = seen & bits(masks_ptr, mask, query, group, BLOCK, COLUMNS)
-    else:
-        inside = None
-        seen = None
-    shown = shown_keys(padding_ptr, key, inside)
-    if shown is not None:
-        seen = both(seen, shown[None, :])
+    """The next keys of a tile of queries, which of them are there, and which each query sees.
+
+    The compiler drops conditions that are always true.
+    """
+    key, inside = tokens(walk, start, 1, COLUMNS, BLOCK, CHECKED)
+    inside = inside & (key < keys) if CHECKED else tl.full([COLUMNS], 1, tl.int1)
+    shown = inside & shown_keys(padding_ptr, key, inside)
+    seen = tl.broadcast_to(shown[None, :], [query.shape[0], COLUMNS])
+    if CHECKED and CAUSAL:
+        seen = seen & (query[:, None] + shift >= key[None, :])
+    if CHECKED and masks_ptr is not None:
+        GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+        mask = masks_of(walk, start, GROUP, COLUMNS // GROUP, BLOCK)
+        first_key, _ = tokens(walk, start, GROUP, COLUMNS // GROUP, BLOCK, True)
+        seen = seen & bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS)
     return key, inside, seen
 
 
 @triton.jit
-def kept_factors(walk, start, dropout, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
+def kept_factors(
+    walk, start, dropout, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
+):
     """Factors of dropout for the next keys of a tile of queries."""
     seed_ptr, number, threshold, kept_scale = dropout
     group, _ = tokens(walk, start, 4, COLUMNS // 4, BLOCK, CHECKED)
     return factors_of_groups(seed_ptr, number, group // 4, threshold, kept_scale)
-
-

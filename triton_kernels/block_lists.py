@@ -178,5 +178,3 @@ def column_walks(
     gap = partial + hidden_partials - begin - clear
     checked = (entries_ptr, begin + hidden, crossing, gap, crossing + partials)
     return first, unchecked, checked
-
-

@@ -54,22 +54,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the padded head: what a program has at most in 16 bits. Its own are no more than a block's.
-_FORWARD = {
-    64: Tile(128, 128, 8, 3),
-    128: Tile(128, 64, 8, 3),
-    256: Tile(64, 32, 8, 2),
-}
-_QUERY_GRADIENT = {
-    64: Tile(128, 64, 8, 3),
-    128: Tile(128, 64, 8, 2),
-    256: Tile(64, 32, 8, 2),
-}
-_KEY_GRADIENTS = {
-    64: Tile(128, 64, 8, 3),
-    128: Tile(128, 64, 8, 2),
-    256: Tile(64, 32, 8, 1),
-}
+# By the padded head: what a program has at most, so that sums fit the registers. Its own are no
+# more than a block's.
+_FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)}
+_QUERY_GRADIENT = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
+_KEY_GRADIENTS = {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 32, 8, 1)}
+
+
+# float32 products in three passes of the tensor cores, unless torch may take one for its own: plain
+# float32 products of such tiles would not fit the registers.
+def _precision() -> str:
+    return "tf32" if precision() == "tf32" else "tf32x3"
+
+
 _DENSE_BLOCK = 128  # of a layout without lists
 
 
@@ -79,15 +76,22 @@ def _four(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _tile(tiles: dict[int, Tile], width: int, block: int, line: int, wide: bool) -> Tile:
-    """The tile for a padded head, a block, and lines of so many tokens on average."""
+def _tile(
+    tiles: dict[int, Tile], width: int, block: int, line: int, wide: bool, heavy: bool
+) -> Tile:
+    """The tile for a padded head, a block, and lines of so many tokens on average.
+
+    `wide`: elements are of float32; `heavy`: random numbers or bits of masks take registers.
+    """
     own, taken, warps, stages = tiles[max(width, 64)]
-    if wide:  # float32
-        own, taken, warps, stages = min(own, 64), min(taken, 32), 4, 1
+    if wide:
+        own, taken, warps, stages = min(own, 32), 32, 8, 1
+    elif heavy:
+        taken = 32
     if block < own:
-        own, warps = block, max(warps * block // own, 1 if block < 64 else 4)
+        own, warps = block, max(warps * block // own, 4)
     # A walk's last tile is half empty on average: short walks take smaller ones.
-    while taken > 32 and 4 * taken > max(line, 1):
+    while taken > 32 and 4 * taken > line:
         taken //= 2
     return Tile(own, taken, warps, stages)
 
@@ -144,7 +148,8 @@ class _Call(NamedTuple):
         q, k, v = self.q, self.k, self.v
         lists = self.columns if transposed else self.rows
         block, width = self.options["BLOCK"], self.options["WIDTH"]
-        tile = _tile(tiles, width, block, lists.tokens, q.dtype.itemsize == 4)
+        heavy = self.beside[0] is not None or self.beside[3] is not None
+        tile = _tile(tiles, width, block, lists.tokens, q.dtype.itemsize == 4, heavy)
         names = ("COLUMNS", "ROWS") if transposed else ("ROWS", "COLUMNS")
         planes = q.shape[0] * (k if transposed else q).shape[1]
         return launch(
@@ -205,7 +210,10 @@ def _call(
     first_head = 0 if heads == key_heads * group else offsets[1]
     _refuse(group < 1 or first_head + heads > key_heads * group, "heads of k do not fit q's")
     numbers = (q.dtype, torch.float32)
-    for value, shape in ((sinks, [(1, heads, 1, 1)]), (slopes, [(b, heads, 1, 1) for b in (1, batch)])):
+    for value, shape in (
+        (sinks, [(1, heads, 1, 1)]),
+        (slopes, [(b, heads, 1, 1) for b in (1, batch)]),
+    ):
         if value is not None:
             fits = (1,) * (4 - value.dim()) + value.shape in shape and value.dtype in numbers
             _refuse(not fits, "sinks or alibi_slopes do not fit q")
@@ -240,7 +248,7 @@ def _call(
         {
             "CAUSAL": causal,
             "SOFTCAP": bool(softcap),
-            "PRECISION": precision(),
+            "PRECISION": _precision(),
             "BLOCK": block,
             "WIDTH": padded,
             "FITS": padded == width,
@@ -325,9 +333,7 @@ def _gradient_launches(
 # --- Called by the registry, with the signatures of the op's schemas ---
 
 
-def block_sparse_attention(
-    q: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(q, *arguments)
     y, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel():
@@ -368,10 +374,55 @@ def block_sparse_attention_backward(
     return grad_q, grad_k if need_k else nothing, grad_v if need_v else nothing, grad_sinks
 
 
-def _gradient_of_sinks(
-    sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
-) -> torch.Tensor:
+def _gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """A sink is a key whose value is zero."""
     lse, delta = (x[(None,) * (3 - x.dim())] for x in (lse, delta))
     weight = torch.exp(sinks.float().view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0)
     return -(weight * delta).sum((0, 2)).to(sinks.dtype).view(sinks.shape)
+
+
+def _meta_call(
+    width: int,
+    dtype: torch.dtype,
+    block: int | None,
+    *,
+    causal: bool = False,
+    every: bool = False,
+    p: float = 0.0,
+) -> _Call:
+    """A call on tensors of no memory; `every`: with all the arguments that there are."""
+
+    def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    length, lists = 4096, (None,) * 5
+    if block is not None:
+        table = make(1, 8, length // block, 4, kind=torch.int32)
+        entries = make(8 * 512 * length // block, 2, kind=torch.int32)
+        masks = make(4 if every else 0, block * max(block // 32, 1), kind=torch.int32)
+        lists = (table, entries, table, entries, masks)
+    q, k = make(2, 8, length, width), make(2, 4, length, width)
+    return _call(
+        *(q, k, k, make(8, 1, 1) if every else None, *lists),
+        make(2, 1, 1, length, kind=torch.bool) if every else None,
+        make(8, 1, 1, kind=torch.float32) if every else None,
+        *(block or 64, 2, width**-0.5, causal, 5.0 if every else 0.0),
+        *(p, make(1, kind=torch.int64) if p else None, None, None),
+    )
+
+
+def aot_cases() -> Iterator[tuple[str, Launch]]:
+    """Named launches, whose kernels the ahead-of-time tests compile."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for width, dtype, block, options in (
+        (128, bf16, None, {"causal": True}),
+        (64, fp16, 64, {"every": True, "p": 0.1}),
+        (64, fp32, 64, {}),
+    ):
+        call = _meta_call(width, dtype, block, **options)
+        name = f"{width} {dtype} {block} {' '.join(options)}".replace("torch.", "")
+        lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
+        yield name, _forward_launch(call, call.q, lse)
+        yield name, _delta_launch(call, lse, call.q, call.q, lse)
+        for launched in _gradient_launches(call, call.q, lse, lse, (call.q, call.k, call.v)):
+            yield name, launched

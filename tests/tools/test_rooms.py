@@ -27,7 +27,8 @@ BELOW: dict[str, set[str]] = {
     "functional": {"ops"},
     "fuse": {"nn", "functional", "ops", "dispatch", "table", "errors"},
     "explanation": {"fuse", "functional", "dispatch", "registry", "errors"},
-    "nn": {"functional", "ops", "dispatch", "checks", "errors"},
+    "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors"},
+    "huggingface": {"functional", "sparse", "errors"},
     "optim": {"ops", "dispatch", "checks", "errors"},
     "triton_kernels": set(),
 }

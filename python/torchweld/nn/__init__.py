@@ -10,6 +10,7 @@ from torchweld.nn.activation import (
     SiLU,
     Tanh,
 )
+from torchweld.nn.attention import BlockSparseAttention, BlockSparseMultiheadAttention
 from torchweld.nn.batch_norm import LinearBatchNormAct
 from torchweld.nn.dropout import (
     BiasDropoutAdd,
@@ -25,6 +26,8 @@ __all__ = [
     "MLP",
     "Activation",
     "BiasDropoutAdd",
+    "BlockSparseAttention",
+    "BlockSparseMultiheadAttention",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
     "GatedMLP",

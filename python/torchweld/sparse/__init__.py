@@ -1,5 +1,6 @@
 """Block layouts: which blocks of queries see which blocks of keys. Data only."""
 
 from torchweld.sparse.layout import BlockLayout
+from torchweld.sparse.layouts import Layouts
 
-__all__ = ["BlockLayout"]
+__all__ = ["BlockLayout", "Layouts"]

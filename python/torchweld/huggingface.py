@@ -1,0 +1,129 @@
+"""Models of transformers with sparse attention; importing this imports transformers.
+
+from torchweld import huggingface, sparse
+
+huggingface.register()
+model = AutoModel.from_pretrained(name, attn_implementation="torchweld_sparse")
+huggingface.set_layout(model, functools.partial(sparse.BlockLayout.bigbird, block=64))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from torchweld import functional
+from torchweld.errors import ArgumentError
+from torchweld.sparse import BlockLayout, Layouts
+from torchweld.sparse.layouts import Source
+
+NAME = "torchweld_sparse"
+# Where modules keep what they were given.
+_LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
+_DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
+
+
+class _Pass:
+    """What is known of the pass that a model is in."""
+
+    def __init__(self) -> None:
+        self.generates = False
+
+
+def register(name: str = NAME) -> None:
+    """Make `attn_implementation=name` known to transformers. It may be called again."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def set_layout(
+    model: torch.nn.Module, layout: Source, layers: Collection[int] | None = None
+) -> None:
+    """Give a model's attention a layout.
+
+    Its attention modules share the layouts that are made. What `generate` runs, which is each pass
+    that is given `past_key_values`, is dense; so is a pass with fewer queries than keys.
+
+    Args:
+        model: a model whose attn_implementation is "torchweld_sparse". Of an encoder and a
+            decoder, give each its own.
+        layout: a BlockLayout of the sequences' length; or what makes one of any, such as
+            `functools.partial(BlockLayout.bigbird, block=64)`.
+        layers: numbers of layers, as their modules' `layer_idx` has them; None: all.
+    """
+    layouts, state = Layouts(layout), getattr(model, _PASS, None)
+    if state is None:
+        state = _Pass()
+        setattr(model, _PASS, state)
+        model.register_forward_pre_hook(_before_pass, with_kwargs=True)
+    given = 0
+    for module in model.modules():
+        if layers is None or getattr(module, "layer_idx", None) in layers:
+            setattr(module, _LAYOUTS, (layouts, state))
+            given += 1
+    if not given:
+        accepted = "layer_idx of the model's attention modules"
+        raise ArgumentError("set_layout", "layers", repr(layers), accepted)
+
+
+def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    getattr(model, _PASS).generates = kwargs.get("past_key_values") is not None
+
+
+def mask(q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
+    """A pass over whole sequences has the mask of its keys; another one, sdpa's."""
+    if q_length != kv_length:
+        return sdpa_mask(
+            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+        )
+    return None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls for a module: [batch, heads, length, head_dim] to the transposed."""
+    layouts, state = getattr(module, _LAYOUTS, (None, None))
+    if layouts is None or state is None:
+        came = f"{type(module).__name__} without a layout"
+        accepted = "a model that was given to torchweld.huggingface.set_layout"
+        raise ArgumentError(NAME, "module", came, accepted)
+    if attention_mask is not None and attention_mask.ndim == 4:
+        if query.shape[2] == key.shape[2]:
+            came = f"of shape {list(attention_mask.shape)}"
+            raise ArgumentError(NAME, "attention_mask", came, "[batch, keys], 1 where a key counts")
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    dense = state.generates or query.shape[2] != key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    y = functional.block_sparse_attention(
+        query,
+        key,
+        value,
+        (_DENSE if dense else layouts).of(query, key),
+        scale=scaling,
+        causal=bool(causal),
+        key_padding_mask=None if attention_mask is None else ~attention_mask,
+        sinks=s_aux,
+        softcap=softcap or 0.0,
+        dropout_p=dropout,
+        training=module.training,
+    )
+    assert isinstance(y, torch.Tensor)
+    return y.transpose(1, 2).contiguous(), None

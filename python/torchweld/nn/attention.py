@@ -1,0 +1,173 @@
+"""Attention over the blocks of a layout, with and without projections."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld import checks, functional
+from torchweld.errors import ArgumentError
+from torchweld.sparse import Layouts
+from torchweld.sparse.layouts import Source
+
+
+class BlockSparseAttention(torch.nn.Module):
+    """Attention of queries to the keys that a layout lets them see.
+
+    Args:
+        layout: a BlockLayout of the inputs' lengths; or what makes one of any lengths, such as
+            `functools.partial(BlockLayout.bigbird, block=64)`, which is called once for each pair
+            of lengths.
+        dropout: probability of a weight to be dropped while training.
+        causal: the last query sees every key, each one before it one key less.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        softcap: not 0: scores become softcap * tanh(score / softcap).
+    """
+
+    def __init__(
+        self,
+        layout: Source,
+        dropout: float = 0.0,
+        causal: bool = False,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        checks.probability(name, dropout)
+        if scale is not None:
+            checks.factor(name, "scale", scale)
+        checks.factor(name, "softcap", softcap)
+        self.layouts = Layouts(layout)
+        self.dropout, self.causal, self.scale, self.softcap = dropout, causal, scale, softcap
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [batch, heads, queries, head_dim], k and v [batch, key heads, keys, head_dim]."""
+        y = functional.block_sparse_attention(
+            q,
+            k,
+            v,
+            self.layouts.of(q, k),
+            scale=self.scale,
+            causal=self.causal,
+            key_padding_mask=key_padding_mask,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            softcap=self.softcap,
+            dropout_p=self.dropout,
+            training=self.training,
+        )
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, causal={self.causal}"
+
+
+class BlockSparseMultiheadAttention(torch.nn.Module):
+    """Multi-head attention over a layout, with the parameters of torch.nn.MultiheadAttention.
+
+    It has that module's `state_dict` keys, and it returns a pair as that does, whose second part is
+    None: no weights are made.
+
+    Args:
+        embed_dim: of queries and of the output.
+        num_heads: embed_dim is a multiple of them.
+        layout: as BlockSparseAttention takes it.
+        dropout: probability of a weight to be dropped while training.
+        bias: whether the projections add one.
+        kdim, vdim: of keys and of values; None: embed_dim.
+        batch_first: inputs are [batch, length, embed_dim], not [length, batch, embed_dim].
+        causal: the last query sees every key, each one before it one key less.
+    """
+
+    in_proj_weight: torch.nn.Parameter | None
+    in_proj_bias: torch.nn.Parameter | None
+    q_proj_weight: torch.nn.Parameter | None
+    k_proj_weight: torch.nn.Parameter | None
+    v_proj_weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        layout: Source,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            accepted = f"a divisor of embed_dim, {embed_dim}"
+            raise ArgumentError(name, "num_heads", repr(num_heads), accepted)
+        # torch's own module says which parameters there are, and what they begin as.
+        like = torch.nn.MultiheadAttention(
+            embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, device=device, dtype=dtype
+        )
+        for parameter in ("in_proj_weight", *_SEPARATE, "in_proj_bias"):
+            self.register_parameter(parameter, getattr(like, parameter))
+        self.out_proj = like.out_proj
+        self.attention = BlockSparseAttention(layout, dropout, causal)
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """The output and None. Without a key it is the query, without a value the key.
+
+        `key_padding_mask` are booleans [batch, keys]; True is ignored.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        q, k, v = (
+            self._heads(x, weight, bias)
+            for x, weight, bias in zip((query, key, value), *self._projections(), strict=True)
+        )
+        y = self.attention(q, k, v, key_padding_mask)
+        y = y.permute(0, 2, 1, 3) if self.batch_first else y.permute(2, 0, 1, 3)
+        return self.out_proj(y.flatten(2)), None
+
+    def _projections(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+        """Weights and biases of queries, keys and values."""
+        weights = (
+            tuple(getattr(self, name) for name in _SEPARATE)
+            if self.in_proj_weight is None
+            else self.in_proj_weight.chunk(3)
+        )
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return weights, biases
+
+    def _heads(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[batch, heads, length, head_dim] of a projection."""
+        if x.ndim != 3:
+            accepted = "[batch, length, embed_dim], or with batch_first=False [length, batch, ...]"
+            raise ArgumentError(type(self).__name__, "query", f"of {x.ndim} dimensions", accepted)
+        x = torch.nn.functional.linear(x, weight, bias).unflatten(2, (self.num_heads, -1))
+        return x.permute(0, 2, 1, 3) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
+
+
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

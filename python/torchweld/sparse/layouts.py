@@ -1,0 +1,41 @@
+"""Layouts by length: what a module keeps in place of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.sparse.layout import BlockLayout
+
+# A layout, or what makes one of the lengths of queries and keys: it takes (queries, keys).
+Source = BlockLayout | Callable[[tuple[int, int]], BlockLayout]
+_KEPT = 16
+
+
+class Layouts:
+    """The layouts of a source, each made once and kept on its device.
+
+    Sources of two layers have nothing in common, unless the layers share a Layouts.
+    """
+
+    def __init__(self, source: Source) -> None:
+        if not isinstance(source, BlockLayout) and not callable(source):
+            accepted = "a BlockLayout, or a function from (queries, keys) to one"
+            raise ArgumentError("Layouts", "layout", f"a {type(source).__name__}", accepted)
+        self.source = source
+        self._made: dict[tuple[int, int, torch.device], BlockLayout] = {}
+
+    def of(self, q: torch.Tensor, k: torch.Tensor) -> BlockLayout:
+        """The layout of these queries and keys, whose lengths are the last dimension but one."""
+        key = (q.shape[-2], k.shape[-2], q.device)
+        found = self._made.get(key)
+        if found is None:
+            source = self.source
+            found = source if isinstance(source, BlockLayout) else source(key[:2])
+            found = found.to(q.device)
+            if len(self._made) == _KEPT:  # ragged batches would make ever more
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = found
+        return found

@@ -1,0 +1,156 @@
+"""Models of transformers train with a layout; `make test-peers`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from torchweld import ArgumentError, huggingface
+from torchweld.sparse import BlockLayout
+
+LENGTH, VOCABULARY = 96, 128
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _bert(**more: Any) -> torch.nn.Module:
+    return BertModel(BertConfig(**SMALL, **NO_DROPOUT, intermediate_size=128, **more))
+
+
+def _roberta(**more: Any) -> torch.nn.Module:
+    return RobertaModel(RobertaConfig(**SMALL, **NO_DROPOUT, intermediate_size=128, **more))
+
+
+def _opt(**more: Any) -> torch.nn.Module:
+    own = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(**SMALL, **own, **more))
+
+
+def _gpt2(**more: Any) -> torch.nn.Module:
+    own = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **own, **more))
+
+
+huggingface.register()
+WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=3, block=16)
+
+
+def _pair(make: Callable[..., torch.nn.Module], layout: Any) -> list[torch.nn.Module]:
+    """A model with sdpa, and the same with a layout."""
+    torch.manual_seed(0)
+    plain = make(attn_implementation="sdpa")
+    sparse = make(attn_implementation=huggingface.NAME)
+    sparse.load_state_dict(plain.state_dict())
+    huggingface.set_layout(sparse, layout)
+    return [plain, sparse]
+
+
+def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of two sequences, the second of which is shorter."""
+    torch.manual_seed(1)
+    keep = torch.ones(2, LENGTH, dtype=torch.int64)
+    keep[1, 70:] = 0
+    return torch.randint(2, VOCABULARY, (2, LENGTH)), keep
+
+
+def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]) -> None:
+    """The same outputs and gradients, where keys count."""
+    _, keep = _tokens()
+    found = []
+    for model, given in zip(models, arguments, strict=True):
+        y = model(**given)[0]
+        y[keep.bool()].square().mean().backward()
+        found.append(y[keep.bool()].detach())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    expected = dict(models[0].named_parameters())
+    for name, parameter in models[1].named_parameters():
+        wanted = expected[name].grad
+        if wanted is None:
+            assert parameter.grad is None
+            continue
+        # A key's bias moves all scores of a query alike: its gradient is what rounding leaves.
+        floor = 1e-5 * max(p.grad.abs().max() for p in expected.values() if p.grad is not None)
+        error = (parameter.grad - wanted).abs().max()
+        assert error <= 1e-3 * wanted.abs().max() + floor, name
+
+
+@pytest.mark.parametrize("make", [_bert, _roberta, _opt, _gpt2])
+def test_a_dense_layout_is_sdpa(make: Callable[..., torch.nn.Module]) -> None:
+    """Padding, the causal mask and scales arrive as transformers means them."""
+    tokens, keep = _tokens()
+    given = {"input_ids": tokens, "attention_mask": keep}
+    models = _pair(make, functools.partial(BlockLayout.dense, block=16))
+    _assert_alike(models, [given, given])
+
+
+@pytest.mark.parametrize("make", [_bert, _gpt2])
+def test_a_layout_is_its_mask(make: Callable[..., torch.nn.Module]) -> None:
+    """A model with a layout, trained, is one with sdpa and the mask of tokens."""
+    tokens, keep = _tokens()
+    models = _pair(make, WINDOW)
+    seen = WINDOW((LENGTH, LENGTH)).to_mask() & keep.bool()[:, None, None]
+    if make is _gpt2:
+        seen = seen & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen = seen.expand(2, 1, LENGTH, LENGTH) | torch.eye(LENGTH, dtype=torch.bool)
+    plain = {"input_ids": tokens, "attention_mask": seen}
+    sparse = {"input_ids": tokens, "attention_mask": keep}
+    if make is _gpt2:
+        plain["position_ids"] = sparse["position_ids"] = torch.arange(LENGTH)[None]
+    _assert_alike(models, [plain, sparse])
+
+
+def test_layers_have_layouts_of_their_own() -> None:
+    tokens, _ = _tokens()
+    _, model = _pair(_gpt2, WINDOW)
+    whole = copy.deepcopy(model)(tokens)[0]
+    huggingface.set_layout(model, functools.partial(BlockLayout.dense, block=16), layers=[1])
+    mixed = model(tokens)[0]
+    assert not torch.allclose(mixed, whole)
+    huggingface.set_layout(model, WINDOW, layers=[1])
+    torch.testing.assert_close(model(tokens)[0], whole)
+    with pytest.raises(ArgumentError, match="layers"):
+        huggingface.set_layout(model, WINDOW, layers=[7])
+
+
+@pytest.mark.parametrize("make", [_opt, _gpt2])
+def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
+    """The prompt and every token after it see all keys, whatever the layout."""
+    tokens, keep = _tokens()
+    plain, sparse = (model.eval() for model in _pair(make, WINDOW))
+    keep = keep.flip(1)  # prompts are padded on the left
+    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    wanted, found = (m.generate(tokens, attention_mask=keep, **given) for m in (plain, sparse))
+    assert torch.equal(found, wanted)
+    # The prompt's pass of training is not.
+    assert not torch.allclose(sparse(tokens)[0], plain(tokens)[0], atol=1e-3)
+
+
+def test_a_model_without_a_layout_says_so() -> None:
+    tokens, keep = _tokens()
+    with pytest.raises(ArgumentError, match="set_layout"):
+        _bert(attn_implementation=huggingface.NAME)(tokens)
+    _, model = _pair(_bert, WINDOW)
+    with pytest.raises(ArgumentError, match="attention_mask"):
+        model(tokens, attention_mask=keep[:, None, None].expand(2, 1, LENGTH, LENGTH).bool())
