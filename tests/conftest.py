@@ -69,6 +69,15 @@ class Target:
         }.get(self.place, [torch.float64])
         return [dtype for dtype in self.op.dtypes if dtype not in left_out]
 
+    def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
+        """Arguments of this size, or with a narrower row where the backend serves none so wide."""
+        arguments = self.op.sized(leading, row)
+        while self.op.refused(self.backend, arguments) is not None:
+            row = (*row[:-1], row[-1] // 2)
+            assert row[-1] > 0, f"{self} serves no size"
+            arguments = self.op.sized(leading, row)
+        return arguments
+
 
 def _places() -> dict[str, tuple[str, str, str | None]]:
     """Place -> backend, device, and why it is not there."""

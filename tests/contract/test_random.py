@@ -92,7 +92,8 @@ def test_a_part_drops_what_the_whole_would(
 ) -> None:
     """Any shape anywhere in a whole of any size: as the reference, whose formula is the whole's."""
     op = target.op
-    inputs = materialize(op.sized(sizes[:-1], sizes[-1:]), torch.float32, target.device)
+    inputs = materialize(target.sized(sizes[:-1], sizes[-1:]), torch.float32, target.device)
+    sizes = (*sizes[:-1], inputs[0].shape[-1])
     named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     whole_columns = op.sharding.columns(*inputs)
     named["p"], named["seed"] = p, torch.tensor([seed], device=target.device)

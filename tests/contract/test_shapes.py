@@ -93,7 +93,7 @@ def test_random_shapes(
     if not takes_several_trailing_dimensions(target.op):
         shape = shape[-1:]
     shape = [*shape[:-1], shape[-1] + (wide if len(leading) < 2 else 0)]
-    arguments = target.op.sized(tuple(leading), tuple(shape))
+    arguments = target.sized(tuple(leading), tuple(shape))
     assert_right(target.op, materialize(arguments, torch.float32, target.device, seed=seed))
 
 
