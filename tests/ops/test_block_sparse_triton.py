@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import PLACES, running_at
-from oracle import exact, incoming, run, sample_inputs
+from oracle import exact, incoming, sample_inputs
 from torchweld import BackendError, random
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
