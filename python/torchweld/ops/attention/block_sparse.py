@@ -276,7 +276,7 @@ OP = Op(
     },
     samples=SAMPLES,
     benchmarks=measured(4096),
-    benchmarks_on_gpu=measured(16384, 16),
+    benchmarks_on_gpu=(*measured(16384, 16), *measured(16384, 16, 128, 128)),
     tiny=TINY,
     numerics=Numerics(
         fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
