@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchweld.registry import Op, TensorSpec, materialize
+from torchweld.registry import Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 
 # Elements of the first argument that are judged in float64, beside some tensors as large.
@@ -81,6 +81,8 @@ def _in_words(op: Op, arguments: Sequence[Any]) -> list[str]:
     for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
         if isinstance(value, TensorSpec) or value is True:
             words += [name] if name != "seed" else []
+        elif isinstance(value, Made):
+            words.append(f"{len(value.make())} {name}")
         elif isinstance(value, str):
             words += [value] if value != "none" else []
         elif value and not isinstance(value, list):

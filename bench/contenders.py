@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchweld.bench import attention
 from torchweld.dispatch.call import call
 from torchweld.registry import EAGER, Op
 
@@ -34,6 +35,9 @@ class Peer:
     package: str
     module: str
     functions: dict[str, Callable[[Any], Callable[..., Any]]]
+    devices: Sequence[str] = ("cuda",)
+    drops: bool = True  # whether it has dropout
+    judged: bool = True  # whether it computes the same
 
     def missing(self) -> str | None:
         """Why it cannot take part."""
@@ -42,8 +46,21 @@ class Peer:
         return None
 
 
-# The peers' norms run only on GPUs.
+# The peers' norms run only on GPUs; FlexAttention has no backward elsewhere.
 PEERS = {
+    "sdpa": Peer(
+        "torch",
+        "torch.nn.functional",
+        {"block_sparse_attention": attention.dense},
+        devices=("cpu", "cuda"),
+        judged=False,
+    ),
+    "flex": Peer(
+        "torch",
+        "torch.nn.attention.flex_attention",
+        {"block_sparse_attention": attention.flex},
+        drops=False,
+    ),
     "liger": Peer(
         "liger-kernel",
         "liger_kernel.transformers.functional",
@@ -72,8 +89,10 @@ PEERS = {
 
 def rivals(device: str) -> list[str]:
     """The default contenders: torch.compile and the installed peers."""
-    installed = [name for name, peer in PEERS.items() if peer.missing() is None]
-    return [COMPILE, *(installed if device == "cuda" else [])]
+    installed = [
+        name for name, peer in PEERS.items() if device in peer.devices and peer.missing() is None
+    ]
+    return [COMPILE, *installed]
 
 
 def contenders(
@@ -99,9 +118,12 @@ def contenders(
             absent[name] = reason
         elif op.name not in PEERS[name].functions:
             absent[name] = f"it has no {op.name}"
-        elif inputs[0].device.type != "cuda":
+        elif inputs[0].device.type not in PEERS[name].devices:
             absent[name] = "it runs on GPUs alone"
+        elif op.draws(inputs) and not PEERS[name].drops:
+            absent[name] = "it has no dropout"
         else:
             module = importlib.import_module(PEERS[name].module)
-            found.append(Contender(name, PEERS[name].functions[op.name](module)))
+            function = PEERS[name].functions[op.name](module)
+            found.append(Contender(name, function, judged=PEERS[name].judged))
     return found, absent

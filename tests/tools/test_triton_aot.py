@@ -27,7 +27,15 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 # Warps that are to fit a multiprocessor at once: sixteen keep loads in flight. Eight do where loads
 # go to shared memory, and registers are filled with sums of products.
-WARPS = {"_linear_act": 8}
+WARPS = dict.fromkeys(
+    (
+        "_linear_act",
+        "attention_forward",
+        "attention_query_gradient",
+        "attention_key_gradients",
+    ),
+    8,
+)
 
 
 def signature_of(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:

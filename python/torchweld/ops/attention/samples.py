@@ -129,16 +129,18 @@ def flops(
     return 4 * products, 10 * products
 
 
-def measured(length: int, heads: int = 8) -> tuple[tuple[Any, ...], ...]:
+def measured(
+    length: int, heads: int = 8, width: int = 64, block: int = 64
+) -> tuple[tuple[Any, ...], ...]:
     def window(blocks: int) -> Callable[[], BlockLayout]:
-        return lambda: BlockLayout.sliding_window(length, blocks, block=64)
+        return lambda: BlockLayout.sliding_window(length, blocks, block=block)
 
-    shape = (1, heads, length, 64)
-    blocks = length // 64
+    shape = (1, heads, length, width)
+    blocks = length // block
     return (
-        _sample(shape, layout=window(blocks // 8), block=64),
-        _sample(shape, layout=window(blocks // 16), block=64),
-        _sample(shape, layout=window(blocks // 16), block=64, causal=True, p=0.1),
+        _sample(shape, layout=window(blocks // 8), block=block),
+        _sample(shape, layout=window(blocks // 16), block=block),
+        _sample(shape, layout=window(blocks // 16), block=block, causal=True, p=0.1),
     )
 
 

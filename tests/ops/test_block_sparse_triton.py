@@ -1,0 +1,133 @@
+"""block_sparse_attention's Triton kernels in the interpreter.
+
+The contract's sample of ten thousand heads would be as many programs, one after another; so the
+other samples are run here, and what is special to these kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import PLACES, running_at
+from oracle import exact, incoming, sample_inputs
+from torchweld import BackendError, random
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.functional import block_sparse_attention
+from torchweld.ops.attention.block_sparse import OP
+from torchweld.ops.attention.samples import SAMPLES
+from torchweld.sparse import BlockLayout
+from watched import watched
+
+PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
+DEVICE = PLACES[PLACE][1]
+pytestmark = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
+
+FEW = [i for i, sample in enumerate(SAMPLES) if sample[0].shape[-3:][0] < 1000]
+# Every argument; keys that are not as many as queries, and share heads.
+TELLING = (0, 6)
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with running_at(PLACE, monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at"),
+    [(torch.float32, i) for i in FEW] + [(torch.float16, i) for i in TELLING],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_samples(dtype: torch.dtype, at: int) -> None:
+    """Within 16 roundings of the sum of terms; all is written, nothing else; fakes are right."""
+    inputs = sample_inputs(OP, dtype, DEVICE, dtype)[at]
+    oracle = exact(OP, inputs)
+    grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
+    terms = OP.numerics.terms(*inputs, **grads)
+    info = torch.finfo(dtype)
+    unit = info.eps / 2
+    # A weight below the normal numbers is off by at most half of the smallest one.
+    subnormal = info.smallest_normal * unit
+    floor = subnormal * grads["grad_y"].abs().sum().item()
+    for name, value in watched(OP, "triton", inputs).items():
+        bound = 16 * unit * terms[name] + floor
+        assert torch.all((value - oracle[name]).abs() <= bound), name
+
+
+def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) -> None:
+    """The kernels' results and gradients are the reference's."""
+
+    def results(function: Any) -> Any:
+        inputs = [x.detach().clone().requires_grad_() for x in (q, k, k + 1)]
+        arguments = OP.inputs(*inputs, layout, **options)  # type: ignore[misc]
+        y, lse = as_tuple(function(*arguments))
+        loss = (y * incoming(y)).sum() + lse.masked_fill(lse == -torch.inf, 0).sin().sum()
+        return [y, lse, *torch.autograd.grad(loss, inputs)]
+
+    found, wanted = results(functools.partial(call, OP)), results(OP.reference)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
+
+
+def test_heads_that_share_keys_with_layouts_of_their_own() -> None:
+    """The lists of a column are at other places in the tables of other heads."""
+    layout = BlockLayout.random(
+        (48, 80), 2, block=16, num_heads=4, different_layout_per_head=True, device=DEVICE
+    )
+    _assert_as_reference(layout, _random(1, 4, 48, 8), _random(1, 2, 80, 8))
+
+
+def test_rows_that_see_nothing_and_columns_that_nothing_sees() -> None:
+    blocks = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    blocks[..., 1, 2] = blocks[..., 3, 0] = True
+    layout = BlockLayout.from_blocks(blocks, block=16, seq_len=60).to(DEVICE)
+    q = _random(1, 1, 60, 8)
+    _assert_as_reference(layout, q, q + 1)
+    y = block_sparse_attention(q, q, q, layout)
+    assert not y[:, :, :16].any()
+    assert y[:, :, 16:32].all()
+
+
+def test_lists_with_room_for_more() -> None:
+    """A layout from scores has entries that no line has."""
+    scores = _random(2, 5, 5).masked_fill(torch.eye(5, dtype=torch.bool).to(DEVICE), -torch.inf)
+    layout = BlockLayout.from_scores(scores, 5, block=16, seq_len=70)
+    q = _random(1, 2, 70, 8)
+    _assert_as_reference(layout, q, q + 1, causal=True)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_tiles_that_are_not_the_layouts_blocks(block: int) -> None:
+    """Several entries to a tile and several tiles to an entry, across the causal diagonal."""
+    layout = BlockLayout.strided(200, 2, block=block, device=DEVICE)
+    q = _random(1, 1, 200, 16).transpose(2, 3).contiguous().transpose(2, 3)
+    _assert_as_reference(layout, q, _random(1, 1, 200, 16), causal=True, scale=-0.3)
+
+
+def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
+    layout = BlockLayout.sliding_window(40, block=16, device=DEVICE)
+    q, k = _random(2, 4, 40, 8), _random(2, 2, 40, 8)
+    whole = block_sparse_attention(q, k, k, layout, dropout_p=0.4, seed=7)
+    shard = random.Shard(q.shape, (1, 2, 0, 0))
+    part = block_sparse_attention(
+        q[1:, 2:], k[1:, 1:], k[1:, 1:], layout, dropout_p=0.4, seed=7, shard=shard
+    )
+    assert isinstance(whole, torch.Tensor)
+    torch.testing.assert_close(part, whole[1:, 2:])
+
+
+def test_wide_heads_are_refused() -> None:
+    """The interpreter's place asks for Triton by name."""
+    q = _random(1, 1, 4, 300)
+    with pytest.raises(BackendError, match="wider than 256"):
+        block_sparse_attention(q, q, q, BlockLayout.dense(4, device=DEVICE))

@@ -1,0 +1,94 @@
+"""Modules of sparse attention."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import ArgumentError
+from torchweld.sparse import BlockLayout
+
+WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=3, block=16)
+Multihead = torchweld.nn.BlockSparseMultiheadAttention
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 12, "vdim": 20}])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_multihead_attention_loads_torchs_weights(options: dict, batch_first: bool) -> None:
+    """State dicts load either way; results and gradients are those with the layout's mask."""
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first, **options)
+    ours = Multihead(32, 4, WINDOW, batch_first=batch_first, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    sizes = (32, options.get("kdim", 32), options.get("vdim", 32))
+    query, key, value = (
+        torch.randn((2, n, size) if batch_first else (n, 2, size))
+        for n, size in zip((70, 90, 90), sizes, strict=True)
+    )
+    padding = torch.zeros(2, 90, dtype=torch.bool)
+    padding[0, 80:] = True
+    hidden = ~WINDOW((70, 90)).to_mask()[0, 0]
+    y, weights = ours(query, key, value, key_padding_mask=padding)
+    assert weights is None
+    expected = theirs(
+        query, key, value, key_padding_mask=padding, attn_mask=hidden, need_weights=False
+    )[0]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for result in (y, expected):
+        result.square().sum().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_with_layouts_of_one_length_do_not_mix() -> None:
+    """Each module keeps its own, for every pair of lengths."""
+    torch.manual_seed(0)
+    wide = torchweld.nn.BlockSparseAttention(functools.partial(WINDOW, attention="unidirectional"))
+    narrow = torchweld.nn.BlockSparseAttention(functools.partial(BlockLayout.block_local, block=16))
+    for length in (64, 100, 64):
+        q = torch.randn(1, 2, length, 8)
+        for module, source in ((wide, wide.layouts.source), (narrow, narrow.layouts.source)):
+            seen = source((length, length)).to_mask()
+            expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+            torch.testing.assert_close(module(q, q, q), expected, rtol=1e-5, atol=1e-5)
+    assert wide.layouts.of(q, q) is wide.layouts.of(q, q)
+
+
+def test_arguments_arrive() -> None:
+    """Scale, causal, soft cap and dropout; in eval() nothing is dropped."""
+    q = torch.randn(1, 2, 50, 8)
+    layout = WINDOW((50, 50))
+    options = {"scale": 0.3, "causal": True, "softcap": 2.0}
+    module = torchweld.nn.BlockSparseAttention(layout, 0.5, **options)
+    function = torchweld.functional.block_sparse_attention
+    torch.manual_seed(3)
+    found = module(q, q, q)
+    torch.manual_seed(3)
+    assert torch.equal(found, function(q, q, q, layout, dropout_p=0.5, **options))
+    assert torch.equal(module.eval()(q, q, q), function(q, q, q, layout, **options))
+
+
+def test_copies_and_pickles() -> None:
+    module = Multihead(16, 2, WINDOW)
+    x = torch.randn(40, 1, 16)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(other(x)[0], module(x)[0])
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ArgumentError, match="num_heads"):
+        Multihead(16, 3, WINDOW)
+    with pytest.raises(ArgumentError, match="layout"):
+        torchweld.nn.BlockSparseAttention(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="query"):
+        Multihead(16, 2, WINDOW)(torch.randn(5, 16))
+    module, q = torchweld.nn.BlockSparseAttention(WINDOW((50, 50))), torch.randn(1, 1, 40, 8)
+    with pytest.raises(ArgumentError, match="50 x 50"):
+        module(q, q, q)
