@@ -18,8 +18,8 @@ from torchweld.dispatch.call import call
 from torchweld.registry import BACKENDS, Made, Op, TensorSpec, materialize
 
 
-def _sample(op: Op, **kwargs: Any) -> list[Any]:
-    return materialize(op.sized((4, 5), (768,)), **kwargs)
+def _sample(sized_as: Op | Target, **kwargs: Any) -> list[Any]:
+    return materialize(sized_as.sized((4, 5), (768,)), **kwargs)
 
 
 def _overloads(target: Target) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ def test_compile_equals_eager(target: Target, compiler: str) -> None:
     compiled = torch.compile(
         lambda *inputs: call(target.op, *inputs), fullgraph=True, backend=compiler
     )
-    inputs = _sample(target.op, dtype=torch.float32, device=target.device)
+    inputs = _sample(target, dtype=torch.float32, device=target.device)
     eager = run(target.op, inputs)
     for name, value in run(target.op, inputs, compiled).items():
         assert torch.equal(value, eager[name]), name
@@ -83,7 +83,7 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
     for position, rows in enumerate((7, 6, 9, 12)):
         settled = position >= (1 if dynamic else 2)
         inputs = materialize(
-            target.op.sized((rows, 5), (768,)), torch.float32, target.device, requires_grad=True
+            target.sized((rows, 5), (768,)), torch.float32, target.device, requires_grad=True
         )
         with torch._dynamo.config.patch(error_on_recompile=settled):
             total(compiled(*inputs)).backward()
@@ -210,7 +210,7 @@ def test_checkpoint_policies_see_the_op(target: Target) -> None:
         keep = op is forward
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    inputs = _sample(target.op, dtype=torch.float32, device=target.device, requires_grad=True)
+    inputs = _sample(target, dtype=torch.float32, device=target.device, requires_grad=True)
     results = checkpoint(
         lambda *given: call(target.op, *given),
         *inputs,
@@ -229,7 +229,7 @@ def test_schema_and_implementation_agree(target: Target) -> None:
     Every argument is changed in turn, and the result must change as the reference's does.
     """
     op = target.op
-    inputs = _sample(op, dtype=torch.float32, device=target.device)
+    inputs = _sample(target, dtype=torch.float32, device=target.device)
     base = op.reference(*inputs)
     for position, value in enumerate(inputs):
         changed = list(inputs)
