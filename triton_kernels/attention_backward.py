@@ -15,8 +15,8 @@ from .attention_parts import (
     kept_factors,
     logits,
     next_keys,
-    scoring_of,
     shown_keys,
+    slope_of,
     store_head_rows,
 )
 from .block_lists import bits, column_walks, masks_of, rank_of, row_walks, tokens
@@ -173,24 +173,23 @@ def attention_query_gradient(
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
     if padding_ptr is not None:
         padding_ptr += batch * keys
-    scoring = scoring_of(
-        inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
-    )
+    slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+    scoring = (inner, outer, slopes_ptr, slope)
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
     dropout = (seed_ptr, number, threshold, kept_scale)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in tl.range(0, unchecked[4] * BLOCK, COLUMNS):
+    for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
         sums = _add_query_gradient(
-            unchecked, start, sums, q, grad_y, lse, delta, query, sources, masking, scoring,
-            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
+            (entries_ptr, unchecked), start, sums, q, grad_y, lse, delta, query, sources, masking,
+            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
         )  # fmt: skip
-    for start in tl.range(0, checked[4] * BLOCK, COLUMNS):
+    for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
         sums = _add_query_gradient(
-            checked, start, sums, q, grad_y, lse, delta, query, sources, masking, scoring,
-            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
+            (entries_ptr, checked), start, sums, q, grad_y, lse, delta, query, sources, masking,
+            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
         )  # fmt: skip
     store_head_rows(grad_q_ptr + at * width, sums * scale, query, present, width, WIDTH)
 
@@ -344,21 +343,20 @@ def attention_key_gradients(
             delta_ptr + query_plane * queries,
             width,
         )
-        scoring = scoring_of(
-            inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
-        )
+        slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+        scoring = (inner, outer, slopes_ptr, slope)
         number = first_number + batch * number_batch_stride + head * number_head_stride
         dropout = (seed_ptr, number, threshold, kept_scale)
-        for start in tl.range(0, unchecked[4] * BLOCK, ROWS):
+        for start in tl.range(0, unchecked[3] * BLOCK, ROWS):
             state = _add_key_gradients(
-                unchecked, start, state, k, v, first, shown, sources, masking, scoring, dropout,
-                SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, False,
+                (entries_ptr, unchecked), start, state, k, v, first, shown, sources, masking,
+                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, False,
             )  # fmt: skip
         # Without loads ahead: two sums, conditions and those would not fit the registers.
-        for start in tl.range(0, checked[4] * BLOCK, ROWS, num_stages=1):
+        for start in tl.range(0, checked[3] * BLOCK, ROWS, num_stages=1):
             state = _add_key_gradients(
-                checked, start, state, k, v, first, shown, sources, masking, scoring, dropout,
-                SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, True,
+                (entries_ptr, checked), start, state, k, v, first, shown, sources, masking,
+                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, True,
             )  # fmt: skip
     at = plane.to(tl.int64) * keys * width
     store_head_rows(grad_k_ptr + at, state[0] * scale, key, present, width, WIDTH)

@@ -15,7 +15,7 @@ from .attention_parts import (
     kept_factors,
     logits,
     next_keys,
-    scoring_of,
+    slope_of,
     store_head_rows,
 )
 from .block_lists import row_walks
@@ -121,9 +121,8 @@ def attention_forward(
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
     if padding_ptr is not None:
         padding_ptr += batch * keys
-    scoring = scoring_of(
-        inner, outer, slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride
-    )
+    slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
+    scoring = (inner, outer, slopes_ptr, slope)
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
@@ -137,15 +136,15 @@ def attention_forward(
         highest = tl.zeros([ROWS], tl.float32) + sink
         total = tl.where(highest == -float("inf"), 0.0, 1.0)
     state = (sums, total, highest)
-    for start in tl.range(0, unchecked[4] * BLOCK, COLUMNS):
+    for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
         state = _attend(
-            unchecked, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP,
-            PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
+            (entries_ptr, unchecked), start, state, q, query, sources, masking, scoring, dropout,
+            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
         )  # fmt: skip
-    for start in tl.range(0, checked[4] * BLOCK, COLUMNS):
+    for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
         state = _attend(
-            checked, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP,
-            PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
+            (entries_ptr, checked), start, state, q, query, sources, masking, scoring, dropout,
+            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
         )  # fmt: skip
     sums, total, highest = state
     nothing = total == 0

@@ -62,12 +62,12 @@ def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def scoring_of(inner, outer, slopes_ptr, batch, head, batch_stride, head_stride):
-    """What `logits` wants for a head."""
+def slope_of(slopes_ptr, batch, head, batch_stride, head_stride):
+    """A head's slope, for scores in units of log 2; 0 without slopes."""
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + batch * batch_stride + head * head_stride).to(tl.float32)
-    return inner, outer, slopes_ptr, slope * LOG2_E
+    return slope * LOG2_E
 
 
 @triton.jit

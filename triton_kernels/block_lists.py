@@ -49,11 +49,11 @@ def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.const
     The tokens are COUNT from `start` on, STEP apart, among those of the walk's entries. Within one
     entry there is one result, else one for each token.
 
-    A walk is (entries, first, split, gap, total): entries from the first on, of which those from
-    the split on are partial and lie after a gap; `total` is their number. Without entries a
-    partner is the entry's place.
+    A walk is entries, None where a partner is its entry's place, and (first, split, gap, total):
+    the entries from the first on, of which those from the split on are partial and lie after a gap;
+    `total` is their number. Triton 3.6 returns no None in a tuple, hence the two parts.
     """
-    _, first, split, gap, total = walk
+    first, split, gap, total = walk[1]
     token = start
     if STEP * COUNT > BLOCK:
         token = start + tl.arange(0, COUNT) * STEP
@@ -141,8 +141,8 @@ def row_walks(
     if first >= queries:
         whole, full, partials = 0, 0, 0
     rest = full - whole
-    unchecked = (entries_ptr, begin, whole, 0, whole)
-    checked = (entries_ptr, begin + whole, rest, partial - begin - full, rest + partials)
+    unchecked = (begin, whole, 0, whole)
+    checked = (begin + whole, rest, partial - begin - full, rest + partials)
     return first, unchecked, checked
 
 
@@ -174,7 +174,7 @@ def column_walks(
     partials = end - partial - hidden_partials
     if first >= keys:
         crossing, whole, partials = 0, 0, 0
-    unchecked = (entries_ptr, begin + clear, whole, 0, whole)
+    unchecked = (begin + clear, whole, 0, whole)
     gap = partial + hidden_partials - begin - clear
-    checked = (entries_ptr, begin + hidden, crossing, gap, crossing + partials)
+    checked = (begin + hidden, crossing, gap, crossing + partials)
     return first, unchecked, checked

@@ -114,6 +114,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", *lines])
 
 
+# Bytes a thread. The kernels' tiles were chosen for the Triton that is pinned, which spills nothing.
+SPILLED_BY_TRITON_3_6 = {"attention_key_gradients": 32, "attention_deltas": 8}
+
+
 # An architecture is one test, so that it is compiled once however tests are shared out.
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles_within_bounds(capability: int) -> None:
@@ -123,7 +127,10 @@ def test_every_case_compiles_within_bounds(capability: int) -> None:
     rows = json.loads(subprocess.check_output(command, env=environment, text=True))
     print(table(rows))
     assert len(rows) == sum(1 for _ in launches()) > 0
-    assert [row for row in rows if row["spilled"]] == []
+    from oracle import TORCH  # here, since this file is also a program
+
+    allowed = SPILLED_BY_TRITON_3_6 if TORCH < (2, 13) else {}
+    assert [row for row in rows if row["spilled"] > allowed.get(row["kernel"], 0)] == []
     assert [row for row in rows if row["shared"] > SHARED_MEMORY[capability]] == []
     for row in rows:
         row["allowed"] = REGISTERS_PER_MULTIPROCESSOR // (32 * WARPS.get(row["kernel"], 16))
