@@ -114,7 +114,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", *lines])
 
 
-# Bytes a thread. The kernels' tiles were chosen for the Triton that is pinned, which spills nothing.
+# Bytes a thread: tiles were chosen for the Triton that is pinned, which spills nothing.
 SPILLED_BY_TRITON_3_6 = {"attention_key_gradients": 32, "attention_deltas": 8}
 
 
