@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torchweld.bench.contract import contract
 from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
+from torchweld.bench.refusal import Refusal, check_plot, device_of
 from torchweld.bench.report import Report, load, markdown, show, show_machine
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
@@ -37,10 +37,6 @@ NAMED_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class Refusal(Exception):  # noqa: N818
-    """What was asked for cannot be done here. The message says why, in one line."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +96,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.check_evidence:
             return _check_evidence()
-        if options.plot and importlib.util.find_spec("matplotlib") is None:
-            raise Refusal("--plot needs matplotlib: pip install torchweld[bench]")
+        check_plot(options)
         if options.model:
             return _measure_model(options)
         report = _read(options.source) if options.source else _measure(options)
@@ -125,7 +120,7 @@ def _measure(options: argparse.Namespace) -> Report:
             raise Refusal("--record needs a GPU; torch sees none here")
         if root is None:
             raise Refusal("--record needs the repository; this torchweld is installed without it")
-    device = _device(options)
+    device = device_of(options)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
 
@@ -222,13 +217,10 @@ def _prove(
 
 
 def _measure_model(options: argparse.Namespace) -> int:
-    device = _device(options)
+    device = device_of(options)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
-    try:
-        model, batch = own_model.built(options.model)
-    except own_model.NotABuilder as error:
-        raise Refusal(f"--model: {error}") from error
+    model, batch = own_model.built(options.model)
     where = machine(device) | {"copy_gbps": limits.copy_gbps(clock_for(device), device)}
     show_machine(where)
     rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
@@ -236,14 +228,6 @@ def _measure_model(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps({"machine": where, "model": rows}, indent=1) + "\n")
         print(f"results: {options.json}")
     return 0
-
-
-def _device(options: argparse.Namespace) -> str:
-    """The device to measure on."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda needs a GPU; torch sees none here")
-    return device
 
 
 def _read(path: Path) -> Report:

@@ -7,7 +7,6 @@ offers: scaled_dot_product_attention and torch.optim.AdamW(fused=True).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench.convergence import text
 from torchweld.bench.machine import machine
+from torchweld.bench.refusal import Refusal, check_plot, device_of
 from torchweld.bench.training import Learner, measure, table
 from torchweld.table import Table, progress
 
@@ -149,13 +149,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        print("torchweld demo: --device cuda needs a GPU; torch sees none here", file=sys.stderr)
-        return 2
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        message = "--plot needs matplotlib: pip install torchweld[bench]"
-        print(f"torchweld demo: {message}", file=sys.stderr)
+    try:
+        check_plot(options)
+        device = device_of(options)
+    except Refusal as refusal:
+        print(f"torchweld demo: {refusal}", file=sys.stderr)
         return 2
     kept = torchweld.keep_pages() if device == "cpu" else None
     names = [name for name in CONTENDERS if name != "torch.compile" or options.compile]

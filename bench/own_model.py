@@ -17,6 +17,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench import training
 from torchweld.bench.contenders import COMPILE
+from torchweld.bench.refusal import Refusal
 from torchweld.bench.training import Learner
 
 LEARNING_RATE = 1e-4
@@ -25,25 +26,23 @@ EAGER, EIGHT_BIT = "eager", "fused, 8-bit AdamW"
 Built = tuple[nn.Module, Any]
 
 
-class NotABuilder(Exception):  # noqa: N818
-    """What --model names cannot be measured. The message says why, in one line."""
-
-
 def built(name: str) -> Built:
     """What `pkg.module:build` returns: a model, and a batch of its arguments."""
     module, colon, function = name.partition(":")
     if not colon:
-        raise NotABuilder(f"{name!r} is not of the form pkg.module:build")
+        raise Refusal(f"--model: {name!r} is not of the form pkg.module:build")
     sys.path.insert(0, os.getcwd())  # where the user's own module is
     try:
         found = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
-        raise NotABuilder(f"{name}: {error}") from error
+        raise Refusal(f"--model: {name}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
         kind = type(found).__name__
-        raise NotABuilder(f"{name}() returned a {kind}, not a model and a batch of its arguments")
+        raise Refusal(
+            f"--model: {name}() returned a {kind}, not a model and a batch of its arguments"
+        )
     return found
 
 

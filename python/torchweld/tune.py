@@ -18,9 +18,10 @@ import torch
 
 from torchweld.bench import isolated, limits, recording, sources
 from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, name
-from torchweld.bench.command import Refusal, add_ops
+from torchweld.bench.command import add_ops
 from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
+from torchweld.bench.refusal import Refusal
 from torchweld.bench.report import show_machine
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import clock_for

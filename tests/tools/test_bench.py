@@ -14,7 +14,7 @@ import torch
 import torchweld
 from torchweld import cli
 from torchweld.bench import cases as bench_cases
-from torchweld.bench import command, conditions, limits, recording, report, runner, sources
+from torchweld.bench import command, conditions, limits, recording, refusal, report, runner, sources
 from torchweld.bench.cases import MIDDLE, Case, cases
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender
@@ -323,7 +323,7 @@ def test_what_cannot_be_done_is_refused_in_a_line(
 def test_plot_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(refusal.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["bench", "--plot", "speed.png"]) == 2
     assert "pip install torchweld[bench]" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from torchweld.fuse import probe
 from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
-# Of these eager torch has kernels that move no more bytes than ours.
+# Eager torch's kernels for these move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
 
 

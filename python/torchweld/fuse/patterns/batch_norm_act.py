@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from torchweld import functional
-from torchweld.fuse.patterns.activation import Identity, in_words
-from torchweld.fuse.patterns.edges import pair_before
+from torchweld.fuse.patterns.edges import pair_before, with_activation
 from torchweld.fuse.view import Left, Proposal, View, forward_of
-from torchweld.fuse.weld import Change, Weld
+from torchweld.fuse.weld import Weld
 from torchweld.nn.batch_norm import counted_momentum
 from torchweld.ops.activation.common import ACTIVATIONS
 
@@ -66,16 +65,4 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
             reason = "its statistics are of several processes; LinearBatchNormAct has such"
             yield Left(producer, what, reason)
             continue
-        settings = {"activation": kind[0], "approximate": kind[1]}
-        yield Proposal(
-            producer,
-            what,
-            (
-                Change(producer, BatchNormAct, f"batch_norm_act ({in_words(kind)})", settings),
-                Change(consumer, Identity),
-            ),
-            found.scope.module,
-            inner=(producer, consumer),
-            inputs=found.scope.inputs or None,
-            part=torch.nn.Sequential(producer, consumer),
-        )
+        yield with_activation(found, consumer, what, BatchNormAct, "batch_norm_act", kind)

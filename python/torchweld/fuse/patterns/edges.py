@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweld.fuse import probe
-from torchweld.fuse.view import Left, Scope, View, forward_of, hooks_in_words
+from torchweld.fuse.patterns.activation import Identity, in_words
+from torchweld.fuse.view import Left, Proposal, Scope, View, forward_of, hooks_in_words
+from torchweld.fuse.weld import Change, Weld
 
 
 class Pair(NamedTuple):
@@ -40,6 +42,32 @@ def pair_before(
                 called = view.names[id(around)]
                 return Left(consumer, what, f"{called} has {hooks}, which would see something else")
     return Pair(producer, scope)
+
+
+def with_activation(
+    pair: Pair,
+    consumer: torch.nn.Module,
+    what: str,
+    weld: type[Weld],
+    op: str,
+    kind: tuple[str, str],
+    **settings: Any,
+) -> Proposal:
+    """The producer takes over the activation, by this op; what was one becomes an identity."""
+    producer = pair.producer
+    settings |= {"activation": kind[0], "approximate": kind[1]}
+    return Proposal(
+        producer,
+        what,
+        (
+            Change(producer, weld, f"{op} ({in_words(kind)})", settings),
+            Change(consumer, Identity),
+        ),
+        pair.scope.module,
+        inner=(producer, consumer),
+        inputs=pair.scope.inputs or None,
+        part=torch.nn.Sequential(producer, consumer),
+    )
 
 
 def _in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:

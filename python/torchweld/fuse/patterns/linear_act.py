@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from torchweld import functional
-from torchweld.fuse.patterns.activation import Identity, in_words
-from torchweld.fuse.patterns.edges import pair_before
+from torchweld.fuse.patterns.edges import pair_before, with_activation
 from torchweld.fuse.view import Left, Proposal, View, why_fixed
-from torchweld.fuse.weld import Change, Weld
+from torchweld.fuse.weld import Weld
 
 
 class LinearAct(Weld, torch.nn.Module):
@@ -67,18 +66,9 @@ def _with(
             reason = why_fixed(producer) or "it is a linear layer of another kind"
             yield Left(producer, what, reason)
         return
-    settings = {"activation": kind[0], "approximate": kind[1], "transposed": form == "transposed"}
-    yield Proposal(
-        producer,
-        what,
-        (
-            Change(producer, LinearAct, f"linear_act ({in_words(kind)})", settings),
-            Change(consumer, Identity),
-        ),
-        found.scope.module,
-        inner=(producer, consumer),
-        inputs=found.scope.inputs or None,
-        part=torch.nn.Sequential(producer, consumer),
+    transposed = form == "transposed"
+    yield with_activation(
+        found, consumer, what, LinearAct, "linear_act", kind, transposed=transposed
     )
 
 
