@@ -42,7 +42,7 @@ CSRC = ROOT / "csrc"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
-# Of one core, measured with nvcc 13.0.
+# One core takes this long, measured with nvcc 13.0.
 MINUTES_PER_ARCHITECTURE = 2
 
 

@@ -201,7 +201,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("\n".join(lines))
 
 
-# Of ops outside of the registry, whose tests name the places where they run.
+# Ops outside of the registry have tests that name the places where they run.
 
 
 def _place(name: str) -> Any:

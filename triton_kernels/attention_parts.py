@@ -13,7 +13,7 @@ from .dropout import factors_of_groups
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Of these a new length, batch or layout has new ones.
+# A new length, batch or layout changes these.
 UNSPECIALIZED = [
     *("planes", "heads", "first_head", "queries", "keys", "lines", "lines_batch_stride"),
     *("lines_head_stride", "threshold", "first_number", "number_batch_stride"),

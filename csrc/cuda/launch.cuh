@@ -60,7 +60,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   return value;
 }
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 1); }
-// Of one block, for a kernel that asks for it.
+// The shared memory of one block, for a kernel that asks for it.
 inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)kSharedBytes);
 }

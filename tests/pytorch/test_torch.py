@@ -67,7 +67,7 @@ def test_compile_equals_eager(target: Target, compiler: str) -> None:
         assert torch.equal(value, eager[name]), name
 
 
-# Of the call and the fakes, which are the same wherever kernels are imitated.
+# It tests the call and the fakes, which are the same wherever kernels are imitated.
 @pytest.mark.not_at("interpreter", "emulator")
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
