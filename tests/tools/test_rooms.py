@@ -114,3 +114,14 @@ def test_files_are_short() -> None:
         if count > (450 if path.is_relative_to(ROOT / "python") else 600)
     }
     assert not long
+
+
+def test_every_room_is_packaged() -> None:
+    """An editable install finds a folder that a wheel would lack."""
+    declared = re.search(r"packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.S)
+    assert declared is not None
+    listed = set(re.findall(r'"(torchweld[^"]*)"', declared[1]))
+    package = ROOT / "python" / "torchweld"
+    folders = {path.parent.relative_to(package.parent) for path in package.rglob("*.py")}
+    rooms = {".".join(folder.parts) for folder in folders}
+    assert listed == rooms | {"torchweld.bench", "torchweld.triton_kernels"}
