@@ -29,7 +29,12 @@ BELOW: dict[str, set[str]] = {
     "explanation": {"fuse", "functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors"},
     "huggingface": {"functional", "sparse", "errors"},
-    "optim": {"ops", "dispatch", "checks", "errors"},
+    "collectives": {"ops", "dispatch", "checks", "errors"},
+    "optim": {"collectives", "ops", "dispatch", "checks", "errors"},
+    "distributed": {
+        *("optim", "collectives", "fuse", "nn", "functional", "ops", "sparse"),
+        *("dispatch", "registry", "random", "table", "checks", "errors"),
+    },
     "triton_kernels": set(),
 }
 # The commands, which may use whatever is above; the package itself gathers the public names.
