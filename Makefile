@@ -187,9 +187,9 @@ NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available()
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: its part of the contract, and the benchmark into bench/evidence; ARGS: op names
+gpu: env ## On a GPU: what is right there, and how fast; ARGS: --stage first, --evidence DIR, op names
 	$(NEEDS_GPU)
-	@$(PY) -m torchweld bench --record $(ARGS)
+	@$(PY) -m torchweld doctor && $(PY) -m torchweld bench --record $(ARGS)
 
 .PHONY: gpu-sanitize
 gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over the CUDA kernels

@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from torchweld.bench import conditions, isolated, limits, own_model, recording, sources, steps
+from torchweld.bench import (
+    conditions,
+    isolated,
+    limits,
+    own_model,
+    recording,
+    sources,
+    stages,
+    steps,
+)
 from torchweld.bench.cases import DTYPES, MIDDLE, cases, name
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
-from torchweld.bench.contract import contract
 from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
@@ -74,7 +82,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure nothing: show what --json, or --record, wrote",
     )
-    parser.add_argument("--record", action="store_true", help="on a GPU: write bench/evidence")
+    parser.add_argument("--record", action="store_true", help="on a GPU: write evidence, by stages")
+    parser.add_argument(
+        "--stage",
+        action="append",
+        choices=stages.STAGES,
+        help="with --record, may recur; default: all, in this order. The first takes ten minutes",
+    )
+    parser.add_argument(
+        "--evidence",
+        type=Path,
+        metavar="DIR",
+        help="of --record; default: bench/evidence",
+    )
     parser.add_argument(
         "--check-evidence", action="store_true", help="what bench/evidence is worth"
     )
@@ -99,7 +119,10 @@ def run(options: argparse.Namespace) -> int:
         check_plot(options)
         if options.model:
             return _measure_model(options)
-        report = _read(options.source) if options.source else _measure(options)
+        if options.source:
+            report = _read(options.source)
+        else:
+            report = _record(options) if options.record else _measure(options)
         return _deliver(report, options)
     except Refusal as refusal:
         print(f"torchweld bench: {refusal}", file=sys.stderr)
@@ -112,21 +135,42 @@ def _op(name: str) -> str:
     return name
 
 
+def _record(options: argparse.Namespace) -> Report:
+    """Take the stages of a run on a GPU."""
+    since, root = time.monotonic(), sources.root()
+    if not torch.cuda.is_available():
+        raise Refusal("--record needs a GPU; torch sees none here")
+    if root is None:
+        raise Refusal("--record needs the repository; this torchweld is installed without it")
+    report = _begun("cuda")
+    folder = options.evidence or root / "bench" / "evidence"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / evidence.file_name(report.machine["name"])
+    record = recording.Record(path, report.machine, root)
+    names = stages.in_order(options.ops or recording.PROVEN)
+    try:
+        for stage in options.stage or stages.STAGES:
+            report.results += stages.run(stage, names, stages.Machine(root), record, since)
+            since = None
+    except KeyboardInterrupt:
+        print(f"interrupted; what was found until then: {path}", file=sys.stderr)
+    return report
+
+
+def _begun(device: str) -> Report:
+    """A report of nothing yet but the machine, whose copy bandwidth is measured."""
+    copy_gbps = limits.copy_gbps(clock_for(device), device)
+    report = Report(machine(device) | {"copy_gbps": copy_gbps})
+    show_machine(report.machine)
+    return report
+
+
 def _measure(options: argparse.Namespace) -> Report:
-    root = sources.root()
-    if options.record:
-        options.device = "cuda"
-        if not torch.cuda.is_available():
-            raise Refusal("--record needs a GPU; torch sees none here")
-        if root is None:
-            raise Refusal("--record needs the repository; this torchweld is installed without it")
     device = device_of(options)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
 
-    clock = clock_for(device)
-    report = Report(machine(device) | {"copy_gbps": limits.copy_gbps(clock, device)})
-    show_machine(report.machine)
+    report = _begun(device)
     ops = [op for op in OPS.values() if not options.ops or op.name in options.ops]
     backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
     directions = options.direction or DIRECTIONS
@@ -141,18 +185,17 @@ def _measure(options: argparse.Namespace) -> Report:
     if options.dtype:
         dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
     rules = _rules(options)
-    rules = _rules(options)
     names = [op.name for op in ops] + rules
-    record = _prove(root, report, names, plan.backends) if options.record and root else None
     try:
         if device == "cuda":
             given = Job("", plan, [name(d) for d in dtypes], sizes, None, options.quick, True)
-            _in_processes(given, names, report, record)
+            _in_processes(given, names, report)
         else:
             wanted = [
                 *cases(ops, device, dtypes, sizes),
                 *steps.cases(rules, device, options.quick),
             ]
+            clock = clock_for(device)
             for at in progress(wanted):
                 for found in steps.measure_either(wanted[at], plan, clock):
                     report.results += found
@@ -163,31 +206,18 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _in_processes(
-    given: Job, names: Sequence[str], report: Report, record: recording.Record | None
-) -> None:
-    """Each op's process has all of its backends; one for each where it counts as evidence."""
+def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
+    """Each op has a process, with all of its backends."""
     jobs = []
     for op in names:
-        served = [
-            b for b in recording.gpu_backends(recording.PROVEN[op]) if b in given.plan.backends
-        ]
-        for backends in [[b] for b in served] if record else [served]:
-            jobs.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
-    seen: set[tuple[Any, ...]] = set()
+        served = recording.gpu_backends(recording.PROVEN[op])
+        backends = [b for b in served if b in given.plan.backends]
+        jobs.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
     for at in progress(jobs):
         found = isolated.run(jobs[at])
-        for results in found.results:
-            if record:
-                record.add_results(results)
-            # Eager and rivals are measured beside each backend, and shown once.
-            fresh = {(r.op, r.label, r.dtype, r.direction, r.contender): r for r in results}
-            report.results += [r for key, r in fresh.items() if key not in seen]
-            seen |= fresh.keys()
+        report.results += [result for results in found.results for result in results]
         if found.fault:
             report.results += isolated.refused(jobs[at], found)
-        for backend in jobs[at].plan.backends if record and found.fault else ():
-            record.add_outcome(jobs[at].op, backend, passed=False)
         report.overheads += found.overheads
 
 
@@ -200,29 +230,12 @@ def _rules(options: argparse.Namespace) -> list[str]:
     return ["adam"] if options.quick else list(RULES)
 
 
-def _prove(
-    root: Path, report: Report, names: Sequence[str], backends: Sequence[str]
-) -> recording.Record:
-    """Record the evidence's contract part."""
-    path = root / "bench" / "evidence" / evidence.file_name(report.machine["name"])
-    record = recording.Record(path, report.machine, root)
-    proven = [recording.PROVEN[name] for name in names]
-    targets = {(op.name, b) for op in proven for b in recording.gpu_backends(op) if b in backends}
-    for op, backend in targets:
-        record.begin(recording.PROVEN[op], backend)
-    for op, backend, passed in contract(root, targets):
-        record.add_outcome(op, backend, passed)
-    print(f"evidence: {record.path}")
-    return record
-
-
 def _measure_model(options: argparse.Namespace) -> int:
     device = device_of(options)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
     model, batch = own_model.built(options.model)
-    where = machine(device) | {"copy_gbps": limits.copy_gbps(clock_for(device), device)}
-    show_machine(where)
+    where = _begun(device).machine
     rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
     if options.json:
         options.json.write_text(json.dumps({"machine": where, "model": rows}, indent=1) + "\n")

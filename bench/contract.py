@@ -12,11 +12,13 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchweld.bench.recording import OPTIMIZERS, Fault
 from torchweld.registry import OPS
 
 Target = tuple[str, str]  # the name of an op or a rule, and a backend
@@ -26,7 +28,7 @@ Target = tuple[str, str]  # the name of an op or a rule, and a backend
 _LINE = re.compile(r"^(?P<test>\S+\.py::\S.*?) +(?:(?P<outcome>[A-Z]+)\b.*)?$")
 _GPU = re.compile(r"\[(?:[^\]]*-)?gpu-[a-z]+\b")
 _COUNTED = {"PASSED": True, "FAILED": False, "ERROR": False}
-# Each of these tests covers every rule, or the rule that its name or parameters have.
+# Each of these tests covers what rules share, or the rule that its name or parameters have.
 _OF_RULES = "tests/optim/test_optim_cuda*.py"
 _MOST_RESTARTS = 20
 
@@ -38,27 +40,55 @@ class Outcome:
     test: str
     passed: bool
 
+    def fault(self) -> Fault | None:
+        """What the test found; None if it passed."""
+        return None if self.passed else Fault(self.test, None)
 
-def contract(
-    root: Path, targets: set[Target], seconds: float = 600
-) -> Iterator[tuple[str, str, bool]]:
-    """Op, backend and whether it passed, test by test as they end."""
+
+@dataclass(frozen=True)
+class Verdict:
+    """A test's outcome for an op or a rule, on a backend."""
+
+    op: str
+    backend: str
+    fault: Fault | None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a process is ended: it hangs, or the time of the whole run is over."""
+
+    seconds: float = 600
+    until: float = float("inf")  # on the monotonic clock
+
+    def left(self) -> float:
+        """Seconds that a process may take that starts now."""
+        return min(self.seconds, self.until - time.monotonic())
+
+    def is_over(self) -> bool:
+        """Whether no time is left for anything."""
+        return time.monotonic() >= self.until
+
+
+def contract(root: Path, targets: set[Target], limit: Limit | None = None) -> Iterator[Verdict]:
+    """The outcomes for each op, rule and backend, test by test as they end."""
+    limit = limit or Limit()
     ops = sorted(target for target in targets if target[0] in OPS)
     rules = sorted(targets - set(ops))
-    found: queue.Queue[tuple[str, str, bool] | None] = queue.Queue()
+    found: queue.Queue[Verdict | None] = queue.Queue()
 
     def of_op(target: Target) -> None:
         name, backend = target
         # "layer_norm" is part of the name of another op.
         others = [op for op in OPS if op != name and op.endswith(name)]
         words = " and not ".join(f"{op}-gpu-{backend}" for op in (name, *others))
-        for outcome in _tests(root, ["-k", words, "tests"], seconds):
-            found.put((*target, outcome.passed))
+        for outcome in _tests(root, ["-k", words, "tests"], limit):
+            found.put(Verdict(*target, outcome.fault()))
 
     def of_rules(file: Path) -> None:
-        for outcome in _one_failure_at_a_time(root, file, seconds):
-            for rule, backend in _concerned(outcome.test, rules):
-                found.put((rule, backend, outcome.passed))
+        for outcome in _one_failure_at_a_time(root, file, limit):
+            for rule, backend in _concerned(outcome, rules):
+                found.put(Verdict(rule, backend, outcome.fault()))
 
     jobs = [(of_op, target) for target in ops]
     jobs += [(of_rules, file) for file in sorted(root.glob(_OF_RULES)) if rules]
@@ -71,13 +101,13 @@ def contract(
         job.result()
 
 
-def _one_failure_at_a_time(root: Path, file: Path, seconds: float) -> Iterator[Outcome]:
+def _one_failure_at_a_time(root: Path, file: Path, limit: Limit) -> Iterator[Outcome]:
     """A file's tests, in a new process after each failure, which may make the next ones fail."""
     ended: list[str] = []
     for _ in range(_MOST_RESTARTS):
         selected = [a for test in ended for a in ("--deselect", test)]
         failed = False
-        for outcome in _tests(root, ["-x", "-k", "gpu-cuda", str(file), *selected], seconds):
+        for outcome in _tests(root, ["-x", "-k", "gpu-cuda", str(file), *selected], limit):
             ended.append(outcome.test)
             failed |= not outcome.passed
             yield outcome
@@ -85,14 +115,20 @@ def _one_failure_at_a_time(root: Path, file: Path, seconds: float) -> Iterator[O
             return
 
 
-def _concerned(test: str, rules: Sequence[Target]) -> Sequence[Target]:
-    """The rules that a test names, or else all."""
-    named = [target for target in rules if target[0] in test.lower()]
-    return named or rules
+def _concerned(outcome: Outcome, rules: Sequence[Target]) -> Sequence[Target]:
+    """The rules that a test names.
+
+    One that names none has passed for all of them, and has failed for what they share: each rule
+    has tests of its own.
+    """
+    named = [target for target in rules if target[0] in outcome.test.lower()]
+    return named or (rules if outcome.passed else [(OPTIMIZERS, rules[0][1])])
 
 
-def _tests(root: Path, selected: Sequence[str], seconds: float) -> Iterator[Outcome]:
+def _tests(root: Path, selected: Sequence[str], limit: Limit) -> Iterator[Outcome]:
     """The outcomes of the selected tests on the GPU. What else they print goes to stderr."""
+    if limit.is_over():
+        return
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-vv", "--tb=short", *selected]
     # Inductor would start processes of its own.
     serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "COLUMNS": "1000"}
@@ -100,8 +136,8 @@ def _tests(root: Path, selected: Sequence[str], seconds: float) -> Iterator[Outc
         command, cwd=root, env=serial, stdout=subprocess.PIPE, text=True, errors="replace"
     ) as tests:
         assert tests.stdout is not None
-        limit = threading.Timer(seconds, tests.kill)
-        limit.start()
+        end = threading.Timer(limit.left(), tests.kill)
+        end.start()
         running = None
         for line in tests.stdout:
             found = _LINE.match(line.rstrip("\n"))
@@ -114,7 +150,7 @@ def _tests(root: Path, selected: Sequence[str], seconds: float) -> Iterator[Outc
                 yield Outcome(found["test"], passed)
                 if not passed:
                     sys.stderr.write(line)
-        limit.cancel()
-    if running is not None:
+        end.cancel()
+    if running is not None and not limit.is_over():
         sys.stderr.write(f"{running} ended its process\n")
         yield Outcome(running, False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchweld.bench.runner import Result
 from torchweld.bench.sources import sources_hash
-from torchweld.dispatch import cache
+from torchweld.dispatch import cache, evidence
 from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.registry import BACKENDS, OPS, Op
 
@@ -17,18 +18,41 @@ Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
 # The parts of a result that the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "flops", "peak_bytes")
+# The parts that tell one case and direction from another.
+_CASE = ("shape", "variant", "dtype", "direction")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+
+
+# What tests of rules count for that name none of them.
+OPTIMIZERS = "optimizers"
+# How kernels are proven: beside the benchmark's times, and by the contract's tests.
+JUDGED, TESTED = "judged", "tested"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was found wrong: a test or a case by name, and the dtype if it concerns only one."""
+
+    what: str
+    dtype: str | None
+
+    @classmethod
+    def of(cls, result: Result) -> Fault:
+        """A refused result's."""
+        return cls(f"{result.label}: {result.reason}".lstrip(": "), result.dtype or None)
 
 
 class Record:
     """The evidence file of a GPU, written after every step, so that an interrupted run keeps its
     steps.
 
-    `root` is the repository with the sources; an installed package has none.
+    Nothing older is lost before something takes its place. `root` is the repository with the
+    sources; an installed package has none.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any], root: Path | None) -> None:
         self.path, self._root = path, root
+        self._begun: set[tuple[str, str, str]] = set()
         # Unreadable evidence is an error: the first step would overwrite it.
         self._content: dict[str, Any] = (
             json.loads(path.read_text()) if path.exists() else {"ops": {}}
@@ -41,18 +65,20 @@ class Record:
             "limits": {"copy_gbps": machine["copy_gbps"]},
         }
 
-    def begin(self, op: Proven, backend: str) -> None:
-        """Forget the evidence of older sources."""
-        self._content["ops"].setdefault(op.name, {})[backend] = {
-            "sources": sources_hash(op, backend, self._root) if self._root else None,
-            "passed": 0,
-            "failed": 0,
-            "results": [],
-        }
-        cache.write(self.path, self._content)
+    def begin(self, op: str, backend: str, how: str) -> None:
+        """The next outcome of this kind takes the place of those of an earlier run."""
+        self._begun.add((op, backend, how))
 
-    def add_outcome(self, op: str, backend: str, passed: bool) -> None:
-        self._content["ops"][op][backend]["passed" if passed else "failed"] += 1
+    def add_outcome(self, op: str, backend: str, how: str, fault: Fault | None) -> None:
+        outcomes = self._proof(op, backend)["outcomes"]
+        if (op, backend, how) in self._begun:
+            self._begun.remove((op, backend, how))
+            outcomes.pop(how, None)
+        counted = outcomes.setdefault(how, {"passed": 0, "faults": []})
+        if fault is None:
+            counted["passed"] += 1
+        else:
+            counted["faults"].append(asdict(fault))
         cache.write(self.path, self._content)
 
     def add_results(self, results: Iterable[Result]) -> None:
@@ -63,9 +89,19 @@ class Record:
             if backend in rivals or result.eager_ms is None:
                 continue
             entry = {name: getattr(result, name) for name in _KEPT + _TIMES}
-            proof = self._content["ops"][result.op][backend]
-            proof["results"].append(entry | {"rivals_ms": rivals})
+            proof = self._proof(result.op, backend)
+            others = [r for r in proof["results"] if any(r[n] != entry[n] for n in _CASE)]
+            proof["results"] = [*others, entry | {"rivals_ms": rivals}]
         cache.write(self.path, self._content)
+
+    def _proof(self, op: str, backend: str) -> dict[str, Any]:
+        """What is recorded of a backend's kernels as their sources are now."""
+        proofs: dict[str, Any] = self._content["ops"].setdefault(op, {})
+        known = self._root is not None and op in PROVEN
+        sources = sources_hash(PROVEN[op], backend, self._root) if known else None
+        if backend not in proofs or proofs[backend]["sources"] != sources:
+            proofs[backend] = {"sources": sources, "outcomes": {}, "results": []}
+        return proofs[backend]
 
 
 def gpu_backends(op: Proven) -> list[str]:
@@ -87,6 +123,9 @@ def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, 
             lines += [(op.name, backend, gpu, _worth(p, now)) for gpu, p in proofs.items()]
             if not proofs:
                 lines.append((op.name, backend, "-", "never run on a GPU"))
+    for gpu, record in records.items():
+        for backend, proof in record["ops"].get(OPTIMIZERS, {}).items():
+            lines.append((OPTIMIZERS, backend, gpu, _counts(proof)))
     return lines
 
 
@@ -94,7 +133,7 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
     """The times of an evidence file, marked as stale if the sources here differ."""
     found = []
     for op, proofs in record["ops"].items():
-        for backend, proof in proofs.items():
+        for backend, proof in proofs.items() if op in PROVEN else ():
             stale = root is not None and proof["sources"] != sources_hash(PROVEN[op], backend, root)
             contender = f"{backend} (stale)" if stale else backend
             for kept in proof["results"]:
@@ -125,5 +164,9 @@ def _winner(results: Iterable[Result], like: Result) -> str | None:
 
 def _worth(proof: dict[str, Any], sources_now: str) -> str:
     state = "current" if proof["sources"] == sources_now else "stale: its sources changed since"
-    counts = f"{proof['passed']} passed, {proof['failed']} failed, {len(proof['results'])} times"
-    return f"{state} ({counts})"
+    return f"{state} ({_counts(proof)})"
+
+
+def _counts(proof: dict[str, Any]) -> str:
+    passed, failed = evidence.passed(proof), len(evidence.faults(proof))
+    return f"{passed} passed, {failed} failed, {len(proof['results'])} times"

@@ -15,7 +15,9 @@ the libraries are linked to empty stand-ins with torch's library names.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -308,8 +310,57 @@ def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = ""
         raise BuildError(f"ninja failed with exit code {result.returncode}; see above")
 
 
+# What the libraries beside it were built from, for another machine that they are carried to.
+STAMP = "built.json"
+
+
+def sources_digest() -> str:
+    """Of everything in csrc that the libraries are made from."""
+    digest = hashlib.sha256()
+    for path in sorted(CSRC.rglob("*")):
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".map", ".py"):
+            digest.update(f"{path.relative_to(CSRC)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def carried(out: Path) -> list[str]:
+    """The libraries in `out` that were built elsewhere, from these very sources.
+
+    A GPU's library has to have been built for the GPUs that are asked for.
+    """
+    stamp = out / STAMP
+    if not stamp.exists() or (ROOT / "build" / "native").exists():
+        return []
+    told = json.loads(stamp.read_text())
+    if told["sources"] != sources_digest():
+        return []
+    here = [name for name in told["libraries"] if (out / f"lib{name}.so").exists()]
+    fits = all(_serves(told["architectures"], wanted) for wanted in architectures())
+    return [name for name in here if fits or name != "torchweld_cuda"]
+
+
+def _serves(built: list[str], wanted: str) -> bool:
+    """Whether code for one of the GPUs runs on the wanted one: 9.0a on 9.0."""
+    return re.findall(r"\d+\.\d+", wanted)[0] in re.findall(r"\d+\.\d+", " ".join(built))
+
+
+def _stamp(out: Path, libraries: list[Library]) -> None:
+    names = [library.name for library in libraries]
+    told = {
+        "sources": sources_digest(),
+        "architectures": architectures() if "torchweld_cuda" in names else [],
+        "libraries": names,
+    }
+    (out / STAMP).write_text(json.dumps(told) + "\n")
+
+
 def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = "") -> None:
     """Build the package's libraries."""
+    if not sanitize and (there := carried(out)):
+        wanted = cpu_names() + (["torchweld_cuda"] if cuda and nvcc() else [])
+        if set(wanted) <= set(there):
+            print(f"torchweld: {', '.join(there)} were built elsewhere, from these sources")
+            return
     libraries = cpu_libraries(isa)
     if cuda and nvcc():
         libraries.append(cuda_library())
@@ -320,6 +371,13 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
             "Install the CUDA toolkit and build again to add it."
         )
     run_ninja("native", out, libraries, sanitize)
+    if not sanitize:
+        _stamp(out, libraries)
+
+
+def cpu_names() -> list[str]:
+    """The CPU's libraries."""
+    return ["torchweld_cpu", *(f"torchweld_cpu_{variant}" for variant in VARIANTS)]
 
 
 def _say_how_long() -> None:

@@ -24,6 +24,7 @@ from torchweld.bench.machine import machine
 from torchweld.bench.refusal import Refusal
 from torchweld.bench.report import show_machine
 from torchweld.bench.runner import Plan, Result
+from torchweld.bench.stages import keep
 from torchweld.bench.timing import clock_for
 from torchweld.dispatch import evidence
 from torchweld.table import Table, progress
@@ -65,7 +66,7 @@ def _tune(ops: list[str]) -> list[Result]:
     print(f"{len(jobs)} processes of some {SECONDS_A_JOB} s each: about {minutes(jobs)} min")
     found = []
     for at in progress(jobs):
-        found += check_and_time(jobs[at], record)
+        found += keep(jobs[at], isolated.run(jobs[at]), record)
     print(f"kept in {record.path}")
     return found
 
@@ -81,24 +82,6 @@ def own_record(facts: dict[str, Any]) -> recording.Record:
     if evidence.own(facts["name"]) is None:
         path.unlink(missing_ok=True)
     return recording.Record(path, facts, sources.root())
-
-
-def check_and_time(job: Job, record: recording.Record) -> list[Result]:
-    """A job's results, which the record keeps in place of what it had of its op and backend."""
-    found = isolated.run(job)
-    (backend,) = job.plan.backends
-    results = [result for results in found.results for result in results]
-    if found.fault:
-        results += isolated.refused(job, found)
-    mine = [r for r in results if r.contender == backend and r.status != "absent"]
-    if not mine:
-        return results
-    record.begin(recording.PROVEN[job.op], backend)
-    for of_one_direction in found.results:
-        record.add_results(of_one_direction)
-    for result in {(r.label, r.dtype): r for r in mine}.values():
-        record.add_outcome(job.op, backend, result.status == "timed")
-    return results
 
 
 def show(results: list[Result]) -> None:

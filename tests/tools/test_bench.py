@@ -407,25 +407,37 @@ def _shipped(repository: Path) -> Path:
 
 def test_the_record_is_whole_after_every_step(repository: Path) -> None:
     record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.begin(LAYER_NORM, "triton")
-    record.add_outcome("layer_norm", "triton", True)
-    record.add_outcome("layer_norm", "triton", False)
+    record.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    fault = recording.Fault("a test", "float16")
+    record.add_outcome("layer_norm", "triton", recording.TESTED, fault)
     assert record.path == repository / "bench" / "evidence" / "nvidia-h200.json"
     record.add_results([_result("eager", 2.0), _result("triton", 1.0), _result("compile", 1.5)])
     content = json.loads(record.path.read_text())
     assert (content["gpu"], content["limits"]) == ("NVIDIA H200", {"copy_gbps": 4000.0})
     proof = content["ops"]["layer_norm"]["triton"]
-    assert (proof["passed"], proof["failed"]) == (1, 1)
+    assert evidence.passed(proof) == 1
+    assert evidence.faults(proof) == [{"what": "a test", "dtype": "float16"}]
     (kept,) = proof["results"]
     assert kept["rivals_ms"] == {"eager": 2.0, "compile": 1.5}
     assert (kept["ms"], kept["eager_ms"], kept["elements"]) == (1.0, 2.0, 2**23)
 
-    # Another op's run keeps this one's; this op's next run forgets what older sources did.
-    recording.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "cuda")
-    assert json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"] == proof
-    recording.Record(_shipped(repository), MACHINE, repository).begin(LAYER_NORM, "triton")
-    again = json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"]
-    assert (again["passed"], again["results"]) == (0, [])
+    # Another backend's run keeps this one's; this one's next run begins to count anew, and forgets
+    # what older sources did.
+    again = recording.Record(_shipped(repository), MACHINE, repository)
+    again.add_outcome("layer_norm", "cuda", recording.TESTED, None)
+
+    def kept() -> dict[str, Any]:
+        return json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"]
+
+    assert kept() == proof
+    again.begin("layer_norm", "triton", recording.TESTED)
+    assert kept() == proof
+    again.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    assert (evidence.passed(kept()), evidence.faults(kept())) == (1, [])
+    assert kept()["results"] == proof["results"]
+    (repository / LAYER_NORM.sources["triton"][0]).write_text("x = 3\n")
+    again.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    assert (evidence.passed(kept()), kept()["results"]) == (1, [])
 
 
 def test_standing_of_evidence(repository: Path) -> None:
@@ -434,8 +446,7 @@ def test_standing_of_evidence(repository: Path) -> None:
         return {line[:2]: line[3] for line in recording.standing(repository, content)}
 
     record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.begin(LAYER_NORM, "triton")
-    record.add_outcome("layer_norm", "triton", True)
+    record.add_outcome("layer_norm", "triton", recording.TESTED, None)
     assert standing()["layer_norm", "triton"] == "current (1 passed, 0 failed, 0 times)"
     assert standing()["layer_norm", "cuda"] == "never run on a GPU"
     (repository / LAYER_NORM.sources["triton"][0]).write_text("x = 2\n")
@@ -445,7 +456,6 @@ def test_standing_of_evidence(repository: Path) -> None:
 def test_evidence_reads_as_results(repository: Path) -> None:
     record = recording.Record(_shipped(repository), MACHINE, repository)
     for backend, ms in (("cuda", 1.0), ("triton", 0.8)):
-        record.begin(LAYER_NORM, backend)
         record.add_results([_result("eager", 2.0), _result(backend, ms)])
     (repository / LAYER_NORM.sources["cuda"][0]).write_text("int x = 2;\n")
     found = recording.results(json.loads(record.path.read_text()), repository)

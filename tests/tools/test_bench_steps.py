@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchweld import cli, optim, tune
-from torchweld.bench import command, conditions, isolated, limits, recording, steps
+from torchweld import cli, optim
+from torchweld.bench import command, conditions, isolated, limits, recording, stages, steps
 from torchweld.bench.isolated import Found, Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
@@ -109,7 +109,9 @@ def test_a_step_is_taken_by_evidence(
     shipped: dict[str, Any], own: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(passed: int, failed: int) -> dict[str, Any]:
-        return {"ops": {"adam": {"cuda": {"passed": passed, "failed": failed}}}}
+        faults = [{"what": "a test", "dtype": None}] * failed
+        proof = {"outcomes": {"tested": {"passed": passed, "faults": faults}}}
+        return {"ops": {"adam": {"cuda": proof}}}
 
     records = {gpu: record(*counts) for gpu, counts in shipped.items()}
     monkeypatch.setattr(evidence, "records", lambda: records)
@@ -157,8 +159,8 @@ def test_tuning_keeps_what_came_of_a_step(
     monkeypatch.setattr(steps, "KINDS", [kind])
     job = Job("adam", Plan(("full",), ("cpu",), (), 0.1), step=SHAPE, device="cpu")
     results = [list(entries) for _, entries in isolated.measured(job)]
-    monkeypatch.setattr(isolated, "run", lambda job: Found(results, [], None))
-    tune.check_and_time(job, record)
+    stages.keep(job, Found(results, [], None), record)
     kept = json.loads(record.path.read_text())["ops"]["adam"]["cpu"]
     right = lr == 1e-3
-    assert (kept["passed"], kept["failed"], len(kept["results"])) == (right, not right, right)
+    counts = evidence.passed(kept), len(evidence.faults(kept)), len(kept["results"])
+    assert counts == (right, not right, right)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from torchweld.bench import isolated
 from torchweld.bench.cases import SMALLEST
-from torchweld.bench.contract import contract
+from torchweld.bench.contract import Limit, Verdict, contract
 from torchweld.bench.isolated import Job
 from torchweld.bench.runner import Plan
 
@@ -43,7 +44,11 @@ def _failing(fault: str, tmp_path: Path) -> Counter[tuple[str, str, bool]]:
     tests.mkdir()
     (tests / "test_it.py").write_text(_OPS.replace("FAULT", fault))
     targets = {(op, b) for op in ("layer_norm", "rms_norm") for b in ("cuda", "triton")}
-    return Counter(contract(tmp_path, targets, seconds=8))
+    return _counted(contract(tmp_path, targets, Limit(8)))
+
+
+def _counted(found: Iterable[Verdict]) -> Counter[tuple[str, str, bool]]:
+    return Counter((tested.op, tested.backend, tested.fault is None) for tested in found)
 
 
 INNOCENT = [("layer_norm", "triton"), ("rms_norm", "cuda"), ("rms_norm", "triton")]
@@ -98,7 +103,7 @@ def test_a_rules_fault_is_its_own(broken: bool, tmp_path: Path) -> None:
     tests = tmp_path / "tests" / "optim"
     tests.mkdir(parents=True)
     (tests / "test_optim_cuda.py").write_text(_RULES.replace("BROKEN", str(broken)))
-    counted = Counter(contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
+    counted = _counted(contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
     assert counted == Counter(
         [("adam", "cuda", not broken), ("lion", "cuda", True), *[(r, "cuda", True) for r in RULES]]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import torchweld
 from torchweld import cli, tune
-from torchweld.bench import isolated, recording, runner
+from torchweld.bench import isolated, recording, runner, stages
 from torchweld.bench.cases import Case
 from torchweld.bench.isolated import Found, Job
 from torchweld.bench.runner import Plan
@@ -44,7 +45,12 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def _proof(ms: float, passed: int = 9, failed: int = 0) -> dict[str, Any]:
-    return {"passed": passed, "failed": failed, "results": [_timed(ms, 8192, 1024)]}
+    return _outcomes(passed, failed) | {"results": [_timed(ms, 8192, 1024)]}
+
+
+def _outcomes(passed: int, failed: int, dtype: str | None = None) -> dict[str, Any]:
+    faults = [{"what": "a test", "dtype": dtype}] * failed
+    return {"outcomes": {"tested": {"passed": passed, "faults": faults}}}
 
 
 def _timed(ms: float, rows: int, width: int, direction: str = "fwd") -> dict[str, Any]:
@@ -129,7 +135,7 @@ def test_a_record_of_nothing_hides_no_evidence(
 ) -> None:
     """As an interrupted `torchweld tune` leaves it."""
     planted["cuda"] = _proof(1.0)
-    empty = {"ops": {"layer_norm": {"cuda": {"passed": 0, "failed": 0, "results": []}}}}
+    empty = {"ops": {"layer_norm": {"cuda": {"outcomes": {}, "results": []}}}}
     monkeypatch.setattr(evidence, "own", lambda gpu: empty)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: MACHINE["name"])
     arguments = ("layer_norm", "cuda", ("cuda",), 0, torch.bfloat16, "fwd", 1024, 23)
@@ -162,8 +168,7 @@ def test_what_tuning_finds_is_gone_by(
     record = recording.Record(evidence.own_path(gpu), MACHINE | {"versions": versions}, None)
     job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
     monkeypatch.setattr(Job, "cases", lambda job: [CASE])
-    monkeypatch.setattr(isolated, "run", lambda job: Found([*_results(job)], [], None))
-    results = tune.check_and_time(job, record)
+    results = stages.keep(job, Found(_results(job), [], None), record)
     assert {result.direction for result in results} == {"fwd", "full"}
 
     def verdict() -> str | None:
@@ -191,25 +196,38 @@ def _results(job: Job) -> list[list[Any]]:
     return [list(entries) for what, entries in isolated.measured(job) if what == "results"]
 
 
-def test_tuning_keeps_what_it_had_until_it_has_more(
+def test_nothing_is_lost_before_something_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that was interrupted, or ended before its first case, takes nothing away."""
+    """A job that ended before its first case takes nothing away, nor does one of other cases."""
     job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
     monkeypatch.setattr(Job, "cases", lambda job: [CASE])
     record = recording.Record(tmp_path / "own.json", MACHINE, None)
-    monkeypatch.setattr(isolated, "run", lambda job: Found([*_results(job)], [], None))
-    tune.check_and_time(job, record)
-    before = json.loads(record.path.read_text())["ops"]
+    found = Found(_results(job), [], None)
+    stages.keep(job, found, record)
 
-    def interrupted(job: Job) -> Found:
-        raise KeyboardInterrupt
+    def proof() -> dict[str, Any]:
+        return json.loads(record.path.read_text())["ops"]["layer_norm"]["cpu"]
 
-    monkeypatch.setattr(isolated, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tune.check_and_time(job, record)
-    assert json.loads(record.path.read_text())["ops"] == before
-    assert before["layer_norm"]["cpu"]["passed"] == 1
+    before = proof()
+    assert evidence.passed(before) == 1
+    stages.keep(job, Found([], [], None), record)
+    assert proof() == before
+    record.begin("layer_norm", "cpu", recording.TESTED)
+    record.add_outcome("layer_norm", "cpu", recording.TESTED, None)
+    assert proof()["results"] == before["results"]
+    assert evidence.passed(proof()) == 2
+    stages.keep(replace(job, plan=replace(job.plan, directions=("fwd",))), found, record)
+    assert evidence.passed(proof()) == 2
+    assert len(proof()["results"]) == len(before["results"])
+
+
+def test_a_fault_is_of_its_dtype(planted: dict[str, Any]) -> None:
+    times = [_timed(1.0, 8192, 1024) | {"dtype": d} for d in ("bfloat16", "float16")]
+    planted["cuda"] = _outcomes(9, 1, "float16") | {"results": times}
+    for dtype, sound in ((torch.bfloat16, True), (torch.float16, False)):
+        x = torch.empty(8192, 1024, dtype=dtype)
+        assert (evidence.against(LAYER_NORM, "cuda", [x]) is None) == sound
 
 
 @pytest.mark.parametrize("torch_version", [torch.__version__, "9.9"])
@@ -220,9 +238,11 @@ def test_tuning_goes_on_with_what_this_torch_found(
     evidence.own.cache_clear()
     versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
     earlier = MACHINE | {"versions": versions | {"torch": torch_version}}
-    recording.Record(evidence.own_path(MACHINE["name"]), earlier, None).begin(LAYER_NORM, "cuda")
+    path = evidence.own_path(MACHINE["name"])
+    before = recording.Record(path, earlier, None)
+    before.add_outcome("layer_norm", "cuda", recording.JUDGED, None)
     record = tune.own_record(MACHINE | {"versions": versions})
-    record.begin(OPS["rms_norm"], "cuda")
+    record.add_outcome("rms_norm", "cuda", recording.JUDGED, None)
     kept = set(json.loads(record.path.read_text())["ops"])
     assert kept == {"rms_norm"} | ({"layer_norm"} if torch_version == torch.__version__ else set())
     evidence.own.cache_clear()

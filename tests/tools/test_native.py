@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +249,48 @@ def _architectures() -> list[str]:
     command = [sys.executable, "-c", program, str(Path(__file__).parents[2] / "csrc")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return result.stdout.split()
+
+
+@pytest.fixture
+def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """csrc/build.py as a module, in a checkout where nothing was built."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "csrc"))
+    module = importlib.import_module("build")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "run_ninja", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(module, "nvcc", lambda: "nvcc")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted", "compiles"),
+    [
+        ({}, "9.0", False),
+        ({}, "9.0a", False),
+        ({}, "10.0", True),
+        ({}, "8.0;9.0", True),
+        ({"sources": "older"}, "9.0", True),
+        ({"libraries": ["torchweld_cpu"]}, "9.0", True),
+    ],
+)
+def test_libraries_built_elsewhere_serve(
+    changed: dict[str, Any],
+    wanted: str,
+    compiles: bool,
+    fresh_build: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the same sources and for the GPU at hand, nothing is compiled."""
+    build = fresh_build
+    names = [*build.cpu_names(), "torchweld_cuda"]
+    for name in names:
+        (tmp_path / f"lib{name}.so").touch()
+    told = {"sources": build.sources_digest(), "architectures": ["9.0a"], "libraries": names}
+    (tmp_path / build.STAMP).write_text(json.dumps(told | changed))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
+    if compiles:
+        with pytest.raises(pytest.fail.Exception, match="it compiles"):
+            build.build(tmp_path)
+    else:
+        build.build(tmp_path)

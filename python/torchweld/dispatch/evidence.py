@@ -60,9 +60,19 @@ def _of(gpu: str) -> dict[str, Any] | None:
     ops: dict[str, dict[str, Any]] = {}
     for record in known:
         for op, proofs in record["ops"].items():
-            told = {name: p for name, p in proofs.items() if p["passed"] + p["failed"] > 0}
+            told = {name: p for name, p in proofs.items() if passed(p) or faults(p)}
             ops[op] = ops.get(op, {}) | told
     return {"ops": ops} if known else None
+
+
+def passed(proof: dict[str, Any]) -> int:
+    """How many tests and cases a kernel passed."""
+    return sum(counted["passed"] for counted in proof["outcomes"].values())
+
+
+def faults(proof: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was found wrong with a kernel, each with the dtype that it concerns; None: with all."""
+    return [fault for counted in proof["outcomes"].values() for fault in counted["faults"]]
 
 
 def against(op: Any, backend: str, inputs: Sequence[Any]) -> str | None:
@@ -113,7 +123,7 @@ def _is_proven(op: str, backend: str, gpu_index: int | None) -> bool:
     known = _of(torch.cuda.get_device_name(gpu_index))
     sources = list(records().values()) if known is None else [known]
     proofs = [proof for r in sources if (proof := r["ops"].get(op, {}).get(backend))]
-    return any(p["passed"] for p in proofs) and not any(p["failed"] for p in proofs)
+    return any(map(passed, proofs)) and not any(map(faults, proofs))
 
 
 @assume_constant_result
@@ -172,8 +182,8 @@ def _measured(
         result
         for record in sources
         if (proof := record["ops"].get(op, {}).get(backend))
-        and proof["passed"]
-        and not proof["failed"]
+        and passed(proof)
+        and not any(fault["dtype"] in (None, wanted[0]) for fault in faults(proof))
         for result in proof["results"]
         if (result["dtype"], result["direction"]) == wanted
     ]

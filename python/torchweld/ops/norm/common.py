@@ -47,7 +47,7 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 # (rows, width) that are measured: small, typical and wide.
 MEASURED = ((64, 256), (4096, 1024), (8192, 1024), (2048, 4096), (256, 65536))
-MEASURED_ON_GPU = ((4096, 1024), (32768, 4096), (4096, 65536))
+MEASURED_ON_GPU = ((4096, 1024), (32768, 4096), (16384, 8192), (4096, 65536))
 
 
 def samples(parameters: int, *tail: Any) -> tuple[tuple[Any, ...], ...]:

@@ -1,0 +1,216 @@
+"""A run on a GPU that is there for minutes: facts in the order of their value.
+
+A stage is a list of steps with a share of its seconds each. What a step leaves over goes to the
+next ones; a job that no time is left for is left out, and said. Every job runs in a process of its
+own, and the record is whole after each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from torchweld.bench import isolated, recording
+from torchweld.bench.cases import SMALLEST
+from torchweld.bench.contract import Limit, Verdict, contract
+from torchweld.bench.isolated import Found, Job
+from torchweld.bench.runner import Plan, Result
+from torchweld.ops.optimizer.rule import RULES
+
+# The most used come first.
+_FIRST = ("layer_norm", "rms_norm", "softmax_dropout", "linear_act", "mlp", "bias_act")
+_LAST = ("linear_batch_norm_act", "batch_norm_act", "normalize_act")
+# Seconds that a process takes to start and to draw its inputs, and that it takes for an op.
+STARTS = 7.0
+CHECKS, COMPILES, TIMES = STARTS + 3, STARTS + 20, STARTS + 5
+# A job that takes this many times what was expected hangs.
+_PATIENCE = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """Jobs of one kind: how long they may take together, and how many run at once.
+
+    `at_once`: None for as many as there are cores, where compilers take the time; one where the
+    jobs measure. Without jobs the step runs the contract's tests.
+    """
+
+    name: str
+    seconds: float
+    jobs: tuple[Job, ...] = ()
+    at_once: int | None = 1
+    each: float = TIMES
+
+    def predicted(self, cores: int) -> float:
+        """Seconds that it is expected to take."""
+        if not self.jobs:
+            return self.seconds
+        return math.ceil(len(self.jobs) / (self.at_once or cores)) * self.each
+
+
+class Lab(Protocol):
+    """Where jobs run: a machine with a GPU, or what imitates one."""
+
+    cores: int
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
+        """Each job and what came of it, as they end; None if it was not begun until then."""
+
+    def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
+        """The outcomes of the contract's tests that end in time."""
+
+
+class Machine:
+    """This machine's GPU."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.cores = root, os.cpu_count() or 1
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
+        waiting, running = list(step.jobs), dict[Future[Found], Job]()
+        with ThreadPoolExecutor(step.at_once or self.cores) as pool:
+            while waiting or running:
+                while waiting and len(running) < (step.at_once or self.cores):
+                    job = waiting.pop(0)
+                    if self.now() >= until:
+                        yield job, None
+                    else:
+                        running[pool.submit(isolated.run, job, _PATIENCE * step.each)] = job
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(done), done.result()
+
+    def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
+        return contract(self._root, targets, Limit(until=self.now() + seconds))
+
+
+def first(names: Sequence[str]) -> list[Step]:
+    """Ten minutes: every kernel once, the times that matter most, then the tests."""
+    return [
+        Step("CUDA kernels, smallest shapes", 60, _checks(names, "cuda"), 4, CHECKS),
+        Step("Triton kernels, compiled", 120, _checks(names, "triton"), None, COMPILES),
+        Step("bfloat16 times", 180, _times(names, ("bfloat16",), ("fwd", "full"))),
+        Step("AdamW on a billion elements", 60, _steps(names, ["adam"]), each=STARTS + 20),
+        Step("the contract", 160),
+    ]
+
+
+def second(names: Sequence[str]) -> list[Step]:
+    """Ten more: the other dtype, direction and rules, and the rest of the tests."""
+    others = [rule for rule in RULES if rule != "adam"]
+    return [
+        Step("optimizers", 120, _steps(names, others), each=STARTS + 10),
+        Step("float32 times", 180, _times(names, ("float32",), ("fwd", "full"))),
+        Step("the contract", 290),
+    ]
+
+
+def third(names: Sequence[str]) -> list[Step]:
+    """As long as it takes: beside torch.compile and other packages, and what a call costs."""
+    jobs = [
+        replace(job, plan=replace(job.plan, rivals=["compile"], seconds=0.3), overhead=True)
+        for job in _times(names, ("bfloat16", "float32"), ("fwd", "bwd", "full"))
+    ]
+    return [Step("beside torch.compile", 1800, tuple(jobs), each=75.0)]
+
+
+STAGES = {"first": first, "second": second, "third": third}
+
+
+def run(
+    stage: str, names: Sequence[str], lab: Lab, record: recording.Record, since: float | None = None
+) -> list[Result]:
+    """Take a stage's steps, and record what is found. `since`: when its time began."""
+    start = lab.now() if since is None else since
+    until, results = start, dict[tuple[str, ...], Result]()
+    for step in STAGES[stage](names):
+        until += step.seconds
+        took = lab.now()
+        predicted = step.predicted(lab.cores)
+        print(f"{took - start:5.0f} s  {step.name}: some {predicted:.0f} s", flush=True)
+        if step.jobs:
+            left_out = []
+            for job, found in lab.run(step, until):
+                if found is None:
+                    left_out.append(str(job))
+                else:
+                    for r in keep(job, found, record):  # eager is measured beside each backend
+                        results.setdefault((r.op, r.label, r.dtype, r.direction, r.contender), r)
+            if left_out:
+                print(f"         no time was left for {', '.join(left_out)}", flush=True)
+        else:
+            _test(names, lab, record, until)
+    print(f"{lab.now() - start:5.0f} s  the {stage} stage has ended: {record.path}", flush=True)
+    return list(results.values())
+
+
+def _test(names: Sequence[str], lab: Lab, record: recording.Record, until: float) -> None:
+    targets = {(n, b) for n in names for b in recording.gpu_backends(recording.PROVEN[n])}
+    for name, backend in sorted(targets):
+        record.begin(name, backend, recording.TESTED)
+    record.begin(recording.OPTIMIZERS, "cuda", recording.TESTED)
+    for tested in lab.contract(targets, max(until - lab.now(), 0.0)):
+        record.add_outcome(tested.op, tested.backend, recording.TESTED, tested.fault)
+
+
+def keep(job: Job, found: Found, record: recording.Record) -> list[Result]:
+    """Record a job's results: which were right, and the times of those that were timed."""
+    (backend,) = job.plan.backends
+    results = [result for results in found.results for result in results]
+    if found.fault:
+        results += isolated.refused(job, found)
+    mine = [r for r in results if r.contender == backend and r.status != "absent"]
+    if not mine:
+        return results
+    record.begin(job.op, backend, recording.JUDGED)
+    for of_one_direction in found.results:
+        record.add_results(of_one_direction)
+    for result in {(r.label, r.dtype): r for r in mine}.values():
+        fault = None if result.status == "timed" else recording.Fault.of(result)
+        record.add_outcome(job.op, backend, recording.JUDGED, fault)
+    return results
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Ops and rules, the most used first."""
+    rank = {name: at - len(_FIRST) for at, name in enumerate(_FIRST)} | dict.fromkeys(_LAST, 1)
+    return sorted(names, key=lambda name: rank.get(name, 0))
+
+
+def _jobs(names: Iterable[str], plan: Plan, backends: Iterable[str]) -> list[Job]:
+    """A job for each op and each of its backends on a GPU."""
+    pairs = [(n, b) for n in names for b in recording.gpu_backends(recording.PROVEN[n])]
+    return [Job(n, replace(plan, backends=[b])) for n, b in pairs if b in backends]
+
+
+def _checks(names: Iterable[str], backend: str) -> tuple[Job, ...]:
+    """Every kernel is judged at its smallest shape, forward and backward, and timed once."""
+    once = Plan(["full"], [], [], seconds=0.0, rounds=(1, 1))
+    dtypes = ["bfloat16", "float32", "float16"]
+    jobs = _jobs(names, once, [backend])
+    return tuple(replace(job, dtypes=dtypes, sizes=[SMALLEST], step=[2, 64, 64]) for job in jobs)
+
+
+def _times(
+    names: Iterable[str], dtypes: Sequence[str], directions: Sequence[str]
+) -> tuple[Job, ...]:
+    plan = Plan(directions, [], [], seconds=0.1, rounds=(5, 51))
+    ops = [name for name in names if name not in RULES]
+    return tuple(replace(job, dtypes=dtypes) for job in _jobs(ops, plan, ("cuda", "triton")))
+
+
+def _steps(names: Iterable[str], rules: Iterable[str]) -> tuple[Job, ...]:
+    plan = Plan(["full"], [], [], seconds=0.5, rounds=(5, 51))
+    asked = set(names)
+    return tuple(_jobs([r for r in rules if r in asked], plan, ("cuda",)))
