@@ -44,7 +44,11 @@ class BareOp:
 
         Raises BackendError if none of the backends that were asked for by name can serve.
         """
-        return self._overloads.get(choose(self, inputs))
+        return self.overload(choose(self, inputs))
+
+    def overload(self, backend: str) -> Any:
+        """The backend's own op; None for eager, which the reference serves."""
+        return self._overloads.get(backend)
 
     def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why this backend has no kernel for these inputs; the first one's device decides."""

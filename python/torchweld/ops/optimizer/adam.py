@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.batch import Task, Tensors
 from torchweld.ops.optimizer.rule import Rule
+from torchweld.ops.optimizer.torchs import stepped
 
 
 class AdamSettings(NamedTuple):
@@ -44,10 +46,33 @@ def _update(
     return p - exp_avg / (root * root_scale + s.eps) * step_size, new
 
 
+def _torchs(task: Task) -> bool:
+    s = task.settings
+    assert isinstance(s, AdamSettings)
+    fused = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
+
+    def step(lists: Sequence[Tensors], lr: float, found_inf: torch.Tensor | None) -> None:
+        params, grads, first, second, *largest, steps = lists
+        fused(
+            *(params, grads, first, second, largest[0] if largest else [], steps),
+            lr=lr,
+            beta1=s.beta1,
+            beta2=s.beta2,
+            weight_decay=s.weight_decay,
+            eps=s.eps,
+            amsgrad=bool(largest),
+            maximize=False,
+            found_inf=found_inf,
+        )
+
+    return stepped(task, step)
+
+
 ADAM = Rule(
     "adam",
     AdamSettings,
     # The third is amsgrad's, the largest second moment so far.
     signed=(True, False, False),
     update=_update,
+    torchs=_torchs,
 )

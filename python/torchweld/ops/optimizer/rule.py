@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.choice import choose
-from torchweld.ops.optimizer.batch import Task, Tensors, schema
+from torchweld.ops.optimizer import trial
+from torchweld.ops.optimizer.batch import Batch, Task, Tensors, is_foreign_to_kernels, schema
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, across_rows, over_all
 from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only, write
 from torchweld.ops.quantize_8bit import absmax_reference
@@ -29,7 +33,8 @@ class Rule:
     `update(p, g, moments, t, lr, settings)` returns the new parameter and moments; t, the step, and
     lr are float64 tensors of one number. An adaptive rule's update takes its ratio before the
     settings, and `direction`, of the same arguments but lr and ratio, returns what its measure
-    squares, and the new moments.
+    squares, and the new moments. `torchs(task)` takes torch's own step instead of the reference,
+    and says whether it could: it serves GPUs where no kernel is proven.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Rule:
         signed: Sequence[bool],
         update: Callable[..., Any],
         direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
+        torchs: Callable[[Task], bool] | None = None,
     ) -> None:
         RULES[name] = self
         self.name = name
@@ -48,6 +54,7 @@ class Rule:
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction
+        self._torchs = torchs
         self._op = self._define("", ("params", "masters", "moments", "absmaxes", "steps"))
         self.passes = self._passes()
 
@@ -113,9 +120,14 @@ class Rule:
 
     def step(self, task: Task) -> None:
         """The step of the batch's parameters."""
-        if not self._serve(self._op, task, steps=True):
+        if self._serve(self._op, task, steps=True):
+            return
+        automatic = choice.forced is None
+        if not (automatic and self._torchs is not None and self._torchs(task)):
+            if automatic:
+                _say_what_it_costs(self.name, task.batch)
             self._reference(task)
-            torch.autograd.graph.increment_version(task.batch.wholes)
+        torch.autograd.graph.increment_version(task.batch.wholes)
 
     def find_absmaxes(self, task: Task) -> None:
         """Find what this step makes of the absmax of split rows' pieces, in `new_absmaxes`."""
@@ -151,7 +163,7 @@ class Rule:
     def _serve(self, op: BareOp, task: Task, steps: bool = False) -> bool:
         """Run the op's kernel; False where the reference serves such a batch."""
         batch = task.batch
-        kernel = op.kernel(batch.params[0]) if batch.served_by_kernel() else None
+        kernel = self._kernel(op, task) if batch.served_by_kernel() else None
         if kernel is None:
             return False
         device = batch.params[0].device
@@ -168,6 +180,12 @@ class Rule:
                 raise
             return False
         return True
+
+    def _kernel(self, op: BareOp, task: Task) -> Any:
+        p = task.batch.params[0]
+        if choice.forced is None and choice.on_trial(p):
+            return op.overload(trial.proven(self, task))
+        return op.kernel(p)
 
     def _updates(self, task: Task) -> Updates:
         """Each parameter before the step and after it, and its new moments, in eager torch."""
@@ -187,6 +205,27 @@ class Rule:
 
 def _is_adapted(task: Task) -> bool:
     return task.ratios_of is not None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _say_what_it_costs(rule: str, batch: Batch) -> None:
+    """Of a step in eager torch on a GPU, where a user expects a kernel."""
+    first = batch.params[0]
+    if first.device.type != "cuda" or is_foreign_to_kernels(first):
+        return
+    stored = sorted({str(m.dtype).removeprefix("torch.") for m in batch.moments})
+    largest = (
+        max(p.numel() for p in batch.params) * 4 * (2 + len(batch.moments) // len(batch.params))
+    )
+    _say_once(
+        f"torchweld: no kernel is proven for {rule} with {', '.join(stored) or 'no'} states on"
+        f" {first.device}; eager torch takes tens of launches a parameter and up to"
+        f" {largest / 2**20:.0f} MB beside it. `torchweld doctor` says why"
+    )
 
 
 def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.batch import Task, Tensors
 from torchweld.ops.optimizer.rule import Rule
+from torchweld.ops.optimizer.torchs import stepped
 
 
 class SgdSettings(NamedTuple):
@@ -47,10 +49,34 @@ def _gradient(
     return g, moments
 
 
+def _torchs(task: Task) -> bool:
+    s = task.settings
+    assert isinstance(s, SgdSettings)
+    if s.dampening and task.batch.moments:
+        return False  # the first step is undampened, and only the GPU knows whether this is it
+
+    def step(lists: Sequence[Tensors], lr: float, found_inf: torch.Tensor | None) -> None:
+        params, grads, *momentum, _ = lists
+        torch._fused_sgd_(
+            *(params, grads, momentum[0] if momentum else []),
+            weight_decay=s.weight_decay,
+            momentum=s.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=s.nesterov,
+            maximize=False,
+            is_first_step=False,  # which momentum of zeros comes to
+            found_inf=found_inf,
+        )
+
+    return stepped(task, step)
+
+
 SGD = Rule(
     "sgd",
     SgdSettings,
     signed=(True,),
     update=_update,
     direction=_gradient,
+    torchs=_torchs,
 )
