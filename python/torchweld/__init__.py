@@ -8,6 +8,7 @@ from torchweld.explanation import Explanation, explain
 from torchweld.fuse import fuse, unfuse
 from torchweld.pages import keep_pages
 from torchweld.version import __version__
+from torchweld.warmup import warmup
 
 native.load()  # implements the schemas, which the imports above have defined
 
@@ -27,4 +28,5 @@ __all__ = [
     "sparse",
     "unfuse",
     "use_backend",
+    "warmup",
 ]

@@ -17,6 +17,7 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "table": set(),
     "pages": set(),
+    "warmup": set(),
     "machine": {"version"},
     "registry": {"errors"},
     "dispatch": {"registry", "errors", "version"},

@@ -111,3 +111,42 @@ def test_a_transform_leaves_no_verdict() -> None:
     torch.func.vmap(lambda x: norm(x, [2048]))(x)
     assert choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5)) == "cpu"
     torch.func.vmap(lambda x: norm(x, [2048]))(x)
+
+
+@pytest.mark.usefixtures("times")
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_compiled_graph_takes_what_is_proven(
+    slow: bool, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At trace time, on numbers of its own; or from what served such calls before."""
+    monkeypatch.setattr(choice, "tried_before_compiling", lambda x: torch.compiler.is_compiling())
+    times["cpu"] = 3.0 if slow else 1.0
+    ran = []
+    kernel = LAYER_NORM.kernels["cpu"]
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *given: (ran.append(1), forward(*given))[1])
+    traced = []
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        name = choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5))
+        traced.append(name)
+        return x + 1
+
+    before = torch.get_rng_state()
+    chosen(torch.randn(64, 2048))
+    del before
+    assert set(traced) == {EAGER if slow else "cpu"}
+    assert ran
+    tried = len(ran)
+    torch.compiler.reset()
+    chosen(torch.randn(32, 2048))
+    assert len(ran) == tried, "it is tried once"
+
+
+@pytest.mark.usefixtures("times")
+def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    torchweld.warmup(lambda: call(LAYER_NORM, *given))
+    monkeypatch.setattr(OpTrial, "may_run", lambda _: False)  # a warning would be an error
+    assert choice.choose(LAYER_NORM, given) == "cpu"

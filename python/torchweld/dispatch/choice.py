@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchweld.dispatch import evidence, trial
+from torchweld.dispatch import evidence, trial, verdicts
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.registry import BACKENDS, EAGER, Op
 
@@ -90,6 +90,10 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
         return _by_name(op, inputs, forced)
     if isinstance(op, Op) and on_trial(inputs[0]):
         return trial.proven(op, inputs)
+    if isinstance(op, Op) and tried_before_compiling(inputs[0]):
+        x = inputs[0]
+        found = trial.while_compiling(op.name, x.device.index, x.dtype, evidence.direction(inputs))
+        return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
     for backend in op.backends:
         if why_not_automatic(op, backend, inputs) is None:
             return backend
@@ -102,6 +106,11 @@ def on_trial(x: torch.Tensor) -> bool:
     Neither is what stands for other tensors, as fake ones do.
     """
     return x.is_cuda and not torch.compiler.is_compiling() and type(x) in _PLAIN
+
+
+def tried_before_compiling(x: torch.Tensor) -> bool:
+    """Whether a graph that is being compiled takes what is proven at first use."""
+    return x.is_cuda and torch.compiler.is_compiling() and verdicts.mode != "off"
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchweld.dispatch import cache, clock, evidence, proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.verdicts import Verdict, Verdicts
-from torchweld.registry import BACKENDS, EAGER, Composite, Op
+from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
+from torchweld.registry.constant import assume_constant_result
 from torchweld.version import __version__
 
 # Milliseconds of the GPU's that a class of calls may take, and elements that are judged.
@@ -46,6 +48,33 @@ def known(op: Op, inputs: Sequence[Any]) -> Verdict | None:
     """What was found of such calls, if anything."""
     trial = OpTrial(op, inputs)
     return verdicts(inputs[0].device.index).all_kept().get(trial.key)
+
+
+# Rows and columns that stand for those of a compiled graph, which may be symbolic.
+_COMPILED_FOR = (4096,), (1024,)
+
+
+@assume_constant_result
+def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction: str) -> str:
+    """The backend for an op in a compiled graph, which is the same at every size.
+
+    It is what served such calls before, where they agree; eager where they do not. Without any the
+    op is tried now, on numbers of its own. torch.compile takes the result for a constant.
+    """
+    kept = verdicts(index).all_kept()  # type: ignore[arg-type]
+    alike = f"({str(dtype).removeprefix('torch.')}, "
+    found = {
+        v.backend for k, v in kept.items() if k.startswith(f"{name} {direction}, ") and alike in k
+    }
+    if not found:
+        op, device = OPS[name], f"cuda:{index}" if torch.cuda.is_available() else "cpu"
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            given = materialize(
+                op.sized(*_COMPILED_FOR), dtype, device, requires_grad=direction == "full"
+            )
+            with torch.set_grad_enabled(direction == "full"):
+                found = {proven(op, given)}
+    return found.pop() if len(found) == 1 else EAGER
 
 
 def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
