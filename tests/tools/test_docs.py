@@ -29,6 +29,7 @@ def test_the_tables_are_current() -> None:
         ("docs/modules.md", 2),
         ("docs/huggingface.md", 1),
         ("docs/fuse.md", 5),
+        ("docs/migrating.md", 1),
         ("docs/block-sparse-attention.md", 1),
     ],
 )
