@@ -104,6 +104,36 @@ def test_attention_with_masks(name: str, batch_first: bool) -> None:
             torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
+def test_attention_without_weights(masked: str) -> None:
+    """By block_sparse_attention but for other masks; results and gradients are torch's."""
+    torch.manual_seed(0)
+    length = 96
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    x = torch.randn(4, length, WIDTH, requires_grad=True)
+    padding = torch.zeros(4, length, dtype=torch.bool)
+    padding[1, 40:] = True
+    given: dict[str, Any] = {"need_weights": False}
+    if masked in ("causal", "both"):
+        given["attn_mask"] = torch.ones(length, length, dtype=torch.bool).triu(1)
+        given["is_causal"] = True
+    if masked in ("padded", "both"):
+        given["key_padding_mask"] = padding
+    if masked == "else":
+        given["attn_mask"] = torch.randn(length, length)
+    found, ran = [], []
+    for welded in (False, True):
+        (torchweld.fuse if welded else torchweld.unfuse)(attention)
+        with torch.profiler.profile() as profile:
+            y, _ = attention(x, x, x, **given)
+        ran.append(any("block_sparse" in event.key for event in profile.key_averages()))
+        leaves = [x, *attention.parameters()]
+        found.append([y, *torch.autograd.grad((y * y.cos()).sum(), leaves)])
+    assert ran == [False, masked != "else"]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's: its fast path, nested tensors
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_transformer_with_masks(norm_first: bool) -> None:

@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "sparse": {"errors"},
     "ops": {"dispatch", "registry", "random", "sparse", "checks", "errors", "version"},
     "functional": {"ops"},
-    "fuse": {"nn", "functional", "ops", "dispatch", "table", "errors"},
+    "fuse": {"nn", "functional", "ops", "sparse", "dispatch", "table", "errors"},
     "explanation": {"fuse", "functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors"},
     "huggingface": {"functional", "sparse", "errors"},

@@ -1,4 +1,4 @@
-"""Attention whose probabilities are wanted: torch.nn.MultiheadAttention, and softmax + dropout."""
+"""torch.nn.MultiheadAttention, and softmax + dropout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from torchweld.fuse.patterns.activation import Identity
 from torchweld.fuse.patterns.edges import pair_before
 from torchweld.fuse.view import Left, Proposal, View, forward_of, why_fixed
 from torchweld.fuse.weld import Change, Weld
+from torchweld.sparse import BlockLayout, Layouts
+
+ON_CPU = "on the CPU block_sparse_attention over all keys"
 
 # --- torch.nn.MultiheadAttention ------------------------------------------------------------------
 
 
 class MultiheadAttention(Weld):
-    """torch.nn.MultiheadAttention; torch's own runs where the weights are not asked for."""
+    """torch.nn.MultiheadAttention where gradients are wanted.
+
+    Weights that are asked for come from softmax_dropout. Without them attention is
+    block_sparse_attention over all keys, on the CPU: torch's own is slower there, and makes all
+    scores where it drops some. Everything else is torch's.
+    """
 
     def forward(
         self,
@@ -33,25 +41,64 @@ class MultiheadAttention(Weld):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        given = (query, key, value)
         batched = query.ndim == key.ndim == value.ndim == 3 and not query.is_nested
-        if not (need_weights and torch.is_grad_enabled() and batched) or is_causal:
-            return self.welded_from.forward(  # type: ignore[attr-defined,no-any-return]
-                self,
-                query,
-                key,
-                value,
-                key_padding_mask=key_padding_mask,
-                need_weights=need_weights,
-                attn_mask=attn_mask,
-                average_attn_weights=average_attn_weights,
-                is_causal=is_causal,
-            )
-        return _attention(
-            self, (query, key, value), key_padding_mask, attn_mask, average_attn_weights
+        if torch.is_grad_enabled() and batched:
+            if need_weights and not is_causal:
+                return _with_weights(self, given, key_padding_mask, attn_mask, average_attn_weights)
+            if not need_weights and _is_plain(self, given, key_padding_mask, attn_mask, is_causal):
+                return _without_weights(self, given, key_padding_mask, is_causal), None
+        return self.welded_from.forward(  # type: ignore[attr-defined,no-any-return]
+            self,
+            query,
+            key,
+            value,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
         )
 
 
-def _attention(
+def _is_plain(
+    module: Any,
+    given: tuple[torch.Tensor, ...],
+    key_padding_mask: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> bool:
+    """Whether no scores are masked but by position and padding, on the CPU."""
+    lengths = {x.shape[1 if module.batch_first else 0] for x in given}
+    causal_or_none = attn_mask is None or (is_causal and len(lengths) == 1)
+    padded = key_padding_mask is None or key_padding_mask.dtype == torch.bool
+    return given[0].device.type == "cpu" and causal_or_none and padded
+
+
+def _without_weights(
+    module: Any,
+    given: tuple[torch.Tensor, ...],
+    key_padding_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    q, k, v = (_heads(part, module) for part in _projected(module, given))
+    result = functional.block_sparse_attention(
+        q,
+        k,
+        v,
+        _DENSE.of(q, k),
+        causal=is_causal,
+        key_padding_mask=key_padding_mask,
+        dropout_p=module.dropout,
+        training=module.training,
+    )
+    return _projected_out(module, result)  # type: ignore[arg-type]
+
+
+_DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
+
+
+def _with_weights(
     module: Any,
     given: tuple[torch.Tensor, ...],
     key_padding_mask: torch.Tensor | None,
@@ -67,10 +114,13 @@ def _attention(
         p=module.dropout,
         training=module.training,
     )
-    result = (weights @ v).transpose(1, 2).flatten(2)
+    return _projected_out(module, weights @ v), weights.mean(1) if average else weights
+
+
+def _projected_out(module: Any, of_heads: torch.Tensor) -> torch.Tensor:
+    result = of_heads.transpose(1, 2).flatten(2)
     result = linear(result, module.out_proj.weight, module.out_proj.bias)
-    result = result if module.batch_first else result.transpose(0, 1)
-    return result, weights.mean(1) if average else weights
+    return result if module.batch_first else result.transpose(0, 1)
 
 
 def _projected(module: Any, given: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
@@ -118,18 +168,23 @@ def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Pr
         return
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     if any(isinstance(parent, layers) for parent in view.parents.get(id(module), [])):
-        return  # they do not ask for the weights
-    attention: Any = module
+        return  # they change it themselves
     what = type(module).__name__
-    unusual = attention.bias_k is not None or attention.add_zero_attn
-    if reason := why_fixed(module):
+    if reason := why_fixed(module) or why_unusual(module):
         yield Left(module, what, reason)
-    elif unusual or not attention._qkv_same_embed_dim:
-        yield Left(module, what, "it has other keys and values than its input's")
     else:
-        changes = (Change(module, MultiheadAttention, "softmax_dropout where weights are wanted"),)
+        becomes = f"softmax_dropout where weights are wanted; {ON_CPU}"
+        changes = (Change(module, MultiheadAttention, becomes),)
+        attention: Any = module
         inputs = (probe.values((2, 32, attention.embed_dim), view.device(module)),) * 3
         yield Proposal(module, what, changes, module, inputs=inputs, drops=True)
+
+
+def why_unusual(attention: Any) -> str | None:
+    """Why attention is none that MultiheadAttention computes."""
+    same = attention.bias_k is None and not attention.add_zero_attn
+    same = same and attention._qkv_same_embed_dim
+    return None if same else "it has other keys and values than its input's"
 
 
 # --- Softmax and dropout --------------------------------------------------------------------------

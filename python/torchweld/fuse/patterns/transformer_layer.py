@@ -10,9 +10,10 @@ import torch
 from torchweld import functional
 from torchweld.fuse import probe
 from torchweld.fuse.patterns.activation import in_words
+from torchweld.fuse.patterns.attention import ON_CPU, MultiheadAttention, why_unusual
 from torchweld.fuse.patterns.dropout_add_norm import add_and_normalize, is_layer_norm
 from torchweld.fuse.patterns.linear_act import LinearAct
-from torchweld.fuse.view import Left, Proposal, View, why_fixed
+from torchweld.fuse.view import Left, Proposal, View, forward_of, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
 _Block = Callable[[torch.Tensor], torch.Tensor]
@@ -148,6 +149,11 @@ def _proposal(module: Any, weld: type[Weld], numbers: str, view: View) -> Propos
     settings = {"activation": kind[0], "approximate": kind[1], "transposed": False}
     width = module.linear1.in_features
     x = probe.values((2, 5, width), view.device(module))
+    attentions = [
+        getattr(module, name) for name in ("self_attn", "multihead_attn")[: len(norms) - 1]
+    ]
+    attentions = [attention for attention in attentions if _is_usual(attention)]
+    becomes = f"dropout_add_layer_norm, linear_act ({in_words(kind)})"
     return Proposal(
         module,
         what,
@@ -155,13 +161,20 @@ def _proposal(module: Any, weld: type[Weld], numbers: str, view: View) -> Propos
             Change(
                 module,
                 weld,
-                f"dropout_add_layer_norm, linear_act ({in_words(kind)})",
+                f"{becomes}; {ON_CPU}" if attentions else becomes,
                 {"inner": (*inner, "linear1")},
             ),
             Change(module.linear1, LinearAct, "", settings),
+            *(Change(attention, MultiheadAttention) for attention in attentions),
         ),
         module,
         inner=(module.linear1, *(getattr(module, name) for name in inner)),
         inputs=(x,) * (len(numbers) - 1),
         drops=True,
     )
+
+
+def _is_usual(attention: Any) -> bool:
+    """Whether it is torch's own, which can be welded."""
+    own = forward_of(attention) is torch.nn.MultiheadAttention.forward
+    return own and why_fixed(attention) is None and why_unusual(attention) is None
