@@ -7,9 +7,10 @@ from torchweld.ops.activation.gated_act import gated_act
 from torchweld.ops.attention.block_sparse import block_sparse_attention
 from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
 from torchweld.ops.batch_norm.normalize_act import normalize_act
+from torchweld.ops.gemm.gated_mlp import gated_mlp
 from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
 from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
-from torchweld.ops.gemm.mlp import gated_mlp, mlp
+from torchweld.ops.gemm.mlp import mlp
 from torchweld.ops.norm.layer_norm import layer_norm
 from torchweld.ops.norm.rms_norm import rms_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit

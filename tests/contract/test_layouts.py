@@ -13,7 +13,7 @@ import torchweld
 from oracle import exact, incoming, run
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
-from torchweld.ops.gemm import linear as gemm
+from torchweld.ops.gemm import gemm
 from torchweld.registry import Op, TensorSpec, materialize
 
 # What lies between the elements is NaN: it shows where it is read.

@@ -20,8 +20,8 @@ from torchweld import functional
 from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
 from torchweld.ops.activation import bias_act
-from torchweld.ops.gemm import epilogue, mlp_backward, timing
-from torchweld.ops.gemm.linear_act import arguments
+from torchweld.ops.gemm import act_linear, common, epilogue, timing
+from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Op, TensorSpec, activation, materialize, weight
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
@@ -52,7 +52,7 @@ def placed(
 def running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where tensors are at that place, with the backend asked for by name."""
     if place == "emulator":  # the CPU's passes: the interpreter truncates to bfloat16
-        monkeypatch.setitem(epilogue.PASSES, "cuda", "cpu")
+        monkeypatch.setitem(common.PASSES, "cuda", "cpu")
         backward = bias_act.OP.kernels["cpu"].backward
         monkeypatch.setattr(epilogue._Activation, "backward", backward)
     with running_at(place, monkeypatch):
@@ -68,9 +68,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_one(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
     """The activation is in the GEMM, or in a pass, whatever is faster."""
     tiles = [epilogue._PLAIN if fused else None for fused in (forward, backward)]
-    monkeypatch.setattr(epilogue, "choose", lambda *_: tiles[0])
-    monkeypatch.setattr(mlp_backward, "_why_not", lambda *_: None)
-    monkeypatch.setattr(epilogue, "chosen", lambda *_: tiles[1])
+    monkeypatch.setattr(epilogue, "tile_for", lambda *_: tiles[0])
+    monkeypatch.setattr(act_linear, "_why_not", lambda *_: None)
+    monkeypatch.setattr(timing, "fastest", lambda *_: tiles[1])
 
 
 def _kernel(
@@ -319,7 +319,7 @@ def test_the_faster_is_chosen(device: str, monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(timing, "_medians", clock)
-    monkeypatch.setattr(epilogue, "_may_time", lambda x: True)
+    monkeypatch.setattr(timing, "_may_time", lambda x: True)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     monkeypatch.setattr(timing, "_all_kept", lambda conditions, kept={}: kept)
     x, w, bias = materialize(arguments((24,), 16, 32), torch.float16, device)

@@ -19,7 +19,7 @@ from torchweld import functional
 from torchweld.dispatch import cache, verdicts
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import epilogue, timing
-from torchweld.ops.gemm.linear_act import arguments
+from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Composite, materialize
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
@@ -49,7 +49,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Every call runs the kernel, whatever is faster: with the last tile, or what is named."""
 
     def by(tile: int) -> None:
-        monkeypatch.setattr(epilogue, "choose", lambda *_: tile)
+        monkeypatch.setattr(epilogue, "tile_for", lambda *_: tile)
 
     by(LAST)
     return by
@@ -211,7 +211,7 @@ def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     clock = _Clock()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(timing, "_medians", clock)
-    monkeypatch.setattr(epilogue, "_may_time", lambda x: True)
+    monkeypatch.setattr(timing, "_may_time", lambda x: True)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     timing._all_kept.cache_clear()
     yield clock
@@ -312,7 +312,7 @@ def test_what_the_kernel_cannot_serve_is_unfused(
     clock.times = [2.0, 1.0]
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
-    monkeypatch.setattr(epilogue, "_may_time", lambda x: False)
+    monkeypatch.setattr(timing, "_may_time", lambda x: False)
     for given in ((masked, weight, bias), (x, weight, bias)):
         functional.linear_act(*given)
     assert clock.calls == 0

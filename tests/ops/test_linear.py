@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import torchweld
 from oracle import TORCH, Pool
-from torchweld.ops.gemm import linear as gemm
+from torchweld.ops.gemm import gemm
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from torchweld import functional
 from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
-from torchweld.ops.gemm import epilogue, mlp_backward, timing
-from torchweld.ops.gemm.linear_act import with_sum
-from torchweld.ops.gemm.mlp import _mlp_arguments
+from torchweld.ops.gemm import act_linear, epilogue, timing
+from torchweld.ops.gemm.mlp import arguments
 from torchweld.registry import activation, materialize, weight
 
 
@@ -64,7 +62,7 @@ def _drawn(
 
 
 def _inputs(device: str, bias: bool = True, rows: int = 24, **kwargs: Any) -> list[Any]:
-    x, w1, b1, w2, b2, *rest = _mlp_arguments((rows,), 16, 32, 40, *TANH)
+    x, w1, b1, w2, b2, *rest = arguments((rows,), 16, 32, 40, *TANH)
     kwargs = {"dtype": torch.float32, **kwargs}
     return materialize(
         [x, w1, b1 if bias else None, w2, b2 if bias else None, *rest], device=device, **kwargs
@@ -309,7 +307,7 @@ def test_memory(device: str, fused: None) -> None:
         pytest.skip("what torch's GEMMs hold there is not counted")
     rows, hidden = 512, 256
     leaves = materialize(
-        _mlp_arguments((rows,), 16, hidden, 16, *TANH)[:5],
+        arguments((rows,), 16, hidden, 16, *TANH)[:5],
         torch.float32,
         device,
         requires_grad=True,
@@ -352,7 +350,7 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
     kept: dict[str, Any] = {}
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(timing, "_medians", medians)
-    monkeypatch.setattr(epilogue, "_may_time", lambda x: True)
+    monkeypatch.setattr(timing, "_may_time", lambda x: True)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     monkeypatch.setattr(timing, "_all_kept", lambda conditions: kept)
     return times
@@ -423,7 +421,7 @@ def test_what_cublaslt_does_not_serve_is_not_chosen(
         ([x, w1.as_subclass(own), b1, w2, b2], "class of its own"),
         ([x, w1, b1, w2.as_subclass(own), b2], "class of its own"),
     ):
-        assert reason in mlp_backward.explain(given[0], tuple(given[1:]))
+        assert reason in act_linear.explain(*given)
     assert _ran([x, w1, b1, w2[1:], b2[1:], *kind]) == (1, 0)
     with torch.no_grad():
         assert call(MLP, *inputs).grad_fn is None
@@ -433,13 +431,12 @@ def test_what_cublaslt_does_not_serve_is_not_chosen(
 def test_float32_is_multiplied_as_torch_may(
     device: str, clock: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, *parameters = _inputs(device, requires_grad=True)[:5]
+    given = _inputs(device, requires_grad=True)[:5]
 
-    def timed(device: Any, shapes: str, rows: int, contest: timing.Contest) -> Any:
-        return timing.Timed(*contest.fused, 1.0, 2.0)
+    def timed(x: Any, shapes: str, contest: Callable[[], timing.Contest]) -> Any:
+        return timing.Timed(*contest().fused, 1.0, 2.0)
 
-    monkeypatch.setattr(timing, "time", timed)
+    monkeypatch.setattr(timing, "_trial", timed)
     for precision, algorithm in (("ieee", epilogue._PLAIN), ("tf32", epilogue._TF32)):
         monkeypatch.setattr(timing.kernels(), "precision", lambda found=precision: found)
-        make = partial(with_sum, "cuda", x, *parameters[:2], *TANH)
-        assert mlp_backward.choose(x, tuple(parameters), *TANH, make) == algorithm
+        assert act_linear.algorithm_for(*given, *TANH) == algorithm

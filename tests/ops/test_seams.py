@@ -20,8 +20,7 @@ from torchweld import functional
 from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch.call import call
 from torchweld.ops.activation import common as activations
-from torchweld.ops.gemm import linear as gemm
-from torchweld.ops.gemm import onednn
+from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import OPS, Composite, Op, activation, materialize, weight
 
 SEAMS = [op for op in OPS.values() if isinstance(op, Composite)]
@@ -360,7 +359,7 @@ def test_inference_rounds_the_result_alone(dtype: torch.dtype) -> None:
     layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])
     for arguments in LINEAR.samples:
         x, weight, *rest = materialize(arguments, dtype)
-        if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] not in onednn._NAMES:
+        if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] not in epilogue._ONEDNN:
             continue
         for layout in layouts:
             given = [layout(x) if x.ndim == 2 else x, weight, *rest]

@@ -1,1 +1,1 @@
-"""GEMMs of torch's with what precedes and follows them fused."""
+"""Linear layers with what precedes and follows their GEMMs fused."""

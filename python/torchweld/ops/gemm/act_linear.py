@@ -1,7 +1,8 @@
-"""An activation and the linear layer behind it, of which the sum before the activation is saved.
+"""An activation and the linear layer behind it as one node, which saves the sum z before both.
 
-On the CPU that alone, and the activation is computed again in the backward. On CUDA the activation
-as well; the backward's first GEMM is cuBLASLt's, whose epilogue is the activation's backward.
+On the CPU only z is saved, and the backward computes the activation again. On CUDA the activation
+is saved as well, and one GEMM of cuBLASLt's takes the gradient back through the layer and, in its
+epilogue, through the activation. It serves where a trial found it faster than a GEMM and a pass.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import where_it_goes
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.proof import Results
 from torchweld.ops.activation import bias_act
-from torchweld.ops.gemm import linear as gemm
+from torchweld.ops.activation import common as activations
+from torchweld.ops.gemm import common as layers
+from torchweld.ops.gemm import epilogue, gemm, timing
+from torchweld.ops.gemm.timing import Contest
 
 
 def _fake(grad_y, x, bias, activation, approximate, need_bias):
     return x.new_empty(0) if bias is None or not need_bias else torch.empty_like(bias)
 
 
-# grad_x in grad_y's place; returns grad_bias.
+# Overwrites grad_y with grad_x; returns grad_bias.
 BareOp(
     "bias_act_backward_",
     "(Tensor(a!) grad_y, Tensor x, Tensor? bias, str activation, str approximate, bool need_bias)"
@@ -30,17 +36,17 @@ BareOp(
 )
 
 
-def _fake_in_one(grad_y, weight, z, activation, approximate, algorithm, need_bias):
+def _fake_on_cuda(grad_y, weight, z, activation, approximate, algorithm, need_bias):
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     return grad_z, z.new_empty(z.shape[-1] if need_bias else 0)
 
 
-# The gradient of z, and its sum over rows, that of a bias in it.
+# The gradient of z, and its sum over the rows, which is the gradient of a bias in z.
 BareOp(
     "act_linear_backward",
     "(Tensor grad_y, Tensor weight, Tensor z, str activation, str approximate, int algorithm,"
     " bool need_bias) -> (Tensor grad_z, Tensor grad_bias)",
-    _fake_in_one,
+    _fake_on_cuda,
     backends=("cuda",),
 )
 
@@ -57,7 +63,7 @@ def act_linear(
 ) -> torch.Tensor:
     """linear(activation(z + bias), weight, weight_bias).
 
-    On CUDA, where `activated` is activation(z), the bias is zeros that a gradient is wanted of, and
+    On CUDA `activated` is activation(z), the bias is zeros that only carry a gradient, and
     `algorithm` is one of cuBLASLt's.
     """
     if torch.is_autocast_enabled(z.device.type):
@@ -68,10 +74,10 @@ def act_linear(
 
 
 class _ActLinear(torch.autograd.Function):
-    """On the CPU it saves z, whose activation is a pass, and not that, which is as large.
+    """On the CPU it saves z but not the activation, which is as large and takes only a pass.
 
-    In its backward there is one tensor more of that size: the activation, then, in its place, its
-    gradient, then that of z. On CUDA the one more is the gradient of z.
+    Its backward allocates one more tensor of that size: it holds the activation, then the
+    activation's gradient, then z's. On CUDA that one more is the gradient of z.
     """
 
     @staticmethod
@@ -97,7 +103,7 @@ _activate = torch.ops.torchweld.bias_act.cpu
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Those of them that this run of the graph goes on to."""
+    """The gradients that this run of the graph goes on to."""
     z, bias, weight, _, activated = ctx.saved_tensors
     to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = where_it_goes(ctx)
     found: list[torch.Tensor | None] = [None] * len(goes_on)
@@ -129,10 +135,97 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The same with a graph of their own."""
+    """The gradients with a graph of their own."""
     z, bias, *factors = saved = ctx.saved_tensors[:4]
     y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
     found = dict(zip(needs, wanted, strict=True))
     return tuple([found.get(at) for at in range(len(ctx.needs_input_grad))])
+
+
+# --- Choice ---------------------------------------------------------------------------------------
+# It is made in the forward, which saves what the chosen backward needs and no more.
+
+
+def algorithm_for(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> int | None:
+    """cuBLASLt's algorithm for the gradient of z = linear(x, w1, b1).
+
+    None: no gradient is wanted of z, or torch's GEMM and a pass are faster.
+    """
+    given = (x, w1, b1, w2, b2)
+    if not gemm.wants_gradient(x, w1, b1) or _why_not(*given) is not None:
+        return None
+
+    def contest() -> Contest:
+        return _contest(*given, activation, approximate)
+
+    return timing.fastest(x, _shapes(x, b1, w2), contest)
+
+
+def explain(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+) -> str:
+    """Which form of the backward runs, and why; nothing if no gradient is wanted."""
+    if not gemm.wants_gradient(x, w1, b1):
+        return ""
+    unfused = "torch's GEMM, then a pass for the gradients of bias and activation"
+    return timing.explain(unfused, x, _shapes(x, b1, w2), _why_not(x, w1, b1, w2, b2))
+
+
+def _why_not(x, w1, b1, w2, b2) -> str | None:
+    if reason := epilogue.why_not("cuda", x, w1, b1):
+        return reason
+    hidden = x.new_empty((), dtype=gemm.computed_in(x)).expand(*x.shape[:-1], w1.shape[0])
+    return epilogue.why_not("cuda", hidden, w2, b2)
+
+
+def _shapes(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> str:
+    """What a time depends on beside the number of rows, in words."""
+    out, hidden = w2.shape
+    dtype = str(gemm.computed_in(x)).removeprefix("torch.")
+    words = [f"backward of {hidden} to {out} {dtype}"]
+    words += ["weight transposed"] if w2.stride(-1) != 1 else []
+    need_bias = b1 is not None and b1.requires_grad
+    return ", ".join([*words, "bias" if need_bias else "no bias"])
+
+
+def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
+    """cuBLASLt's GEMM against torch's and a pass, on what the forward makes of these."""
+    dtype, need_bias = gemm.computed_in(x), b1 is not None and b1.requires_grad
+    x, w1, weight = (t.detach().to(dtype) for t in (x, w1, w2))
+    b1 = None if b1 is None else b1.detach().to(dtype)
+    how = (activation, approximate)
+    names = ("grad_z", "grad_bias") if need_bias else ("grad_z",)
+    in_a_pass = bias_act.OP.kernels[layers.PASSES["cuda"]].backward
+    in_one = torch.ops.torchweld.act_linear_backward.cuda
+    (algorithm,) = epilogue.contenders("cuda", dtype, weight.shape[0])
+    with torch.autocast(x.device.type, enabled=False):
+        z = linear(x, w1, b1)
+        grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # stands for y's gradient
+    zeros = torch.zeros_like(b1) if need_bias else None
+
+    def unfused(grad: torch.Tensor, z: torch.Tensor) -> Results:
+        return proof.named(in_a_pass(grad @ weight, z, zeros, *how, need_bias), *names)
+
+    def fused(grad: torch.Tensor, z: torch.Tensor) -> Results:
+        return proof.named(in_one(grad, weight, z, *how, algorithm, need_bias), *names)
+
+    def exact(grad: torch.Tensor, z: torch.Tensor) -> Results:
+        grad_y = epilogue.linear_in_float64(grad, weight.t(), None)
+        grad_z = torch.ops.aten.gelu_backward(grad_y, z.double(), approximate=approximate)
+        return proof.named((grad_z, grad_z.sum_to_size(z.shape[-1:])), *names)
+
+    return Contest([grad, z], unfused, {algorithm: fused}, exact, unfused, weight.numel())

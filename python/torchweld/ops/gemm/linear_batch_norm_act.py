@@ -13,8 +13,8 @@ from torchweld.dispatch.call import call, checkpointed, run_on
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.batch_norm import common as batch_norms
-from torchweld.ops.gemm import linear as gemm
-from torchweld.ops.gemm import linear_act
+from torchweld.ops.gemm import common as layers
+from torchweld.ops.gemm import gemm
 from torchweld.registry import ROWS, Composite, Numerics, constant, parameter, variance
 from torchweld.registry.cost import of_gemms
 
@@ -38,8 +38,8 @@ def linear_batch_norm_act(
 ) -> torch.Tensor:
     """activation(batch_norm(linear(x, weight, bias))), every output feature a channel.
 
-    For the backward x and the GEMM's result are saved. In training no bias is added, since the mean
-    would take it out again: it is in the running mean, and its gradient is zero.
+    For the backward x and the GEMM's result are saved. In training the bias is not added, since the
+    mean would take it out again: it only goes into the running mean, and its gradient is zero.
 
     Args:
         x: [*, in_features], every leading dimension a part of the batch; float32, bfloat16, float16
@@ -55,17 +55,17 @@ def linear_batch_norm_act(
             where it changes from step to step.
         eps: added to the variance, >= 0.
         process_group: in training the statistics are those of all its processes' rows, see
-            batch_norm_act; None: of this process alone.
+            batch_norm_act; None: of this process only.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save x alone, and compute the rest again in the backward.
+        recompute: save only x, and compute the rest again in the backward.
 
     Returns:
         A tensor [*, out_features].
     """
     how = (training, momentum, eps, process_group, activation, approximate)
 
-    # What is updated is no argument of it: checkpoints watch their arguments for changes in place.
+    # No arguments for the running statistics: a checkpoint watches its arguments for changes.
     def run(x, weight, bias, bn_weight, bn_bias):
         return call(OP, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how)
 
@@ -75,7 +75,7 @@ def linear_batch_norm_act(
     return run(x, *learnt)
 
 
-# The same pass over what nobody else holds: no new pages, and half the lines in the caches.
+# normalize_act in place: no new pages, and half the lines in the caches.
 BareOp(
     "normalize_act_",
     "(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
@@ -86,7 +86,7 @@ BareOp(
 def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     training, momentum, eps, group, *kind = how
     given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
-    if not linear_act.fits(x, weight, bias) or not checks.all_dense(x, *given[3:]):
+    if not layers.fits(x, weight, bias) or not checks.all_dense(x, *given[3:]):
         _check(*given, *how)
     if not training:
         if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
@@ -95,7 +95,7 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
     z = gemm.linear(x, weight)
     if not batch_norm_act.trains(z, running_mean, running_var, group):
         _check(*given, *how)
-    if bias is not None:  # its gradient is zero, and there
+    if bias is not None:  # its gradient is zero, not absent
         like = next(t for t in (bn_bias, bn_weight, bias) if t is not None)
         alike = bias.to(like.dtype)
         bn_bias = alike * 0 if bn_bias is None else bn_bias.add(alike, alpha=0)
@@ -104,13 +104,12 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
 
 
 def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind):
-    learnt = (x, weight, bias, bn_weight, bn_bias)
-    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learnt)
+    trained = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
     z = gemm.linear(x, weight, bias if trained else None)
-    if bias is not None and not trained:  # what is added to z may as well be taken from its mean
+    if bias is not None and not trained:  # taken from the mean instead of added to z
         mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
     given = (z, mean, var, bn_weight, bn_bias, eps, *kind)
-    if backend == "cpu" and not trained and linear_act.is_ours(z):
+    if backend == "cpu" and not trained and layers.may_overwrite(z):
         torch.ops.torchweld.normalize_act_.cpu(*given)
         return z
     return run_on(normalize_act.OP, backend, given)
@@ -119,7 +118,7 @@ def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *ki
 def _reference(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
     training, _, eps, group, *_ = how
-    if not linear_act.fits(x, weight, bias) or not eps >= 0:
+    if not layers.fits(x, weight, bias) or not eps >= 0:
         _check(*given, *how)
     z = linear(x, weight, bias)
     wrong = training and not batch_norm_act.trains(z, running_mean, running_var, group)
@@ -130,7 +129,7 @@ def _reference(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *
 
 def _check(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how):
     training, momentum, eps, group, *kind = how
-    linear_act.check(OP.name, x, jagged=False, weight=weight, bias=bias)
+    layers.check(OP.name, x, jagged=False, weight=weight, bias=bias)
     running = {"running_mean": running_mean, "running_var": running_var}
     pairs = running, {"bn_weight": bn_weight, "bn_bias": bn_bias}
     batch_norms.check_columns(OP, x, weight.shape[:1], "the rows of weight", eps, kind, *pairs)
@@ -142,7 +141,7 @@ def _fake(x, weight, *_):
 
 
 def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how, grad_y):
-    """batch_norm_act's, with every product of the GEMMs a term."""
+    """batch_norm_act's terms, with every product of the GEMMs a term."""
     training, _, eps, _, *kind = how
     x, weight = x.double(), weight.double()
     bias = x.new_zeros(()) if bias is None else bias.double()
@@ -155,7 +154,7 @@ def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how,
     return {
         "y": found["y"],
         "grad_x": grad_z @ weight,
-        "grad_weight": linear_act.outer(grad_z, x),
+        "grad_weight": layers.outer(grad_z, x),
         "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
         "grad_bn_weight": found["grad_weight"],
         "grad_bn_bias": found["grad_bias"],
@@ -163,7 +162,7 @@ def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how,
 
 
 def _arguments(rows, width, features, training, *kind, bias=False, tracked=True):
-    x, weight, with_bias = linear_act.arguments(rows, width, features)
+    x, weight, with_bias = layers.arguments(rows, width, features)
     running = (constant(features), variance(features)) if tracked else (None, None)
     columns = (*running, parameter(features), parameter(features))
     how = (training, 0.1, 1e-5, None)
@@ -171,9 +170,9 @@ def _arguments(rows, width, features, training, *kind, bias=False, tracked=True)
 
 
 def _samples():
-    """What is trained without a bias: its gradient is zero, and eager's is rounding alone.
+    """Samples in training have no bias: its gradient is zero, and eager's is only rounding.
 
-    Without relu, whose derivative jumps where a 16-bit z is rounded: tests/ops/test_batch_norm.py.
+    None has relu, whose derivative jumps where a 16-bit z is rounded: tests/ops/test_batch_norm.py.
     """
     gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
     shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
@@ -182,7 +181,7 @@ def _samples():
     evaluated = (((1,), 3, 5), ((3,), 5, 4096), *shapes, ((0,), 8, 5))
     found += [_arguments(*s, False, *gelu, bias=True) for s in evaluated]
     found.append(_arguments(*shapes[3], False, "silu", "none"))
-    # Last, so that an activation more leaves the others what they are drawn from.
+    # Last, so that another activation does not change the seeds of the others.
     return (*found, *(_arguments(*shapes[3], True, *kind) for kind in others[2:]))
 
 

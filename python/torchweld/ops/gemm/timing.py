@@ -1,7 +1,7 @@
-"""Which GEMM with an activation in it serves a class of shapes, if one does.
+"""The choice of an epilogue: whether a GEMM that activates serves a class of shapes, and which.
 
-They are timed once on the GPU at hand, with torch's GEMM and a pass of bias_act among them, so that
-what is chosen is never slower than that. What was found is kept in the user's cache.
+The contenders are timed once on the GPU at hand. One of them is the unfused form, torch's GEMM and
+a pass of bias_act, so the choice is never slower than that. The user's cache keeps the result.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch import cache, clock, proof
+from torchweld.dispatch import cache, clock, proof, verdicts
+from torchweld.registry.constant import assume_constant_result
 from torchweld.version import __version__
 
-# Milliseconds of the GPU's that a class of shapes may take.
+# Milliseconds that the trial of a class of shapes may take on the GPU.
 _BUDGET = 30.0
 # A fused GEMM has to be ahead by more than its time differs from one run to the next.
 _AHEAD = 1.02
 
 
 class Contest(NamedTuple):
-    """What is timed for a class of shapes: functions of tensors whose rows belong together.
+    """The contenders for a class of shapes, as functions of tensors that have the same rows.
 
-    `exact` computes what the fused ones do in float64, `trusted` does so in torch's own GEMMs; each
-    returns results by name.
+    `exact` computes the fused GEMMs' results in float64, and `trusted` by torch's own GEMMs. These
+    and the fused GEMMs return results by name.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -60,28 +61,63 @@ class Timed(NamedTuple):
         return self.ms == math.inf
 
 
-def kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
-    """What was found for a class of shapes and a number of rows on this GPU.
+def fastest(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> int | None:
+    """The tile that serves a class of shapes, as it is kept or found now; None: the unfused form.
 
-    Of any rows: the least favourable.
+    `shapes` names all that a time depends on beside the number of x's rows.
     """
-    found = _all_kept(_conditions(device, kernels().precision()))
-    if rows is not None:
-        return found.get(_name(shapes, rows))
-    alike = [timed for name, timed in found.items() if name.startswith(f"{shapes}, rows")]
-    return min(alike, key=lambda timed: timed.unfused_ms / timed.ms, default=None)
+    if torch.compiler.is_compiling():
+        return _kept_while_compiling(x.device, shapes)
+    timed = _kept(x.device, shapes, rows_of(x))
+    if timed is None and _may_time(x):
+        timed = _trial(x, shapes, contest)
+    return None if timed is None else timed.chosen
 
 
-def time(device: torch.device, shapes: str, rows: int, contest: Contest) -> Timed | None:
-    """Checks and times the contenders, and keeps what was found.
+def explain(unfused: str, x: torch.Tensor, shapes: str, reason: str | None) -> str:
+    """Which form serves a class of shapes, and why; `reason` is why no fused GEMM can."""
+    if reason is not None:
+        return f"{unfused}: {reason}"
+    timed = _kept(x.device, shapes, rows_of(x))
+    if timed is None:
+        return f"{unfused}: not timed yet, which a call outside of compiled code and graphs does"
+    if timed.refused:
+        return f"{unfused}: one kernel for all was wrong, or failed, on this GPU"
+    ratio = timed.unfused_ms / timed.ms
+    if timed.chosen is None:
+        return f"{unfused}: one kernel for all was measured at {ratio:.2f}x its speed"
+    return f"one kernel for all, measured at {ratio:.2f}x the speed of {unfused}"
 
-    None where memory did not suffice: that is kept for this process only. It raises nothing.
+
+def rows_of(x: torch.Tensor) -> int:
+    """How many rows a GEMM of x has."""
+    return x.shape[:-1].numel()
+
+
+# --- The trial ------------------------------------------------------------------------------------
+
+
+def _may_time(x: torch.Tensor) -> bool:
+    return (
+        verdicts.mode == "time"
+        and x.device.type == "cuda"
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _trial(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> Timed | None:
+    """Check and time the contenders, and keep what was found. Raises nothing.
+
+    None if the trial itself failed, for want of memory perhaps: only this process remembers that.
     """
-    conditions, name = _conditions(device, kernels().precision()), _name(shapes, rows)
+    conditions, name = _conditions(x.device, kernels().precision()), _name(shapes, rows_of(x))
     if (conditions, name) in _without_memory:
         return None
     try:
-        timed = _timed(shapes, contest)
+        contenders = contest()
+        kind = x.device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=False), torch.cuda.device_of(x):
+            timed = _timed(shapes, contenders)
     except Exception as error:  # the call goes on without what was on trial
         if not isinstance(error, torch.OutOfMemoryError):
             proof.refuse(f"the fused GEMM of {shapes}", proof.in_a_line(error))
@@ -92,7 +128,7 @@ def time(device: torch.device, shapes: str, rows: int, contest: Contest) -> Time
     return timed
 
 
-# Conditions and names of shapes whose trial found no memory, or failed itself.
+# Conditions and names of shapes whose trial found no memory or failed.
 _without_memory: set[tuple[str, str]] = set()
 
 
@@ -119,17 +155,17 @@ def _faults(contest: Contest) -> dict[int, str | None]:
     return {tile: judge.fault_of(partial(one, *given)) for tile, one in contest.fused.items()}
 
 
-# In float64, of which some GPUs do 64 times fewer a second: a fraction of a second on those.
+# Products in float64. GPUs that do 64 times fewer of them take a fraction of a second.
 _PRODUCTS, _LEAST_ROWS = 2**34, 64
 
 
 def _medians(calls: list[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each on the current stream."""
+    """Milliseconds of each call on the current stream."""
     return clock.medians(calls, clock.DeviceClock(), _BUDGET)
 
 
 def _name(shapes: str, rows: int) -> str:
-    """Rows are told apart by their number's bits."""
+    """The key of a class of shapes: numbers of rows with as many bits are alike."""
     return f"{shapes}, rows below {1 << rows.bit_length()}"
 
 
@@ -143,6 +179,22 @@ def kernels() -> Any:
 
 def _file() -> Path:
     return cache.folder() / "gemm.json"
+
+
+def _kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
+    """What was found for a class of shapes on this GPU: for any rows, the least favourable."""
+    found = _all_kept(_conditions(device, kernels().precision()))
+    if rows is not None:
+        return found.get(_name(shapes, rows))
+    alike = [timed for name, timed in found.items() if name.startswith(f"{shapes}, rows")]
+    return min(alike, key=lambda timed: timed.unfused_ms / timed.ms, default=None)
+
+
+@assume_constant_result
+def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
+    """What is kept, as a constant of the compiled graph."""
+    timed = _kept(device, shapes, None)
+    return None if timed is None else timed.chosen
 
 
 @functools.cache
@@ -169,6 +221,6 @@ def _keep(conditions: str, name: str, timed: Timed) -> None:
     def add(content: dict[str, Any]) -> None:
         content.setdefault(conditions, {})[name] = list(timed)
 
-    # Where nothing can be written, it is kept for this process only.
+    # If the file cannot be written, only this process keeps it.
     with contextlib.suppress(OSError):
         cache.update(_file(), add)

@@ -1,6 +1,7 @@
-"""torch's linear; in 16 bits on the CPU by oneDNN's GEMM, with a backward of ours.
+"""The GEMM of a linear layer: torch's own, or oneDNN's with a backward of ours.
 
-torch's own copies the bias to every row first, which oneDNN adds to the sums.
+oneDNN serves 16 bits on the CPU. There torch first copies the bias to every row of the result,
+while oneDNN adds it to the sums.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ _TRANSPOSED = BareOp(
     "transposed", "(Tensor x) -> Tensor", lambda x: x.new_empty((x.shape[1], x.shape[0]))
 )
 
-# With fewer products than these the node costs what it gains.
+# With fewer products the node costs what it gains.
 _SMALLEST = 2**30
-# What pays for the transposition of an element: as many products, see weight_gradient.
+# This many products pay for the transposition of an element, see weight_gradient.
 _PRODUCTS_OF_AN_ELEMENT = 512
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch.nn.functional.linear."""
+    """torch.nn.functional.linear, by oneDNN where that is faster."""
     if (
-        torch.compiler.is_compiling()  # where the number of rows is not to become a guard
+        torch.compiler.is_compiling()  # the number of rows must not become a guard
         or x.numel() * weight.shape[:1].numel() < _SMALLEST
         or not served_by_onednn(x, weight, bias)
     ):
         return torch.nn.functional.linear(x, weight, bias)
-    if trained(x, weight, bias):
+    if wants_gradient(x, weight, bias):
         return _OneDNN.apply(x, weight, bias)
     return onednn(x, weight, bias)
 
@@ -43,24 +44,31 @@ def onednn(
     activation: str = "none",
     algorithm: str = "",
 ) -> torch.Tensor:
-    """oneDNN's linear layer with an activation, of arguments that it serves.
+    """oneDNN's linear layer and activation; `served_by_onednn` says which arguments it takes.
 
-    torch's op packs x and tells oneDNN the weight's strides; it reads a bias as if it were packed.
+    torch's op packs x and tells oneDNN the weight's strides, but reads a bias as if it were packed.
     """
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], algorithm)
 
 
-def trained(*tensors: torch.Tensor | None) -> bool:
-    """Whether a gradient of one of them is wanted."""
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is done with these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a GEMM of x: autocast leaves float64 as it is."""
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 # --- Which calls ----------------------------------------------------------------------------------
 
 
 def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether oneDNN's 16-bit GEMM can take these: not where it is traced, or dtypes are cast."""
+    """Whether oneDNN's 16-bit GEMM can take these: not while compiling or under autocast."""
     if torch.compiler.is_compiling() or not (x.is_cpu and _onednn_has(x.dtype)):
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
@@ -75,7 +83,7 @@ def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why these are no arguments of a GEMM: torch's finds out what is wrong."""
+    """Why our GEMMs leave these to torch's, which raises the error if there is one."""
     given = [t for t in (x, weight, bias) if t is not None]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
         return "a tensor is of a class of its own"
@@ -88,7 +96,7 @@ def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 @functools.cache
 def _onednn_has(dtype: torch.dtype) -> bool:
-    """Whether this CPU and this torch have a GEMM of it."""
+    """Whether this torch has a GEMM of that dtype for this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -100,9 +108,9 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 
 class LinearNode(torch.autograd.Function):
-    """The backward of a linear layer, which saved x and weight; a schedule can run it in parts.
+    """The backward of a linear layer that saved x and weight; a schedule can run it in parts.
 
-    Its first three inputs are x, weight and bias, and its first result theirs.
+    A subclass takes x, weight and bias first, and returns the layer's result first.
     """
 
     @staticmethod
@@ -123,7 +131,7 @@ class LinearNode(torch.autograd.Function):
 
 
 class _OneDNN(LinearNode):
-    """The layer by oneDNN, which saves a factor only where its product is wanted."""
+    """The layer by oneDNN. It saves a factor only if the other factor's gradient is wanted."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
@@ -133,13 +141,14 @@ class _OneDNN(LinearNode):
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """grad.t() @ x, of two matrices.
+    """grad.t() @ x, where both are matrices.
 
-    oneDNN's GEMM with AMX rearranges a first factor that is there transposed, for every panel of
-    the second one's columns: at (2048, 3072).t() @ (2048, 768) that is half of its 10 ms. A pass
-    reads and writes each element once: of grad, or, where those are fewer, of x and the result.
+    oneDNN's GEMM with AMX rearranges a transposed first factor once for every panel of the second
+    factor's columns: at (2048, 3072).t() @ (2048, 768) that is half of its 10 ms. A transposing
+    pass reads and writes each element once. It runs over grad or, if they have fewer elements, over
+    x and the result.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a graph is wanted of torch's ops
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the graph must be torch's ops
         return grad.t() @ x
     (rows, out), inner = grad.shape, x.shape[1]
     of_grad, of_the_others = rows * out, (rows + out) * inner
@@ -152,10 +161,10 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gains(grad: torch.Tensor, x: torch.Tensor, elements: int) -> bool:
-    """Whether that GEMM gains by the transposition of as many elements.
+    """Whether that GEMM gains from transposing this many elements.
 
-    With fewer products for each thread oneDNN leaves one of two without work, which it does not do
-    where it rearranges; and without AMX a GEMM takes ten times as long, and rearranging no longer.
+    With fewer products per thread, oneDNN leaves one of two threads without work unless it
+    rearranges. Without AMX the GEMM takes ten times as long, but rearranging takes no longer.
     """
     least = max(_SMALLEST * torch.get_num_threads(), _PRODUCTS_OF_AN_ELEMENT * elements)
     if grad.shape[1] * x.numel() < least or not (grad.is_contiguous() and x.is_contiguous()):
