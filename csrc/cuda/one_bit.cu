@@ -73,8 +73,7 @@ struct Given {
 // The mean of votes.
 struct Mean {
   static __device__ __forceinline__ void read_at(float (&values)[kByte], const Quantize1& a,
-                                                 const OneBitPiece& at, int64_t i, int64_t,
-                                                 bool) {
+                                                 const OneBitPiece& at, int64_t i, int64_t, bool) {
     const int64_t bytes = a.shape.bytes(), blocks = a.shape.blocks();
 #pragma unroll
     for (int j = 0; j < kByte; ++j) values[j] = 0;
@@ -215,8 +214,8 @@ TW_EXPORT cudaError_t dequantize_1bit(const Dequantize1& a, cudaStream_t stream)
   cudaError_t result = cudaErrorInvalidValue;
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;
-    result = launch(dequantize<T>, {dim3((unsigned)pieces), dim3(kThreads)}, stream, a,
-                    is_aligned(a.y));
+    result =
+        launch(dequantize<T>, {dim3((unsigned)pieces), dim3(kThreads)}, stream, a, is_aligned(a.y));
   });
   return result;
 }
