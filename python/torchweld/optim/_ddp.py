@@ -1,4 +1,4 @@
-"""DistributedDataParallel beside an optimizer that averages gradients itself: never both of them."""
+"""DistributedDataParallel beside an optimizer that averages gradients: never both of them."""
 
 import gc
 import weakref

@@ -202,7 +202,7 @@ class OneBitOptimizer(OwnOptimizer):
         batch, (beta1, beta2, eps, decay, corrected, _) = task.batch, task.settings
         squares, scale = batch.moments, 1.0
         for momentum, square in zip(task.handed_on, squares, strict=True):
-            _mask(momentum, square)
+            mask(momentum, square)
         self._find_frozen_ratios(task)
         if corrected:
             group = self.param_groups[0]
@@ -230,7 +230,7 @@ class OneBitOptimizer(OwnOptimizer):
             accepted = f"parameters that had gradients in the first {steps} steps"
             raise ArgumentError(type(self).__name__, "params", "with a new one", accepted)
         momentum = Packed(state[BITS], state[SCALE], p.numel()).dequantize().view(p.shape)
-        return _mask(momentum, state[SQUARE])
+        return mask(momentum, state[SQUARE])
 
     def _exchange(self, kind: Exchange, parts: Iterable[Part]) -> None:
         listed = list(parts)
@@ -346,6 +346,6 @@ class OneBitOptimizer(OwnOptimizer):
         return found
 
 
-def _mask(momentum: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+def mask(momentum: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
     """Zero where no gradient ever was: bits have no zero, and eps would be all it is divided by."""
     return momentum.masked_fill_(square == 0, 0)

@@ -10,11 +10,10 @@ import torch
 from torchweld.collectives.one_bit import Packed, flat_of, runs, sizes_of
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Task
-from torchweld.ops.optimizer.lamb import LambSettings
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.optim._base import RatiosOf
-from torchweld.optim._one_bit import AVG, BITS, SCALE, SQUARE, OneBitOptimizer, _mask
+from torchweld.optim._one_bit import AVG, BITS, SCALE, SQUARE, OneBitOptimizer, mask
 from torchweld.optim._params import Group
 
 # Entries of a state: the average of the warm-up's ratios, the factor of the last step, what makes
@@ -125,7 +124,7 @@ class OneBitLAMB(OneBitOptimizer):
         value: torch.Tensor,
         momentum: torch.Tensor,
         square: torch.Tensor,
-        settings: LambSettings,
+        settings: Sequence[Any],
     ) -> torch.Tensor:
         """The average ratio, times the factor of this step."""
         group, state = self.param_groups[0], self.state[p]
@@ -192,7 +191,7 @@ class OneBitLAMB(OneBitOptimizer):
                     zip(self._params(), runs(packed.dequantize(), sizes), strict=True)
                 )
             state = self.state[p]
-            momentum = _mask(self._momenta.pop(p).view(p.shape) / state[SCALING], state[SQUARE])
+            momentum = mask(self._momenta.pop(p).view(p.shape) / state[SCALING], state[SQUARE])
         self._previous[p] = momentum.clone()
         return momentum
 
