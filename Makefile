@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest
 # What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
 CUDA_OPTIM := $(wildcard tests/optim/test_optim_cuda*.py)
 NUMBERS := $(addprefix tests/contract/,test_absent_lanes.py test_oracle.py test_shapes.py test_determinism.py test_random.py) \
-	$(addprefix tests/ops/,test_linear.py test_quantize_8bit.py) $(CUDA_OPTIM) \
+	$(addprefix tests/ops/,test_linear.py test_quantize_8bit.py test_quantize_1bit.py) $(CUDA_OPTIM) \
 	$(addprefix tests/optim/,test_optim.py test_optim_adaptive.py test_optim_adafactor.py \
 	test_optim_layouts.py test_optim_rounding.py)
 KERNELS := $(NUMBERS) $(addprefix tests/contract/,test_gradients.py test_bad_input.py) \

@@ -27,3 +27,11 @@ class BackendError(RuntimeError):
         else:
             self.reason = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
             super().__init__(f"{op}: none of these backends can serve: {self.reason}")
+
+
+class CollectiveError(RuntimeError):
+    """Ranks could not exchange what they were to: says which rank and why."""
+
+    def __init__(self, function: str, why: str) -> None:
+        super().__init__(f"{function}: {why}")
+        self.function = function

@@ -13,6 +13,7 @@ from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
 from torchweld.ops.gemm.mlp import mlp
 from torchweld.ops.norm.layer_norm import layer_norm
 from torchweld.ops.norm.rms_norm import rms_norm
+from torchweld.ops.quantize_1bit import dequantize_1bit, dequantize_mean, quantize_1bit
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.residual.bias_dropout_add import bias_dropout_add
 from torchweld.ops.residual.dropout_add_layer_norm import dropout_add_layer_norm
@@ -24,7 +25,9 @@ __all__ = [
     "bias_act",
     "bias_dropout_add",
     "block_sparse_attention",
+    "dequantize_1bit",
     "dequantize_8bit",
+    "dequantize_mean",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "gated_act",
@@ -35,6 +38,7 @@ __all__ = [
     "linear_gelu",
     "mlp",
     "normalize_act",
+    "quantize_1bit",
     "quantize_8bit",
     "rms_norm",
     "softmax_dropout",

@@ -154,9 +154,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        passes.run(self._rule().passes, self._tasks(), exchange)
+        passes.run(self._passes(), self._tasks(), self._exchange)
         self._unscale()
         return loss
+
+    def _passes(self) -> Iterable[passes.Pass]:
+        """What a step does to its tasks."""
+        return self._rule().passes
+
+    def _exchange(self, kind: passes.Exchange, parts: Iterable[passes.Part]) -> None:
+        """What devices make of the parts of all tasks."""
+        exchange(kind, parts)
 
     def _tasks(self) -> list[Task]:
         """What the passes of the step are over."""

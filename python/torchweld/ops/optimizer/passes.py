@@ -24,10 +24,13 @@ from torchweld.ops.optimizer.batch import Task
 
 
 class Exchange(Enum):
-    """What devices make of their parts; values are those of torch.distributed.ReduceOp."""
+    """What devices make of their parts; the values of sums and maxima are torch's ReduceOps."""
 
     SUM = "SUM"
     LARGEST = "MAX"
+    # Of whole tensors that every process has, by optimizers that reduce gradients themselves.
+    MEAN = "AVG"
+    ONE_BIT_MEAN = "1 bit"
 
 
 class Part(NamedTuple):

@@ -1,0 +1,170 @@
+"""OneBitAllReduce: the mean of tensors over a group, with its errors kept between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.collectives.one_bit import (
+    NONE,
+    Errors,
+    OneBitExchange,
+    part_of,
+    sizes_of,
+    whole_errors,
+)
+from torchweld.collectives.wire import Wire
+from torchweld.errors import ArgumentError
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NAME = "OneBitAllReduce"
+
+
+class OneBitAllReduce:
+    """Averages tensors over a group of processes by their signs: 32 times fewer bytes than float32.
+
+    What a call leaves out is added to the next call's tensors. A call takes the same tensors, in
+    number, sizes and order, as the first one did, on every rank.
+
+    Args:
+        group: a process group, of gloo or NCCL; None: the default one, or this process by itself.
+        error_dtype: of the errors: torch.float32 or torch.bfloat16.
+        feedback: False drops the errors, which is for comparisons: training suffers from it.
+
+    `bytes_sent` counts what this rank has sent to others, scales and checks included.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        error_dtype: torch.dtype = torch.float32,
+        feedback: bool = True,
+    ) -> None:
+        check_error_dtype(_NAME, error_dtype)
+        checks.flag(_NAME, "feedback", feedback)
+        self._wire = Wire(_NAME, group)
+        self._error_dtype, self._feedback = error_dtype, feedback
+        self._errors: dict[Hashable, Errors] = {}
+        self._loaded: list[Errors] = []  # for keys that have not come yet, in their order
+        self._numbers: dict[Hashable, int] = {}  # of keys, in the order in which they came
+        self._under_way: OneBitWork | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        return self._wire.bytes_sent
+
+    def all_reduce(
+        self, tensors: torch.Tensor | Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> OneBitWork | None:
+        """Replace each tensor by the mean over all ranks: plus or minus the scale of a chunk.
+
+        With async_op the tensors change, and errors with them, when the result's wait() is called
+        on every rank, or the next reduction; the bits are under way meanwhile. Raises
+        CollectiveError on every rank, and changes nothing, where tensors differ between ranks or
+        are not finite, or a rank is gone.
+        """
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return self.reduce_keyed(given, range(len(given)), async_op)
+
+    def reduce_keyed(
+        self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], async_op: bool = False
+    ) -> OneBitWork | None:
+        """The same of tensors whose errors go by keys, of which calls may take different ones.
+
+        A saved state has errors in the order in which keys first came.
+        """
+        for t in tensors:
+            checks.dense(_NAME, "tensors", t, _FLOATS)
+        if self._under_way is not None:  # the errors that it leaves are to be added
+            self._under_way.wait()
+        self._under_way = work = OneBitWork(self, tensors, keys)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _errors_of(self, key: Hashable, t: torch.Tensor) -> Errors:
+        errors = self._errors.get(key)
+        if errors is None:
+            at = self._numbers.setdefault(key, len(self._numbers))
+            errors = self._loaded[at] if at < len(self._loaded) else NONE
+        if errors.worker is not None and errors.worker.numel() != t.numel():
+            accepted = f"of {errors.worker.numel()} elements, as in the calls before"
+            raise ArgumentError(_NAME, "tensors", f"with one of {t.numel()} elements", accepted)
+        return Errors(*(e if e is None else e.to(t.device) for e in errors))
+
+    # --- State ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors. Every rank saves its own; whole_state_dict() is for all of them."""
+        rank, size = self._wire.rank, self._wire.size
+        return {"rank": rank, "world_size": size, "errors": [e._asdict() for e in self._kept()]}
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """What all ranks owe, the same on all of them: a collective, for any number of ranks."""
+        kept = self._kept()
+        workers = [e.worker for e in kept if e.worker is not None]
+        owed = whole_errors(self._wire, kept, sizes_of(workers))
+        return {"rank": None, "world_size": None, "errors": [e._asdict() for e in owed]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over errors: this rank's own of as many ranks, or the whole of any number."""
+        given = [Errors(**each) for each in state_dict["errors"]]
+        rank, size = state_dict["rank"], state_dict["world_size"]
+        check_rank(_NAME, self._wire, rank, size)
+        if rank is None:
+            given = [part_of(self._wire, each, self._error_dtype) for each in given]
+        as_stored = [[e if e is None else e.to(self._error_dtype) for e in each] for each in given]
+        self._errors, self._numbers = {}, {}
+        self._loaded = [Errors(*each) for each in as_stored]
+
+    def _kept(self) -> list[Errors]:
+        """Of keys that have come, and loaded ones that have not."""
+        return [*self._errors.values(), *self._loaded[len(self._errors) :]]
+
+
+class OneBitWork:
+    """A reduction that is under way."""
+
+    def __init__(
+        self,
+        reducer: OneBitAllReduce,
+        tensors: Sequence[torch.Tensor],
+        keys: Sequence[Hashable],
+    ) -> None:
+        self._reducer, self._tensors, self._keys = reducer, tensors, keys
+        errors = list(map(reducer._errors_of, keys, tensors))
+        dtype = reducer._error_dtype
+        self._exchange = OneBitExchange(reducer._wire, tensors, errors, error_dtype=dtype)
+        self._is_done = False
+
+    def wait(self) -> None:
+        """Finish the reduction: all ranks call it, in the order in which they began."""
+        if self._is_done:
+            return
+        self._is_done, self._reducer._under_way = True, None  # even if it fails
+        packed, errors = self._exchange.finish()
+        for t, one in zip(self._tensors, packed, strict=True):
+            t.copy_(one.dequantize(t.dtype).view(t.shape))
+        if self._reducer._feedback:
+            self._reducer._errors |= dict(zip(self._keys, errors, strict=True))
+
+
+def check_error_dtype(function: str, dtype: Any) -> None:
+    """One that errors are stored in."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        accepted = "torch.float32 or torch.bfloat16"
+        raise ArgumentError(function, "error_dtype", repr(dtype), accepted)
+
+
+def check_rank(function: str, wire: Wire, rank: int | None, size: int | None) -> None:
+    """Check that saved errors are this rank's own, or the whole."""
+    if rank is not None and (rank, size) != (wire.rank, wire.size):
+        came = f"that of rank {rank} of {size}"
+        accepted = f"rank {wire.rank}'s own of {wire.size}, or a whole_state_dict() of any number"
+        raise ArgumentError(function, "state_dict", came, accepted)

@@ -1,0 +1,222 @@
+"""The mean of tensors over ranks, by their signs: what both sides leave out is kept as errors.
+
+Every tensor is cut into a chunk for each rank. A rank quantises its tensors, each with one scale,
+and sends everyone their chunk's bits. It averages what comes in, quantises the mean with a scale of
+its own, and sends that to all. The result is bits and a scale for each chunk, the same everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchweld.collectives.wire import Pending, Status, Wire
+from torchweld.ops.quantize_1bit import (
+    blocks_of,
+    bytes_of,
+    dequantize_1bit,
+    mean_into,
+    quantize_into,
+    whole,
+)
+
+BUCKET = 1 << 25  # elements that are exchanged at once: 4 MiB of bits
+
+
+class Errors(NamedTuple):
+    """What is owed: by this rank's side, [elements], and by its chunk of the mean."""
+
+    worker: torch.Tensor | None
+    server: torch.Tensor | None
+
+
+NONE = Errors(None, None)
+
+
+class Packed(NamedTuple):
+    """A tensor of so many elements as bits, and a scale for each chunk, even for an empty one."""
+
+    bits: torch.Tensor
+    scale: torch.Tensor
+    size: int
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Its elements, [size]."""
+        block = chunk_of(self.size, len(self.scale))
+        scale = self.scale[: blocks_of(self.size, block)]
+        return dequantize_1bit(self.bits, scale, self.size, block=block, dtype=dtype)
+
+
+def chunk_of(size: int, ranks: int) -> int:
+    """How many elements each rank averages: whole bytes of bits."""
+    return max(8, 8 * -(-size // (8 * ranks)))
+
+
+def count_of(size: int, wire: Wire) -> int:
+    """How many elements of the tensor are in this rank's chunk; the last ones may have none."""
+    chunk = chunk_of(size, wire.size)
+    return min(max(size - wire.rank * chunk, 0), chunk)
+
+
+class OneBitExchange:
+    """One reduction. It begins when it is made, and changes no error: finish() returns new ones."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        tensors: Sequence[torch.Tensor],
+        errors: Sequence[Errors],
+        phase: Sequence[object] = (),
+        error_dtype: torch.dtype = torch.float32,
+        status: Status = Status.READY,
+    ) -> None:
+        self._wire, self._errors, self._error_dtype = wire, errors, error_dtype
+        self._sizes = [t.numel() for t in tensors]
+        self._packed: list[Packed] = []
+        self._worker: list[torch.Tensor] = []
+        for t, error in zip(tensors, errors, strict=True):
+            rest = torch.empty(t.numel(), dtype=error_dtype, device=t.device)
+            found = quantize_into(t.reshape(-1), error.worker, rest, whole(t.numel()))
+            self._packed.append(Packed(*found, t.numel()))
+            self._worker.append(rest)
+        if status is Status.READY and tensors and not self._is_finite():
+            status = Status.NOT_FINITE
+        self.status = wire.agree(tensors, status, "1 bit", *phase)
+        if self.status is not Status.READY or wire.size == 1:
+            return
+        self._buckets = list(_buckets(self._sizes))
+        self._under_way = [wire.to_all(self._to_servers(bucket)) for bucket in self._buckets]
+
+    def finish(self) -> tuple[list[Packed], list[Errors]]:
+        """The means, and the errors from now on."""
+        if self._wire.size == 1:  # its mean is what it has, and the server would leave out nothing
+            return self._packed, [Errors(worker, None) for worker in self._worker]
+        server: list[torch.Tensor] = []
+        gathers: list[Pending] = []
+        for bucket, pending in zip(self._buckets, self._under_way, strict=True):
+            rests, message = self._serve(bucket, pending.wait())
+            server += rests
+            gathers.append(self._wire.gather(message))
+        pairs = zip(self._buckets, gathers, strict=True)
+        self._packed = [one for b, pending in pairs for one in self._unpack(b, pending.wait())]
+        if self._packed and not self._is_finite():  # every rank has all scales
+            self._wire._refuse("the mean's scale overflows")
+        return self._packed, list(map(Errors, self._worker, server))
+
+    def _is_finite(self) -> bool:
+        scales = torch.cat([packed.scale for packed in self._packed])
+        return bool(scales.isfinite().all())
+
+    def _chunk_bytes(self, i: int) -> int:
+        return chunk_of(self._sizes[i], self._wire.size) // 8
+
+    def _to_servers(self, bucket: range) -> torch.Tensor:
+        """A row for each rank: the scales of all tensors, and the bits of its chunk of each."""
+        ranks = self._wire.size
+        scales = torch.cat([self._packed[i].scale for i in bucket]).view(torch.uint8)
+        rows = [scales.expand(ranks, -1)]
+        for i in bucket:
+            fill = ranks * self._chunk_bytes(i) - len(self._packed[i].bits)
+            rows.append(torch.nn.functional.pad(self._packed[i].bits, (0, fill)).view(ranks, -1))
+        return torch.cat(rows, 1)
+
+    def _serve(
+        self, bucket: range, received: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Average this rank's chunks: the new errors, and scales and bits for everyone."""
+        scales, of_tensors = self._split(bucket, received)
+        rests, found, bits = [], [], []
+        for at, (i, votes) in enumerate(zip(bucket, of_tensors, strict=True)):
+            count = count_of(self._sizes[i], self._wire)
+            rest = torch.empty(count, dtype=self._error_dtype, device=votes.device)
+            votes = votes[:, : bytes_of(count)].contiguous()
+            scale = scales[:, at : at + 1].contiguous()
+            of_mean, its_scale = mean_into(
+                votes, scale, self._errors[i].server, rest, count, whole(count)
+            )
+            rests.append(rest)
+            found.append(its_scale)
+            fill = self._chunk_bytes(i) - len(of_mean)
+            bits.append(torch.nn.functional.pad(of_mean, (0, fill)))
+        return rests, torch.cat([torch.cat(found).view(torch.uint8), *bits])
+
+    def _unpack(self, bucket: range, received: torch.Tensor) -> Iterable[Packed]:
+        scales, of_tensors = self._split(bucket, received)
+        for at, (i, bits) in enumerate(zip(bucket, of_tensors, strict=True)):
+            size = self._sizes[i]
+            yield Packed(bits.reshape(-1)[: bytes_of(size)].clone(), scales[:, at].clone(), size)
+
+    def _split(
+        self, bucket: range, received: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Scales, [ranks, tensors], and bits of each tensor, [ranks, bytes]."""
+        scales = received[:, : 4 * len(bucket)].contiguous().view(torch.float32)
+        sizes = [self._chunk_bytes(i) for i in bucket]
+        return scales, received[:, 4 * len(bucket) :].split(sizes, 1)
+
+
+def _buckets(sizes: Sequence[int]) -> Iterable[range]:
+    """Runs of tensors that are exchanged together."""
+    begin = total = 0
+    for i, size in enumerate(sizes):
+        if total and total + size > BUCKET:
+            yield range(begin, i)
+            begin, total = i, 0
+        total += size
+    if begin < len(sizes):
+        yield range(begin, len(sizes))
+
+
+# --- What is owed, whatever the number of ranks --------------------------------------------------
+
+
+def whole_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> list[Errors]:
+    """What all ranks together owe, as one rank's: a collective.
+
+    A reduction owes the mean of the workers' errors and the error of every chunk. Both are float32,
+    [elements].
+    """
+    owed = []
+    for error, size in zip(errors, sizes, strict=True):
+        assert error.worker is not None
+        worker = wire.average(error.worker.float().clone()).wait()
+        server = torch.zeros(chunk_of(size, wire.size), dtype=torch.float32, device=worker.device)
+        if error.server is not None:
+            server[: len(error.server)] = error.server
+        of_all = wire.gather(server).wait().view(-1)
+        owed.append(Errors(worker, torch.nn.functional.pad(of_all, (0, size))[:size].clone()))
+    return owed
+
+
+def part_of(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
+    """This rank's share of what is owed: the mean on every rank, and its chunk.
+
+    One process has no chunk of a mean: both are its own.
+    """
+    assert owed.worker is not None
+    assert owed.server is not None
+    if wire.size == 1:
+        return Errors((owed.worker + owed.server).to(dtype), None)
+    size = owed.worker.numel()
+    begin = wire.rank * chunk_of(size, wire.size)
+    server = owed.server[begin : begin + count_of(size, wire)]
+    return Errors(owed.worker.to(dtype, copy=True), server.to(dtype, copy=True))
+
+
+def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The number of elements of each."""
+    return [t.numel() for t in tensors]
+
+
+def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them, one after another, in float32."""
+    return torch.cat([t.reshape(-1).float() for t in tensors])
+
+
+def runs(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The tensors of these sizes that lie one after another."""
+    ends = list(itertools.accumulate(sizes))
+    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

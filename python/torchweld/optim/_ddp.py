@@ -1,0 +1,46 @@
+"""DistributedDataParallel beside an optimizer that averages gradients: never both of them."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+
+# No postponed annotations in this file: torch compares a hook's with its own classes.
+
+
+def _leave(
+    state: object, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that communicates nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def leave_gradients(function: str, ddp: torch.nn.Module) -> None:
+    """Let it average no gradients."""
+    if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        accepted = "a torch.nn.parallel.DistributedDataParallel"
+        raise ArgumentError(function, "ddp", f"a {type(ddp).__name__}", accepted)
+    ddp.register_comm_hook(None, _leave)
+
+
+def check_attached(
+    function: str, params: Sequence[torch.Tensor], attached: Sequence["weakref.ref[Any]"]
+) -> None:
+    """Check that no DistributedDataParallel averages these parameters' gradients as well.
+
+    Nothing leads from a parameter to it, so this looks through all objects, once.
+    """
+    ours, known = set(map(id, params)), {id(ref()) for ref in attached}
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    for found in gc.get_objects():
+        if not issubclass(type(found), wrapper) or id(found) in known:
+            continue
+        if any(id(p) in ours for p in found.parameters()):
+            came = "in a DistributedDataParallel, which averages gradients too"
+            raise ArgumentError(function, "params", came, "one that attach(ddp) was called with")

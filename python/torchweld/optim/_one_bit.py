@@ -1,0 +1,351 @@
+"""What the 1-bit optimizers share: a warm-up, and from then on momentum that travels as bits.
+
+In the warm-up gradients are averaged over the group and the step is LAMB's op, with ratios or
+without. Then second moments freeze. Every process mixes its own gradient into the momentum, which
+is common to all, and the mean of these is exchanged as signs and kept as such. The step is LAMB's
+again, with moments that it leaves as they are: its betas are 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchweld.collectives.all_reduce import check_error_dtype, check_rank
+from torchweld.collectives.one_bit import (
+    Errors,
+    OneBitExchange,
+    Packed,
+    flat_of,
+    part_of,
+    runs,
+    sizes_of,
+    whole_errors,
+)
+from torchweld.collectives.wire import Status, Wire
+from torchweld.dispatch.dtensor import is_one
+from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.lamb import LAMB as RULE
+from torchweld.ops.optimizer.lamb import LambSettings
+from torchweld.ops.optimizer.passes import Exchange, Part, Pass
+from torchweld.ops.optimizer.rule import Rule
+from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
+from torchweld.optim import _ddp
+from torchweld.optim._base import OwnOptimizer
+from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments, State
+from torchweld.optim._params import Group
+
+AVG, SQUARE = "exp_avg", "exp_avg_sq"
+BITS, SCALE, WORKER, SERVER = "exp_avg_bits", "exp_avg_scale", "worker_error", "server_error"
+# Entries of a group: steps taken, and whose errors a state has, [rank, ranks].
+TAKEN, OWNER = "steps_taken", "errors_of"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BUCKET = 1 << 24  # elements of gradients that are averaged at once
+
+
+class _LeftOut(Exception):  # noqa: N818
+    """A rank found an infinity in its scaled gradients: every rank leaves the step out."""
+
+
+class OneBitOptimizer(OwnOptimizer):
+    """An optimizer that averages by itself what processes find; see OneBitAdam."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        group: Any = None,
+        error_dtype: torch.dtype = torch.float32,
+        **others: Any,
+    ) -> None:
+        name = type(self).__name__
+        freeze_step = defaults["freeze_step"]
+        if not isinstance(freeze_step, int) or freeze_step < 1:
+            raise ArgumentError(name, "freeze_step", repr(freeze_step), "an int >= 1")
+        check_error_dtype(name, error_dtype)
+        if others.get("state_dtype", torch.float32) != torch.float32:
+            accepted = "torch.float32: the momentum is bits, and second moments are frozen"
+            raise ArgumentError(name, "state_dtype", repr(others["state_dtype"]), accepted)
+        if others.get("max_grad_norm") is not None:
+            accepted = "None: after the warm-up no process has the mean gradient"
+            raise ArgumentError(name, "max_grad_norm", repr(others["max_grad_norm"]), accepted)
+        self._wire, self._error_dtype = Wire(name, group), error_dtype
+        self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []  # until no rank can fail
+        self._attached: list[weakref.ref[Any]] = []
+        self._is_checked = False
+        super().__init__(params, defaults, **others)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        return self._wire.bytes_sent
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the warm-up is over, for the step that comes next."""
+        first = self.param_groups[0]
+        return first[TAKEN] >= first["freeze_step"]
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        name, first = type(self).__name__, self.param_groups[0]
+        group[TAKEN] = first.get(TAKEN, 0)
+        group[OWNER] = [self._wire.rank, self._wire.size]
+        if group["freeze_step"] != first["freeze_step"]:
+            accepted = f"{first['freeze_step']}, as in the first group"
+            raise ArgumentError(name, "freeze_step", repr(group["freeze_step"]), accepted)
+        for p in group["params"]:
+            if is_one(p):
+                accepted = "a tensor that every process has whole; with FSDP2, a low-precision"
+                accepted += " reduce-scatter: torchweld.distributed.LowPrecisionReduceScatter"
+                raise ArgumentError(name, "params", "with a DTensor", accepted)
+            if p.dtype not in _DTYPES:
+                accepted = "float32, bfloat16 or float16"
+                raise ArgumentError(name, "params", f"with one of {p.dtype}", accepted)
+
+    def attach(self, ddp: torch.nn.Module) -> None:
+        """Let a DistributedDataParallel leave its gradients as they are: they are averaged here.
+
+        To be called before its first backward pass.
+        """
+        _ddp.leave_gradients(type(self).__name__, ddp)
+        self._attached.append(weakref.ref(ddp))
+
+    def __getstate__(self) -> State:
+        raise ArgumentError(type(self).__name__, "self", "pickled", "its state_dict()")
+
+    # --- The step -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, which all processes of the group take together.
+
+        Raises CollectiveError on every process, and changes no parameter and no state, where a
+        gradient is not finite, shapes or steps differ, or a process is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_checked and self._wire.size > 1:
+            params = [p for group in self.param_groups for p in group["params"]]
+            _ddp.check_attached(type(self).__name__, params, self._attached)
+            self._is_checked = True
+        self._unscale()  # ranks may have scales of their own
+        self.grad_scale = None
+        try:
+            super().step()
+        except _LeftOut:
+            return loss
+        except ArgumentError:  # the others wait
+            self._wire.failed(self.param_groups[0]["params"][0].device)
+            raise
+        finally:
+            self._owed = []
+        for group in self.param_groups:
+            group[TAKEN] += 1
+        return loss
+
+    def _rule(self) -> Rule:
+        return RULE
+
+    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
+        if group.get(TAKEN, 0) >= group["freeze_step"]:
+            return {SQUARE: UNSIGNED}
+        return {AVG: SIGNED, SQUARE: UNSIGNED}
+
+    def _settings(self, group: Group, batch: Batch) -> LambSettings:
+        beta1, beta2 = map(float, group["betas"])
+        numbers = beta1, beta2, float(group["eps"]), float(group["weight_decay"])
+        return LambSettings(*numbers, group["bias_correction"], True)
+
+    def _passes(self) -> Iterable[Pass]:
+        if not self.is_frozen:
+            return (Pass(self._list_gradients, Exchange.MEAN), *RULE.passes)
+        return (
+            Pass(self._mix_gradients, Exchange.ONE_BIT_MEAN),
+            Pass(self._keep_momentum),
+            Pass(self._step_frozen),
+        )
+
+    def _list_gradients(self, task: Task) -> Iterable[Part]:
+        batch = task.batch
+        return [Part(g, p, ()) for g, p in zip(batch.grads, batch.wholes, strict=True)]
+
+    def _mix_gradients(self, task: Task) -> Iterable[Part]:
+        """The momentum that this process would have by its own gradient."""
+        batch, beta1 = task.batch, task.settings[0]
+        sign = 1.0 if task.grad_factor is None else float(task.grad_factor)
+        task.handed_on = []
+        for p, g in zip(batch.wholes, batch.grads, strict=True):
+            momentum = self._momentum_of(p).mul_(beta1).add_(g.float() * (sign * (1 - beta1)))
+            task.handed_on.append(momentum)
+        return [Part(m, p, ()) for m, p in zip(task.handed_on, batch.wholes, strict=True)]
+
+    def _keep_momentum(self, task: Task) -> Iterable[Part]:
+        """No rank can fail any more: what was exchanged becomes the state."""
+        for p, packed, errors in self._owed:
+            state = self.state[p]
+            state.pop(AVG, None)
+            state[BITS], state[SCALE] = packed.bits, packed.scale
+            state[WORKER], state[SERVER] = errors
+        self._owed = []
+        return ()
+
+    def _step_frozen(self, task: Task) -> Iterable[Part]:
+        batch, (beta1, beta2, eps, decay, corrected, _) = task.batch, task.settings
+        squares, scale = batch.moments, 1.0
+        for momentum, square in zip(task.handed_on, squares, strict=True):
+            mask(momentum, square)
+        self._find_frozen_ratios(task)
+        if corrected:
+            group = self.param_groups[0]
+            root_scale = (1 - beta2 ** group["freeze_step"]) ** -0.5
+            scale, eps = 1 / (1 - beta1 ** (group[TAKEN] + 1)) / root_scale, eps / root_scale
+            torch._foreach_mul_(task.handed_on, scale)
+        batch.moments = [*task.handed_on, *squares]
+        batch.grads = batch.params  # they are multiplied by 0
+        task.grad_factor, task.settings = None, LambSettings(1.0, 1.0, eps, decay, False, True)
+        RULE.step(task)
+        return ()
+
+    def _find_frozen_ratios(self, task: Task) -> None:
+        """For a rule with ratios; momentum is there, with zeros where squares are zero."""
+
+    # --- Momentum and exchanges ---------------------------------------------------------------
+
+    def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
+        """The momentum that all processes have, as a new float32 tensor."""
+        state = self.state[p]
+        if AVG in state:
+            return state[AVG].clone()
+        if BITS not in state:
+            steps = self.param_groups[0]["freeze_step"]
+            accepted = f"parameters that had gradients in the first {steps} steps"
+            raise ArgumentError(type(self).__name__, "params", "with a new one", accepted)
+        momentum = Packed(state[BITS], state[SCALE], p.numel()).dequantize().view(p.shape)
+        return mask(momentum, state[SQUARE])
+
+    def _exchange(self, kind: Exchange, parts: Iterable[Part]) -> None:
+        listed = list(parts)
+        if kind is Exchange.MEAN:
+            self._average([part.here for part in listed])
+        elif kind is Exchange.ONE_BIT_MEAN:
+            self._compress(listed)
+        else:
+            super()._exchange(kind, listed)
+
+    def _phase(self) -> list[object]:
+        return [type(self).__name__, self.param_groups[0][TAKEN]]
+
+    def _status(self) -> Status:
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        return Status.READY if found_inf is None or not found_inf.item() else Status.SKIPS
+
+    def _average(self, grads: Sequence[torch.Tensor]) -> None:
+        """The mean gradients, in place."""
+        status = self._status()
+        if status is Status.READY and grads and not sum_of_squares(grads).isfinite():
+            status = Status.NOT_FINITE
+        if self._wire.agree(grads, status, "warm-up", *self._phase()) is not Status.READY:
+            raise _LeftOut
+        if self._wire.size == 1:
+            return
+        begin, under_way = 0, []
+        while begin < len(grads):
+            end, size = begin, 0
+            while end < len(grads) and (end == begin or size + grads[end].numel() <= _BUCKET):
+                size += grads[end].numel()
+                end += 1
+            some = grads[begin:end]
+            under_way.append((some, self._wire.average(flat_of(some))))
+            begin = end
+        means = [(some, pending.wait()) for some, pending in under_way]
+        for some, flat in means:
+            for g, mean in zip(some, runs(flat, sizes_of(some)), strict=True):
+                g.copy_(mean.view(g.shape))
+
+    def _compress(self, parts: Sequence[Part]) -> None:
+        """The mean momenta, in place; what becomes of the state waits."""
+        self._owed = self._reduce([(part.param, part.here) for part in parts])
+        for part, (_, packed, _) in zip(parts, self._owed, strict=True):
+            part.here.copy_(packed.dequantize().view(part.here.shape))
+
+    def _reduce(
+        self, owned: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, Packed, Errors]]:
+        """The means of tensors, each with the parameter whose state has its errors."""
+        states = [self.state[p] for p, _ in owned]
+        errors = [Errors(state.get(WORKER), state.get(SERVER)) for state in states]
+        tensors, dtype = [t for _, t in owned], self._error_dtype
+        status = self._status()
+        exchange = OneBitExchange(self._wire, tensors, errors, self._phase(), dtype, status)
+        if exchange.status is not Status.READY:
+            raise _LeftOut
+        found = zip(owned, *exchange.finish(), strict=True)
+        return [(p, packed, new) for (p, _), packed, new in found]
+
+    # --- State --------------------------------------------------------------------------------
+
+    def whole_state_dict(self) -> State:
+        """A state for any number of processes, the same on all of them: a collective.
+
+        A state_dict() has this process's errors: it is for the same process of as many.
+        """
+        saved = self.state_dict()
+        states = [state for _, state in sorted(saved["state"].items()) if WORKER in state]
+        errors = [Errors(state[WORKER], state[SERVER]) for state in states]
+        owed = whole_errors(self._wire, errors, sizes_of(e.worker for e in errors))  # type: ignore[misc]
+        whole = {id(state): each for state, each in zip(states, owed, strict=True)}
+        for key, state in saved["state"].items():
+            if id(state) in whole:
+                worker, server = whole[id(state)]
+                saved["state"][key] = state | {WORKER: worker, SERVER: server}
+        for group in saved["param_groups"]:
+            group[OWNER] = None
+        return saved
+
+    def _adopt(self, state_dict: State) -> State:
+        name, wire = type(self).__name__, self._wire
+        owner = state_dict["param_groups"][0].get(OWNER)
+        states = dict(state_dict["state"])
+        if any(WORKER in state for state in states.values()):
+            rank, size = owner or (None, None)
+            check_rank(name, wire, rank, size)
+            for key, state in states.items():
+                if WORKER in state:
+                    errors = Errors(state[WORKER], state[SERVER])
+                    if owner is None:
+                        errors = part_of(wire, errors, self._error_dtype)
+                    cast = [e if e is None else e.to(self._error_dtype) for e in errors]
+                    states[key] = state | {WORKER: cast[0], SERVER: cast[1]}
+        groups = [
+            {TAKEN: 0} | group | {OWNER: [wire.rank, wire.size]}
+            for group in state_dict["param_groups"]
+        ]
+        adopted = super()._adopt(state_dict | {"state": states, "param_groups": groups})
+        for key, state in states.items():  # a missing error is None, which the codecs leave out
+            if WORKER in state:
+                adopted["state"][key][SERVER] = adopted["state"][key].get(SERVER)
+        return adopted
+
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """How many bytes each entry of the state takes, per element of the parameters."""
+        count = sum(p.numel() for p in self.state)
+        found: dict[str, float] = {}
+        for state in self.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[name] = found.get(name, 0) + value.nbytes / count
+        return found
+
+
+def mask(momentum: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    """Zero where no gradient ever was: bits have no zero, and eps would be all it is divided by."""
+    return momentum.masked_fill_(square == 0, 0)

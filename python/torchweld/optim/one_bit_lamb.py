@@ -1,0 +1,199 @@
+"""1-bit LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchweld.collectives.one_bit import Packed, flat_of, runs, sizes_of
+from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.batch import Task
+from torchweld.ops.optimizer.passes import Part, Pass
+from torchweld.ops.optimizer.reference import read_param
+from torchweld.optim._base import RatiosOf
+from torchweld.optim._one_bit import AVG, BITS, SCALE, SQUARE, OneBitOptimizer, mask
+from torchweld.optim._params import Group
+
+# Entries of a state: the average of the warm-up's ratios, the factor of the last step, what makes
+# momenta alike in size before they share a scale, and second moments that go on.
+COEFF, FACTOR, SCALING, FRESH = "ratio_average", "last_factor", "scaling", "exp_avg_sq_fresh"
+
+
+class OneBitLAMB(OneBitOptimizer):
+    """1-bit LAMB (Li et al. 2021): LAMB whose momentum travels, and is kept, as bits.
+
+    For `freeze_step` steps gradients are averaged in float32 and the step is LAMB's; an average of
+    its ratios is kept. Then second moments stay as they are, and processes average all momenta as
+    one tensor by signs with error feedback. A tensor's ratio is the average times a factor. The
+    factor compares the frozen second moments with ones that go on, made of gradients that follow
+    from the momenta.
+
+    Args:
+        params, lr, betas, eps, weight_decay, freeze_step, bias_correction, group, error_dtype,
+            others: as OneBitAdam's.
+        trust_clip: the least and the largest ratio of the warm-up.
+        coeff_beta: how slowly the average of ratios changes.
+        factor_clip: the least and the largest factor.
+        factor_threshold: by what part a factor may differ from that of the step before.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int,
+        bias_correction: bool = False,
+        trust_clip: tuple[float, float] = (0.01, 10.0),
+        coeff_beta: float = 0.9,
+        factor_clip: tuple[float, float] = (0.5, 4.0),
+        factor_threshold: float = 0.1,
+        **others: Any,
+    ) -> None:
+        name = type(self).__name__
+        for argument, clip in (("trust_clip", trust_clip), ("factor_clip", factor_clip)):
+            if not 0 <= clip[0] <= clip[1]:
+                accepted = "two numbers, 0 <= least <= largest"
+                raise ArgumentError(name, argument, repr(clip), accepted)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "freeze_step": freeze_step,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "coeff_beta": coeff_beta,
+            "factor_clip": factor_clip,
+            "factor_threshold": factor_threshold,
+        }
+        self._momenta: dict[torch.Tensor, torch.Tensor] = {}  # of the step under way
+        self._previous: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(params, defaults, **others)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As OneBitAdam.step."""
+        try:
+            return super().step(closure)
+        finally:
+            self._momenta, self._previous = {}, {}
+
+    def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
+        def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
+            ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
+            return ratios.clamp(*group["trust_clip"])
+
+        return ratios_of
+
+    def _passes(self) -> Iterable[Pass]:
+        passes = super()._passes()
+        return passes if self.is_frozen else (*passes, Pass(self._average_ratios))
+
+    def _average_ratios(self, task: Task) -> Iterable[Part]:
+        assert task.ratios is not None
+        beta = self.param_groups[0]["coeff_beta"]
+        for p, ratio in zip(task.batch.wholes, task.ratios, strict=True):
+            before = self.state[p].get(COEFF, torch.zeros_like(ratio))
+            # A ratio of 1 may stand for one that is not defined.
+            average = beta * before + (1 - beta) * ratio
+            self.state[p][COEFF] = torch.where(ratio == 1, before, average)
+        return ()
+
+    def _find_frozen_ratios(self, task: Task) -> None:
+        batch = task.batch
+        masters: Sequence[Any] = batch.masters or [None] * len(batch.params)
+        columns = zip(
+            batch.wholes, batch.params, masters, task.handed_on, batch.moments, strict=True
+        )
+        task.ratios = torch.stack(
+            [
+                self._ratio(p, read_param(value, master).float(), momentum, square, task.settings)
+                for p, value, master, momentum, square in columns
+            ]
+        )
+
+    def _ratio(
+        self,
+        p: torch.Tensor,
+        value: torch.Tensor,
+        momentum: torch.Tensor,
+        square: torch.Tensor,
+        settings: Sequence[Any],
+    ) -> torch.Tensor:
+        """The average ratio, times the factor of this step."""
+        group, state = self.param_groups[0], self.state[p]
+        beta1, beta2, eps, decay, *_ = settings
+        gradient = (momentum - self._previous.pop(p) * beta1) / (1 - beta1)
+        fresh = state.setdefault(FRESH, square.clone())
+        fresh.mul_(beta2).add_(gradient * gradient * (1 - beta2))
+        root = square.sqrt() + eps
+        factor = (root / (fresh.sqrt() + eps)).max().double()
+        if decay > 0:
+            step = momentum / root
+            whole = (step + value * decay).double().square().sum().sqrt()
+            share = (step.double().square().sum().sqrt() / whole).nan_to_num(1.0).clamp(max=1.0)
+            factor = factor * share + (1 - share)
+        last = state.get(FACTOR, torch.ones_like(factor))
+        threshold = group["factor_threshold"]
+        factor = factor.clamp(*group["factor_clip"])
+        factor = factor.clamp(last * (1 - threshold), last * (1 + threshold))
+        state[FACTOR] = factor
+        return state[COEFF] * factor
+
+    # --- One tensor for all momenta -----------------------------------------------------------
+
+    def _compress(self, parts: Sequence[Part]) -> None:
+        name, params = type(self).__name__, self._params()
+        if len(parts) != len(params):
+            accepted = "with a gradient for each: all momenta share a scale"
+            raise ArgumentError(name, "params", "with one that has no gradient", accepted)
+        number = {p: i for i, p in enumerate(params)}
+        parts = sorted(parts, key=lambda part: number[part.param])
+        scaling = self._scaling(params)
+        flat = flat_of([part.here * s for part, s in zip(parts, scaling, strict=True)])
+        self._owed = self._reduce([(params[0], flat)])
+        found = runs(self._owed[0][1].dequantize(), sizes_of(params))
+        for part, momentum, s in zip(parts, found, scaling, strict=True):
+            part.here.copy_(momentum.view(part.here.shape) / s)
+
+    def _scaling(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What makes momenta alike in size, by their size at the end of the warm-up."""
+        states = [self.state[p] for p in params]
+        if SCALING not in states[0]:
+            momenta = [state[AVG].double() for state in states]
+            sizes = torch.stack([m.square().mean().sqrt() for m in momenta])
+            scaling = torch.where(sizes > 0, sizes.mean() / sizes, 1.0).float()
+            for state, s in zip(states, scaling, strict=True):
+                state[SCALING] = s.clone()
+        return [state[SCALING] for state in states]
+
+    def _keep_momentum(self, task: Task) -> Iterable[Part]:
+        if self._owed:
+            for state in self.state.values():
+                state.pop(AVG, None)
+        return super()._keep_momentum(task)
+
+    def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
+        first = self._params()[0]
+        if AVG in self.state[p] or BITS not in self.state[first]:
+            momentum = super()._momentum_of(p)
+        else:
+            if not self._momenta:
+                sizes = sizes_of(self._params())
+                packed = Packed(self.state[first][BITS], self.state[first][SCALE], sum(sizes))
+                self._momenta = dict(
+                    zip(self._params(), runs(packed.dequantize(), sizes), strict=True)
+                )
+            state = self.state[p]
+            momentum = mask(self._momenta.pop(p).view(p.shape) / state[SCALING], state[SQUARE])
+        self._previous[p] = momentum.clone()
+        return momentum
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]

@@ -1,0 +1,151 @@
+"""1-bit Adam and 1-bit LAMB in numpy, from the papers' and DeepSpeed's published algorithms.
+
+All ranks in one process, in float32 with sums in float64, and nothing of torchweld.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+F = np.float32
+Arrays = list[np.ndarray]
+
+
+def compress(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is sent of x, and the error: the scale times the sign, where the sign of 0 is 1."""
+    scale = F(np.sqrt(np.square(x.astype(np.float64)).sum() / x.size)) if x.size else F(0)
+    sent = np.where(x >= 0, scale, -scale).astype(F)
+    return sent, x - sent
+
+
+class Compressed:
+    """Error-compensated 1-bit averaging over W workers, each of which serves a chunk."""
+
+    def __init__(self, workers: int, size: int) -> None:
+        chunk = max(8, 8 * -(-size // (8 * workers)))
+        self.cuts = [min(w * chunk, size) for w in range(workers + 1)]
+        self.worker = [np.zeros(size, F) for _ in range(workers)]
+        self.server = [np.zeros(b - a, F) for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+
+    def mean(self, given: Arrays) -> np.ndarray:
+        sent = []
+        for w, x in enumerate(given):
+            one, self.worker[w] = compress(x + self.worker[w])
+            sent.append(one)
+        if len(given) == 1:
+            return sent[0]
+        total = np.zeros_like(given[0])
+        for one in sent:
+            total = total + one
+        mean, found = total / F(len(given)), []
+        for r, (a, b) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
+            one, self.server[r] = compress(mean[a:b] + self.server[r])
+            found.append(one)
+        return np.concatenate(found)
+
+
+class Adam:
+    """OneBitAdam's arguments; step() takes each worker's gradients."""
+
+    def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
+        self.s = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | s
+        self.params, self.t, self.workers = params, 0, workers
+        self.m, self.v = ([np.zeros_like(p) for p in params] for _ in range(2))
+        self.reducers = self.make_reducers()
+
+    def make_reducers(self) -> list[Compressed]:
+        return [Compressed(self.workers, p.size) for p in self.params]
+
+    def mean(self, grads: list[Arrays], i: int) -> np.ndarray:
+        total = grads[0][i].astype(F)
+        for of_worker in grads[1:]:
+            total = total + of_worker[i].astype(F)
+        return total / F(self.workers)
+
+    def step(self, grads: list[Arrays]) -> None:
+        self.t += 1
+        if self.t > self.s["freeze_step"]:
+            self.compressed(grads)
+            return
+        b1, b2 = self.s["betas"]
+        for i, p in enumerate(self.params):
+            g = self.mean(grads, i)
+            self.m[i] = self.m[i] * F(b1) + g * F(1 - b1)
+            self.v[i] = self.v[i] * F(b2) + g * g * F(1 - b2)
+            self.move(i, p, self.direction(i, p))
+
+    def direction(self, i: int, p: np.ndarray) -> np.ndarray:
+        u = self.m[i] / (np.sqrt(self.v[i]) + F(self.s["eps"]))
+        return u + p * F(self.s["weight_decay"])
+
+    def move(self, i: int, p: np.ndarray, u: np.ndarray, ratio: float = 1.0) -> None:
+        p -= u * F(self.s["lr"] * ratio)
+
+    def mixed(self, grads: list[Arrays], w: int, i: int) -> np.ndarray:
+        b1 = self.s["betas"][0]
+        return self.m[i] * F(b1) + grads[w][i].astype(F) * F(1 - b1)
+
+    def compressed(self, grads: list[Arrays]) -> None:
+        for i, p in enumerate(self.params):
+            own = [self.mixed(grads, w, i).ravel() for w in range(self.workers)]
+            m = self.reducers[i].mean(own).reshape(p.shape)
+            self.m[i] = np.where(self.v[i] == 0, F(0), m)
+            self.move(i, p, self.direction(i, p))
+
+
+class Lamb(Adam):
+    """OneBitLAMB's arguments."""
+
+    def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
+        own = {"trust_clip": (0.01, 10.0), "coeff_beta": 0.9, "factor_clip": (0.5, 4.0)}
+        super().__init__(params, workers, **(own | {"factor_threshold": 0.1} | s))
+        self.coeff, self.factor = [0.0] * len(params), [1.0] * len(params)
+        self.fresh: Arrays = []
+        self.scaling: list[np.float32] = []
+
+    def make_reducers(self) -> list[Compressed]:
+        return [Compressed(self.workers, sum(p.size for p in self.params))]
+
+    def move(self, i: int, p: np.ndarray, u: np.ndarray, ratio: float | None = None) -> None:
+        if ratio is None:
+            norms = [np.sqrt(np.square(x.astype(np.float64)).sum()) for x in (p, u)]
+            ratio = norms[0] / norms[1] if min(norms) > 0 else 1.0
+            ratio = float(np.clip(ratio, *self.s["trust_clip"]))
+            if ratio != 1:
+                beta = self.s["coeff_beta"]
+                self.coeff[i] = beta * self.coeff[i] + (1 - beta) * ratio
+        p -= u * F(self.s["lr"] * ratio)
+
+    def compressed(self, grads: list[Arrays]) -> None:
+        b1, b2 = self.s["betas"]
+        eps, decay = F(self.s["eps"]), self.s["weight_decay"]
+        if not self.fresh:
+            self.fresh = [v.copy() for v in self.v]
+            sizes = [np.sqrt(np.square(m.astype(np.float64)).mean()) for m in self.m]
+            self.scaling = [F(np.mean(sizes) / size) if size > 0 else F(1) for size in sizes]
+        own = [
+            np.concatenate(
+                [(self.mixed(grads, w, i) * c).ravel() for i, c in enumerate(self.scaling)]
+            )
+            for w in range(self.workers)
+        ]
+        flat, begin = self.reducers[0].mean(own), 0
+        for i, p in enumerate(self.params):
+            m = flat[begin : begin + p.size].reshape(p.shape) / self.scaling[i]
+            begin += p.size
+            previous, self.m[i] = self.m[i], np.where(self.v[i] == 0, F(0), m)
+            g = (self.m[i] - previous * F(b1)) / F(1 - b1)
+            self.fresh[i] = self.fresh[i] * F(b2) + g * g * F(1 - b2)
+            root = np.sqrt(self.v[i]) + eps
+            factor = float((root / (np.sqrt(self.fresh[i]) + eps)).max())
+            u, prelim = self.direction(i, p), self.m[i] / root
+            if decay > 0:
+                norms = [np.sqrt(np.square(x.astype(np.float64)).sum()) for x in (prelim, u)]
+                share = min(1.0, norms[0] / norms[1])
+                factor = factor * share + 1 - share
+            factor = float(np.clip(factor, *self.s["factor_clip"]))
+            last, change = self.factor[i], self.s["factor_threshold"]
+            self.factor[i] = float(np.clip(factor, last * (1 - change), last * (1 + change)))
+            self.move(i, p, u, self.coeff[i] * self.factor[i])
