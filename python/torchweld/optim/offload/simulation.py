@@ -212,7 +212,7 @@ def static(work: Workload, scheme: Scheme) -> dict[str, Plan]:
     return {
         "all on the device": Plan(work.layers, scheme=scheme),
         "states on the host": Plan(0, scheme=scheme),
-        "parameters and states on the host": Plan(0, streams=True, scheme=scheme),
+        "all on the host": Plan(0, streams=True, scheme=scheme),
     }
 
 
@@ -239,7 +239,7 @@ def draw(path: str) -> None:
     """A chart of all cases."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(15, 7), layout="constrained")
     for axes, (work, machine) in zip(figure.subplots(2, 2).flat, CASES, strict=True):
         rows = compare(work, machine)
         names = list(rows)[::-1]
@@ -249,8 +249,9 @@ def draw(path: str) -> None:
         for at, name in enumerate(names):
             text = " no room" if rows[name] is None else f" {rows[name]:.2f} s"
             axes.text(seconds[at], at, text, va="center")
-        axes.set_xlim(0, 1.25 * max(seconds))
-        axes.set_title(f"{work.name} on {machine.capacity / 1e9:.0f} GB, seconds a step")
+        axes.set_xlim(0, 1.3 * max(seconds))
+        axes.set_title(f"{work.name} on {machine.capacity / 1e9:.0f} GB", fontsize=11)
+        axes.set_xlabel("seconds a step")
     figure.savefig(path, dpi=110)
 
 
