@@ -7,6 +7,7 @@ from torchweld.optim.eight_bit import Adam8bit, AdamW8bit, LAMB8bit, Lion8bit
 from torchweld.optim.lamb import LAMB
 from torchweld.optim.lars import LARS
 from torchweld.optim.lion import Lion
+from torchweld.optim.offload import Offload
 from torchweld.optim.one_bit_adam import OneBitAdam
 from torchweld.optim.one_bit_lamb import OneBitLAMB
 from torchweld.optim.sgd import SGD
@@ -23,6 +24,7 @@ __all__ = [
     "LAMB8bit",
     "Lion",
     "Lion8bit",
+    "Offload",
     "OneBitAdam",
     "OneBitLAMB",
     "TransformersAdafactor",

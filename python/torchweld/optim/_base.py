@@ -50,6 +50,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether gradients may be sparse: they are made dense.
     _takes_sparse = False
+    # The number of the first parameter: more than 0 where others step those before it.
+    _first_number = 0
     # The norm of all gradients before clipping, after a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
@@ -197,7 +199,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         names = [name for name in self.defaults if name not in _NO_SETTINGS]
         found: dict[Any, Gathering] = {}
-        number = 0  # of a group's first parameter among all: the same in every process and run
+        # Of a group's first parameter among all: the same in every process and run.
+        number = self._first_number
         for group in self.param_groups:
             lr = self._learning_rate(group)
             shared = lr if isinstance(lr, torch.Tensor) else None

@@ -37,7 +37,8 @@ def _reduce(kind: Exchange, parts: list[Part]) -> None:
     if not along:
         return
     mesh = parts[0].param.device_mesh  # type: ignore[attr-defined]
-    flat = torch.cat([part.here.flatten() for part in parts])
+    # To where the mesh's devices communicate: parts of states on the host are not there.
+    flat = torch.cat([part.here.flatten() for part in parts]).to(mesh.device_type)
     for at in along:
         operation = getattr(torch.distributed.ReduceOp, kind.value)
         torch.distributed.all_reduce(flat, operation, group=mesh.get_group(at))

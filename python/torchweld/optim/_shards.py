@@ -34,6 +34,13 @@ def from_part(
 
     stride = torch.empty(shape, device="meta").stride()
     mesh = p.device_mesh  # type: ignore[attr-defined]
+    if part.device.type not in (mesh.device_type, "meta"):
+        # On the host, beside the mesh's devices: from_local would move it there.
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(shape, stride, part.dtype)
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+        return DTensor(part, spec, requires_grad=False)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -1,0 +1,408 @@
+"""Parameters that leave, step and return together, and what is kept on the host for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from torchweld.ops.optimizer import passes
+from torchweld.ops.optimizer.batch import Batch, Tensors
+from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._codecs import State
+from torchweld.optim._exchanges import exchange
+from torchweld.optim._shards import from_part, is_one, like, local
+from torchweld.optim.offload._members import Member
+from torchweld.optim.offload._transfers import Arrival, Transfers
+
+HOST, DEVICE = "cpu", "cuda"
+_ALIGNMENT = 64  # bytes: a vector of the widest instruction set
+States = dict[torch.Tensor, State]
+
+
+class Undo:
+    """The host memory that states before uncertain steps may take, of all buckets together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def take(self, count: int) -> bool:
+        if self.used + count > self.limit:
+            return False
+        self.used += count
+        return True
+
+
+class Bucket:
+    """A range of an optimizer's parameters, in its order."""
+
+    def __init__(
+        self,
+        given: FusedOptimizer,
+        ranges: list[tuple[int, list[torch.Tensor]]],
+        first_number: int,
+        states: States,
+        transfers: Transfers,
+    ) -> None:
+        self._given, self._states, self._transfers = given, states, transfers
+        self._first_number = first_number
+        self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
+        self.members = [m for _, members in self._ranges for m in members]
+        self.home = DEVICE
+        self.missing = 0  # expected gradients that are yet to come
+        self.task: Future[None] | None = None
+        # What a step went by that may yet be undone: its factor and settings.
+        self.uncertain: tuple[float, list[Group]] | None = None
+        self._state_bytes = (0, 0)  # of how many parameters, and how many
+        self._buffers: list[torch.Tensor] = []
+        self._journal: Tensors = []
+        self._written: Tensors = []
+        self._works: list[tuple[Group, Batch]] | None = None
+        self._stepping: list[Member] = []
+        self._fetched: Arrival | None = None
+        self._given_back: Arrival | None = None
+        self._stepper = self._new_stepper()
+
+    # --- Where it is --------------------------------------------------------------------------
+
+    def move(self, home: str) -> None:
+        """Take parameters to step, with their states, to the host or to the device."""
+        if home == self.home:
+            return
+        new = self._twins() if home == HOST else [(m.param, m.param) for m in self.members]
+        device = new[0][0].device if home == HOST else None
+        moved = {
+            m: {name: _moved(v, device or m.param.device) for name, v in state.items()}
+            for m in self.members
+            if (state := self._states.get(m.twin)) is not None
+        }
+        for m, (twin, landing) in zip(self.members, new, strict=True):
+            if (state := self._states.pop(m.twin, None)) is not None:
+                state.update(moved[m])  # the same dict, which the given optimizer has as well
+                self._states[twin] = state
+            m.twin, m.landing = twin, landing
+            m.stamp = m.stamp_now()
+        if home == DEVICE:
+            self._drop_buffers()
+        self.home = home
+        self._stepper = self._new_stepper()
+
+    def _twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and gradients on the host, in two buffers."""
+        parts = [local(m.param.detach()) for m in self.members]
+        sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
+        with host_memory("parameters and gradients", 2 * sum(sizes)):
+            self._buffers = [
+                torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2)
+            ]
+        try:
+            for buffer in self._buffers:
+                self._transfers.pin(buffer)
+        except MemoryError:
+            self._drop_buffers()
+            raise
+        views: list[Tensors] = []
+        for buffer in self._buffers:
+            pieces = zip(buffer.split(sizes), parts, strict=True)
+            views.append([_view(piece, part) for piece, part in pieces])
+        self._transfers.fetch(zip(parts, views[0], strict=True)).synchronize()
+        return [
+            (torch.nn.Parameter(like(m.param, twin), m.param.requires_grad), like(m.param, landing))
+            for m, twin, landing in zip(self.members, *views, strict=True)
+        ]
+
+    def _drop_buffers(self) -> None:
+        for buffer in self._buffers:
+            self._transfers.unpin(buffer)
+        self._buffers, self._journal, self._written = [], [], []
+        self._works = None
+
+    def _new_stepper(self) -> FusedOptimizer:
+        groups = [{"params": [m.twin for m in members]} for _, members in self._ranges]
+        codecs = {m.twin: self._given._codec_of(m.param) for m in self.members}
+        return stepper(self._given, groups, self._first_number, self._states, codecs)
+
+    # --- Gradients ----------------------------------------------------------------------------
+
+    def expect(self) -> None:
+        """Expect what has been seen: gradients as often as before this step."""
+        for m in self.members:
+            m.expected = m.fired
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with gradients."""
+        for m in self.members:
+            m.forget()
+        self.missing = sum(m.expected for m in self.members)
+
+    def is_sent(self) -> bool:
+        """Whether the host has all gradients, and all parameters, as they are."""
+        return all(m.is_sent() for m in self.members) and not self._changed()
+
+    def _changed(self) -> list[Member]:
+        return [m for m in self.members if m.stamp != m.stamp_now()]
+
+    def send(self, release: bool) -> None:
+        """Fetch all gradients, and parameters that something else has written."""
+        copies = []
+        for m in self.members:
+            grad = m.param.grad if m.reduced is None else m.reduced
+            m.was_reduced = m.reduced is not None
+            if m.is_released and grad is None:
+                continue
+            m.sent, m.is_released = None, False
+            if grad is None:
+                m.twin.grad = None
+                continue
+            part = local(grad)
+            if grad.layout is torch.strided and grad.dtype == m.landing.dtype:
+                copies.append((part, local(m.landing)))
+                m.twin.grad = m.landing
+            else:
+                m.twin.grad_dtype = None  # type: ignore[attr-defined]
+                m.twin.grad = like(m.param, part.to("cpu", copy=True))
+            m.note_sent(grad)
+        for m in self._changed():
+            copies.append((local(m.param.detach()), local(m.twin.detach())))
+            m.stamp = m.stamp_now()
+        self._fetched = self._transfers.fetch(copies)
+        self._works = None
+        if release:
+            for m in self.members:
+                if m.sent is not None:
+                    m.param.grad, m.sent, m.is_released = None, None, True
+
+    def take_back(self, m: Member) -> None:
+        """Add a released gradient to the one that came after it, as if it had stayed."""
+        assert m.param.grad is not None
+        self.arrived()
+        local(m.param.grad).add_(local(m.landing).to(m.param.device))
+        m.is_released = False
+
+    def arrived(self) -> None:
+        """Wait for the gradients."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+
+    # --- The step -----------------------------------------------------------------------------
+
+    def freeze(self) -> list[Group]:
+        """Take over the settings of the groups, as they are now."""
+        groups = self._stepper.param_groups
+        before = [_settings(group) for group in groups]
+        for group, (at, _) in zip(groups, self._ranges, strict=True):
+            found = _settings(self._given.param_groups[at])
+            if self.home == HOST:  # on the device nothing waits for a learning rate there
+                found = {key: _frozen(value) for key, value in found.items()}
+            params = group["params"]
+            group.clear()
+            group.update(found, params=params)
+        now = [_settings(group) for group in groups]
+        if self.home == DEVICE or not same_settings(now, before):
+            self._works = None
+        return now
+
+    def prepare(self) -> None:
+        """Check all, and make states that are missing; nothing else is changed."""
+        if self._works is not None:
+            return
+        self.arrived()
+        count = sum(local(m.param.detach()).numel() for m in self.members)
+        with host_memory(f"states of {count} parameters", None):
+            self._works = self._stepper._work()
+        self._stepping = [m for m in self.members if m.twin.grad is not None]
+
+    def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """The step of all that is prepared."""
+        with torch.no_grad():
+            self.prepare()
+            if self._given_back is not None:
+                self._given_back.synchronize()  # a copy that still reads the parameters
+            assert self._works is not None
+            stepper = self._stepper
+            stepper.found_inf = found_inf  # type: ignore[attr-defined]
+            tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
+            passes.run(stepper._rule().passes, tasks, exchange)
+
+    def runs_alone(self) -> bool:
+        """Whether devices exchange nothing in the step, so that any thread may run it at any time.
+
+        Collectives have one order on all ranks, which only the thread of the training loop knows.
+        """
+        if not any(is_one(m.param) for m in self.members):
+            return True
+        rule = self._stepper._rule()
+        return not any(
+            each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
+            for group, batch in self._works or self._stepper._work()
+            for each in rule.passes
+            if batch.is_sharded
+        )
+
+    def speculate(self, factor: float, undo: Undo) -> None:
+        """Step by what is expected, and keep what it takes to undo the step; or do nothing."""
+        with torch.no_grad():
+            if any(not self._states.get(m.twin) for m in self.members if m.expected):
+                return
+            settings = self.freeze()
+            self.prepare()
+            if not self.runs_alone() or not self._keep(undo):
+                return
+            try:
+                self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
+            except BaseException:
+                self._restore()
+                raise
+            self.uncertain = (factor, settings)
+
+    def holds(self, factor: float, settings: list[Group]) -> bool:
+        """Whether the uncertain step went by these."""
+        assert self.uncertain is not None
+        return self.uncertain[0] == factor and same_settings(self.uncertain[1], settings)
+
+    def undo(self) -> None:
+        """Go back to before an uncertain step, bit for bit."""
+        if self.uncertain is not None:
+            self._restore()
+
+    def _keep(self, undo: Undo) -> bool:
+        assert self._works is not None
+        self._written = [t for _, batch in self._works for t in _written(batch)]
+        like_before = [(t.shape, t.dtype) for t in self._written]
+        if like_before != [(t.shape, t.dtype) for t in self._journal]:
+            undo.used -= self.undo_bytes()
+            self._journal = []
+            if not undo.take(sum(t.nbytes for t in self._written)):
+                return False
+            with host_memory("states before an uncertain step", None):
+                self._journal = [torch.empty_like(t) for t in self._written]
+        torch._foreach_copy_(self._journal, self._written)
+        return True
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._written, self._journal)
+        self.uncertain = None
+
+    def undo_bytes(self) -> int:
+        return sum(t.nbytes for t in self._journal)
+
+    def settle(self) -> None:
+        """Wait for a step that runs; withdraw one that waits. A failed one was undone."""
+        if self.task is not None and not self.task.cancel():
+            self.task.exception()
+        self.task = None
+
+    def rewind(self) -> None:
+        """Go back to before a step that nothing has asked for."""
+        self.settle()
+        self.undo()
+        self._works = None
+
+    def give(self) -> None:
+        """Return what has stepped, which nothing undoes any more."""
+        self.uncertain = None
+        pairs = [(local(m.twin.detach()), local(m.param.detach())) for m in self._stepping]
+        self._given_back = self._transfers.give(pairs)
+        for m in self._stepping:
+            m.stamp = m.stamp_now()
+        self._works, self._stepping = None, []
+
+    def end(self) -> None:
+        """After a step on the device."""
+        self._works, self._stepping = None, []
+
+    def refresh(self) -> None:
+        """Take over parameters that something else may have written."""
+        parts = [(local(m.param.detach()), local(m.twin.detach())) for m in self.members]
+        self._transfers.fetch(parts).synchronize()
+        for m in self.members:
+            m.stamp = m.stamp_now()
+
+    def state_bytes(self) -> int:
+        """The bytes of all states, wherever they are."""
+        states = [self._states[m.twin] for m in self.members if m.twin in self._states]
+        if self._state_bytes[0] != len(states):
+            tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+            self._state_bytes = len(states), sum(local(t).nbytes for t in tensors)
+        return self._state_bytes[1]
+
+    def host_buffers(self) -> int:
+        """The bytes of parameters and gradients on the host."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+
+def stepper(
+    given: FusedOptimizer,
+    groups: list[Group],
+    first_number: int,
+    states: States,
+    codecs: dict[torch.Tensor, Any],
+) -> FusedOptimizer:
+    """An optimizer like the given one for other parameters, without checks and hooks."""
+    new = object.__new__(type(given))
+    new.__dict__.update(given.__dict__)
+    new.param_groups, new._first_number, new._codecs_of = groups, first_number, codecs
+    new.state = states  # type: ignore[assignment]
+    return new
+
+
+@contextlib.contextmanager
+def host_memory(what: str, count: int | None) -> Iterator[None]:
+    """Raise a MemoryError that says what there was no room for."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            size = "" if count is None else f" ({count} bytes)"
+            raise MemoryError(
+                f"Offload: the host has no room for {what}{size}. Nothing has stepped. Smaller "
+                'states (state_dtype="8bit"), master_weights="remainder" or undo_bytes=0 take less'
+            ) from error
+        raise
+
+
+def _written(batch: Batch) -> Iterable[torch.Tensor]:
+    for tensors in (batch.params, batch.masters, batch.moments, batch.absmaxes, batch.steps):
+        yield from tensors
+
+
+def _view(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor like this part, in a piece of a buffer."""
+    strides = torch.empty_like(part, device="meta").stride()
+    return piece[: part.nbytes].view(part.dtype).as_strided(part.shape, strides)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_one(value):
+        placements = value.placements  # type: ignore[attr-defined]
+        return from_part(value, local(value).to(device), placements, value.shape)
+    return value.to(device)
+
+
+def _settings(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _frozen(value: Any) -> Any:
+    """A setting as it is now: learning rates may be tensors that go on changing."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def same_settings(a: list[Group], b: list[Group]) -> bool:
+    """Whether two frozen lists of groups are the same."""
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+            return type(x) is type(y) and torch.equal(x, y)
+        return bool(x == y)
+
+    return all(
+        x.keys() == y.keys() and all(same(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True)
+    )

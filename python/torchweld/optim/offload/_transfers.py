@@ -1,0 +1,178 @@
+"""Copies between a device and the host, and the room that is there: all that knows the device.
+
+`CudaTransfers` copies on streams of its own. `SimulatedTransfers` is its twin for a device that is
+a part of the host's memory: it copies as well, and counts what the device holds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+# From, to.
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Arrival(Protocol):
+    """The end of some copies."""
+
+    def synchronize(self) -> None:
+        """Wait for it, on the host."""
+
+
+class Transfers(Protocol):
+    """What an offloaded step asks of a device."""
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """Let copies of this host memory run beside everything else."""
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """Called before the memory is given up."""
+
+    def fetch(self, copies: Copies) -> Arrival:
+        """To the host, after the work that the device has been given so far."""
+
+    def give(self, copies: Copies) -> Arrival:
+        """To the device, after the work that it has been given so far."""
+
+    def join(self) -> None:
+        """Work that the device is given from now on comes after what was given to it."""
+
+    def capacity(self) -> int:
+        """The bytes of the device that may be used."""
+
+    def peak(self) -> int:
+        """The most bytes of it in use since the last call."""
+
+
+class CudaTransfers:
+    """Copies on two streams, one for each direction, that live as long as this does."""
+
+    def __init__(self, device: torch.device, pins: bool) -> None:
+        self._device, self._pins = device, pins
+        self._out = torch.cuda.Stream(device)
+        self._back = torch.cuda.Stream(device)
+        self._pinned: dict[int, torch.Tensor] = {}
+        # The dict keeps the memory until nothing is registered any more.
+        weakref.finalize(self, _unregister, self._pinned)
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        if not self._pins or buffer.nbytes == 0:
+            return
+        # torch's own pinned memory comes in powers of two, which may be twice as much.
+        runtime = torch.cuda.cudart()
+        portable = 1
+        status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable)
+        if int(status) != 0:
+            raise MemoryError(
+                f"Offload: {buffer.nbytes} bytes of host memory cannot be pinned (CUDA error "
+                f"{int(status)}): raise the limit of locked memory, or set pin_memory=False"
+            )
+        self._pinned[buffer.data_ptr()] = buffer
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        if self._pinned.pop(buffer.data_ptr(), None) is not None:
+            self._out.synchronize()
+            self._back.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def fetch(self, copies: Copies) -> Arrival:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+                # Its memory is not reused before the copy is done, even if it is freed at once.
+                source.record_stream(self._out)
+        return _recorded(self._out)
+
+    def give(self, copies: Copies) -> Arrival:
+        # Kernels that read the parameters may still run.
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._back):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        return _recorded(self._back)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._back)
+
+    def capacity(self) -> int:
+        _, total = torch.cuda.mem_get_info(self._device)
+        return int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+
+    def peak(self) -> int:
+        # Allocated, not reserved: blocks that the allocator caches serve again.
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # The host sleeps while it waits: a thread that spins would take a core from the steps.
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+def _unregister(pinned: dict[int, torch.Tensor]) -> None:
+    for address in pinned:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    pinned.clear()
+
+
+class _Arrived:
+    def synchronize(self) -> None:
+        pass
+
+
+class SimulatedTransfers:
+    """A device of so many bytes: its tensors are the host's, and copies are made at once.
+
+    `others` says how many bytes are in use there besides what Offload counts in `held`.
+    """
+
+    def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
+        self._capacity, self._others = capacity, others
+        self.held: Callable[[], int] = lambda: 0
+        self.fetched = self.given = 0  # bytes
+        self.pinned: dict[int, int] = {}
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        self.pinned[buffer.data_ptr()] = buffer.nbytes
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        self.pinned.pop(buffer.data_ptr(), None)
+
+    def fetch(self, copies: Copies) -> Arrival:
+        for source, target in copies:
+            target.copy_(source)
+            self.fetched += source.nbytes
+        return _Arrived()
+
+    def give(self, copies: Copies) -> Arrival:
+        for source, target in copies:
+            target.copy_(source)
+            self.given += source.nbytes
+        return _Arrived()
+
+    def join(self) -> None:
+        pass
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def peak(self) -> int:
+        in_use = self.held() + self._others()
+        if in_use > self._capacity:
+            raise torch.OutOfMemoryError(
+                f"the simulated device has {self._capacity} bytes, {in_use} are in use"
+            )
+        return in_use
+
+
+def transfers_of(device: torch.device, pins: bool) -> Transfers:
+    """Those of this device; the host's memory is a simulated device."""
+    return CudaTransfers(device, pins) if device.type == "cuda" else SimulatedTransfers()

@@ -1,0 +1,168 @@
+"""Offloaded steps under DDP and FSDP2, with real processes: the bits that there are without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offloading import (
+    BUCKET,
+    assert_same_run,
+    backward,
+    drained,
+    loss_of,
+    offloaded,
+    small_model,
+)
+from processes import processes
+from sharded_optimizers import whole_of
+from torchweld import optim
+
+ADAMW = {"lr": 1e-2, "master_weights": True}
+
+
+def _ddp(rank: int) -> None:
+    """With and without its views, its hook, and accumulation without reductions."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def run(way: str, has_views: bool) -> tuple[Any, Any, int]:
+        model = small_model(torch.float32)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=has_views)
+        optimizer: Any = optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e3)
+        if way != "given":
+            optimizer = optim.Offload(optimizer, bucket_bytes=BUCKET, threads=1, undo_bytes=1 << 30)
+        if way == "overlapped":
+            optimizer.overlap_with_ddp(ddp)
+        ahead = 0
+        for step in range(8):
+            for micro in range(2):
+                ddp.require_backward_grad_sync = micro == 1
+                loss_of(ddp, 10 * step + 2 * rank + micro).backward()
+            drained(optimizer)
+            if step == 5:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+            ahead += getattr(optimizer, "counts", {"ahead": 0})["ahead"]
+        return model, optimizer, ahead
+
+    for has_views in (False, True):
+        expected = run("given", has_views)
+        after = run("after the backward", has_views)
+        assert_same_run(after[:2], expected[:2])
+        assert after[2] == 0
+        overlapped = run("overlapped", has_views)
+        assert_same_run(overlapped[:2], expected[:2])
+        assert overlapped[2] > 0
+
+
+def test_ddp() -> None:
+    with processes(2) as all_processes:
+        all_processes.run(None, _ddp)
+
+
+def _fsdp2(rank: int) -> None:
+    """Rules whose steps devices exchange nothing in step during the backward; others after it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def run(make: Any, on_host: bool = False) -> tuple[Any, Any, int]:
+        model = small_model(torch.float32)
+        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
+        for layer in (model[0], model[2], model[4], model):
+            fully_shard(layer, mesh=mesh, **policy)  # type: ignore[arg-type]
+        optimizer = make(list(model.parameters()))
+        ahead = 0
+        for step in range(5):
+            backward(model, 10 * step + rank, micro=2)
+            drained(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            ahead += getattr(optimizer, "counts", {"ahead": 0})["ahead"]
+        return model, optimizer, ahead
+
+    for kind, settings, begins in (
+        (optim.AdamW, {"max_grad_norm": 1e3}, True),
+        (optim.AdamW, {"state_dtype": "8bit"}, True),
+        (optim.LAMB, {}, False),
+    ):
+
+        def make(params: Any, kind: Any = kind, settings: Any = settings) -> Any:
+            return kind(params, 1e-2, **settings)
+
+        expected = run(make)
+        for placement in ("cpu", "auto"):
+            found = run(offloaded(make, placement=placement))
+            for p, e in zip(found[0].parameters(), expected[0].parameters(), strict=True):
+                assert torch.equal(whole_of(p.detach()), whole_of(e.detach()))
+                a, b = found[1].state[p], expected[1].state[e]
+                assert list(a) == list(b)
+                for name, value in b.items():
+                    assert type(a[name]) is type(value)
+                    assert torch.equal(whole_of(a[name]), whole_of(value)), name
+            assert placement == "auto" or (found[2] > 0) == begins
+
+    # With the parameters on the host already, a step there needs no offloading: the same bits.
+    def adamw(params: Any) -> Any:
+        return optim.AdamW(params, 1e-2)
+
+    for maker in (adamw, offloaded(adamw)):
+        found = run(maker, on_host=True)
+        expected = run(adamw)
+        pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
+        assert all(torch.equal(whole_of(p.detach()), whole_of(e.detach())) for p, e in pairs)
+
+
+def test_fsdp2() -> None:
+    with processes(2) as all_processes:
+        all_processes.run(None, _fsdp2)
+
+
+def _checkpoint(rank: int, folder: str) -> None:
+    """torch's distributed checkpoint, from an offloaded run into one that is not, and back."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def new(is_offloaded: bool) -> tuple[Any, Any]:
+        model = small_model()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+
+        def make(params: Any) -> Any:
+            return optim.AdamW(params, **ADAMW)
+
+        return model, (offloaded(make) if is_offloaded else make)(list(model.parameters()))
+
+    for saves in (True, False):
+        first = new(saves)
+        for step in range(3):
+            backward(first[0], 10 * step + rank)
+            first[1].step()
+            first[1].zero_grad()
+        weights, states = get_state_dict(*first)
+        at = f"{folder}/{saves}"
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=at)
+        second = new(not saves)
+        weights, states = get_state_dict(*second)
+        saved = {"model": weights, "optimizer": states}
+        dcp.load(saved, checkpoint_id=at)
+        set_state_dict(*second, model_state_dict=weights, optim_state_dict=states)
+        for model, optimizer in (first, second):
+            for step in (7, 8):
+                backward(model, 10 * step + rank)
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(first[0].parameters(), second[0].parameters(), strict=True)
+        assert all(torch.equal(whole_of(p.detach()), whole_of(q.detach())) for p, q in pairs)
+
+
+def test_distributed_checkpoints(tmp_path: Any) -> None:
+    with processes(2) as all_processes:
+        all_processes.run(None, _checkpoint, str(tmp_path))

@@ -1,0 +1,326 @@
+"""An offloaded optimizer gives the bits of the optimizer itself, however gradients come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from offloading import (
+    assert_same_run,
+    backward,
+    drained,
+    loss_of,
+    offloaded,
+    small_model,
+    train,
+    values,
+)
+from torchweld import optim
+from torchweld.optim.offload._transfers import SimulatedTransfers
+
+ADAMW = {"lr": 1e-2, "master_weights": True}
+SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
+    "AdamW, masters": (optim.AdamW, torch.bfloat16, ADAMW),
+    "AdamW, remainders, 8 bits": (
+        optim.AdamW,
+        torch.bfloat16,
+        {"lr": 1e-2, "master_weights": "remainder", "state_dtype": "8bit"},
+    ),
+    "AdamW, stochastic": (optim.AdamW, torch.bfloat16, {"lr": 1e-2, "stochastic_rounding": True}),
+    "AdamW, amsgrad, float32": (optim.AdamW, torch.float32, {"lr": 1e-2, "amsgrad": True}),
+    "Lion": (optim.Lion, torch.bfloat16, {"lr": 1e-3, "master_weights": True}),
+    "LAMB, 8 bits": (optim.LAMB, torch.float32, {"lr": 1e-2, "state_dtype": "8bit"}),
+    "SGD, undampened first": (
+        optim.SGD,
+        torch.float32,
+        {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5},
+    ),
+    "Adafactor": (optim.Adafactor, torch.bfloat16, {"lr": 1e-2, "master_weights": True}),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2, 1e3])
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
+def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: Any) -> None:
+    """Half of the states have room on the device with "auto"."""
+    transfers = SimulatedTransfers(capacity=500_000)
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
+
+    expected = train(make, micro=micro)
+    found = train(
+        lambda params: offloaded(
+            lambda params: optim.AdamW(params, **ADAMW),
+            placement=placement,
+            clip_norm=clip,
+            transfers=transfers,
+        )(params),
+        micro=micro,
+    )
+    assert_same_run(found[:2], expected[:2])
+    homes = {bucket.home for bucket in found[1]._store.buckets}
+    assert homes == {"auto": {"cpu", "cuda"}, "cpu": {"cpu"}, "cuda": {"cuda"}}[placement]
+    # A norm that is clipped is another one at each step: nothing can begin before it is known.
+    assert (found[2] > 0) == (placement != "cuda" and clip != 1e-2)
+    if clip is not None:
+        assert torch.equal(found[1].grad_norm, expected[1].grad_norm)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("release", [False, True])
+def test_rules_and_codecs(name: str, release: bool) -> None:
+    kind, dtype, settings = SETTINGS[name]
+
+    def make(params: Any) -> Any:
+        return kind(params, **settings)
+
+    expected = train(make, dtype, steps=5, micro=2)
+    found = train(offloaded(make, release_gradients=release), dtype, steps=5, micro=2)
+    assert_same_run(found[:2], expected[:2])
+    assert found[2] > 0
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2])
+def test_passes_that_nothing_announced(clip: Any) -> None:
+    """Another number of backwards before each step; steps that began are undone."""
+    for release in (False, True):
+        runs = []
+        for is_offloaded in (False, True):
+
+            def make(params: Any) -> Any:
+                return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
+
+            model = small_model()
+            maker = offloaded(make, release_gradients=release) if is_offloaded else make
+            optimizer = maker(list(model.parameters()))
+            for step, micro in enumerate([1, 1, 1, 3, 3, 2, 1, 1]):
+                for k in range(micro):
+                    backward(model, 10 * step + k)
+                    drained(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((model, optimizer))
+        assert_same_run(runs[1], runs[0])
+
+
+def test_gradients_and_parameters_that_others_write() -> None:
+    """clip_grad_norm_, hooks, weights that are set: steps that began are undone."""
+    runs = []
+    for is_offloaded in (False, True):
+
+        def make(params: Any) -> Any:
+            return optim.AdamW(params, lr=1e-2)
+
+        model = small_model()
+        optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
+        undone = 0
+        for step in range(12):
+            backward(model, step)
+            drained(optimizer)
+            if step in (3, 8):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            if step == 5:
+                with torch.no_grad():
+                    model[0].weight.mul_(0.5)
+            if step == 6:
+                model[2].weight.grad = torch.ones_like(model[2].weight)
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1 if step > 9 else 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            undone += optimizer.counts["undone"] if is_offloaded else 0
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+    assert undone > 0
+
+
+@pytest.mark.parametrize("unscales", ["no", "yes", "and clips"])
+def test_grad_scaler(unscales: str) -> None:
+    """Overflows in some steps, and a scale that grows; gradients are left unscaled."""
+    runs = []
+    for is_offloaded in (False, True):
+
+        def make(params: Any) -> Any:
+            return optim.AdamW(params, **ADAMW, max_grad_norm=1e3 if unscales == "no" else None)
+
+        model = small_model(torch.float32)
+        optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        grads = []
+        ahead = undone = 0
+        for step in range(12):
+            loss = loss_of(model, step)
+            scaler.scale(loss * (torch.inf if step in (4, 5, 9) else 1)).backward()
+            drained(optimizer)
+            if unscales != "no":
+                scaler.unscale_(optimizer)
+            if unscales == "and clips":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            scaler.step(optimizer)
+            scaler.update()
+            grads += [p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            if is_offloaded:
+                ahead += optimizer.counts["ahead"]
+                undone += optimizer.counts["undone"]
+        runs.append((model, optimizer, grads))
+    assert_same_run(runs[1][:2], runs[0][:2])
+    pairs = zip(runs[0][2], runs[1][2], strict=True)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+    assert unscales != "no" or (ahead > 0 and undone > 0)
+
+
+def test_groups_schedulers_and_closures() -> None:
+    """A learning rate that is a tensor, a group that is added later, the norm of all."""
+    runs = []
+    for is_offloaded in (False, True):
+        model = small_model()
+        first, second = list(model[0].parameters()), list(model[2].parameters())
+
+        def make(params: Any) -> Any:
+            groups = [{"params": params[0]}, {"params": params[1], "lr": torch.tensor(1e-3)}]
+            return optim.AdamW(groups, **ADAMW, max_grad_norm=0.1)
+
+        optimizer = (offloaded(make) if is_offloaded else make)([first, second])  # type: ignore[list-item]
+        later = {"params": model[4].parameters(), "weight_decay": 0.5, "state_dtype": "8bit"}
+        optimizer.add_param_group(later)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(5):
+
+            def closure(step: int = step, model: Any = model, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+            scheduler.step()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
+def test_checkpoints_go_both_ways(state_dtype: Any, tmp_path: Path) -> None:
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW, state_dtype=state_dtype, min_quantized_size=0)
+
+    makers = {"ours": offloaded(make), "given": make, "auto": offloaded(make, placement="auto")}
+    for saver in makers:
+        model, optimizer, _ = train(makers[saver])
+        torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "saved.pt")
+        for loader in makers:
+            runs = []
+            for goes_on in (saver, loader):
+                other = small_model()
+                weights, state = torch.load(tmp_path / "saved.pt", weights_only=True)
+                one = makers[goes_on](list(other.parameters()))
+                one.load_state_dict(state)
+                other.load_state_dict(weights)
+                for step in (7, 8):
+                    backward(other, step)
+                    one.step()
+                    one.zero_grad()
+                runs.append((other, one))
+            assert_same_run(runs[1], runs[0])
+
+
+def test_states_on_the_given_optimizer_come_along_and_go_back() -> None:
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    expected, runs = train(make, steps=6), []
+    model, given, _ = train(make, steps=2)
+    offload = offloaded(lambda _: given)([])
+    for step in (2, 3):
+        backward(model, step)
+        offload.step()
+        offload.zero_grad()
+    assert all(offload.state[p] is given.state[p] for p in model.parameters())
+    offload.close()
+    for step in (4, 5):
+        backward(model, step)
+        given.step()
+        given.zero_grad()
+    runs.append((model, given))
+    assert_same_run(runs[0], expected[:2])
+
+
+def test_refresh_masters() -> None:
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    runs = []
+    for maker in (make, offloaded(make)):
+        model, optimizer, _ = train(maker)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        optimizer.refresh_masters()
+        backward(model, 9)
+        optimizer.step()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_delayed_update_is_one_step_stale(warm_up: int) -> None:
+    """By a reference that keeps the last gradients and steps by them."""
+    model, reference = small_model(), small_model()
+    ours = offloaded(
+        lambda params: optim.AdamW(params, **ADAMW), delayed_update=warm_up, clip_norm=0.05
+    )(list(model.parameters()))
+    theirs = optim.AdamW(reference.parameters(), **ADAMW, max_grad_norm=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
+    waiting: list[tuple[list[torch.Tensor], float]] = []
+
+    def step_late() -> None:
+        grads, theirs.param_groups[0]["lr"] = waiting.pop(0)
+        for p, grad in zip(reference.parameters(), grads, strict=True):
+            p.grad = grad
+        theirs.step()
+
+    for step in range(9):
+        theirs.zero_grad()
+        backward(reference, step)
+        waiting.append(([p.grad for p in reference.parameters()], scheduler.get_last_lr()[0]))
+        if step < warm_up or len(waiting) > 1:
+            step_late()
+        backward(model, step)
+        drained(ours)
+        ours.step()
+        ours.zero_grad()
+        scheduler.step()
+        pairs = zip(values(model), values(reference), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), step
+    step_late()
+    ours.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(values(model), values(reference), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"placement": "gpu"}, "placement"),
+        ({"clip_norm": 0}, "clip_norm"),
+        ({"threads": 0}, "threads"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"placement": "auto", "release_gradients": True}, "release_gradients"),
+        ({"lr": 1.0}, "params_or_optimizer"),
+    ],
+)
+def test_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
+    given = optim.AdamW(small_model().parameters())
+    with pytest.raises(torchweld.ArgumentError) as raised:
+        optim.Offload(given, **arguments)
+    assert raised.value.argument == named
+
+
+def test_only_ours_are_taken_over() -> None:
+    theirs = torch.optim.AdamW(small_model().parameters())
+    with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a AdamW"):
+        optim.Offload(theirs)

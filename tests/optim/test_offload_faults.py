@@ -1,0 +1,295 @@
+"""Steps that began are undone exactly, and what fails leaves everything as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offloading import (
+    assert_same_run,
+    backward,
+    drained,
+    loss_of,
+    offloaded,
+    small_model,
+    train,
+    values,
+)
+from torchweld import optim
+from torchweld.optim._codecs import Codec
+from torchweld.optim.offload import _buckets
+from torchweld.optim.offload._transfers import SimulatedTransfers
+from torchweld.optim.offload._worker import Worker, default_threads, near
+
+ADAMW = {"lr": 1e-2, "master_weights": True}
+CODECS: list[dict[str, Any]] = [
+    {"master_weights": True},
+    {"master_weights": "remainder", "state_dtype": "8bit", "min_quantized_size": 0},
+    {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+]
+
+
+def everything(optimizer: Any) -> list[torch.Tensor]:
+    """All that steps write: parameters on the host, and states."""
+    members = [m for _, m in optimizer._store.members.values()]
+    states = [v for m in members for v in optimizer._store._states[m.twin].values()]
+    return [t.detach().clone() for t in [*(m.twin for m in members), *states]]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.LAMB])
+def test_a_step_is_undone_to_the_bit(kind: Any, codec: dict[str, Any]) -> None:
+    model, optimizer, _ = train(offloaded(lambda params: kind(params, lr=1e-2, **codec)))
+    before, weights = everything(optimizer), values(model)
+    backward(model, 9)
+    drained(optimizer)
+    stepped = [bucket for bucket in optimizer._store.buckets if bucket.uncertain]
+    assert len(stepped) == len(optimizer._store.buckets)
+    assert not all(torch.equal(a, b) for a, b in zip(everything(optimizer), before, strict=True))
+    # The device has what it had until the step is asked for.
+    assert all(torch.equal(a, b) for a, b in zip(values(model), weights, strict=True))
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(everything(optimizer), before, strict=True))
+
+
+def test_an_overflow_in_the_last_bucket() -> None:
+    """The others have stepped when it is found."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    runs = []
+    for maker in (make, offloaded(make)):
+        model = small_model()
+        optimizer = maker(list(model.parameters()))
+        for step in range(6):
+            optimizer.grad_scale = torch.tensor(1.0)
+            backward(model, step)
+            drained(optimizer)
+            if step == 4:
+                before = values(model)
+            optimizer.found_inf = torch.tensor(float(step == 4))
+            optimizer.step()
+            if step == 4:
+                assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+                assert not isinstance(optimizer, optim.Offload) or optimizer.counts["undone"] > 3
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["step", "backward", "zero", "clip", "fail", "skip", "save", "write"]),
+        min_size=4,
+        max_size=14,
+    ),
+    st.sampled_from([0, 200_000, 1 << 30]),
+    st.booleans(),
+)
+def test_any_order_of_calls(calls: list[str], undo_bytes: int, release: bool) -> None:
+    """What is done between steps has the effect that it has without offloading."""
+    if release:  # a gradient that has left is none that others write
+        calls = [call for call in calls if call != "clip"]
+    runs = []
+    for is_offloaded in (False, True):
+
+        def make(params: Any) -> Any:
+            return optim.AdamW(params, **ADAMW, max_grad_norm=None if release else 10.0)
+
+        model = small_model()
+        maker = offloaded(make, undo_bytes=undo_bytes, release_gradients=release)
+        optimizer = (maker if is_offloaded else make)(list(model.parameters()))
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        for at, call in enumerate(calls):
+            if call == "step":
+                optimizer.step()
+                optimizer.zero_grad()
+            elif call == "backward":
+                backward(model, 10 + at)
+                drained(optimizer)
+            elif call == "zero":
+                optimizer.zero_grad()
+            elif call == "clip":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            elif call == "fail":
+                _fail(model, 10 + at)
+                drained(optimizer)
+                optimizer.zero_grad()
+            elif call == "skip":
+                model[0].requires_grad_(not model[0].weight.requires_grad)
+            elif call == "save":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif call == "write":
+                with torch.no_grad():
+                    model[2].bias.add_(1)
+                optimizer.refresh_masters()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+class _BrokenError(Exception):
+    pass
+
+
+def _fail(model: torch.nn.Module, seed: int) -> None:
+    """A backward that ends in the middle, after some gradients."""
+
+    def broken(_: Any) -> None:
+        raise _BrokenError
+
+    hidden: list[torch.Tensor] = []
+    hook = model[0].register_forward_hook(lambda *given: hidden.append(given[2]))
+    loss = loss_of(model, seed)
+    hook.remove()
+    if hidden[0].requires_grad:
+        hidden[0].register_hook(broken)
+        with pytest.raises(_BrokenError):
+            loss.backward()
+
+
+def test_an_exception_in_the_backward() -> None:
+    """What had stepped is undone by zero_grad; without it gradients are what they are."""
+    for clears in (True, False):
+        runs = []
+        for is_offloaded in (False, True):
+
+            def make(params: Any) -> Any:
+                return optim.AdamW(params, **ADAMW)
+
+            model, optimizer, _ = train(offloaded(make) if is_offloaded else make)
+            _fail(model, 8)
+            drained(optimizer)
+            if is_offloaded:
+                assert any(bucket.uncertain for bucket in optimizer._store.buckets)
+            if clears:
+                optimizer.zero_grad()
+            backward(model, 9)
+            optimizer.step()
+            runs.append((model, optimizer))
+        assert_same_run(runs[1], runs[0])
+
+
+def test_a_gradient_is_missing() -> None:
+    """Its parameter stays, the others step, and the next step takes all."""
+    runs = []
+    for is_offloaded in (False, True):
+
+        def make(params: Any) -> Any:
+            return optim.AdamW(params, **ADAMW)
+
+        model, optimizer, _ = train(offloaded(make) if is_offloaded else make)
+        backward(model, 8)
+        drained(optimizer)
+        model[2].weight.grad = None
+        before = model[2].weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(model[2].weight, before)
+        for step in (9, 10, 11):
+            optimizer.zero_grad()
+            backward(model, step)
+            drained(optimizer)
+            optimizer.step()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step, after some states: nothing has stepped, and the step can be repeated."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    model = small_model()
+    optimizer = offloaded(make, release_gradients=True)(list(model.parameters()))
+    backward(model, 0)
+    new_state, made = Codec.new_state, []
+
+    def exhausted(self: Codec, p: torch.Tensor, moments: Any) -> Any:
+        made.append(p)
+        if len(made) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return new_state(self, p, moments)
+
+    before = values(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(Codec, "new_state", exhausted)
+        with pytest.raises(MemoryError, match=r"no room for states of \d+ parameters.*Nothing has"):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = train(make, steps=2)
+    backward(model, 1)
+    optimizer.step()
+    assert_same_run((model, optimizer), expected[:2])
+
+
+def test_no_room_for_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets then step when they are asked to."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    def exhausted(self: Any, undo: Any) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(_buckets.Bucket, "_keep", exhausted)
+    found = train(offloaded(make))
+    assert found[2] == 0
+    assert_same_run(found[:2], train(make)[:2])
+
+
+def test_no_room_for_buffers() -> None:
+    """The optimizer that was to be taken over is as it was."""
+
+    class Full(SimulatedTransfers):
+        def pin(self, buffer: torch.Tensor) -> None:
+            if len(self.pinned) == 3:
+                raise MemoryError("pinned")
+            super().pin(buffer)
+
+    transfers = Full()
+    model, given, _ = train(lambda params: optim.AdamW(params, **ADAMW))
+    expected = train(lambda params: optim.AdamW(params, **ADAMW), steps=5)
+    with pytest.raises(MemoryError, match="pinned"):
+        optim.Offload(given, transfers=transfers, bucket_bytes=1000)
+    assert not transfers.pinned
+    backward(model, 4)
+    given.step()
+    assert_same_run((model, given), expected[:2])
+
+
+def test_threads_are_the_workers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    worker = Worker(before + 1, set())
+    assert worker.call(torch.get_num_threads) == before + 1
+    assert torch.get_num_threads() == before
+    worker.stop()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for ranks, cores, expected in (("1", 64, 63), ("8", 64, 7), ("8", 32, 7), ("128", 64, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert default_threads(set(range(cores))) == expected
+
+
+def test_cores_near_a_device(tmp_path: Path) -> None:
+    at = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    at.mkdir(parents=True)
+    node = tmp_path / "devices/system/node/node1"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("4-7,12\n")
+    allowed = set(range(10))
+    for numa_node, expected in (("1\n", {4, 5, 6, 7}), ("-1\n", allowed), ("2\n", allowed)):
+        (at / "numa_node").write_text(numa_node)
+        assert near(tmp_path, "0000:3b:00.0", allowed) == expected
+    assert near(tmp_path, "0000:00:00.0", allowed) == allowed

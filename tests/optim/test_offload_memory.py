@@ -1,0 +1,176 @@
+"""Where bytes are: by formula in every mode, and where pressure changes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloading import assert_same_run, backward, drained, offloaded, small_model, train
+from torchweld import optim
+from torchweld.optim.offload._transfers import SimulatedTransfers
+from torchweld.optim.offload.policy import MARGIN
+
+COUNT = 256 * 1024  # parameters of one large matrix
+# Bytes for each: what AdamW keeps beside a parameter (docs/optimizers.md), by dtype and codec.
+STATES: list[tuple[torch.dtype, dict[str, Any], float]] = [
+    (torch.float32, {}, 8),
+    (torch.bfloat16, {"master_weights": True}, 12),
+    (torch.bfloat16, {"master_weights": "remainder"}, 10),
+    (torch.bfloat16, {"master_weights": True, "state_dtype": torch.bfloat16}, 8),
+    (torch.bfloat16, {"master_weights": True, "state_dtype": "8bit"}, 6 + 1 / 32),
+    (torch.bfloat16, {"master_weights": "remainder", "state_dtype": "8bit"}, 4 + 1 / 32),
+]
+STEP = 4  # bytes of the count of a tensor's steps
+
+
+def matrix(dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(1024, 256, bias=False).to(dtype)
+
+
+def after_a_backward(dtype: torch.dtype, codec: Any, **arguments: Any) -> Any:
+    """After two steps, and while the third one's gradients are there and have stepped."""
+    model = matrix(dtype)
+    optimizer = offloaded(lambda params: optim.AdamW(params, **codec), **arguments)(
+        list(model.parameters())
+    )
+    for step in range(3):
+        model(torch.ones(2, 1024, dtype=dtype)).float().square().mean().backward()
+        drained(optimizer)
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(("dtype", "codec", "states"), STATES)
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("undoes", [False, True])
+def test_bytes_for_a_parameter(
+    dtype: torch.dtype, codec: Any, states: float, release: bool, undoes: bool
+) -> None:
+    """The device: the parameter, and its gradient until it has left. The host: both, and states.
+
+    A step that may be undone keeps once more what it writes.
+    """
+    optimizer = after_a_backward(
+        dtype, codec, release_gradients=release, undo_bytes=1 << 30 if undoes else 0
+    )
+    size = dtype.itemsize
+    memory = optimizer.memory()
+    assert memory["device"] == {
+        "parameters": size * COUNT,
+        "gradients": 0 if release else size * COUNT,
+        "states": 0,
+    }
+    assert memory["host"] == {
+        "parameters and gradients": 2 * size * COUNT,
+        "states": states * COUNT + STEP,
+        "states to go back to": ((states + size) * COUNT + STEP) * undoes,
+    }
+    # As they are measured: what torch holds for these tensors.
+    held = [bucket._buffers for bucket in optimizer._store.buckets]
+    assert sum(b.untyped_storage().nbytes() for some in held for b in some) == 2 * size * COUNT
+    assert sum(optimizer._transfers.pinned.values()) == 2 * size * COUNT
+
+
+def test_bytes_on_the_device() -> None:
+    for placement in ("cuda", "auto"):
+        optimizer = after_a_backward(
+            torch.bfloat16, {"master_weights": True}, placement=placement, undo_bytes=1 << 30
+        )
+        memory = optimizer.memory()
+        assert memory["device"]["states"] == 12 * COUNT + STEP
+        assert not any(memory["host"].values())
+        assert not optimizer._transfers.pinned
+
+
+def test_traffic() -> None:
+    """A gradient leaves once, and a parameter returns once: four bytes for each in bfloat16."""
+    transfers = SimulatedTransfers()
+    optimizer = after_a_backward(torch.bfloat16, {"master_weights": True}, transfers=transfers)
+    optimizer.step()
+    made = 1  # the parameter's copy when the optimizer is made
+    assert (transfers.fetched, transfers.given) == (2 * COUNT * (3 + made), 2 * COUNT * 3)
+
+
+def test_undo_has_a_limit() -> None:
+    """Buckets beyond it wait for the step."""
+    codec = {"lr": 1e-2, "master_weights": True}
+    expected = train(lambda params: optim.AdamW(params, **codec))
+    ahead = []
+    for limit in (0, 150_000, 400_000, 1 << 30):
+        found = train(offloaded(lambda params: optim.AdamW(params, **codec), undo_bytes=limit))
+        assert_same_run(found[:2], expected[:2])
+        assert found[1].memory()["host"]["states to go back to"] <= limit
+        ahead.append(found[2])
+    assert ahead[0] == 0
+    assert all(a < b for a, b in pairwise(ahead))
+
+
+def test_auto_follows_the_pressure() -> None:
+    """Others take more of the device, then less: states leave and return, and the bits stay.
+
+    The device raises an error where it has not enough; what others take grows by less than the
+    margin in a step, but where everything leaves.
+    """
+    codec = {"lr": 1e-2, "master_weights": True}
+    capacity = 800_000
+    pressure = [0, 0, 0, 60_000, 120_000, 180_000, 240_000, 300_000, 400_000, 480_000]
+    pressure += [480_000, 100_000, 0, 0, 0, 0]
+    others = [0]
+    transfers = SimulatedTransfers(capacity, lambda: others[0])
+    model = small_model()
+    optimizer = offloaded(
+        lambda params: optim.AdamW(params, **codec), placement="auto", transfers=transfers
+    )(list(model.parameters()))
+    on_device = []
+    for step, others[0] in enumerate(pressure):
+        backward(model, step)
+        drained(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_device.append(optimizer.memory()["device"]["states"])
+        # The gradients and what others took are counted at their most.
+        seen = max(pressure[max(0, step - 2) : step + 1])
+        params = sum(p.nbytes for p in model.parameters())
+        assert on_device[-1] + 2 * params + seen <= max(MARGIN * capacity, 2 * params + seen)
+    assert on_device[0] > on_device[7] > on_device[10] == 0
+    assert on_device[-1] == on_device[0]
+    expected = train(lambda params: optim.AdamW(params, **codec), steps=len(pressure))
+    assert_same_run((model, optimizer), expected[:2])
+
+
+def test_relieve_takes_all_to_the_host() -> None:
+    codec = {"lr": 1e-2, "master_weights": True}
+    model, optimizer, _ = train(
+        offloaded(lambda params: optim.AdamW(params, **codec), placement="auto")
+    )
+    assert optimizer.memory()["device"]["states"] > 0
+    backward(model, 4)
+    optimizer.relieve()
+    assert optimizer.memory()["device"]["states"] == 0
+    optimizer.step()
+    expected = train(lambda params: optim.AdamW(params, **codec), steps=5)
+    assert_same_run((model, optimizer), expected[:2])
+
+
+def test_the_report(tmp_path: Path) -> None:
+    transfers = SimulatedTransfers(500_000, lambda: 1000)
+    make = offloaded(
+        lambda params: optim.AdamW(params, lr=1e-2, master_weights=True),
+        placement="auto",
+        transfers=transfers,
+    )
+    assert make(list(small_model().parameters())).report() == "Offload: no step yet"
+    model, optimizer, _ = train(make)
+    report = " ".join(optimizer.report(tmp_path / "bytes.png").split())
+    params = sum(p.nbytes for p in model.parameters()) / 1e6
+    assert report.count(f"device parameters {params:.3f} MB") == 2
+    assert report.count("device others, at the peak 0.001 MB") == 2
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
