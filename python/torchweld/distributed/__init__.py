@@ -5,6 +5,7 @@ them.
 """
 
 from torchweld.collectives.all_reduce import OneBitAllReduce
+from torchweld.distributed.checkpointing import save_policy, selective
 from torchweld.distributed.one_bit_hook import onebit_hook
 
-__all__ = ["OneBitAllReduce", "onebit_hook"]
+__all__ = ["OneBitAllReduce", "onebit_hook", "save_policy", "selective"]

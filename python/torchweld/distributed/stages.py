@@ -1,0 +1,273 @@
+"""Pipelines of torch.distributed.pipelining out of blocks, cut so that all stages cost the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchweld.errors import ArgumentError
+
+Name = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "loopedbfs",
+    "interleavedzerobubble",
+    "zbvzerobubble",
+    "dualpipev",
+]
+Costs = Sequence[float] | Callable[[torch.nn.Module], float]
+_ONE_STAGE = ("gpipe", "1f1b")
+_LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
+# The second stage of each rank goes back: the first rank has the first stage and the last.
+_FOLDED = ("zbvzerobubble", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What this rank has of a pipeline.
+
+    Attributes:
+        schedule: torch's; `schedule.step(...)` runs a batch forward and backward.
+        parts: the modules of this rank's stages, for the optimizer.
+        numbers: which stages they are.
+        cuts: of every stage, the blocks that it has.
+    """
+
+    schedule: Any
+    parts: torch.nn.ModuleList
+    numbers: tuple[int, ...]
+    cuts: tuple[range, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank gives `schedule.step` the inputs."""
+        return 0 in self.numbers
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank gives `schedule.step` the targets, and gets the losses."""
+        return len(self.cuts) - 1 in self.numbers
+
+
+def pipeline(
+    blocks: Sequence[torch.nn.Module],
+    schedule: Name,
+    microbatches: int,
+    loss_fn: Callable[..., torch.Tensor],
+    example: tuple[Any, ...],
+    *,
+    costs: Costs | None = None,
+    per_rank: int = 2,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda part: part,
+    group: dist.ProcessGroup | None = None,
+    **settings: Any,
+) -> Pipeline:
+    """Divide a model among the ranks of a group, and make torch's schedule for it.
+
+    Args:
+        blocks: the model, from embedding to head: each takes what the one before returns, and a
+            tuple as several arguments. A fused model's blocks are welded already.
+        schedule: "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble",
+            "zbvzerobubble" or "dualpipev".
+        microbatches: how many a batch is cut into.
+        loss_fn: a microbatch's results and targets to its loss.
+        example: the first block's arguments, one microbatch of them.
+        costs: of each block, or a function that says them; None: the first rank measures a forward
+            and a backward of each on the example.
+        per_rank: stages that a rank has, in schedules of several: two in those that fold.
+        wrap: what to do to a stage's module first, such as FSDP2's or a checkpoint's wrapper.
+        group: None: all processes.
+        settings: others of the schedule's, such as `scale_grads`.
+
+    Returns:
+        The Pipeline of this rank. A part's parameters have the names that they have in
+        torch.nn.Sequential(*blocks).
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    count = ranks * _stages_of_a_rank(schedule, per_rank)
+    if len(blocks) < count:
+        came, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
+        raise ArgumentError("pipeline", "blocks", came, accepted)
+    found, flow = _agreed(blocks, example, costs, rank, group)
+    cuts = balanced(found, count)
+    numbers = placement(schedule, rank, ranks, per_rank)
+    parts = [wrap(_Part({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
+    device = _device(parts[0], example)
+    stages = [
+        # With what goes in and out: torch would find out by a step that draws and counts as others.
+        pipelining.PipelineStage(
+            part,
+            number,
+            count,
+            device,
+            input_args=flow[cuts[number].start],
+            output_args=flow[cuts[number].stop],
+            group=group,
+        )
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+    kind = pipelining.schedules.get_schedule_class(schedule)
+    made = kind(
+        stages[0] if schedule in _ONE_STAGE else stages,
+        microbatches,
+        loss_fn=loss_fn,
+        **settings,
+    )
+    return Pipeline(made, torch.nn.ModuleList(parts), numbers, cuts)
+
+
+def placement(schedule: Name, rank: int, ranks: int, per_rank: int = 2) -> tuple[int, ...]:
+    """The stages that a rank has, in rising order."""
+    each = _stages_of_a_rank(schedule, per_rank)
+    if schedule in _FOLDED:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(rank + turn * ranks for turn in range(each))
+
+
+def _stages_of_a_rank(schedule: str, per_rank: int) -> int:
+    if schedule in _ONE_STAGE:
+        return 1
+    if schedule in _LOOPED:
+        return per_rank
+    if schedule not in _FOLDED:
+        accepted = ", ".join((*_ONE_STAGE, *_LOOPED, *_FOLDED))
+        raise ArgumentError("pipeline", "schedule", repr(schedule), f"one of {accepted}")
+    if per_rank != 2:
+        raise ArgumentError("pipeline", "per_rank", str(per_rank), f"2 in {schedule}")
+    return 2
+
+
+class _Part(torch.nn.ModuleDict):
+    """Some blocks in turn, by their numbers in the whole."""
+
+    def forward(self, *given: Any) -> Any:
+        for block in self.values():
+            result = block(*given)
+            given = result if isinstance(result, tuple) else (result,)
+        return result
+
+
+def _device(part: torch.nn.Module, example: tuple[Any, ...]) -> torch.device:
+    tensors = itertools.chain(part.parameters(), part.buffers(), tree_leaves(example))
+    return next(t.device for t in tensors if isinstance(t, torch.Tensor))
+
+
+# --- Costs ----------------------------------------------------------------------------------------
+
+
+def balanced(costs: Sequence[float], count: int) -> tuple[range, ...]:
+    """Cut a row of blocks into stages, the dearest of which is as cheap as can be.
+
+    Among those cuts, the one whose stages' squares have the least sum: the others are even too.
+    """
+    worst, _ = _cut(costs, count, max)
+    _, cuts = _cut(costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf)
+    return tuple(itertools.starmap(range, itertools.pairwise((0, *cuts))))
+
+
+def _cut(
+    costs: Sequence[float], count: int, add: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least value, to which `add` adds each stage's cost, and where its stages end."""
+    total = [0.0, *itertools.accumulate(costs)]
+    # Of the blocks before a number, in the stages so far.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(count):
+        ends = range(stage + 1, len(costs) - (count - 1 - stage) + 1)  # a block each for the rest
+        best = {
+            end: min(
+                (add(value, total[end] - total[start]), (*cuts, end))
+                for start, (value, cuts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return best[len(costs)]
+
+
+def measured(
+    blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], repeats: int = 3
+) -> list[float]:
+    """Seconds of a forward and a backward of each block, the median of so many after one more.
+
+    On copies, one at a time: no statistics change, and no generator.
+    """
+    return _run_through(blocks, example, repeats + 1)[0]
+
+
+def _run_through(
+    blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], runs: int
+) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """Seconds of each block; what flows into the first block, out of it, and so on, without data.
+
+    The first run warms up, and its time counts only where it is the last one too.
+    """
+    given, found, flow = example, [], [_described(example)]
+    with torch.random.fork_rng():
+        for block in blocks:
+            block = copy.deepcopy(block)
+            seconds, result = [], None
+            for _ in range(runs):
+                begin = time.perf_counter()
+                result = _there_and_back(block, given)
+                seconds.append(time.perf_counter() - begin)
+            found.append(statistics.median(seconds[1:] or seconds))
+            given = result if isinstance(result, tuple) else (result,)
+            flow.append(_described(given, requires_grad=True))
+    return found, flow
+
+
+def _described(given: tuple[Any, ...], requires_grad: bool = False) -> tuple[Any, ...]:
+    def described(t: torch.Tensor) -> torch.Tensor:
+        wanted = requires_grad and t.is_floating_point()
+        return torch.empty_like(t, device="meta").requires_grad_(wanted)
+
+    return tree_map_only(torch.Tensor, described, given)
+
+
+def _there_and_back(block: torch.nn.Module, given: tuple[Any, ...]) -> Any:
+    """The block's result; done on the device as well."""
+    given = tree_map_only(torch.Tensor, _leaf, given)
+    result = block(*given)
+    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    for device in {t.device for t in outputs if t.is_cuda}:
+        torch.cuda.synchronize(device)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+def _leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().requires_grad_() if t.is_floating_point() else t
+
+
+def _agreed(
+    blocks: Sequence[torch.nn.Module],
+    example: tuple[Any, ...],
+    costs: Costs | None,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """The costs of the blocks, and what flows between them; the same on every rank."""
+    box: list[Any] = [None]
+    if rank == 0:
+        found, flow = _run_through(blocks, example, 4 if costs is None else 1)
+        if costs is not None:
+            found = [*map(costs, blocks)] if callable(costs) else [*costs]
+        box = [(found, flow)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if len(box[0][0]) != len(blocks):
+        came, accepted = f"{len(box[0][0])} of them", f"one for each of {len(blocks)} blocks"
+        raise ArgumentError("pipeline", "costs", came, accepted)
+    return box[0]

@@ -1,0 +1,251 @@
+"""What each rank of a pipeline does when: work, idle time, and overhead, which is neither.
+
+with record(pipe.schedule) as timeline:
+    pipe.schedule.step(...)
+timeline.show()
+timeline.draw("pipeline.png")
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchweld.table import Table
+
+# What an action's kind is called in a picture, and its colour.
+_SHOWN = {
+    "forward": ("forward", "#4c78a8"),
+    "full": ("backward", "#f58518"),
+    "input": ("backward, input", "#e8b44c"),
+    "weight": ("backward, weights", "#54a24b"),
+}
+_IDLE, _OVERHEAD = "#eeeeee", "#c44e52"
+
+
+class Action(NamedTuple):
+    """One call of a stage's module, or of a backward through it.
+
+    `kind` is "forward", "full" for a whole backward, or "input" or "weight" for its parts; times
+    are seconds of the host's clock.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str
+    begin: float
+    end: float
+
+
+class Spent(NamedTuple):
+    """Seconds of a step: at work, waiting for another rank's result, and in between.
+
+    Overhead is what passes while a stage could run and does not: transfers, the schedule's own
+    work, other processes on the same cores.
+    """
+
+    busy: float
+    idle: float
+    overhead: float
+
+
+@dataclass
+class Timeline:
+    """The actions of one step on all ranks, from the first one's begin to the last one's end.
+
+    Attributes:
+        actions: of all ranks, by begin. Empty until `record` ends.
+    """
+
+    actions: list[Action] = field(default_factory=list)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the step begins and ends."""
+        return min(a.begin for a in self.actions), max(a.end for a in self.actions)
+
+    def spent(self) -> dict[int, Spent]:
+        """Where each rank's time goes; the three add up to the step."""
+        begin, end = self.span
+        found = {}
+        for rank, actions in self._by_rank().items():
+            gaps = self._gaps(actions)
+            idle = sum(could - last for last, could, _ in gaps) + end - actions[-1].end
+            overhead = sum(start - could for _, could, start in gaps)
+            found[rank] = Spent(end - begin - idle - overhead, idle, overhead)
+        return found
+
+    def _gaps(self, actions: list[Action]) -> list[tuple[float, float, float]]:
+        """Before each action of a rank: when the last one ends, when it could begin, and does."""
+        ready, last, gaps = self._ready, self.span[0], []
+        for action in actions:
+            gaps.append((last, min(max(last, ready[action]), action.begin), action.begin))
+            last = action.end
+        return gaps
+
+    def bubble(self) -> float:
+        """The share of all ranks' time that is idle."""
+        begin, end = self.span
+        spent = self.spent()
+        return sum(s.idle for s in spent.values()) / (len(spent) * (end - begin))
+
+    def overhead(self) -> float:
+        """The share of all ranks' time that is overhead."""
+        begin, end = self.span
+        spent = self.spent()
+        return sum(s.overhead for s in spent.values()) / (len(spent) * (end - begin))
+
+    def _by_rank(self) -> dict[int, list[Action]]:
+        found = defaultdict(list)
+        for action in sorted(self.actions, key=lambda a: a.begin):
+            found[action.rank].append(action)
+        return dict(sorted(found.items()))
+
+    @functools.cached_property
+    def _ready(self) -> dict[Action, float]:
+        """When what an action needs of another stage is there."""
+        forwards = {(a.stage, a.microbatch): a.end for a in self.actions if a.kind == "forward"}
+        backwards = {
+            (a.stage, a.microbatch): a.end for a in self.actions if a.kind in ("full", "input")
+        }
+        found = {}
+        for action in self.actions:
+            stage, microbatch = action.stage, action.microbatch
+            if action.kind == "forward":
+                found[action] = forwards.get((stage - 1, microbatch), 0.0)
+            else:
+                found[action] = backwards.get((stage + 1, microbatch), 0.0)
+        return found
+
+    def show(self) -> None:
+        """Print each rank's time, and the bubble beside that of 1F1B."""
+        begin, end = self.span
+        table = Table(("rank", "busy ms", "idle ms", "overhead ms", "idle", "overhead"), 1)
+        for rank, spent in self.spent().items():
+            shares = [f"{part / (end - begin):.1%}" for part in (spent.idle, spent.overhead)]
+            table.add(str(rank), *(f"{1e3 * part:.2f}" for part in spent), *shares)
+        table.show()
+        ranks = len(self._by_rank())
+        microbatches = 1 + max(a.microbatch for a in self.actions)
+        print(
+            f"a step of {1e3 * (end - begin):.2f} ms; idle {self.bubble():.1%},"
+            f" by (p-1)/(m+p-1) {bubble_of(ranks, microbatches):.1%}; overhead"
+            f" {self.overhead():.1%}, {self._overhead_each():.3f} ms before each action"
+        )
+
+    def _overhead_each(self) -> float:
+        return 1e3 * sum(s.overhead for s in self.spent().values()) / len(self.actions)
+
+    def draw(self, path: str | Path) -> None:
+        """A picture of the step, a row for each rank; matplotlib has to be installed."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from matplotlib.patches import Patch
+
+        begin, end = self.span
+        rows = self._by_rank()
+        figure, axes = pyplot.subplots(figsize=(12, 1.2 + 0.6 * len(rows)), layout="constrained")
+
+        def bar(row: int, start: float, stop: float, colour: str, **how: Any) -> None:
+            axes.barh(row, 1e3 * (stop - start), 0.8, 1e3 * (start - begin), color=colour, **how)
+
+        for row, actions in enumerate(rows.values()):
+            bar(row, begin, end, _IDLE)
+            for _, could, start in self._gaps(actions):
+                bar(row, could, start, _OVERHEAD)
+            for action in actions:
+                pale = 0.5 if action.stage >= len(rows) else 1.0  # a rank's later stages
+                bar(row, action.begin, action.end, "white")
+                colour = _SHOWN[action.kind][1]
+                bar(row, action.begin, action.end, colour, alpha=pale, edgecolor="white", lw=0.5)
+                if action.end - action.begin > 8e-3 * (end - begin):
+                    x = 1e3 * ((action.begin + action.end) / 2 - begin)
+                    axes.text(x, row, action.microbatch, ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1e3 * (end - begin))
+        axes.set_xlabel("ms; the numbers are microbatches, a rank's later stages are paler")
+        axes.set_title(f"idle {self.bubble():.1%}, overhead {self.overhead():.1%}", fontsize=10)
+        kinds = {a.kind for a in self.actions}
+        shown = [names for kind, names in _SHOWN.items() if kind in kinds]
+        shown += [("idle", _IDLE), ("overhead", _OVERHEAD)]
+        patches = [Patch(color=colour, label=name) for name, colour in shown]
+        figure.legend(handles=patches, loc="outside right upper", fontsize=8, frameon=False)
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+
+def bubble_of(ranks: int, microbatches: int) -> float:
+    """The idle share of GPipe and 1F1B where all stages cost the same: (p-1)/(m+p-1)."""
+    return (ranks - 1) / (microbatches + ranks - 1)
+
+
+@contextmanager
+def record(schedule: Any, group: dist.ProcessGroup | None = None) -> Iterator[Timeline]:
+    """Record one step of a schedule of torch's, on every rank of its group.
+
+    The first step of a schedule makes its buffers: record a later one. On a GPU each action waits
+    for its kernels, so that its time is theirs; what overlaps otherwise does not then.
+
+    Yields:
+        A Timeline, which has all ranks' actions once the context has ended.
+    """
+    timeline, mine = Timeline(), list[Action]()
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    for stage in stages:
+        _watch(stage, dist.get_rank(group), mine.append)
+    try:
+        yield timeline
+    finally:
+        for stage in stages:
+            for name in _WATCHED:
+                delattr(stage, name)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    timeline.actions += sorted((a for some in found for a in some), key=lambda a: a.begin)
+
+
+_CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+# What runs the module or its backward, and nothing else of torch's.
+_MODULE = ("forward_maybe_with_nosync", "backward_maybe_with_nosync")
+_WATCHED = (*_CHUNKS, *_MODULE)
+
+
+def _watch(stage: Any, rank: int, note: Callable[[Action], None]) -> None:
+    """Until the methods of the stage are deleted, which uncovers its class's."""
+    microbatch = 0
+
+    def number(method: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal microbatch
+        microbatch = at
+        return method(at, *args, **kwargs)
+
+    def timed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kind = "forward" if method.__name__ == _MODULE[0] else args[0]
+        _wait(stage.device)
+        begin = time.time()
+        result = method(*args, **kwargs)
+        _wait(stage.device)
+        note(Action(rank, stage.stage_index, microbatch, kind, begin, time.time()))
+        return result
+
+    for names, wrapper in ((_CHUNKS, number), (_MODULE, timed)):
+        for name in names:
+            setattr(stage, name, functools.partial(wrapper, getattr(stage, name)))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

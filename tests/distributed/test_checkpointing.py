@@ -1,0 +1,185 @@
+"""Selective checkpoints: the same bits under dropout, and nothing dear is computed twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import torchweld
+from oracle import saved_bytes
+from processes import processes
+from torchweld import functional
+from torchweld.distributed.checkpointing import save_policy, selective
+from torchweld.sparse import BlockLayout
+
+WIDTH, HEADS, ROWS, LENGTH = 64, 4, 2, 64
+DEAR = ("aten.mm.", "aten.addmm.", "torchweld.block_sparse_attention.", "mkldnn._linear")
+
+
+class _Block(nn.Module):
+    """Our modules with dropout everywhere, attention by torch or ours, and a frozen layer."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, 0.2, return_residual=True)
+        self.mlp, self.gated = torchweld.nn.MLP(WIDTH, 128), torchweld.nn.GatedMLP(WIDTH, 128)
+        self.add, self.drop = torchweld.nn.BiasDropoutAdd(0.2), nn.Dropout(0.2)
+        self.frozen = torchweld.nn.LinearGELU(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.sparse = sparse
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        if self.sparse:
+            mixed = self.attention(q, k, v)
+        else:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y, x = self.norm2(self.drop(mixed.transpose(1, 2).flatten(2)), x)
+        x = self.add(self.mlp(y) + self.gated(y), None, x)
+        # No gradient goes through it, but the one of the scale is its result.
+        return x + self.scale * self.frozen(x.detach())
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _blocks(sparse: bool, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[_Block(sparse) for _ in range(2)]).to(dtype)
+
+
+def _run(sparse: bool, dtype: torch.dtype, **how: Any) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Result, gradients and the generator's state after it; and what was called."""
+    model = _blocks(sparse, dtype)
+    x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
+    y = x
+    with _Count() as count:
+        for block in model:
+            y = checkpoint(block, y, use_reentrant=False, **how) if how else block(y)
+        y.float().square().mean().backward()
+    grads = [p.grad for p in (x, *model.parameters()) if p.requires_grad]
+    return [y.detach(), *grads, torch.get_rng_state()], count.calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
+    """Full and selective checkpoints leave the bits of a run without, and its generator."""
+    with torchweld.use_backend("cpu"):
+        expected, once = _run(sparse, dtype)
+        for how in ({"determinism_check": "default"}, {"context_fn": selective}):
+            found, calls = _run(sparse, dtype, **how)
+            for f, e in zip(found, expected, strict=True):
+                assert torch.equal(f, e)
+            again = {name: calls[name] - once[name] for name in calls}
+            dear = sum(n for name, n in again.items() if name.startswith(DEAR))
+            assert (dear == 0) == ("context_fn" in how)
+            assert again["torchweld.dropout_add_layer_norm.cpu"] == 2
+
+
+def test_what_is_kept() -> None:
+    """A GEMM's result each, attention's, and the input; not one tensor for every step between."""
+    with torchweld.use_backend("cpu"):
+        block = _blocks(True, torch.float32)[0]
+        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+        kept = saved_bytes(lambda: checkpoint(block, x, use_reentrant=False, context_fn=selective))
+        assert kept == x.nbytes  # what the policy keeps is in the checkpoint's own store
+        whole = saved_bytes(lambda: block(x))
+        storages = _stored(block, x)
+    rows = ROWS * LENGTH * 4
+    attention = rows * WIDTH + rows * HEADS  # its result, and the sums of its rows
+    gemms = rows * (3 * WIDTH + (128 + WIDTH) + (128 + 128 + WIDTH) + WIDTH)
+    assert storages == attention + gemms < 0.7 * whole
+
+
+def _stored(block: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of what the policy tells a checkpoint to keep."""
+    kept = 0
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal kept
+        answer = save_policy(context, op, *args, **kwargs)
+        if answer is CheckpointPolicy.MUST_SAVE and not context.is_recompute:
+            out = context.op_output
+            kept += sum(t.nbytes for t in (out if isinstance(out, tuple) else (out,)))
+        return answer
+
+    contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts(policy))
+    return kept
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_attention_that_drops_is_computed_again(p: float) -> None:
+    """It draws in its kernel: kept, what is drawn after it would be another number."""
+    q = torch.empty(1, 1, 1, 8)
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    kept = save_policy(None, op, q, q, q, p) is CheckpointPolicy.MUST_SAVE
+    assert kept == (p == 0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_a_layer_that_does_not_learn_is_not_done_twice(activation: str) -> None:
+    """Its activation is in place, but not where a checkpoint keeps what it would write to."""
+    torch.manual_seed(0)
+    x, w = torch.randn(128, WIDTH), torch.randn(WIDTH, WIDTH)
+    scale = torch.ones(WIDTH, requires_grad=True)
+
+    def run(s: torch.Tensor) -> torch.Tensor:
+        return s * functional.linear_act(x, w, x[0], activation=activation)
+
+    with torchweld.use_backend("cpu"):
+        (expected,) = torch.autograd.grad(run(scale).sum(), scale)
+        kept = checkpoint(run, scale, use_reentrant=False, context_fn=selective)
+        (found,) = torch.autograd.grad(kept.sum(), scale)
+    assert torch.equal(found, expected)
+
+
+def _reduced_once(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def run(**how: Any) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 128), torchweld.nn.GELU(), nn.Linear(128, WIDTH))
+        model.append(torchweld.nn.LayerNorm(WIDTH))
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        x = torch.randn(32, WIDTH, requires_grad=True)
+        with _Count() as count:
+            checkpoint(model, x, use_reentrant=False, **how).square().mean().backward()
+        sums = sum(n for name, n in count.calls.items() if "all_reduce" in name)
+        grads = (p.grad for p in model.parameters())
+        return [x.grad, *(g.to_local() if hasattr(g, "to_local") else g for g in grads)], sums
+
+    (expected, again), (found, once) = run(), run(context_fn=selective)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f, e)
+    assert (again, once) == (3, 2)
+
+
+def test_reductions_over_devices_are_done_once() -> None:
+    """One in the forward and one in the backward, and none for the recomputation."""
+    with processes(2) as two:
+        two.run("cpu", _reduced_once)

@@ -1,0 +1,167 @@
+"""Pipelines by every schedule, dropout on: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_seams import splits_backwards
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchweld
+from processes import processes
+from torchweld.distributed import stages
+from torchweld.errors import ArgumentError
+from torchweld.sparse import BlockLayout
+
+WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
+SCHEDULES = get_args(stages.Name)
+
+
+class _Layer(nn.Module):
+    """Of our modules, with residuals past each; what it drops depends on layer and microbatch."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.calls = number, 0
+        layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
+        self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, 0.2, return_residual=True)
+        self.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
+        self.add, self.norm3 = torchweld.nn.BiasDropoutAdd(0.2), torchweld.nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # not where torch asks for shapes
+            torch.manual_seed(100 * self.number + self.calls)
+            self.calls += 1
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+        mixed = self.attention(*heads.unbind(2)).transpose(1, 2).flatten(2)
+        y, x = self.norm2(mixed, x)
+        return self.norm3(self.add(self.mlp(y), None, x))
+
+
+def _blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers = [_Layer(i) for i in range(LAYERS)]
+    return [nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class _Backwards(TorchDispatchMode):
+    """Counts backward kernels of ours, whatever they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_backward" in str(func) and func.namespace == "torchweld":
+            self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _one_process(
+    tokens: torch.Tensor, last_first: bool
+) -> tuple[list[torch.Tensor], nn.Sequential, Counter[str]]:
+    whole = nn.Sequential(*_blocks())
+    with _Backwards() as counted:
+        losses = [_loss(whole(some), some) for some in tokens.chunk(MICROBATCHES)]
+        for loss in reversed(losses) if last_first else losses:
+            (loss / MICROBATCHES).backward()
+    return losses, whole, counted.calls
+
+
+def _equals_one_process(rank: int, schedule: stages.Name) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(WORDS, (MICROBATCHES * ROWS, LENGTH), generator=generator)
+    expected, whole, calls = _one_process(tokens, last_first=schedule == "loopedbfs")
+    pipe = stages.pipeline(
+        _blocks(), schedule, MICROBATCHES, _loss, (tokens[:ROWS],), costs=[1.0] * (LAYERS + 2)
+    )
+    losses: list[torch.Tensor] = []
+    with _Backwards() as counted:
+        inputs = (tokens,) if pipe.is_first else ()
+        pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None, losses=losses)
+    assert losses == (expected if pipe.is_last else [])
+    grads = dict(whole.named_parameters())
+    mine = [pair for part in pipe.parts for pair in part.named_parameters()]
+    assert len(mine) > 10
+    for name, parameter in mine:
+        assert torch.equal(parameter.grad, grads[name].grad), name
+    # What runs twice, for inputs and for weights, computes once.
+    total: list[Any] = [None, None]
+    torch.distributed.all_gather_object(total, counted.calls)
+    assert total[0] + total[1] == calls
+
+
+_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=splits_backwards) if s in _SPLIT else s for s in SCHEDULES],
+)
+def test_a_schedule_equals_one_process(schedule: stages.Name) -> None:
+    """Bit by bit: sums over microbatches are made in the schedule's order."""
+    with processes(2) as two:
+        two.run("cpu", _equals_one_process, schedule)
+
+
+# --- Cuts -----------------------------------------------------------------------------------------
+
+costs_ = st.lists(st.floats(0, 100, width=16), min_size=1, max_size=9)
+
+
+@given(costs=costs_, data=st.data())
+def test_cuts_are_the_best_of_all(costs: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(costs)))
+    cuts = stages.balanced(costs, count)
+    assert [i for cut in cuts for i in cut] == [*range(len(costs))]
+    assert all(cuts)
+    assert len(cuts) == count
+
+    def worst(bounds: Any) -> float:
+        ends = itertools.pairwise((0, *bounds, len(costs)))
+        return max(sum(costs[a:b]) for a, b in ends)
+
+    best = min(map(worst, itertools.combinations(range(1, len(costs)), count - 1)))
+    assert worst([cut.stop for cut in cuts[:-1]]) == pytest.approx(best)
+
+
+def test_measured_costs_find_the_dear_block() -> None:
+    """One block is 64 times the others' work; what is measured leaves no trace."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    blocks[1:1] = [nn.Sequential(nn.Linear(64, 4096), nn.Dropout(0.1), nn.Linear(4096, 64))]
+    x, state = torch.randn(64, 64), torch.get_rng_state()
+    costs = stages.measured(blocks, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert costs[1] > 4 * max(costs[0], costs[2])
+    assert all(p.grad is None for block in blocks for p in block.parameters())
+    assert stages.balanced(costs, 3) == (range(1), range(1, 2), range(2, 3))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_placement_is_a_partition(schedule: stages.Name) -> None:
+    placed = [stages.placement(schedule, rank, 4) for rank in range(4)]
+    each = len(placed[0])
+    assert sorted(itertools.chain(*placed)) == [*range(4 * each)]
+    if schedule in ("zbvzerobubble", "dualpipev"):
+        assert placed[0] == (0, 7)
+
+
+def test_errors() -> None:
+    with pytest.raises(ArgumentError, match="schedule"):
+        stages.placement("zb", 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="per_rank"):
+        stages.placement("dualpipev", 0, 2, per_rank=3)

@@ -1,0 +1,113 @@
+"""The bubble of a pipeline: on made-up times by hand, and on stages that sleep, by the formula."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_seams import splits_backwards
+
+from processes import processes
+from torchweld.dispatch.autograd import where_it_goes
+from torchweld.distributed import stages
+from torchweld.distributed.timeline import Action, Timeline, bubble_of, record
+
+UNIT, MICROBATCHES, STEPS = 0.015, 4, 5
+
+
+def _made() -> Timeline:
+    """Two ranks, one microbatch; the second forward is half a second late, the backward not."""
+    times = [
+        Action(0, 0, 0, "forward", 10.0, 11.0),
+        Action(1, 1, 0, "forward", 11.5, 12.5),
+        Action(1, 1, 0, "full", 12.5, 14.5),
+        Action(0, 0, 0, "full", 14.5, 16.5),
+    ]
+    return Timeline(times)
+
+
+def test_what_is_spent() -> None:
+    """Idle time is what nobody can help; the rest of the waiting is overhead."""
+    timeline = _made()
+    spent = timeline.spent()
+    assert spent[0] == (3.0, 3.5, 0.0)
+    assert spent[1] == (3.0, 3.0, 0.5)
+    assert timeline.bubble() == pytest.approx(6.5 / 13)
+    assert timeline.overhead() == pytest.approx(0.5 / 13)
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    _made().draw(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    _made().show()
+    out = capsys.readouterr().out
+    assert "idle 50.0%, by (p-1)/(m+p-1) 50.0%" in out
+
+
+class _Asleep(torch.autograd.Function):
+    """A forward and the two halves of a backward take a unit of time each, and no processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        time.sleep(UNIT)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        to_x, to_weight = where_it_goes(ctx)
+        # Where nothing takes the gradient of x, in the first stage, the time passes all the same.
+        time.sleep(UNIT * (to_x + to_weight + (not ctx.needs_input_grad[0])))
+        return grad if to_x else None, grad.sum(0) if to_weight else None
+
+
+class _Sleeper(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Asleep.apply(x, self.weight)
+
+
+def _bubbles(rank: int, schedule: stages.Name, low: float, high: float) -> None:
+    batch = torch.ones(2 * MICROBATCHES, 4)
+    pipe = stages.pipeline(
+        [_Sleeper() for _ in range(4)],
+        schedule,
+        MICROBATCHES,
+        lambda y, _: y.square().sum(),
+        (batch[:2],),
+        costs=[1.0] * 4,
+    )
+    found = []
+    for _ in range(STEPS + 1):
+        with record(pipe.schedule) as timeline:
+            args = (batch,) if pipe.is_first else ()
+            pipe.schedule.step(*args, target=batch if pipe.is_last else None)
+        found.append(timeline)
+    count = len(pipe.cuts) * MICROBATCHES
+    for timeline in found:
+        begin, end = timeline.span
+        for spent in timeline.spent().values():
+            assert sum(spent) == pytest.approx(end - begin)
+        assert sum(action.kind == "forward" for action in timeline.actions) == count
+    assert low <= statistics.median(t.bubble() for t in found[1:]) <= high
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_is_the_formulas(schedule: stages.Name) -> None:
+    """Stages sleep for a known time, so that the schedule is measured and not the machine."""
+    expected = bubble_of(2, MICROBATCHES)
+    with processes(2) as two:
+        two.run("cpu", _bubbles, schedule, 0.8 * expected, 1.2 * expected)
+
+
+@splits_backwards
+def test_zero_bubble_has_less() -> None:
+    with processes(2) as two:
+        two.run("cpu", _bubbles, "zbvzerobubble", 0.0, 0.6 * bubble_of(2, MICROBATCHES))
