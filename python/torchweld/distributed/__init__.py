@@ -3,3 +3,9 @@
 The engines are PyTorch's (DDP, FSDP2, DTensor, pipelining) and DeepSpeed; what is here fits into
 them.
 """
+
+from torchweld.distributed.counting import CountCollectives
+from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.seeds import LayerSeeds
+
+__all__ = ["CountCollectives", "LayerSeeds", "tp_plan"]
