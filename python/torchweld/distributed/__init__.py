@@ -6,6 +6,17 @@ them.
 
 from torchweld.collectives.all_reduce import OneBitAllReduce
 from torchweld.distributed.checkpointing import save_policy, selective
+from torchweld.distributed.counting import CountCollectives
 from torchweld.distributed.one_bit_hook import onebit_hook
+from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.seeds import LayerSeeds
 
-__all__ = ["OneBitAllReduce", "onebit_hook", "save_policy", "selective"]
+__all__ = [
+    "CountCollectives",
+    "LayerSeeds",
+    "OneBitAllReduce",
+    "onebit_hook",
+    "save_policy",
+    "selective",
+    "tp_plan",
+]

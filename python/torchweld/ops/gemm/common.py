@@ -80,8 +80,11 @@ def act(
 
 
 def may_overwrite(z: torch.Tensor) -> bool:
-    """Whether a GEMM's result may be written to: not while it is traced."""
-    return type(z) is torch.Tensor and z.is_contiguous() and not torch.compiler.is_compiling()
+    """Whether a GEMM's result may be written to: not where it is traced or kept."""
+    # A mode that sees the GEMM may have kept its result, as a selective checkpoint does.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return type(z) is torch.Tensor and z.is_contiguous()
 
 
 def finite(bias: torch.Tensor) -> torch.Tensor:

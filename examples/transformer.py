@@ -1,0 +1,140 @@
+"""A small transformer of torchweld.nn: a GPT or a BERT, with dense or sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import torchweld
+from torchweld.sparse import BlockLayout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of a Transformer, and which kind it is."""
+
+    vocabulary: int = 256
+    length: int = 128
+    width: int = 128
+    heads: int = 4
+    layers: int = 4
+    dropout: float = 0.1
+    attention_dropout: float | None = None  # None: as dropout
+    # A GPT is causal and normalises before each part; a BERT is neither.
+    causal: bool = True
+    sparse: bool = False
+    block: int = 16
+    window: int = 3  # blocks
+
+    def layout(self) -> Callable[..., BlockLayout]:
+        """What attention sees: all of the sequence, or its first tokens and a window."""
+        if not self.sparse:
+            return partial(BlockLayout.dense, block=self.block)
+        attention = "unidirectional" if self.causal else "bidirectional"
+        return partial(
+            BlockLayout.longformer,
+            block=self.block,
+            num_sliding_window_blocks=self.window,
+            attention=attention,
+        )
+
+
+class Attention(nn.Module):
+    """Attention to the blocks of a layout, of as many heads as this device has."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(s.width, s.width) for _ in range(3))
+        self.o_proj = nn.Linear(s.width, s.width)
+        p = s.dropout if s.attention_dropout is None else s.attention_dropout
+        self.attention = torchweld.nn.BlockSparseAttention(s.layout(), p, causal=s.causal)
+        self.head_width = s.width // s.heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class PreNorm(nn.Module):
+    """A block of a GPT; one pass for each dropout, addition and norm."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(s), torchweld.nn.MLP(s.width, 4 * s.width)
+        self.norm1 = torchweld.nn.LayerNorm(s.width)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout, return_residual=True)
+        self.add = torchweld.nn.BiasDropoutAdd(s.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, x = self.norm2(self.attention(self.norm1(x)), x)
+        return self.add(self.mlp(y), None, x)
+
+
+class PostNorm(nn.Module):
+    """A block of a BERT."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(s), torchweld.nn.MLP(s.width, 4 * s.width)
+        self.norm1 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm1(self.attention(x), x)
+        return self.norm2(self.mlp(x), x)
+
+
+class Transformer(nn.Module):
+    """Tokens to logits; or one stage of that, which takes and returns the stream."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.token: nn.Module | None = nn.Embedding(s.vocabulary, s.width)
+        self.place: nn.Module | None = nn.Embedding(s.length, s.width)
+        block = PreNorm if s.causal else PostNorm
+        self.blocks = nn.ModuleDict({str(i): block(s) for i in range(s.layers)})
+        self.norm: nn.Module | None = torchweld.nn.LayerNorm(s.width)
+        self.head: nn.Module | None = nn.Linear(s.width, s.vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.token is not None and self.place is not None:
+            x = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+    def stage(self, index: int, count: int) -> Transformer:
+        """Keep the part of a pipeline's stage; what is left has the names that it had."""
+        layers = len(self.blocks)
+        first, last = index * layers // count, (index + 1) * layers // count
+        for i in range(layers):
+            if not first <= i < last:
+                del self.blocks[str(i)]
+        if index > 0:
+            self.token = self.place = None
+        if index < count - 1:
+            self.norm = self.head = None
+        return self
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over a batch's tokens."""
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def batch_of(s: Settings, rows: int, seed: int, device: Any = "cpu") -> tuple[torch.Tensor, ...]:
+    """Tokens that can be learnt, and what is to be said of each: that before it, plus one."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(s.vocabulary, (rows, s.length), generator=generator)
+    return tokens.to(device), ((tokens.roll(1, 1) + 1) % s.vocabulary).to(device)

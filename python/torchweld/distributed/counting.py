@@ -1,0 +1,58 @@
+"""CountCollectives: what a step sends, by kind, in numbers and bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# The names of torch's ops, which DDP, FSDP2, DTensor and pipelines all come to, to those of ours.
+_KINDS = {
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class CountCollectives(TorchDispatchMode):
+    """A context that counts this process's collectives, of every engine, in both directions.
+
+    A collective's bytes are those of the whole tensor: what an all-gather makes, a reduce-scatter
+    takes, and the others take. What is received is not counted.
+
+    Attributes:
+        calls, bytes: kind ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast",
+            "send") to the sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            name = func._schema.name.partition("::")[2].strip("_")
+            kind = next((kind for key, kind in _KINDS.items() if name.startswith(key)), None)
+            if kind is not None:
+                self.calls[kind] += 1
+                self.bytes[kind] += _bytes(kind, args, result)
+        return result
+
+
+def _bytes(kind: str, args: Any, result: Any) -> int:
+    tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+    if kind in ("all-gather", "reduce-scatter"):  # the larger of what is taken and what is made
+        return max((t.nbytes for t in tensors), default=0)
+    return sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))

@@ -1,0 +1,169 @@
+"""tp_plan: which style of tensor parallelism each module of a fused transformer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchweld import nn
+from torchweld.distributed.styles import (
+    AddedAndNormalized,
+    Columns,
+    ColumnsOfRows,
+    Gather,
+    Packed,
+    Rows,
+    Stream,
+)
+from torchweld.errors import ArgumentError
+
+Plan = dict[str, ParallelStyle]
+
+_ON_ROWS = (
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    nn.DropoutAddLayerNorm,
+    nn.DropoutAddRMSNorm,
+    nn.BiasDropoutAdd,
+)
+_ON_HEADS = (nn.BlockSparseAttention, nn.SoftmaxDropout)
+
+
+def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
+    """A plan for `torch.distributed.tensor.parallel.parallelize_module`.
+
+    It knows transformers made of torchweld.nn's modules, and GPT-2, Llama and BERT of transformers
+    after `torchweld.fuse`, by the names of their layers. Each block's forward and backward have two
+    all-reduces each; with `sequence_parallel` an all-gather and a reduce-scatter for each of them.
+
+    Args:
+        model: all of it, or a stage of a pipeline. Its blocks are in a ModuleList or ModuleDict.
+        sequence_parallel: norms, dropouts and additions have a part of the sequence on each device.
+            Lengths are multiples of the number of devices.
+
+    Returns:
+        Names of modules to styles.
+    """
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    found: Plan = {}
+    blocks = list(_blocks(model))
+    if not blocks:
+        accepted = "a transformer whose attention has q_proj, query or c_attn layers"
+        raise ArgumentError("tp_plan", "model", f"a {type(model).__name__} without one", accepted)
+    for name, module in model.named_modules():
+        for recipe in _RECIPES:
+            for inner, style in recipe(module, stream):
+                found.setdefault(f"{name}.{inner}".strip("."), style)
+    within = tuple(f"{name}." for name in blocks)
+    for name, style in _around(model).items():
+        if not name.startswith(within):
+            found[name] = style
+    if sequence_parallel:
+        for name in {blocks[0], blocks[-1]}:
+            found[name] = Stream(name == blocks[0], name == blocks[-1])
+    return found
+
+
+def _blocks(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the blocks, in order."""
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            for key, child in module.named_children():
+                if any(_attention(part) for part in child.modules()):
+                    yield f"{name}.{key}"
+
+
+# --- Recipes: a module to names inside it, with their styles --------------------------------------
+
+
+def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return dict(module.named_children())
+
+
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+
+
+def _attention(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names of its projections, if it is one."""
+    children = _children(module)
+    for names in (*_PROJECTIONS, ("c_attn",)):
+        if all(name in children for name in names):
+            return names
+    return ()
+
+
+def _of_attention(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, Any]]:
+    names, children = _attention(module), _children(module)
+    if not names:
+        return
+    if names == ("c_attn",):
+        yield "", Packed(stream)
+    else:
+        yield "", Gather(stream)
+        yield from ((name, Columns()) for name in names)
+    for name, child in children.items():
+        if isinstance(child, _ON_HEADS):
+            yield name, Rows(Shard(1))
+        elif name in ("o_proj", "c_proj"):
+            yield name, ColumnsOfRows(output_layouts=stream)
+
+
+def _of_mlp(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, Any]]:
+    names = _children(module).keys()
+    if names >= {"gate_proj", "up_proj", "down_proj"}:
+        yield "", Gather(stream, "x")
+        yield from (("gate_proj", Columns()), ("up_proj", Columns()))
+        yield "down_proj", ColumnsOfRows(output_layouts=stream)
+    for first, second in (("fc1", "fc2"), ("c_fc", "c_proj")):
+        if names >= {first, second}:
+            yield first, Columns(input_layouts=stream)
+            yield second, ColumnsOfRows(output_layouts=stream)
+
+
+def _of_bert(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, Any]]:
+    """A layer's halves end in a dense layer, a dropout, the residual and a norm."""
+    children = _children(module)
+    if children.keys() >= {"self", "output"} or children.keys() >= {"intermediate", "output"}:
+        if "intermediate" in children:
+            yield "intermediate.dense", Columns(input_layouts=stream)
+        yield "output", AddedAndNormalized(stream)
+        yield "output.dense", ColumnsOfRows(output_layouts=stream, use_local_output=False)
+
+
+def _of_rows(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, _ON_ROWS) or type(module).__name__.endswith("RMSNorm"):
+        yield "", Rows(stream)
+
+
+_Recipe = Callable[[torch.nn.Module, Placement], Iterator[tuple[str, Any]]]
+_RECIPES: tuple[_Recipe, ...] = (_of_attention, _of_mlp, _of_bert, _of_rows)
+
+
+# --- Before the first block, and after the last one -----------------------------------------------
+
+
+def _around(model: torch.nn.Module) -> Plan:
+    """What all devices compute; vocabularies are cut, unless embedding and head are one tensor."""
+    found: Plan = {}
+    for name, module in model.named_modules():
+        for inner, _ in _of_rows(module, Replicate()):
+            found[f"{name}.{inner}".strip(".")] = Rows(Replicate())
+    embeddings = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    ]
+    tokens = max(embeddings, key=lambda pair: pair[1].num_embeddings, default=None)
+    head = next((m for name, m in model.named_children() if name in ("head", "lm_head")), None)
+    if tokens is not None and head is not None and head.weight is tokens[1].weight:
+        return found
+    if tokens is not None:
+        found[tokens[0]] = ColumnsOfRows(input_layouts=Replicate())
+    if isinstance(head, torch.nn.Linear):
+        name = next(key for key, m in model.named_children() if m is head)
+        found[name] = Columns(output_layouts=Replicate())
+    return found

@@ -1,0 +1,269 @@
+"""Styles of `parallelize_module` for fused modules, which torch's own styles refuse or gather.
+
+Modules take and return local tensors. What a tensor's part is of the whole is said where an op
+needs to know it: dropout then drops what one process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def _placed(x: Any, mesh: DeviceMesh, placement: Placement) -> Any:
+    if isinstance(x, DTensor):
+        return x.redistribute(mesh, [placement])
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _local(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_local, x))
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _distribute(
+    module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[str, torch.Tensor], Placement]
+) -> None:
+    """Make a module's own parameters DTensors, placed by their names."""
+    for name, parameter in module.named_parameters(recurse=False):
+        part = distribute_tensor(parameter.detach(), mesh, [place(name, parameter)])
+        made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, made)
+    _align_gradients(module)
+
+
+def _align_gradients(module: torch.nn.Module) -> None:
+    """Place gradients as their parameters are, which optimizers ask for.
+
+    Where devices have summands of one, that is the sum.
+    """
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_align)
+
+
+def _align(parameter: Any) -> None:
+    if parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def _replicate(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    _distribute(module, mesh, lambda *_: Replicate())
+
+
+class Rows(ParallelStyle):
+    """Rows of the stream are sharded, the module's parameters are whole on every device.
+
+    For norms, dropouts, attention without weights, and whatever else works on rows or heads.
+
+    Args:
+        placement: of the first input, and of all that have as many dimensions.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        return distribute_module(module, device_mesh, _replicate, self._inputs, self._outputs)
+
+    def _inputs(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        rank = inputs[0].ndim
+
+        def placed(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            whole = x.ndim != rank
+            return _placed(x, mesh, Replicate() if whole else self.placement)
+
+        return tuple(map(placed, inputs))
+
+    def _outputs(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return _local(outputs)
+
+
+class Gather(ParallelStyle):
+    """The input of several column-parallel layers is gathered once, and its gradient reduced once.
+
+    Args:
+        placement: of the module's first input as it comes.
+        name: of that input where it is handed over by name.
+    """
+
+    def __init__(self, placement: Placement, name: str = "hidden_states") -> None:
+        super().__init__()
+        self.placement, self.name = placement, name
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            return _changed(args, kwargs, self.name, lambda x: self._whole(x, device_mesh))
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+    def _whole(self, x: torch.Tensor, mesh: DeviceMesh) -> Any:
+        return _placed(x, mesh, self.placement).redistribute(mesh, [Replicate()])
+
+
+class Stream(ParallelStyle):
+    """Devices share the sequence from the block that begins it to the one that ends it.
+
+    Args:
+        begins: go on with this device's part of the input.
+        ends: gather the output.
+        name: of the input where it is handed over by name.
+    """
+
+    def __init__(self, begins: bool, ends: bool, name: str = "hidden_states") -> None:
+        super().__init__()
+        self.begins, self.ends, self.name = begins, ends, name
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        def moved(x: Any, was: Placement, becomes: Placement) -> Any:
+            if isinstance(x, tuple):
+                return (moved(x[0], was, becomes), *x[1:])
+            return _placed(x, device_mesh, was).redistribute(device_mesh, [becomes]).to_local()
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            return _changed(args, kwargs, self.name, lambda x: moved(x, Replicate(), Shard(1)))
+
+        if self.begins:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if self.ends:
+            module.register_forward_hook(lambda _, __, y: moved(y, Shard(1), Replicate()))
+        return module
+
+
+class AddedAndNormalized(ParallelStyle):
+    """The end of a welded post-norm block: norm(dropout(dense(x)) + residual).
+
+    `dense` has a style of its own; this one places the residual and the norm's parameters.
+
+    Args:
+        placement: of the stream.
+        name: of the residual where it is handed over by name.
+    """
+
+    def __init__(self, placement: Placement, name: str = "input_tensor") -> None:
+        super().__init__()
+        self.placement, self.name = placement, name
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        norm: Any = getattr(module, getattr(module, "weld_norm", "LayerNorm"))
+        _replicate("", norm, device_mesh)
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            x, *rest = args
+            _, kwargs = _changed(rest, kwargs, self.name, self._place(device_mesh))
+            rest = [self._place(device_mesh)(value) for value in rest]
+            return (x, *rest), kwargs
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(lambda _module, _args, outputs: _local(outputs))
+        return module
+
+    def _place(self, mesh: DeviceMesh) -> Any:
+        return lambda x: _placed(x, mesh, self.placement)
+
+
+def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
+    """The arguments with another first one, or another one of this name."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+class Columns(ColwiseParallel):
+    """ColwiseParallel, also of linear layers with their activation and of transposed weights."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
+            dim = 1 if is_transposed(layer) else 0
+            _distribute(layer, mesh, lambda _, parameter: Shard(dim if parameter.ndim > 1 else 0))
+
+        return distribute_module(
+            module,
+            device_mesh,
+            cut,
+            partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
+            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+        )
+
+
+class ColumnsOfRows(RowwiseParallel):
+    """RowwiseParallel, also of transposed weights: each device has some of the input's features."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if is_transposed(module):
+            self.desired_input_layouts: tuple[Placement, ...] = (Shard(-1),)
+            return distribute_module(
+                module,
+                device_mesh,
+                _cut_inputs,
+                partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
+                partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            )
+        super()._apply(module, device_mesh)
+        _align_gradients(module)
+        return module
+
+
+def _cut_inputs(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
+    def place(_: str, parameter: torch.Tensor) -> Placement:
+        return Shard(0) if parameter.ndim > 1 else Replicate()
+
+    _distribute(layer, mesh, place)
+
+
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Whether its weight is [in_features, out_features], as in the Conv1D of transformers."""
+    return hasattr(module, "nx") and hasattr(module, "nf")
+
+
+class Packed(ParallelStyle):
+    """GPT-2's attention, whose c_attn makes queries, keys and values side by side.
+
+    Each device has its heads of all three: the weight is cut within each third.
+
+    Args:
+        placement: of the input as it comes.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
+        Gather(self.placement)._apply(module, device_mesh)
+        packed, count = module.c_attn, device_mesh.size()
+
+        def thirds(_: str, parameter: torch.Tensor) -> Placement:
+            return _StridedShard(parameter.ndim - 1, split_factor=3)
+
+        _distribute(packed, device_mesh, thirds)
+        module.split_size //= count
+        packed.nf //= count
+        packed.forward = partial(_project, packed)
+        return module
+
+
+def _project(layer: Any, x: Any) -> torch.Tensor:
+    """The layer's features on this device; the gradient of x is a sum over the devices."""
+    x = x.to_local(grad_placements=[Partial()])
+    return torch.nn.functional.linear(x, layer.weight.to_local().T, layer.bias.to_local())

@@ -1,0 +1,85 @@
+"""tp_plan and its styles: Megatron's two all-reduces, exact results, and no gathers beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import torchweld
+from processes import processes
+from torchweld import functional
+from torchweld.distributed import CountCollectives, tp_plan
+from torchweld.distributed.styles import Columns, ColumnsOfRows, Gather
+from torchweld.errors import ArgumentError
+
+WIDTH, HIDDEN = 24, 48
+
+
+def _megatron_mlp(rank: int) -> None:
+    """Column, activation on the shard, row: one all-reduce forward and one backward."""
+    mesh = init_device_mesh("cpu", (2,))
+    row = ColumnsOfRows()
+    for build, plan in (
+        (torchweld.nn.MLP, {"fc1": Columns(), "fc2": row}),
+        (
+            torchweld.nn.GatedMLP,
+            {"": Gather(Replicate(), "x")}
+            | {"gate_proj": Columns(), "up_proj": Columns(), "down_proj": row},
+        ),
+    ):
+        torch.manual_seed(0)
+        model = build(WIDTH, HIDDEN, dtype=torch.float64)
+        x = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
+        expected = model(x)
+        expected.square().sum().backward()
+        wanted = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+        model.zero_grad()
+        x.grad = None
+        parallelize_module(model, mesh, plan)
+        with CountCollectives() as forward:
+            y = model(x)
+        with CountCollectives() as backward:
+            y.square().sum().backward()
+        assert forward.calls == backward.calls == {"all-reduce": 1}
+        assert forward.bytes == backward.bytes == {"all-reduce": x.nbytes}
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(x.grad, wanted.pop("x"))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
+
+
+def _functions(rank: int) -> None:
+    """linear_gelu on columns sends nothing; mlp one sum, and one for its input's gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = [torch.randn(size) for size in ((6, WIDTH), (HIDDEN, WIDTH), HIDDEN, (WIDTH, HIDDEN))]
+    places = [Replicate(), Shard(0), Shard(0), Shard(1)]
+    x, w1, b1, w2 = (
+        distribute_tensor(t, mesh, [place]).requires_grad_()
+        for t, place in zip(whole, places, strict=True)
+    )
+    with CountCollectives() as counted:
+        y = functional.linear_gelu(x, w1, b1)
+    assert not counted.calls
+    assert y.placements == (Shard(1),)
+    with CountCollectives() as counted:
+        y = functional.mlp(x, w1, b1, w2, None).redistribute(mesh, [Replicate()])
+        y.to_local().square().sum().backward()
+        x.grad.redistribute(mesh, [Replicate()]).to_local()
+    assert counted.calls == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize("scenario", [_megatron_mlp, _functions])
+def test_one_sum_each_way(scenario: Callable[[int], None]) -> None:
+    with processes(2) as two:
+        two.run("cpu", scenario)
+
+
+def test_what_it_does_not_know_is_named() -> None:
+    with pytest.raises(ArgumentError, match="model"):
+        tp_plan(torch.nn.Linear(2, 2))

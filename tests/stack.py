@@ -1,0 +1,353 @@
+"""Cells of the matrix: one model trained by one strategy of parallelism, and by one process.
+
+All runs have the same microbatches. A process of data parallelism takes some of them, and one
+process takes all of them in turn; what a layer drops in a microbatch is a function of both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from torchweld import optim
+from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
+from transformer import Settings, Transformer, batch_of, loss_of
+
+STEPS, MICROBATCHES, ROWS = 10, 4, 2
+_SIZES = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
+MODELS = {
+    "GPT": _SIZES,
+    "BERT": replace(_SIZES, causal=False),
+    "sparse GPT": replace(_SIZES, sparse=True, length=64, window=1),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Adam's: its square roots of small gradients would amplify how they were rounded.
+_OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "eps": 1e-4}
+
+
+@dataclass
+class Run:
+    """What a run leaves: losses of its steps, its parameters, and what its last step sent."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    calls: dict[str, int]
+    bytes: dict[str, int]
+
+
+class Cell:
+    """One run in progress, in one of its processes."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.settings, self.dtype = MODELS[name], dtype
+        torch.manual_seed(0)
+        self.model: Any = Transformer(self.settings)
+        if dtype == torch.float64:
+            self.model.double()
+        self.seeds: list[LayerSeeds] = []
+        self.losses: list[float] = []
+
+    def autocast(self) -> Any:
+        """For 16 bits."""
+        wanted = self.dtype == torch.bfloat16
+        return torch.autocast("cpu", self.dtype) if wanted else nullcontext()
+
+    def microbatch(self, step: int, number: int) -> tuple[torch.Tensor, ...]:
+        """Tokens and targets."""
+        return batch_of(self.settings, ROWS, STEPS * number + step)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """In float64 where the model is."""
+        if self.dtype == torch.float64:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss_of(logits, targets)
+
+    def seed(self, *modules: Any) -> None:
+        """Their layers drop what they would drop in one process."""
+        self.seeds += [LayerSeeds(module.blocks.items(), seed=1) for module in modules]
+
+    def begin(self, step: int, microbatch: int = 0) -> None:
+        for seeds in self.seeds:
+            seeds.begin(step, microbatch)
+
+    def accumulate(self, model: Any, step: int, rank: int = 0, count: int = 1) -> torch.Tensor:
+        """Forward and backward of this process's microbatches; their mean loss."""
+        each = MICROBATCHES // count
+        self.begin(step, rank * each)
+        total = torch.zeros(())
+        for number in range(rank * each, (rank + 1) * each):
+            last = number == (rank + 1) * each - 1
+            tokens, targets = self.microbatch(step, number)
+            with _without_exchange(model, not last):
+                with self.autocast():
+                    loss = self.loss(model(tokens), targets)
+                (loss / each).backward()
+            total += loss.detach() / each
+        return total
+
+    def train(
+        self, step: Callable[[int], torch.Tensor], optimizer: torch.optim.Optimizer
+    ) -> CountCollectives:
+        """All steps; what the last one sent."""
+        if not self.seeds:
+            self.seed(self.model)
+        counted = CountCollectives()
+        for number in range(STEPS):
+            with counted if number == STEPS - 1 else nullcontext():
+                loss = step(number)
+                optimizer.step()
+                optimizer.zero_grad()
+            self.losses.append(loss)  # type: ignore[arg-type]
+        return counted
+
+    def left(
+        self, counted: CountCollectives, modules: Any = None, over: Any = None, of: int = 1
+    ) -> Run:
+        """The run's end; losses are means over `of` processes of the group `over`."""
+        losses = torch.stack([torch.as_tensor(loss).double() for loss in self.losses])
+        if of > 1:
+            dist.all_reduce(losses, group=over)
+        modules = [self.model] if modules is None else modules
+        parameters = {
+            name.removeprefix("module."): _whole(parameter)
+            for module in modules
+            for name, parameter in module.named_parameters()
+        }
+        calls, sent = dict(counted.calls), dict(counted.bytes)
+        return Run((losses / of).tolist(), parameters, calls, sent)
+
+
+@contextmanager
+def _without_exchange(model: Any, wanted: bool) -> Iterator[None]:
+    """Gradients are only added up, where DDP or FSDP2 would exchange them."""
+    if isinstance(model, DistributedDataParallel) and wanted:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(not wanted)
+    yield
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _adamw(model: Any) -> Any:
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else model
+    return optim.AdamW(parameters, **_OPTIMIZER)
+
+
+# --- Strategies: a model's name and a dtype to a run ----------------------------------------------
+
+
+def one_process(name: str, dtype: torch.dtype) -> Run:
+    cell = Cell(name, dtype)
+    counted = cell.train(lambda step: cell.accumulate(cell.model, step), _adamw(cell.model))
+    return cell.left(counted)
+
+
+def _ddp(name: str, dtype: torch.dtype, sharded_states: bool = False) -> Run:
+    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(cell.model)
+    optimizer = (
+        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **_OPTIMIZER)
+        if sharded_states
+        else _adamw(model)
+    )
+    counted = cell.train(lambda step: cell.accumulate(model, step, rank, count), optimizer)
+    return cell.left(counted, of=count)
+
+
+def _zero1(name: str, dtype: torch.dtype) -> Run:
+    return _ddp(name, dtype, sharded_states=True)
+
+
+def _shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+
+
+def _fsdp(name: str, dtype: torch.dtype, keep: bool) -> Run:
+    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    _shard(cell.model, init_device_mesh("cpu", (count,)), keep)
+    step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
+    return cell.left(cell.train(step, _adamw(cell.model)), of=count)
+
+
+def _zero2(name: str, dtype: torch.dtype) -> Run:
+    return _fsdp(name, dtype, keep=True)
+
+
+def _zero3(name: str, dtype: torch.dtype) -> Run:
+    return _fsdp(name, dtype, keep=False)
+
+
+def _tensor(name: str, dtype: torch.dtype, sequence: bool = False) -> Run:
+    cell = Cell(name, dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(cell.model, mesh, tp_plan(cell.model, sequence))
+    step = lambda step: cell.accumulate(cell.model, step)  # noqa: E731
+    return cell.left(cell.train(step, _adamw(cell.model)))
+
+
+def _tensor_sequence(name: str, dtype: torch.dtype) -> Run:
+    return _tensor(name, dtype, sequence=True)
+
+
+def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
+    cell, count = Cell(name, dtype), dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (count, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(cell.model, mesh["tensor"], tp_plan(cell.model, True))
+    _shard(cell.model, mesh["data"], keep=False)
+    rank = mesh.get_local_rank("data")
+    step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
+    counted = cell.train(step, _adamw(cell.model))
+    return cell.left(counted, over=mesh.get_group("data"), of=count)
+
+
+def _pipeline(
+    name: str, dtype: torch.dtype, schedule: Any, at: Callable[[int, int], tuple[int, ...]]
+) -> Run:
+    """Stages `at` a rank of so many; the last one's losses are those of the run."""
+    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    return _staged(cell, dist.group.WORLD, rank, count, schedule, at)
+
+
+def _staged(
+    cell: Cell,
+    group: Any,
+    rank: int,
+    count: int,
+    schedule: Any,
+    at: Any,
+    wrap: Callable[..., Any] = lambda part: part,
+    data: tuple[Any, int, int] = (None, 0, 1),
+) -> Run:
+    """Stages `at` this rank of a pipeline; `data`: group, rank and size of data parallelism."""
+    numbers = at(rank, count)
+    total = count * len(numbers)
+    modules = []
+    for number in numbers:
+        part = copy.deepcopy(cell.model).stage(number, total)
+        if cell.dtype == torch.bfloat16:
+            part.forward = torch.autocast("cpu", cell.dtype)(part.forward)
+        modules.append(part)
+    cell.seed(*modules)
+    modules = [wrap(part) for part in modules]
+    shapes = _shapes(cell.settings, total)
+    stages = [
+        pipelining.PipelineStage(
+            *(part, number, total, torch.device("cpu"), *shapes[number : number + 2]), group=group
+        )
+        for part, number in zip(modules, numbers, strict=True)
+    ]
+    single = len(stages) == 1 and not issubclass(schedule, _MULTI)
+    over, place, of = data
+    each = MICROBATCHES // of
+    run = schedule(stages[0] if single else stages, each, loss_fn=cell.loss)
+    optimizer = _adamw([p for part in modules for p in part.parameters()])
+
+    def step(number: int) -> torch.Tensor:
+        cell.begin(number, place * each)
+        mine = range(place * each, (place + 1) * each)
+        parts = [cell.microbatch(number, m) for m in mine]
+        tokens, targets = (torch.cat(some) for some in zip(*parts, strict=True))
+        losses: list[torch.Tensor] = []
+        given = (tokens,) if 0 in numbers else ()
+        run.step(*given, target=targets if total - 1 in numbers else None, losses=losses)
+        return count * torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    counted = cell.train(step, optimizer)
+    if of > 1:  # each loss is its part's
+        losses = torch.stack([torch.as_tensor(loss).double() for loss in cell.losses]) / of
+        dist.all_reduce(losses, group=over)
+        cell.losses = list(losses)
+    return cell.left(counted, modules, over=group, of=count)
+
+
+def _shapes(s: Settings, stages: int) -> list[torch.Tensor]:
+    """What goes into each stage, and out of the last: else torch would run them to find out."""
+    tokens = torch.zeros((ROWS, s.length), dtype=torch.int64)
+    stream, logits = (
+        torch.zeros((ROWS, s.length, n), requires_grad=True) for n in (s.width, s.vocabulary)
+    )
+    return [tokens, *[stream] * (stages - 1), logits]
+
+
+_MULTI = (pipelining.ScheduleInterleaved1F1B, pipelining.ScheduleZBVZeroBubble)
+
+
+def _loop(rank: int, count: int) -> tuple[int, ...]:
+    return rank, rank + count
+
+
+def _vee(rank: int, count: int) -> tuple[int, ...]:
+    return rank, 2 * count - 1 - rank
+
+
+def _one_each(rank: int, count: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def _schedule(
+    schedule: Any, at: Callable[[int, int], tuple[int, ...]]
+) -> Callable[[str, torch.dtype], Run]:
+    return lambda name, dtype: _pipeline(name, dtype, schedule, at)
+
+
+def _fsdp_tensor_pipeline(name: str, dtype: torch.dtype) -> Run:
+    cell = Cell(name, dtype)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "data", "tensor"))
+
+    def wrap(part: Any) -> Any:
+        parallelize_module(part, mesh["tensor"], tp_plan(part, True))
+        _shard(part, mesh["data"], keep=True)
+        return part
+
+    group, rank = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
+    data = (mesh.get_group("data"), mesh.get_local_rank("data"), 2)
+    return _staged(cell, group, rank, 2, pipelining.Schedule1F1B, _one_each, wrap, data)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How so many processes train a model."""
+
+    processes: int
+    run: Callable[[str, torch.dtype], Run]
+    # Whether each sum has one process's summands in its order, so that all is equal bit by bit.
+    same_order: bool = False
+    in_ci: bool = True
+
+
+STRATEGIES = {
+    "DDP": Strategy(2, _ddp),
+    "ZeRO-1": Strategy(2, _zero1),
+    "ZeRO-2 (FSDP2)": Strategy(2, _zero2),
+    "ZeRO-3 (FSDP2)": Strategy(2, _zero3),
+    "TP": Strategy(2, _tensor),
+    "TP + SP": Strategy(2, _tensor_sequence),
+    "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
+    "PP 1F1B": Strategy(2, _schedule(pipelining.Schedule1F1B, _one_each), True),
+    "PP interleaved 1F1B": Strategy(2, _schedule(pipelining.ScheduleInterleaved1F1B, _loop), True),
+    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee), True),
+    "PP DualPipeV": Strategy(2, _schedule(pipelining.ScheduleDualPipeV, _vee)),
+    "FSDP2 x TP + SP": Strategy(4, _fsdp_tensor),
+    "FSDP2 x TP + SP x PP": Strategy(8, _fsdp_tensor_pipeline, in_ci=False),
+}

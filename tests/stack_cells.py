@@ -1,0 +1,217 @@
+"""The matrix as data: which cells there are, and what each is held to."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import torchweld
+from stack import DTYPES, MICROBATCHES, MODELS, ROWS, STRATEGIES, Run, one_process
+
+# Two runs whose roundings are independent differ by sqrt(2) times what either differs from the
+# exact run; one process in float64 is that. The most that an element differs is not a mean.
+RMS, MOST = 2.0, 4.0
+
+
+class Cell(NamedTuple):
+    """A model, a strategy and a dtype."""
+
+    strategy: str
+    model: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.model}, {self.dtype}"
+
+
+ALL = [Cell(s, m, d) for s in STRATEGIES for m in MODELS for d in DTYPES]
+
+
+def covering() -> list[Cell]:
+    """Each strategy once, each model with each dtype, for CI."""
+    kinds = [(m, d) for d in DTYPES for m in MODELS]
+    names = [name for name, strategy in STRATEGIES.items() if strategy.in_ci]
+    return [Cell(name, *kinds[i % len(kinds)]) for i, name in enumerate(names)]
+
+
+# --- What one process makes -----------------------------------------------------------------------
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def reference(model: str, dtype: str) -> str:
+    """A file with the run of one process and the exact one."""
+    path = str(Path(_folder().name) / f"{model}-{dtype}.pt")
+    torch.save([asdict(_run(model, kind)) for kind in (DTYPES[dtype], torch.float64)], path)
+    return path
+
+
+@functools.cache
+def _run(model: str, dtype: torch.dtype) -> Run:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    try:
+        with torchweld.use_backend("cpu"):
+            return one_process(model, dtype)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- What a step sends ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model of float32: its parameters, a microbatch's stream and logits, in bytes."""
+
+    parameters: int
+    count: int
+    stream: int
+    logits: int
+    layers: int
+    norms: int  # of the parameters of norms inside blocks
+    whole: int  # of the parameters that tensor parallelism does not cut
+
+
+Sent = dict[str, tuple[int, int]]  # kind to calls and bytes
+_m = MICROBATCHES
+
+
+def _ddp(s: Sizes) -> Sent:
+    return {"all-reduce": (1, s.parameters)}
+
+
+def _zero1(s: Sizes) -> Sent:
+    return {**_ddp(s), "broadcast": (s.count, s.parameters)}
+
+
+def _sharded(gathers: int) -> Callable[[Sizes], Sent]:
+    """Each block and the rest are gathered so many times for each microbatch."""
+
+    def sent(s: Sizes) -> Sent:
+        groups, times = s.layers + 1, gathers * _m // 2
+        return {
+            "all-gather": (times * groups, times * s.parameters),
+            "reduce-scatter": (groups, s.parameters),
+        }
+
+    return sent
+
+
+def _tensor(s: Sizes) -> Sent:
+    """Two all-reduces each way in each block; the embedding's, the head's, and the logits."""
+    reduces = 4 * s.layers + 2
+    return {
+        "all-reduce": (_m * reduces, _m * reduces * s.stream),
+        "all-gather": (_m, _m * s.logits),
+    }
+
+
+def _sequence(s: Sizes) -> Sent:
+    """An all-reduce is a gather and a reduce-scatter; gradients of norms are sums."""
+    gathers, norms = 4 * s.layers + 2, 4 * s.layers
+    return {
+        "all-reduce": (_m * (2 + norms), _m * (2 * s.stream + s.norms)),
+        "all-gather": (_m * (gathers + 1), _m * (gathers * s.stream + s.logits)),
+        "reduce-scatter": (_m * 4 * s.layers, _m * 4 * s.layers * s.stream),
+    }
+
+
+def _sharded_tensor(s: Sizes) -> Sent:
+    """Half of the microbatches; what is gathered and scattered beside is half of what is cut."""
+    half = replace(s, parameters=(s.parameters + s.whole) // 2)
+    sent: dict[str, tuple[int, int]] = {}
+    for kind, (calls, size) in _sequence(s).items():
+        more = _sharded(2)(half).get(kind, (0, 0))
+        sent[kind] = (calls // 2 + more[0], size // 2 + more[1])
+    return sent
+
+
+def _pipeline(boundaries: int) -> Callable[[Sizes], Sent]:
+    """Streams or their gradients over so many boundaries that this process is before."""
+    return lambda s: {"send": (_m * boundaries, _m * boundaries * s.stream)}
+
+
+TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
+    "DDP": _ddp,
+    "ZeRO-1": _zero1,
+    "ZeRO-2 (FSDP2)": _sharded(1),
+    "ZeRO-3 (FSDP2)": _sharded(2),
+    "TP": _tensor,
+    "TP + SP": _sequence,
+    "FSDP2 x TP + SP": _sharded_tensor,
+    "PP GPipe": _pipeline(1),
+    "PP 1F1B": _pipeline(1),
+    "PP interleaved 1F1B": _pipeline(3),
+    "PP ZBV": _pipeline(2),
+    "PP DualPipeV": _pipeline(2),
+}
+
+
+def sizes_of(model: str, one: dict[str, torch.Tensor]) -> Sizes:
+    """The sizes of a model with these parameters."""
+    s = MODELS[model]
+    size = {name: 4 * p.numel() for name, p in one.items()}
+    uncut = ("norm", "o_proj.bias", "fc2.bias", "place")
+    return Sizes(
+        sum(size.values()),
+        len(one),
+        4 * ROWS * s.length * s.width,
+        4 * ROWS * s.length * s.vocabulary,
+        s.layers,
+        sum(n for name, n in size.items() if ".norm" in name),
+        sum(n for name, n in size.items() if any(part in name for part in uncut)),
+    )
+
+
+# --- A cell, in one of its processes --------------------------------------------------------------
+
+
+def _differences(a: Any, b: Any, names: Any) -> torch.Tensor:
+    found = [(a["parameters"][n].double() - b["parameters"][n].double()).flatten() for n in names]
+    return torch.cat(found)
+
+
+def run(rank: int, cell: Cell, path: str, results: str | None) -> None:
+    """Run a cell and hold it to one process; rank 0 writes what it found."""
+    strategy = STRATEGIES[cell.strategy]
+    found = asdict(strategy.run(cell.model, DTYPES[cell.dtype]))
+    one, exact = torch.load(path)
+    names = found["parameters"].keys()
+    off, unit = _differences(found, one, names), _differences(one, exact, names)
+    rms, most = (off.square().mean() / unit.square().mean()).sqrt(), off.abs().max()
+    losses = torch.tensor([found["losses"], one["losses"], exact["losses"]], dtype=torch.float64)
+    loss = (losses[0] - losses[1]).abs().max() / (losses[1] - losses[2]).abs().max()
+    if rank == 0 and results is not None:
+        row = {"rms": rms.item(), "bitwise": not off.any().item(), "loss": loss.item()}
+        with open(results, "a") as file:
+            file.write(json.dumps({**cell._asdict(), **row, "sent": found["bytes"]}) + "\n")
+    assert rms <= RMS, f"{cell}: parameters differ by {rms:.2f} times their rounding"
+    assert most <= MOST * unit.abs().max(), f"{cell}: a parameter differs by {most:.2e}"
+    assert loss <= MOST, f"{cell}: losses differ by {loss:.2f} times their rounding"
+    if strategy.same_order:
+        assert not off.any(), f"{cell}: not bitwise equal, {most:.2e}"
+    if cell.strategy in TEXTBOOK:
+        expected = TEXTBOOK[cell.strategy](sizes_of(cell.model, one["parameters"]))
+        calls = {kind: calls for kind, (calls, _) in expected.items()}
+        assert found["calls"] == calls, f"{cell}: {found['calls']}, by the textbook {calls}"
+        if cell.dtype == "fp32":
+            sent = {kind: size for kind, (_, size) in expected.items()}
+            assert found["bytes"] == sent, f"{cell}: {found['bytes']}, by the textbook {sent}"
+
+
+def results_file() -> str | None:
+    """Where `make stack` wants results."""
+    return os.environ.get("TORCHWELD_STACK")
