@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchweld import checks
 from torchweld.dispatch.bare import BareOp
@@ -24,6 +26,9 @@ def recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
 
 
 # --- The layer in two steps -----------------------------------------------------------------------
+
+# Modes that keep results, and that hand them out again.
+_CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 # Backends whose passes between GEMMs are another one's.
 PASSES = {"cuda": "triton"}
@@ -81,10 +86,15 @@ def act(
 
 def may_overwrite(z: torch.Tensor) -> bool:
     """Whether a GEMM's result may be written to: not where it is traced or kept."""
-    # A mode that sees the GEMM may have kept its result, as a selective checkpoint does.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and _is_kept()):
         return False
     return type(z) is torch.Tensor and z.is_contiguous()
+
+
+def _is_kept() -> bool:
+    """Whether a selective checkpoint sees the GEMM, and may keep its result."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CHECKPOINTS) for mode in modes)
 
 
 def finite(bias: torch.Tensor) -> torch.Tensor:
