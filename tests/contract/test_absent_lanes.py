@@ -122,7 +122,7 @@ def _agree(found: Results, expected: Results) -> None:
         assert torch.equal(value.isfinite(), oracle.isfinite()), name
 
 
-@pytest.mark.of(
+@pytest.mark.targets(
     "layer_norm",
     "rms_norm",
     "dropout_add_layer_norm",
