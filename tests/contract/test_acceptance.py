@@ -102,7 +102,7 @@ def _drawn(op: Op, sample: tuple[Any, ...], dtypes: Any, gradients: bool) -> lis
     return inputs
 
 
-# Of layouts that torch calls prototypes.
+# torch warns that these layouts are prototypes.
 quiet = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 
 

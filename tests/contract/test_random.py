@@ -22,7 +22,7 @@ drawing = pytest.mark.targets(drawing=True)
 
 # --- The numbers ------------------------------------------------------------------------------
 
-# Of the paper's own implementation: counter, key, result.
+# Counter, key and result, from the paper's own implementation.
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),

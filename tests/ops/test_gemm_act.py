@@ -289,7 +289,7 @@ def test_the_faster_is_chosen_once_and_kept(
 def test_what_compiles_takes_what_is_kept(
     clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
 ) -> None:
-    """Of any number of rows: the choice is part of the graph."""
+    """The choice is part of the graph, for any number of rows."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
 
     def compiled() -> bool:

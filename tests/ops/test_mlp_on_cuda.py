@@ -238,7 +238,7 @@ def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
-    """Of any of the inputs gradients are what they are of all, and no kernel runs for nobody."""
+    """Gradients do not depend on which others are wanted, and no kernel runs for nothing."""
     inputs = _inputs(device, bias)
     leaves = _leaves(inputs)
     grads = {}
