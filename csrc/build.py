@@ -315,7 +315,7 @@ STAMP = "built.json"
 
 
 def sources_digest() -> str:
-    """Of everything in csrc that the libraries are made from."""
+    """A hash of everything in csrc that the libraries are made from."""
     digest = hashlib.sha256()
     for path in sorted(CSRC.rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".map", ".py"):

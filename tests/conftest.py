@@ -1,11 +1,11 @@
-"""Where each op's kernels run in this session, and the account of it at the end."""
+"""Where each op's kernels run in this session, and a summary of that at the end."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +61,16 @@ class Target:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Dtypes that this place computes rightly."""
+        """Dtypes that this place computes correctly."""
         left_out = {
             "cpu": [],
-            # float64 exists on the CPU alone; Triton's interpreter truncates to bfloat16.
+            # float64 has kernels only on the CPU; Triton's interpreter truncates to bfloat16.
             "interpreter": [torch.float64, torch.bfloat16],
         }.get(self.place, [torch.float64])
         return [dtype for dtype in self.op.dtypes if dtype not in left_out]
 
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
-        """Arguments of this size, or with a narrower row where the backend serves none so wide."""
+        """Arguments of this size, or with narrower rows if the backend serves none so wide."""
         arguments = self.op.sized(leading, row)
         while self.op.refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
@@ -97,12 +97,12 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 
 PLACES = _places()
-# A composite has no kernel of its own: tests/ops/test_seams.py has what is not marked with `seams`.
-# What the interpreter and the emulator could find is found in the ops' own tests; so is what a
-# backend has that serves a part of the samples.
+# A composite has no kernel of its own. Most of its tests are in tests/ops/test_seams.py. What the
+# interpreter and the emulator could find is found in the ops' own tests, and so is what a backend
+# with kernels for only some of the samples could.
 KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
-# A program for each head and tile, one after another: tests/ops/test_block_sparse_triton.py has
-# those samples that the interpreter can finish.
+# The interpreter runs a program for each head and tile, one after another.
+# tests/ops/test_block_sparse_triton.py has the samples that it can finish.
 TOO_MANY_PROGRAMS = {"interpreter": {"block_sparse_attention"}}
 TARGETS = [
     Target(op, backend, place, device)
@@ -117,21 +117,11 @@ TARGETS = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
 
-    Marked with `drawing`: of the ops that drop something alone; with `of`: of those that it names;
-    with `seams`: of seams too; with `not_at`: in other places than those that it names.
+    `@pytest.mark.targets` chooses among them with the arguments of `_chosen`.
     """
     names = set(metafunc.fixturenames)
-    drawing = metafunc.definition.get_closest_marker("drawing") is not None
-    seams = metafunc.definition.get_closest_marker("seams") is not None
-    named = metafunc.definition.get_closest_marker("of")
-    ops = [
-        op
-        for op in (OPS.values() if seams else KERNELS)
-        if (op.seed_at is not None or not drawing) and (named is None or op.name in named.args)
-    ]
-    left_out = metafunc.definition.get_closest_marker("not_at")
-    places = set(PLACES) - set(left_out.args if left_out else ())
-    targets = [target for target in TARGETS if target.op in ops and target.place in places]
+    marker = metafunc.definition.get_closest_marker("targets")
+    ops, targets = _chosen(*marker.args, **marker.kwargs) if marker else _chosen()
     if {"target", "dtype"} <= names:
         pairs = [(target, dtype) for target in targets for dtype in target.dtypes]
         ids = [f"{target}-{str(dtype).removeprefix('torch.')}" for target, dtype in pairs]
@@ -140,6 +130,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", targets, ids=str, indirect=True)
     elif "op" in names:
         metafunc.parametrize("op", ops, ids=str)
+
+
+def _chosen(
+    *names: str, composites: bool = False, drawing: bool = False, not_at: Sequence[str] = ()
+) -> tuple[list[Op], list[Target]]:
+    """Every op with kernels of its own, and where each of them runs.
+
+    Or the ops of these names; with `composites` these too; with `drawing` only ops that drop
+    elements; in every place but `not_at`.
+    """
+    ops = [
+        op
+        for op in OPS.values()
+        if (op.name in names if names else composites or op in KERNELS)
+        and (op.seed_at is not None or not drawing)
+    ]
+    targets = [target for target in TARGETS if target.op in ops and target.place not in not_at]
+    return ops, targets
 
 
 @pytest.fixture
@@ -152,7 +160,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @contextmanager
 def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it the place's backend is asked for by name, and runs there."""
+    """A context in which the place's backend is asked for by name, and runs there."""
     backend = PLACES[place][0]
     if place == "emulator":
         torch.ops.load_library(str(EMULATED))
@@ -165,7 +173,7 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What fills a GPU waits for others that do, in whichever process."""
+    """Tests that fill a GPU wait for each other, in whichever process they are."""
     if not (GPU and request.node.get_closest_marker("xdist_group")):
         yield
         return
@@ -201,7 +209,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("\n".join(lines))
 
 
-# Ops outside of the registry have tests that name the places where they run.
+# Tests of ops outside the registry name the places where they run.
 
 
 def _place(name: str) -> Any:

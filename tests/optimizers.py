@@ -161,6 +161,6 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
 def maker(
     kind: Any, settings: dict[str, Any], state_dtype: Any = torch.float32, masters: Any = False
 ) -> Callable[[list[torch.Tensor]], Optimizer]:
-    """Of optimizers whose matrices are stored so, however small."""
+    """Makes optimizers that store every matrix like this, however small."""
     stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
     return lambda params: kind(params, **{"lr": 1e-2} | stored | settings)

@@ -116,10 +116,10 @@ FACTORED: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 def assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
-    """Of Adafactor: sums in float64 are made in another order, whose results round to float32.
+    """Adafactor's results differ by the order of its sums in float64, which round to float32.
 
-    A step is lr times the root mean square of the parameter, at most, times what an element's
-    direction is of the mean one: less than 10 here. It takes some ten roundings.
+    A step is at most lr times the root mean square of the parameter, times an element's direction
+    relative to the mean one, which is less than 10 here. It takes some ten roundings.
     """
     for p, e in zip(found[0], expected[0], strict=True):
         state, given = found[1].state[p], expected[1].state[e]

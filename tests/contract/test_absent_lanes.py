@@ -109,7 +109,7 @@ def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
 
 
 def _rows(width: int, device: str) -> torch.Tensor:
-    """Of zeros; constant, small and so large that times rstd it is infinite; and a zero column."""
+    """Rows of zeros, constant, and so large that times rstd they overflow; and a zero column."""
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)).to(device)
     x[0], x[1], x[2] = 0, 3, 1e37 / width
     x[:, -1] *= (torch.arange(6, device=device) % 2) == 0
@@ -122,7 +122,7 @@ def _agree(found: Results, expected: Results) -> None:
         assert torch.equal(value.isfinite(), oracle.isfinite()), name
 
 
-@pytest.mark.of(
+@pytest.mark.targets(
     "layer_norm",
     "rms_norm",
     "dropout_add_layer_norm",
@@ -144,7 +144,7 @@ def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_blocks_of_zeros(signed: bool) -> None:
-    """Of 8 bits: rows of zeros stay zeros beside rows that are none, at every width."""
+    """In 8 bits rows of zeros stay zeros beside other rows, at every width."""
     for width in WIDTHS:
         x = torch.rand(5, width) + 0.5
         x[::2] = 0

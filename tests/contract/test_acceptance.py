@@ -102,12 +102,12 @@ def _drawn(op: Op, sample: tuple[Any, ...], dtypes: Any, gradients: bool) -> lis
     return inputs
 
 
-# Of layouts that torch calls prototypes.
+# torch warns that these layouts are prototypes.
 quiet = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 
 
 @quiet
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_size_decides_nothing(
@@ -159,7 +159,7 @@ JAGGED = {
 
 
 @quiet
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("small", [False, True])
 def test_jagged_tensors_are_served_or_refused(
     op: Op, small: bool, monkeypatch: pytest.MonkeyPatch

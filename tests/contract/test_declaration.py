@@ -19,7 +19,7 @@ def _tensors(arguments: Any) -> list[TensorSpec]:
     return [value for value in arguments if isinstance(value, TensorSpec)]
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_sized_arguments_have_every_tensor(op: Op) -> None:
     tensors = _tensors(op.sized((3, 2), (5,)))
     assert tensors[0].shape == (3, 2, 5)

@@ -11,7 +11,7 @@ from torchweld.dispatch.call import call
 from torchweld.registry import materialize
 
 
-@pytest.mark.not_at("interpreter")  # one thread, in order: nothing there could differ
+@pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing there could differ
 def test_bitwise_the_same(target: Target) -> None:
     """Twice with one thread, then with others: work is split by the shape alone."""
     threads = torch.get_num_threads()

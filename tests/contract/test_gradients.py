@@ -35,7 +35,7 @@ def _check(op: Op, inputs: list[Any], check: Any) -> None:
     assert check(function, tensors, nondet_tol=0.0)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_gradcheck_of_the_cpu_kernel(op: Op) -> None:
     """The baseline instruction set has kernels for float64."""
     samples = _small_samples(op)
@@ -45,14 +45,14 @@ def test_gradcheck_of_the_cpu_kernel(op: Op) -> None:
             _check(op, inputs, torch.autograd.gradcheck)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_gradcheck_of_the_reference(op: Op) -> None:
     with torchweld.use_backend("eager"):
         for inputs in _small_samples(op):
             _check(op, inputs, torch.autograd.gradcheck)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_second_derivatives_are_right(op: Op) -> None:
     """With create_graph=True the reference is differentiated."""
     inputs = next(s for s in _small_samples(op) if s[0].numel() > 1)
@@ -60,7 +60,7 @@ def test_second_derivatives_are_right(op: Op) -> None:
         _check(op, inputs, torch.autograd.gradgradcheck)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_float64_equals_the_reference(op: Op) -> None:
     """To a few units in the last place: no float32 anywhere on the way."""
     for arguments in op.samples:
@@ -75,7 +75,7 @@ def test_float64_equals_the_reference(op: Op) -> None:
             assert torch.all((ours[name] - expected).abs() <= tolerance), (name, arguments)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_frozen_parameters_get_no_gradient(target: Target) -> None:
     """What does not require a gradient is neither computed nor returned."""
     arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)
@@ -87,7 +87,7 @@ def test_frozen_parameters_get_no_gradient(target: Target) -> None:
     assert all(v.grad is None for v in inputs[1:] if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_changing_a_saved_tensor_is_noticed(target: Target) -> None:
     """Autograd watches what was saved."""
     arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)

@@ -58,7 +58,7 @@ def _running(op: Op, inputs: list[Any], name: str) -> bool:
     return bool(named.get("training")) and name.startswith("running_")
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_argument_in_every_layout(

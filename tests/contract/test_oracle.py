@@ -17,7 +17,7 @@ def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_every_sample(target: Target, dtype: torch.dtype) -> None:
     """Errors pooled over all samples are bounded; fakes tell the truth; all is written.
 

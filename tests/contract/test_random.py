@@ -17,12 +17,12 @@ from torchweld import functional, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
 
-drawing = pytest.mark.drawing
+drawing = pytest.mark.targets(drawing=True)
 
 
 # --- The numbers ------------------------------------------------------------------------------
 
-# Of the paper's own implementation: counter, key, result.
+# Counter, key and result, from the paper's own implementation.
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -235,7 +235,7 @@ def test_the_seed_op_passes_opcheck() -> None:
 # --- What softmax_dropout says of masks ----------------------------------------------------------
 
 
-@pytest.mark.of("softmax_dropout")
+@pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
     """However they are, and beside rows that see something."""
@@ -253,7 +253,7 @@ def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
             assert found["grad_scores"].isfinite().all()
 
 
-@pytest.mark.of("softmax_dropout")
+@pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_nan_fills_its_row(target: Target, p: float) -> None:
     """What is not visible too, as in torch."""
@@ -266,7 +266,7 @@ def test_a_nan_fills_its_row(target: Target, p: float) -> None:
         assert y.isnan().any(1).tolist() == [row == 3 for row in range(20)]
 
 
-@pytest.mark.of("softmax_dropout")
+@pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
     """As torch has it: no mask took them away."""

@@ -56,8 +56,7 @@ def _is_integer(value: torch.Tensor) -> bool:
     return value.dtype in (torch.int32, torch.int64)
 
 
-@pytest.mark.seams
-@pytest.mark.of(
+@pytest.mark.targets(
     *("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
     *("normalize_act", "batch_norm_act", "linear_batch_norm_act"),
 )

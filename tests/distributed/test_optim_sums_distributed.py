@@ -117,10 +117,10 @@ def _factored_on(kernel: bool, limit: float | None) -> None:
 
 
 def _rounded_sums(rank: int) -> None:
-    """Of rules with sums over whole tensors: roundings are one device's but where a sum's is not.
+    """Rules with sums over whole tensors round as on one device, unless a sum rounds otherwise.
 
-    A sum that is made in another order moves a parameter by a few of float32's roundings, of which
-    there are 2^16 in one of bfloat16's: as many elements are rounded to the other side in a step.
+    Another order of a sum moves a parameter by a few roundings of float32. One of bfloat16's is
+    2^16 of these, so a step rounds a few elements in 2^16 to the other side.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_seams import splits_backwards
 from torch.distributed import pipelining
 
 import torchweld
 from processes import processes
+from seams import splits_backwards
 from torchweld import functional
 
 WIDTH, HIDDEN, ROWS, MICROBATCHES = 48, 64, 8, 4

@@ -48,10 +48,10 @@ def _eager(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, *rest: 
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 65, 1024, 1025, 4097])
 @pytest.mark.parametrize("width", [1, 31, 67])
 def test_statistics_are_right_far_from_zero(rows: int, width: int) -> None:
-    """Of columns a thousand standard deviations off, and with an outlier in the first row.
+    """Columns are a thousand standard deviations off, and the first row has an outlier.
 
-    The variance is as exact as that of the rounded values can be told: each is a difference of
-    numbers of the mean's size, so that sqrt(rows) roundings of mean * deviation may be missing.
+    The variance is as exact as the rounded values allow. Each is a difference of numbers of the
+    mean's size, so that sqrt(rows) roundings of mean * deviation may be missing.
     """
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, width, generator=generator) + 1000

@@ -192,7 +192,7 @@ def test_empty_rows_and_columns_are_zero(backend: str) -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> None:
-    """Of scores [batch, heads, queries, keys]: with unit vectors for values, y is the weights."""
+    """Both drop the same scores; with unit vectors for values, y is the weights."""
     q, k = (x.detach() for x in _drawn((2, 3, 70, 16), (2, 3, 150, 16)))
     v = torch.eye(150).expand(2, 3, 150, 150)
     k = torch.nn.functional.pad(k, (0, 134))

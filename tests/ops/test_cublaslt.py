@@ -14,63 +14,43 @@ import torch
 from torch.nn.functional import gelu, linear
 
 import torchweld
-from conftest import GPU, PLACES, running_at
+from conftest import GPU
 from oracle import assert_bounded, exact, run
+from seams import CUBLASLT, TANH, force_epilogues, running_cublaslt
 from torchweld import functional
 from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
-from torchweld.ops.activation import bias_act
-from torchweld.ops.gemm import act_linear, common, epilogue, timing
+from torchweld.ops.gemm import epilogue, timing
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Op, TensorSpec, activation, materialize, weight
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
-TANH = ("gelu", "tanh")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-WHERE = [place for place in ("emulator", "gpu-cuda") if PLACES[place][2] is None]
 
 
-@pytest.fixture(params=WHERE)
+@pytest.fixture(params=CUBLASLT)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where tensors are, with the backend asked for by name."""
-    yield from running(request.param, monkeypatch)
+    yield from running_cublaslt(request.param, monkeypatch)
 
 
 # As tests/conftest.py names its targets, which evidence counts.
 @pytest.fixture(
-    params=[pytest.param((op, p), id=f"{op}-{p}") for op in (LINEAR, MLP) for p in WHERE]
+    params=[pytest.param((op, p), id=f"{op}-{p}") for op in (LINEAR, MLP) for p in CUBLASLT]
 )
 def placed(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Op, str]]:
     """An op, and where its tensors are."""
     op, place = request.param
-    for device in running(place, monkeypatch):
+    for device in running_cublaslt(place, monkeypatch):
         yield op, device
-
-
-def running(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where tensors are at that place, with the backend asked for by name."""
-    if place == "emulator":  # the CPU's passes: the interpreter truncates to bfloat16
-        monkeypatch.setitem(common.PASSES, "cuda", "cpu")
-        backward = bias_act.OP.kernels["cpu"].backward
-        monkeypatch.setattr(epilogue._Activation, "backward", backward)
-    with running_at(place, monkeypatch):
-        yield PLACES[place][1]
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs the kernels, whatever is faster."""
-    in_one(monkeypatch, forward=True, backward=True)
-
-
-def in_one(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
-    """The activation is in the GEMM, or in a pass, whatever is faster."""
-    tiles = [epilogue._PLAIN if fused else None for fused in (forward, backward)]
-    monkeypatch.setattr(epilogue, "tile_for", lambda *_: tiles[0])
-    monkeypatch.setattr(act_linear, "_why_not", lambda *_: None)
-    monkeypatch.setattr(timing, "fastest", lambda *_: tiles[1])
+    force_epilogues(monkeypatch, forward=True, backward=True)
 
 
 def _kernel(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_seams
 import torch
 
+import seams
 import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, incoming
@@ -146,27 +146,34 @@ def test_the_op(interpreted: None) -> None:
 @pytest.mark.parametrize(
     "holds",
     [
-        lambda seam: test_seams.test_compile_equals_eager(seam, "aot_eager"),
-        test_seams.test_no_recompilation,
-        lambda seam: test_seams.test_autocast(seam, torch.float16),
-        test_seams.test_transposed,
-        test_seams.test_recomputing_changes_no_bit,
-        pytest.param(
-            test_seams.test_a_split_backward_runs_nothing_twice,
-            marks=test_seams.splits_backwards,
-        ),
+        seams.assert_compiled_equals_eager,
+        seams.assert_compiled_once,
+        seams.assert_autocast_as_eager,
+        seams.assert_transposed_is_equal,
+        seams.assert_recomputed_is_equal,
     ],
-    ids=["compile", "dynamic", "autocast", "transposed", "recomputing", "split"],
+    ids=["compile", "dynamic", "autocast", "transposed", "recomputing"],
 )
-def test_what_holds_of_seams(
+def test_what_holds_of_composites(
     interpreted: None, fused: Any, seam: Composite, holds: Callable[[Composite], None]
 ) -> None:
     holds(seam)
 
 
-def test_what_holds_of_linear_act(interpreted: None, fused: Any) -> None:
-    test_seams.test_what_is_saved()
-    test_seams.test_a_kept_graph_gives_every_gradient_again()
+@seams.splits_backwards
+@pytest.mark.parametrize("seam", BLOCKS, ids=str)
+def test_a_split_backward_runs_nothing_twice(
+    interpreted: None, fused: Any, seam: Composite
+) -> None:
+    seams.assert_split(seam, seams.inputs_of(seam, requires_grad=True))
+
+
+def test_what_is_saved(interpreted: None, fused: Any) -> None:
+    seams.assert_saves_no_more()
+
+
+def test_a_kept_graph_gives_every_gradient_again(interpreted: None, fused: Any) -> None:
+    seams.assert_graphs_can_be_kept()
 
 
 @pytest.mark.parametrize("kind", activations.KINDS, ids="-".join)
@@ -282,7 +289,7 @@ def test_the_faster_is_chosen_once_and_kept(
 def test_what_compiles_takes_what_is_kept(
     clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
 ) -> None:
-    """Of any number of rows: the choice is part of the graph."""
+    """The choice is part of the graph, for any number of rows."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
 
     def compiled() -> bool:

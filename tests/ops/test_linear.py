@@ -118,7 +118,7 @@ def test_what_is_saved(sizes: tuple[int, int, int]) -> None:
 
 @SIZES
 def test_second_derivatives(sizes: tuple[int, int, int]) -> None:
-    """Of torch's own ops, and to the bit."""
+    """They have the bits of torch's own ops."""
     found, expected = [], []
     for linear, results in ((gemm.linear, found), (functional.linear, expected)):
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """mlp's backward with the activation's in one GEMM of cuBLASLt's: numbers, graph, and choice.
 
-Where tests/ops/test_cublaslt.py has linear_act's forward, and both together against the oracle.
+tests/ops/test_cublaslt.py has linear_act's forward, and both together against the oracle.
 """
 
 from __future__ import annotations
@@ -11,33 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_seams
 import torch
-from test_cublaslt import DTYPES, MLP, TANH, WHERE, in_one, running
 
 import torchweld
 from conftest import GPU
 from oracle import assert_right, run
+from seams import (
+    CUBLASLT,
+    TANH,
+    Counting,
+    assert_kept,
+    assert_split,
+    force_epilogues,
+    running_cublaslt,
+    saved,
+    splits_backwards,
+)
 from torchweld import functional
 from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
 from torchweld.ops.gemm import act_linear, epilogue, timing
 from torchweld.ops.gemm.mlp import arguments
-from torchweld.registry import activation, materialize, weight
+from torchweld.registry import OPS, activation, materialize, weight
+
+MLP = OPS["mlp"]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
 # As tests/conftest.py names its targets, which evidence counts.
-@pytest.fixture(params=[pytest.param(p, id=f"mlp-{p}") for p in WHERE])
+@pytest.fixture(params=[pytest.param(p, id=f"mlp-{p}") for p in CUBLASLT])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where tensors are, with the backend asked for by name."""
-    yield from running(request.param, monkeypatch)
+    yield from running_cublaslt(request.param, monkeypatch)
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs both kernels, whatever is faster."""
-    in_one(monkeypatch, forward=True, backward=True)
+    force_epilogues(monkeypatch, forward=True, backward=True)
 
 
 def _kernel(
@@ -205,9 +217,9 @@ def test_every_form_is_right(
     dtype: torch.dtype,
 ) -> None:
     """The activation in the GEMM or in a pass, in each direction."""
-    in_one(monkeypatch, forward=forward, backward=backward)
+    force_epilogues(monkeypatch, forward=forward, backward=backward)
     inputs = _inputs(device, bias, dtype=dtype)
-    with test_seams._Counting() as counted:
+    with Counting() as counted:
         assert_right(MLP, inputs)
     assert counted.calls["linear_act"] == forward
     assert counted.calls["act_linear_backward"] == backward
@@ -226,7 +238,7 @@ def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
-    """Of any of the inputs gradients are what they are of all, and no kernel runs for nobody."""
+    """Gradients do not depend on which others are wanted, and no kernel runs for nothing."""
     inputs = _inputs(device, bias)
     leaves = _leaves(inputs)
     grads = {}
@@ -238,7 +250,7 @@ def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
         assert y.requires_grad == bool(some)
         if not some:
             continue
-        with test_seams._Counting() as counted:
+        with Counting() as counted:
             found = torch.autograd.grad(y, some, torch.ones_like(y))
         grads[wanted] = dict(zip([id(leaf) for leaf in some], found, strict=True))
         for name, value in grads[wanted].items():
@@ -248,27 +260,27 @@ def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
         assert counted.calls["act_linear_backward"] == past_the_activation
 
 
-@test_seams.splits_backwards
+@splits_backwards
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("forward", [True, False])
 def test_a_split_backward_runs_nothing_twice(
     device: str, monkeypatch: pytest.MonkeyPatch, forward: bool, bias: bool
 ) -> None:
     """Gradients of what flows first, those of the parameters later, as zero-bubble schedules do."""
-    in_one(monkeypatch, forward=forward, backward=True)
-    test_seams._assert_split(MLP, _inputs(device, bias, requires_grad=True))
+    force_epilogues(monkeypatch, forward=forward, backward=True)
+    assert_split(MLP, _inputs(device, bias, requires_grad=True))
 
 
 def test_a_kept_graph_gives_every_gradient_again(device: str, fused: None) -> None:
     inputs = _inputs(device, requires_grad=True)
-    test_seams._assert_kept(call(MLP, *inputs), [inputs[0], inputs[1], inputs[2]])
-    test_seams._assert_kept(call(MLP, *inputs), [inputs[3], inputs[4], inputs[2]])
+    assert_kept(call(MLP, *inputs), [inputs[0], inputs[1], inputs[2]])
+    assert_kept(call(MLP, *inputs), [inputs[3], inputs[4], inputs[2]])
 
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
     """They are the reference's."""
-    in_one(monkeypatch, forward=forward, backward=True)
+    force_epilogues(monkeypatch, forward=forward, backward=True)
     inputs = _inputs(device, rows=3, requires_grad=True)
     leaves = _leaves(inputs)
 
@@ -283,7 +295,7 @@ def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forwar
 @pytest.mark.parametrize("forward", [True, False])
 def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
     """In one graph, of any number of rows, what eager gives, by the same kernel."""
-    in_one(monkeypatch, forward=forward, backward=True)
+    force_epilogues(monkeypatch, forward=forward, backward=True)
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *given: call(MLP, *given), fullgraph=True, backend="aot_eager", dynamic=True
@@ -292,7 +304,7 @@ def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -
         inputs = _inputs(device, bias, rows=rows, requires_grad=True)
         with torch._dynamo.config.patch(error_on_recompile=position in (1, 2)):
             y = compiled(*inputs)
-        with test_seams._Counting() as counted:
+        with Counting() as counted:
             found = torch.autograd.grad(y, _leaves(inputs), torch.ones_like(y))
         assert counted.calls["act_linear_backward"] == 1
         y = call(MLP, *inputs)
@@ -316,8 +328,8 @@ def test_memory(device: str, fused: None) -> None:
     def block(recompute: bool) -> torch.Tensor:
         return functional.mlp(*leaves, approximate="tanh", recompute=recompute)
 
-    assert test_seams._saved(lambda: block(False), leaves) == [[rows, hidden]] * 2
-    assert test_seams._saved(lambda: block(True), leaves) == []
+    assert saved(lambda: block(False), leaves) == [[rows, hidden]] * 2
+    assert saved(lambda: block(True), leaves) == []
     with LiveBytes() as live:
         y = block(False)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
@@ -338,7 +350,7 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
     times = {"forward": [2.0, 1.0], "backward": [2.0, 1.0]}
 
     def medians(contenders: list[Callable[[], Any]]) -> list[float]:
-        with test_seams._Counting() as counted:
+        with Counting() as counted:
             unfused = contenders[0]()
         assert not {"linear_act", "act_linear_backward"} & set(counted.calls)
         is_backward = isinstance(unfused, dict)

@@ -40,7 +40,7 @@ def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
             part = part.abs()
         distance = (part.unsqueeze(1) - values).abs()
         least = distance == distance.amin(1, keepdim=True)
-        # Of two as near, the larger magnitude.
+        # The larger magnitude, if two are as near.
         found.append(torch.where(least, values.abs(), -1.0).argmax(1))
     return torch.cat(found)
 

@@ -106,7 +106,7 @@ def test_zeros_have_no_scale(make: Any, backend: str) -> None:
 
 
 def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of parameters and of their steps."""
+    """The norms of parameters and of their steps."""
     optimizer._rule().measure(task)
     of_param, of_step = task.sums.sqrt().unbind(1)
     return of_param, of_step
@@ -114,7 +114,7 @@ def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
 def test_the_norms_are_exact(name: str) -> None:
-    """Of 10^6 elements, at any thread count: the ratio has the bits of float64's."""
+    """At any thread count the ratio over 10^6 elements has the bits of float64's."""
     p = torch.randn(1000, 1013, generator=torch.Generator().manual_seed(0)).requires_grad_()
     p.grad = p.detach().flip(0) * 1e-3
     found = []

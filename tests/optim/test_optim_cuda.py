@@ -133,7 +133,7 @@ def test_narrow_rows_that_a_warp_takes_together(
 def test_more_tensors_than_a_launch_takes(
     kind: Any, count: int, rounding: bool, cuda_device: str
 ) -> None:
-    """Of all sizes, none among them; each has its own number of steps."""
+    """They have all sizes, 0 among them, and each has its own number of steps."""
     shapes = [(i * 7 % 300,) for i in range(count)] + [(0, 3), (40, 450), (0,)]
     dtype = torch.bfloat16 if rounding else torch.float32
     results = []

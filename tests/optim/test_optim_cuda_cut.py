@@ -157,7 +157,7 @@ def test_measures_of_cut_rows(dtype: torch.dtype, masters: Any, cuda_device: str
 
 
 def test_cut_rows_under_a_scaler(cuda_device: str) -> None:
-    """Of a step that is left out nothing is found, and nothing counts."""
+    """A step that the scaler skips finds nothing and changes nothing."""
     optimizer, batch, memory = _cut(maker(optim.AdamW, {}, "8bit"), torch.float32, cuda_device)
     task = _task(optimizer, batch, found_inf=torch.tensor(1.0, device=cuda_device))
     before = [t.clone() for t in memory]

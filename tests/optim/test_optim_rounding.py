@@ -72,7 +72,7 @@ def test_kernels_have_the_known_answers(
     for cut in (0x0001, 0x2000, 0x8000, 0xA000, 0xF100):
         p = torch.ones(len(expected), dtype=BF16, requires_grad=True)
         p.grad = -torch.ones_like(p)
-        # Of floats above 1 the last bit is 2^-23.
+        # The last bit of a float above 1 is 2^-23.
         _step(optim.SGD([p], cut * 2.0**-23, **ROUNDED), [number, first, 1], step)
         ups = [bits + cut >= 0x10000 for bits in expected]
         assert (p > 1).tolist() == ups
@@ -82,7 +82,7 @@ def test_kernels_have_the_known_answers(
     "bits", [0x3F800000, 0x3F812345, 0xBF81FFFF, 0x00000001, 0x80018000, 0x7F7E0001, 0xFF7EFFFF]
 )
 def test_every_random_number_makes_it_right_on_average(bits: int) -> None:
-    """Of all 2^16 exactly as many go away from zero as there are bits beyond the lower one."""
+    """The share of the 2^16 that round away from zero is exactly the value of the lower bits."""
     value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
     random = torch.arange(2**16, dtype=torch.int32)
     found = rounded(value.expand(2**16), random).view(torch.int16).int() & 0xFFFF

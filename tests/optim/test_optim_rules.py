@@ -118,7 +118,7 @@ def test_passes_go_one_after_another_with_exchanges_between() -> None:
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_missing_entries_are_added_and_others_kept(name: str, backend: str) -> None:
-    """Of one parameter of a kind, beside an entry that no step asks for."""
+    """One parameter lacks the entry, and has one that no step asks for."""
     params, optimizer = run(optim.AdamW, 2, shapes=[(8, 40)] * 3)
     expected = draw(shapes=[(8, 40)] * 3)
     reference = optim.AdamW(expected)

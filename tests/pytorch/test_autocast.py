@@ -42,7 +42,7 @@ def _autocast(device: str) -> Iterator[None]:
 def test_dtypes_are_those_of_torchs_modules(
     norm: str, backend: str, residual: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of norm(dropout(x) + residual), parameters in float32, on the CPU and on CUDA."""
+    """norm(dropout(x) + residual) with parameters in float32, on the CPU and on CUDA."""
     ours, theirs, count = NORMS[norm]
     for device in ("cpu", "cuda") if backend == "eager" else BACKENDS[backend].devices:
         monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
@@ -83,7 +83,7 @@ def _modules() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], int]]:
 @pytest.mark.parametrize("backend", [None, "cpu"])
 @pytest.mark.parametrize("name", _modules())
 def test_every_modules_dtype_is_torchs(name: str, backend: str | None, dtype: torch.dtype) -> None:
-    """Of what comes out on the CPU; test_torch.py has the ops on CUDA."""
+    """Results on the CPU; test_torch.py has the ops on CUDA."""
     ours, theirs, inputs = _modules()[name]
     given = [torch.randn(4, 64, dtype=dtype) for _ in range(inputs)]
     with _autocast("cpu"), torchweld.use_backend(backend):

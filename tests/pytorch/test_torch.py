@@ -68,7 +68,7 @@ def test_compile_equals_eager(target: Target, compiler: str) -> None:
 
 
 # It tests the call and the fakes, which are the same wherever kernels are imitated.
-@pytest.mark.not_at("interpreter", "emulator")
+@pytest.mark.targets(not_at=("interpreter", "emulator"))
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
     """dynamic=True compiles once; by default the second size compiles again and no later one."""

@@ -190,9 +190,9 @@ def test_a_wrong_kernel_is_not_timed(
         assert wrong.reason.startswith(reason)
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
-    """Of every op's largest: few enough elements for float64, and arguments that fit each other."""
+    """A part has few enough elements for float64, and arguments that fit each other."""
     for case in cases([op], "cuda", [torch.bfloat16]):
         part = case.part()
         assert torch.Size(part.shape).numel() <= bench_cases.MOST_JUDGED

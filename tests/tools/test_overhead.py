@@ -1,4 +1,4 @@
-"""A call on small tensors costs hardly more than torch's own: too small to gain goes to eager."""
+"""Small inputs fall back to eager: a call costs hardly more than torch's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUDGETS = (1.15, 1.5)  # of torch's time, without gradients and with them
 
 
 def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and torch's. Where nothing is dropped a softmax goes to eager."""
+    """Our call and torch's. A softmax that drops nothing falls back to eager."""
     x = torch.randn(1, *SHAPE, requires_grad=requires_grad)
     weight = torch.ones(SHAPE, requires_grad=requires_grad)
     if name == "softmax_dropout":
@@ -34,9 +34,9 @@ def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callab
 
 
 def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
-    """Of times in turns that are so short that most are not interrupted: other tests run beside.
+    """The ratio of times, measured in turns so short that other tests interrupt only a few.
 
-    The least of a few attempts, as noise only adds.
+    It is the least of a few attempts, since noise only adds.
     """
 
     def seconds(function: Callable[[], object]) -> float:
@@ -53,8 +53,8 @@ def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
 
 @pytest.fixture(scope="module")
 def ratios() -> dict[str, list[float]]:
-    """In a process of their own: after thousands of tests an interpreter's call sites have met
-    everything there is, and are slower than in anybody's training."""
+    """Measured in a fresh process: after thousands of tests an interpreter's call sites have met
+    all kinds of arguments, and are slower than in anybody's training."""
     ran = subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE)
     found: dict[str, list[float]] = json.loads(ran.stdout)
     return found

@@ -38,7 +38,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.seams
+@pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_right_kernels_pass(

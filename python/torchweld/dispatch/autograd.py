@@ -170,8 +170,8 @@ def _left_for_later(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def where_it_goes(ctx: Any) -> list[bool]:
-    """Of every input, whether the backward that is running goes on to it."""
-    if torch.compiler.is_compiling():  # whose graphs run whole
+    """For each input, whether the running backward goes on to it."""
+    if torch.compiler.is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return [need and _runs(next(nodes)) for need in ctx.needs_input_grad]
@@ -180,7 +180,7 @@ def where_it_goes(ctx: Any) -> list[bool]:
 def _runs(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it is a leaf, whose gradient torch.autograd.grad is to return
+    except RuntimeError:  # a leaf: torch.autograd.grad is to return its gradient
         return True
 
 

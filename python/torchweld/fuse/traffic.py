@@ -19,7 +19,7 @@ _VIEWS = ("detach", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
 
 
 class _Count(TorchDispatchMode):
-    """Of the bytes that operations read and write."""
+    """Counts the bytes that operations read and write."""
 
     def __init__(self) -> None:
         super().__init__()

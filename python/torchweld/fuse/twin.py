@@ -112,7 +112,7 @@ class Twin:
         return torch.nn.Parameter(values) if is_parameter else values
 
     def _values(self, shape: torch.Size, is_parameter: bool) -> torch.Tensor:
-        """Of a variance's kind for a buffer; for a matrix such that its products are about 1."""
+        """Random values: for a buffer like variances; for a matrix so that products are about 1."""
         low, high = 0.5, 1.5
         if is_parameter:
             high = math.sqrt(3 / min(shape[-2:])) if len(shape) > 1 and min(shape[-2:]) else 1.0

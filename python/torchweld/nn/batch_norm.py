@@ -80,7 +80,7 @@ class LinearBatchNormAct(torch.nn.Module):
         norm: torch.nn.BatchNorm1d | torch.nn.SyncBatchNorm,
         **options: Any,
     ) -> LinearBatchNormAct:
-        """Of these two modules, which it goes on using; the options are the constructor's."""
+        """Make one that goes on using these two modules; the options are the constructor's."""
         made = cls(1, 1, device="meta", **options)
         made.linear, made.norm, made.training = linear, norm, norm.training
         return made
@@ -110,7 +110,7 @@ class LinearBatchNormAct(torch.nn.Module):
         )
 
     def _group(self) -> Any:
-        """Of whose rows the statistics are: where the norm is in evaluation, of this process's."""
+        """The processes whose rows the statistics cover; None, as in evaluation, is only this one."""
         norm = self.norm
         if not norm.training:
             return None

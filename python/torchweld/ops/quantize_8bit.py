@@ -150,7 +150,7 @@ def _unblocked(blocks: torch.Tensor, shape: torch.Size, edges: torch.Tensor | No
 
 
 def absmax_reference(x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
-    """Of blocks, or of pieces of them, which `edges` divide rows into."""
+    """The absmax of each block, or of each piece of a block that `edges` divide rows into."""
     return _blocks(x.float(), edges).abs().amax(2)
 
 

@@ -70,7 +70,7 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 0, 3, 7),
     (3, 0),
 )
-# Of these, those that every activation is tried on.
+# The ones that every activation is tried on.
 SHAPES_OF_ALL = ((1,), (5, 7), (33, 64), (17, 1000))
 # [rows, width] that are measured: small, a transformer's hidden layer, and wide.
 MEASURED = ((64, 256), (2048, 3072), (1024, 11008))

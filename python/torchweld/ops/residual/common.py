@@ -169,7 +169,7 @@ def gradients(
     *,
     centered: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of x, residual and the parameters, in eager torch: what a second derivative is taken of."""
+    """Gradients of x, residual and the parameters in eager torch, for second derivatives."""
     kind = torch.promote_types(z.dtype, torch.float32)
     rows, dims = norms.split(z, normalized_shape)
     wide = z.to(kind)
