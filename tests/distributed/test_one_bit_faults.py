@@ -312,3 +312,18 @@ def test_arguments_are_named(kind: str, argument: str) -> None:
     with pytest.raises(torchweld.ArgumentError) as caught:
         getattr(optim, kind)(_params(), **BAD[argument])
     assert caught.value.argument == argument
+
+
+def _refuses_shards(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    fully_shard(model)
+    with pytest.raises(torchweld.ArgumentError, match="LowPrecisionReduceScatter"):
+        optim.OneBitAdam(model.parameters(), freeze_step=2)
+
+
+def test_shards_are_refused() -> None:
+    """FSDP2 reduces their gradients."""
+    with processes(2) as group:
+        group.run(None, _refuses_shards)
