@@ -87,11 +87,15 @@ class Adam:
         b1 = self.s["betas"][0]
         return self.m[i] * F(b1) + grads[w][i].astype(F) * F(1 - b1)
 
+    def freeze(self) -> None:
+        """An element that never had a gradient stays where it is."""
+        self.v = [np.where(v == 0, F(np.inf), v) for v in self.v]
+
     def compressed(self, grads: list[Arrays]) -> None:
+        self.freeze()
         for i, p in enumerate(self.params):
             own = [self.mixed(grads, w, i).ravel() for w in range(self.workers)]
-            m = self.reducers[i].mean(own).reshape(p.shape)
-            self.m[i] = np.where(self.v[i] == 0, F(0), m)
+            self.m[i] = self.reducers[i].mean(own).reshape(p.shape)
             self.move(i, p, self.direction(i, p))
 
 
@@ -121,6 +125,7 @@ class Lamb(Adam):
     def compressed(self, grads: list[Arrays]) -> None:
         b1, b2 = self.s["betas"]
         eps, decay = F(self.s["eps"]), self.s["weight_decay"]
+        self.freeze()
         if not self.fresh:
             self.fresh = [v.copy() for v in self.v]
             sizes = [np.sqrt(np.square(m.astype(np.float64)).mean()) for m in self.m]
@@ -135,11 +140,14 @@ class Lamb(Adam):
         for i, p in enumerate(self.params):
             m = flat[begin : begin + p.size].reshape(p.shape) / self.scaling[i]
             begin += p.size
-            previous, self.m[i] = self.m[i], np.where(self.v[i] == 0, F(0), m)
+            previous, self.m[i] = self.m[i], m
             g = (self.m[i] - previous * F(b1)) / F(1 - b1)
             self.fresh[i] = self.fresh[i] * F(b2) + g * g * F(1 - b2)
             root = np.sqrt(self.v[i]) + eps
-            factor = float((root / (np.sqrt(self.fresh[i]) + eps)).max())
+            quotient = np.where(np.isinf(root), F(1), root) / (
+                np.where(np.isinf(root), F(1), np.sqrt(self.fresh[i]) + eps)
+            )
+            factor = float(quotient.max())
             u, prelim = self.direction(i, p), self.m[i] / root
             if decay > 0:
                 norms = [np.sqrt(np.square(x.astype(np.float64)).sum()) for x in (prelim, u)]

@@ -10,6 +10,7 @@ import torchweld
 from torchweld import doctor, tune
 from torchweld.bench import command as bench
 from torchweld.bench import compare, demo
+from torchweld.distributed import link
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("tune", help=about, description=f"{about.capitalize()}.")
     tune.add_options(command)
     command.set_defaults(run=tune.run)
+
+    about = "measure the link of a group that torchrun started, and say which compression pays"
+    command = commands.add_parser("link", help=about, description=f"{about.capitalize()}.")
+    link.add_options(command)
+    command.set_defaults(run=link.run)
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if list(arguments[:2]) == ["bench", "compare"]:  # what follows are files, where bench has ops

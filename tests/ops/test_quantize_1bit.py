@@ -138,6 +138,18 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
         torch.set_num_threads(threads)
 
 
+def test_a_compiled_graph_has_the_same() -> None:
+    def there_and_back(x: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bits, scale, error = quantize_1bit(x, error)
+        mean = dequantize_mean(bits.view(1, -1), scale.view(1, -1), size=x.numel())
+        return dequantize_1bit(mean[0], mean[1], x.shape), error
+
+    given = _drawn(1001), _drawn(1001, 1)
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(*given), there_and_back(*given), strict=True):
+        assert torch.equal(found, expected)
+
+
 X, BITS, SCALE = torch.ones(20), torch.zeros(3, dtype=torch.uint8), torch.ones(1)
 BAD = {
     "ints": (lambda: quantize_1bit(X.int()), "x", "float32 or"),

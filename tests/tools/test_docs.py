@@ -30,6 +30,7 @@ def test_the_tables_are_current() -> None:
         ("docs/huggingface.md", 1),
         ("docs/fuse.md", 5),
         ("docs/migrating.md", 1),
+        ("docs/one-bit.md", 1),
         ("docs/block-sparse-attention.md", 1),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -120,12 +121,14 @@ class OneBitAllReduce:
         if rank is None:
             given = [part_of(self._wire, each, self._error_dtype) for each in given]
         as_stored = [[e if e is None else e.to(self._error_dtype) for e in each] for each in given]
-        self._errors, self._numbers = {}, {}
-        self._loaded = [Errors(*each) for each in as_stored]
+        self._errors, self._loaded = {}, [Errors(*each) for each in as_stored]
 
     def _kept(self) -> list[Errors]:
-        """Of keys that have come, and loaded ones that have not."""
-        return [*self._errors.values(), *self._loaded[len(self._errors) :]]
+        """Of keys in the order in which they came, and loaded ones whose keys have not come."""
+        of_keys = (self._errors.get(key, NONE) for key in self._numbers)
+        pairs = itertools.zip_longest(of_keys, self._loaded, fillvalue=NONE)
+        kept = [loaded if found.worker is None else found for found, loaded in pairs]
+        return [errors for errors in kept if errors.worker is not None]
 
 
 class OneBitWork:

@@ -192,7 +192,7 @@ class OneBitOptimizer(OwnOptimizer):
         """No rank can fail any more: what was exchanged becomes the state."""
         for p, packed, errors in self._owed:
             state = self.state[p]
-            state.pop(AVG, None)
+            freeze(state)
             state[BITS], state[SCALE] = packed.bits, packed.scale
             state[WORKER], state[SERVER] = errors
         self._owed = []
@@ -201,8 +201,6 @@ class OneBitOptimizer(OwnOptimizer):
     def _step_frozen(self, task: Task) -> Iterable[Part]:
         batch, (beta1, beta2, eps, decay, corrected, _) = task.batch, task.settings
         squares, scale = batch.moments, 1.0
-        for momentum, square in zip(task.handed_on, squares, strict=True):
-            mask(momentum, square)
         self._find_frozen_ratios(task)
         if corrected:
             group = self.param_groups[0]
@@ -216,7 +214,7 @@ class OneBitOptimizer(OwnOptimizer):
         return ()
 
     def _find_frozen_ratios(self, task: Task) -> None:
-        """For a rule with ratios; momentum is there, with zeros where squares are zero."""
+        """For a rule with ratios, once the momentum is there."""
 
     # --- Momentum and exchanges ---------------------------------------------------------------
 
@@ -229,8 +227,7 @@ class OneBitOptimizer(OwnOptimizer):
             steps = self.param_groups[0]["freeze_step"]
             accepted = f"parameters that had gradients in the first {steps} steps"
             raise ArgumentError(type(self).__name__, "params", "with a new one", accepted)
-        momentum = Packed(state[BITS], state[SCALE], p.numel()).dequantize().view(p.shape)
-        return mask(momentum, state[SQUARE])
+        return Packed(state[BITS], state[SCALE], p.numel()).dequantize().view(p.shape)
 
     def _exchange(self, kind: Exchange, parts: Iterable[Part]) -> None:
         listed = list(parts)
@@ -346,6 +343,11 @@ class OneBitOptimizer(OwnOptimizer):
         return found
 
 
-def mask(momentum: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-    """Zero where no gradient ever was: bits have no zero, and eps would be all it is divided by."""
-    return momentum.masked_fill_(square == 0, 0)
+def freeze(state: State) -> None:
+    """End the warm-up of a parameter.
+
+    Where no gradient ever was, its second moment becomes infinite, and the step zero: bits have no
+    zero for the momentum, and eps would be all that it is divided by.
+    """
+    if state.pop(AVG, None) is not None:
+        state[SQUARE].masked_fill_(state[SQUARE] == 0, torch.inf)

@@ -13,7 +13,7 @@ from torchweld.ops.optimizer.batch import Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.optim._base import RatiosOf
-from torchweld.optim._one_bit import AVG, BITS, SCALE, SQUARE, OneBitOptimizer, mask
+from torchweld.optim._one_bit import AVG, BITS, SCALE, OneBitOptimizer, freeze
 from torchweld.optim._params import Group
 
 # Entries of a state: the average of the warm-up's ratios, the factor of the last step, what makes
@@ -133,7 +133,8 @@ class OneBitLAMB(OneBitOptimizer):
         fresh = state.setdefault(FRESH, square.clone())
         fresh.mul_(beta2).add_(gradient * gradient * (1 - beta2))
         root = square.sqrt() + eps
-        factor = (root / (fresh.sqrt() + eps)).max().double()
+        # A frozen second moment may be infinite, and the fresh one with it.
+        factor = (root / (fresh.sqrt() + eps)).nan_to_num(1.0, 1.0).max().double()
         if decay > 0:
             step = momentum / root
             whole = (step + value * decay).double().square().sum().sqrt()
@@ -176,7 +177,7 @@ class OneBitLAMB(OneBitOptimizer):
     def _keep_momentum(self, task: Task) -> Iterable[Part]:
         if self._owed:
             for state in self.state.values():
-                state.pop(AVG, None)
+                freeze(state)
         return super()._keep_momentum(task)
 
     def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
@@ -191,7 +192,7 @@ class OneBitLAMB(OneBitOptimizer):
                     zip(self._params(), runs(packed.dequantize(), sizes), strict=True)
                 )
             state = self.state[p]
-            momentum = mask(self._momenta.pop(p).view(p.shape) / state[SCALING], state[SQUARE])
+            momentum = self._momenta.pop(p).view(p.shape) / state[SCALING]
         self._previous[p] = momentum.clone()
         return momentum
 

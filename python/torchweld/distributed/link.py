@@ -1,0 +1,183 @@
+"""`torchweld link`: how fast a group's link is, and which compression pays on it, if any does.
+
+An exchange in which every rank sends b bytes in k rounds takes k * latency + b / bandwidth. What
+DistributedDataParallel exchanges hides behind the backward pass, two thirds of the computation.
+What a 1-bit optimizer exchanges comes after it, and is quantised before; its warm-up averages in
+float32. FSDP2 gathers parameters besides. Time to a loss counts, not bytes: a 1-bit optimizer takes
+as many steps as Adam. Adam on gradients of 1 bit takes more, and by how many nobody can say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchweld.collectives.wire import Wire
+from torchweld.ops.quantize_1bit import dequantize_1bit, quantize_into
+from torchweld.table import Table
+
+BACKWARD = 2 / 3  # of a step's computation
+WARM_UP = 0.2  # of all steps of a 1-bit optimizer
+PAYS = 1.05  # a gain below this is within what steps vary by
+_SECONDS = 0.3  # that an exchange takes for its bandwidth to be measured
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a group of so many ranks exchanges with: bytes a second from each rank, and seconds."""
+
+    ranks: int
+    bandwidth: float
+    latency: float
+    quantising: float = 0.0  # seconds for each element of a 1-bit exchange
+
+    def seconds(self, sent: float, rounds: int) -> float:
+        """What an exchange takes."""
+        return rounds * self.latency + sent / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to reduce gradients: what a step sends, and a step's seconds over a whole run."""
+
+    name: str
+    sent: float
+    step: float
+    is_adam: bool = True  # whether Adam reaches the loss in as many steps
+
+
+def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
+    """Ways to reduce gradients of so many parameters, where a step computes for so many seconds."""
+    others = link.ranks - 1
+    ring = 2 * others / link.ranks
+
+    def behind_backward(name: str, of_element: float) -> Choice:
+        sent = ring * of_element * parameters
+        shown = max(0.0, link.seconds(sent, 2 * others) - BACKWARD * computing)
+        return Choice(name, sent, computing + shown)
+
+    plain = behind_backward("float32: DDP", 4)
+    bits = ring * parameters / 8
+    frozen = computing + link.seconds(bits, 3) + link.quantising * parameters
+    warm = computing + link.seconds(plain.sent, 2 * others)
+    return [
+        plain,
+        behind_backward("bfloat16: DDP, bf16_compress_hook", 2),
+        # Half a ring, and parameters in bfloat16, which are gathered twice.
+        behind_backward("8 bits: FSDP2, reduce_in_low_precision", (1 + 4 / 256 + 2 * 2) / 2),
+        Choice("1 bit: DDP, onebit_hook", bits, frozen, is_adam=False),
+        Choice("1 bit: OneBitAdam", bits, WARM_UP * warm + (1 - WARM_UP) * frozen),
+    ]
+
+
+def verdict(found: list[Choice]) -> str:
+    """Which of them pays, and by how much."""
+    plain = found[0]
+    best = min((choice for choice in found if choice.is_adam), key=lambda choice: choice.step)
+    gain = plain.step / best.step
+    if gain < PAYS:
+        return "None pays: what is exchanged hides behind the computation, or nearly so."
+    return f"{best.name} pays: a run takes {gain:.2f} times less time than with DDP in float32."
+
+
+def measure(group: Any = None) -> Link:
+    """The link of a group, in some seconds; every rank calls it."""
+    wire = Wire("torchweld link", group)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+    def seconds(size: int, times: int) -> float:
+        message = torch.zeros(wire.size, size, dtype=torch.uint8, device=device)
+        found = []
+        for _ in range(times):
+            wire.gather(message[0, :8]).wait()  # all are here
+            began = time.perf_counter()
+            received = wire.to_all(message).wait()
+            received[-1, -1].item()
+            found.append(time.perf_counter() - began)
+        # The same on every rank, and the slowest's.
+        median = torch.tensor([sorted(found)[times // 2]], dtype=torch.float64, device=device)
+        return wire.gather(median).wait().max().item()
+
+    latency = seconds(8, 21)
+    size, took = 1 << 16, 0.0
+    while took < _SECONDS and size < 1 << 28:
+        size *= 4
+        took = seconds(size, 1)
+    bandwidth = (wire.size - 1) * size / max(took - latency, 1e-9)
+    return Link(wire.size, bandwidth, latency, _quantising(device))
+
+
+def _quantising(device: torch.device) -> float:
+    """Seconds for an element: two quantisations and what comes back, by this process itself."""
+    x = torch.ones(1 << 22, device=device)
+    error = torch.zeros_like(x)
+    found = []
+    for _ in range(3):
+        began = time.perf_counter()
+        bits, scale = quantize_into(x, error, error, x.numel())
+        dequantize_1bit(bits, scale, x.numel())[-1].item()
+        found.append(time.perf_counter() - began)
+    return 2 * min(found) / x.numel()
+
+
+def show(link: Link, parameters: float, computing: float, batch: int) -> None:
+    """Print what was measured, what follows, and the verdict."""
+    print(
+        f"{link.ranks} ranks, {link.bandwidth * 8 / 1e9:.3g} Gbit/s from each, "
+        f"latency {link.latency * 1e3:.3g} ms; {parameters / 1e6:.4g} M parameters, "
+        f"{computing * 1e3:.4g} ms of computation a step"
+    )
+    found = choices(link, parameters, computing)
+    print(table(found, batch * link.ranks).plain())
+    print(verdict(found))
+
+
+def table(found: list[Choice], batch: int) -> Table:
+    """A row for each choice."""
+    shown = Table(["gradients", "Adam's loss", "MB a step", "ms a step", "samples/s", "gain"], 2)
+    for choice in found:
+        shown.add(
+            choice.name,
+            "in as many steps" if choice.is_adam else "in more steps",
+            f"{choice.sent / 1e6:.4g}",
+            f"{choice.step * 1e3:.4g}",
+            f"{batch / choice.step:.4g}",
+            f"{found[0].step / choice.step:.2f}",
+        )
+    return shown
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `torchweld link`."""
+    parser.add_argument("--parameters", type=float, required=True, help="of the model: 350e6")
+    parser.add_argument(
+        "--step-ms", type=float, required=True, help="a step's computation, without exchanges"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the group that torchrun has started this process in."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        print(
+            "torchweld link measures a group of two or more: torchrun --nproc-per-node 2 "
+            "-m torchweld link --parameters 350e6 --step-ms 400 --batch 8"
+        )
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    try:
+        found = measure()
+        if dist.get_rank() == 0:
+            show(found, options.parameters, options.step_ms / 1e3, options.batch)
+    finally:
+        dist.destroy_process_group()
+    return 0
