@@ -52,6 +52,7 @@ _CONTENTS = {
 docs/fuse
 docs/ops
 docs/optimizers
+docs/offload
 docs/numerics
 docs/performance
 docs/support
