@@ -172,7 +172,7 @@ class Timeline:
                 bar(row, action.begin, action.end, colour, alpha=pale, edgecolor="white", lw=0.5)
                 if action.end - action.begin > 8e-3 * (end - begin):
                     x = 1e3 * ((action.begin + action.end) / 2 - begin)
-                    axes.text(x, row, action.microbatch, ha="center", va="center", fontsize=7)
+                    axes.text(x, row, str(action.microbatch), ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in rows])
         axes.invert_yaxis()
         axes.set_xlim(0, 1e3 * (end - begin))
