@@ -85,11 +85,14 @@ class RowSharded:
         )
 
     @torch.no_grad()
-    def step(self) -> None:
-        """The optimizer's step, and an all-gather for each dtype."""
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """The optimizer's step, by way of the scaler where there is one; an all-gather a dtype."""
         for whole, shard in zip(self._parameters, self._shards, strict=True):
             shard.grad = None if whole.grad is None else self._part(whole.grad)
-        self.optimizer.step()
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         for whole in self._parameters:
             alike.setdefault(whole.dtype, []).append(whole)
