@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 from processes import processes
-from torchweld.distributed import stages
+from torchweld.distributed import LayerSeeds, stages
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
 
@@ -25,11 +25,10 @@ SCHEDULES = get_args(stages.Name)
 
 
 class _Layer(nn.Module):
-    """Of our modules, with residuals past each; what it drops depends on layer and microbatch."""
+    """Of our modules, with residuals past each and dropout in each."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number, self.calls = number, 0
         layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
         self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
@@ -38,19 +37,17 @@ class _Layer(nn.Module):
         self.add, self.norm3 = torchweld.nn.BiasDropoutAdd(0.2), torchweld.nn.RMSNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():  # not where torch asks for shapes
-            torch.manual_seed(100 * self.number + self.calls)
-            self.calls += 1
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
         mixed = self.attention(*heads.unbind(2)).transpose(1, 2).flatten(2)
         y, x = self.norm2(mixed, x)
         return self.norm3(self.add(self.mlp(y), None, x))
 
 
-def _blocks() -> list[nn.Module]:
+def _blocks() -> tuple[list[nn.Module], LayerSeeds]:
     torch.manual_seed(0)
     layers = [_Layer(i) for i in range(LAYERS)]
-    return [nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)]
+    blocks = [nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)]
+    return blocks, LayerSeeds((str(i), block) for i, block in enumerate(blocks))
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -73,7 +70,9 @@ class _Backwards(TorchDispatchMode):
 def _one_process(
     tokens: torch.Tensor, last_first: bool
 ) -> tuple[list[torch.Tensor], nn.Sequential, Counter[str]]:
-    whole = nn.Sequential(*_blocks())
+    blocks, seeds = _blocks()
+    whole = nn.Sequential(*blocks)
+    seeds.begin(0)
     with _Backwards() as counted:
         losses = [_loss(whole(some), some) for some in tokens.chunk(MICROBATCHES)]
         for loss in reversed(losses) if last_first else losses:
@@ -85,9 +84,10 @@ def _equals_one_process(rank: int, schedule: stages.Name) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(WORDS, (MICROBATCHES * ROWS, LENGTH), generator=generator)
     expected, whole, calls = _one_process(tokens, last_first=schedule == "loopedbfs")
-    pipe = stages.pipeline(
-        _blocks(), schedule, MICROBATCHES, _loss, (tokens[:ROWS],), costs=[1.0] * (LAYERS + 2)
-    )
+    blocks, seeds = _blocks()
+    costs = [1.0] * len(blocks)
+    pipe = stages.pipeline(blocks, schedule, MICROBATCHES, _loss, (tokens[:ROWS],), costs=costs)
+    seeds.begin(0)
     losses: list[torch.Tensor] = []
     with _Backwards() as counted:
         inputs = (tokens,) if pipe.is_first else ()

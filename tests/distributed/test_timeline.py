@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from test_seams import splits_backwards
 
 from processes import processes
-from torchweld.dispatch.autograd import where_it_goes
+from torchweld.bench.pipeline import Sleeper
 from torchweld.distributed import stages
 from torchweld.distributed.timeline import Action, Timeline, bubble_of, record
 
@@ -49,35 +47,10 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "idle 50.0%, by (p-1)/(m+p-1) 50.0%" in out
 
 
-class _Asleep(torch.autograd.Function):
-    """A forward and the two halves of a backward take a unit of time each, and no processor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        time.sleep(UNIT)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        to_x, to_weight = where_it_goes(ctx)
-        # Where nothing takes the gradient of x, in the first stage, the time passes all the same.
-        time.sleep(UNIT * (to_x + to_weight + (not ctx.needs_input_grad[0])))
-        return grad if to_x else None, grad.sum(0) if to_weight else None
-
-
-class _Sleeper(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Asleep.apply(x, self.weight)
-
-
 def _bubbles(rank: int, schedule: stages.Name, low: float, high: float) -> None:
     batch = torch.ones(2 * MICROBATCHES, 4)
     pipe = stages.pipeline(
-        [_Sleeper() for _ in range(4)],
+        [Sleeper(UNIT) for _ in range(4)],
         schedule,
         MICROBATCHES,
         lambda y, _: y.square().sum(),

@@ -1,0 +1,314 @@
+"""ZeRO's recipes against one process, and memory_estimate against the storages that are there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torchweld
+from processes import processes
+from torchweld import optim
+from torchweld.distributed import memory, zero
+from torchweld.errors import ArgumentError
+
+WIDTH, HIDDEN, ROWS, STEPS = 96, 200, 16, 3
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"state_dtype": "8bit"},
+    {"state_dtype": torch.bfloat16},
+    {"master_weights": True, "state_dtype": "8bit"},
+]
+
+
+class _Model(nn.Module):
+    """Layers in a list, as transformers have them; 97 rows do not divide by two."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([_Layer(p) for _ in range(3)])
+        self.norm, self.head = torchweld.nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 97)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm, self.mlp = torchweld.nn.LayerNorm(WIDTH), torchweld.nn.MLP(WIDTH, HIDDEN)
+        self.add = torchweld.nn.BiasDropoutAdd(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.add(self.mlp(self.norm(x)), None, x)
+
+
+def _model(settings: dict[str, Any], p: float = 0.0) -> _Model:
+    torch.manual_seed(0)
+    narrow = "master_weights" in settings
+    return _Model(p).to(torch.bfloat16 if narrow else torch.float32)
+
+
+def _batch(model: _Model, step: int) -> torch.Tensor:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x.to(model.head.weight.dtype)
+
+
+def _train(model: Any, optimizer: Any, dtype_of: _Model, part: slice) -> None:
+    for step in range(STEPS):
+        model(_batch(dtype_of, step)[part]).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, s) for s in SETTINGS]
+KINDS += [(optim.LAMB, {}), (optim.AdamW, {"max_grad_norm": 0.1})]
+
+
+def _rows_equal_ddp(rank: int) -> None:
+    """Bit by bit, but where norms are sums over ranks."""
+    for kind, settings in KINDS:
+        plain, mine = _model(settings), _model(settings)
+        part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+        given = {"lr": 1e-2, "weight_decay": 0.1, **settings}
+        ddp = DistributedDataParallel(plain)
+        _train(ddp, kind(plain.parameters(), **given), plain, part)
+        mesh = init_device_mesh("cpu", (2,))
+        rows = zero.RowSharded(
+            mine.parameters(), lambda shards, k=kind, g=given: k(shards, **g), mesh
+        )
+        _train(DistributedDataParallel(mine), rows, mine, part)
+        exact = kind is optim.AdamW and "max_grad_norm" not in settings
+        for found, expected in zip(mine.parameters(), plain.parameters(), strict=True):
+            if exact:
+                assert torch.equal(found, expected)
+            else:  # norms are sums over two ranks, in float64, and lr * 3 steps moves by 3e-2
+                torch.testing.assert_close(found, expected, rtol=0, atol=3e-2 * 2**-20)
+        states = rows.optimizer.state.values()
+        assert all(isinstance(s["step"], torch.Tensor) for s in states)
+        sharded = [v for s in states for n, v in s.items() if n != "step"]
+        assert all(isinstance(v, DTensor) for v in sharded)
+
+
+def test_states_sharded_by_rows_equal_ddp() -> None:
+    with processes(2) as two:
+        two.run("cpu", _rows_equal_ddp)
+
+
+def _recipes_equal_one_process(rank: int) -> None:
+    part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    given = {"lr": 1e-2, "eps": 1e-4}
+    plain = _model({})
+    _train(plain, optim.AdamW(plain.parameters(), **given), plain, slice(None))
+    mesh = init_device_mesh("cpu", (2,))
+    for stage in (1, 2, 3):
+        model = like = _model({})
+        if stage == 1:
+            trained, optimizer = zero.zero1(model, optim.AdamW, **given)
+        else:
+            trained = (zero.zero2 if stage == 2 else zero.zero3)(model, mesh)
+            optimizer = optim.AdamW(model.parameters(), **given)
+        _train(trained, optimizer, like, part)
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            # Gradients are sums in another order; a step is lr at most, and by eps as smooth.
+            torch.testing.assert_close(_whole(found.detach()), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_recipes_equal_one_process() -> None:
+    with processes(2) as two:
+        two.run("cpu", _recipes_equal_one_process)
+
+
+# --- Estimates ------------------------------------------------------------------------------------
+
+
+def _local_bytes(tensors: Any) -> int:
+    """Of storages, each once."""
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
+    return sum(storages.values())
+
+
+def _states_of(optimizer: Any) -> list[torch.Tensor]:
+    inner = getattr(optimizer, "optim", optimizer)
+    return [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+
+
+def _measured(rank: int, strategy: memory.Strategy, kind: Any, settings: Any) -> None:
+    """The storages that are there after a step and a backward, within 5 %."""
+    model = _model(settings)
+    bare = copy.deepcopy(model)
+    expected = memory.memory_estimate(
+        bare, kind(bare.parameters(), lr=1e-2, **settings), strategy, 2, rank=rank
+    )
+    mesh, trained = init_device_mesh("cpu", (2,)), model
+    optimizer: Any
+    if strategy == "zero1":
+        trained, optimizer = zero.zero1(model, kind, lr=1e-2, **settings)
+    elif strategy in ("zero2", "zero3"):
+        trained = getattr(zero, strategy)(model, mesh)
+        optimizer = kind(model.parameters(), lr=1e-2, **settings)
+    else:
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if strategy == "ddp":
+            optimizer = kind(model.parameters(), lr=1e-2, **settings)
+        else:
+            optimizer = zero.RowSharded(
+                model.parameters(), lambda shards: kind(shards, lr=1e-2, **settings), mesh
+            )
+    for step in range(2):
+        trained(_batch(bare, step)).float().square().mean().backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    params = list(model.parameters())
+    found = {
+        "parameters": _local_bytes(p.detach() for p in params),
+        "gradients": _local_bytes(p.grad for p in params),
+        "states": _local_bytes(_states_of(getattr(optimizer, "optimizer", optimizer))),
+    }
+    for name, size in found.items():
+        assert getattr(expected, name) == pytest.approx(size, rel=0.05), (name, size)
+
+
+MEASURED: list[tuple[memory.Strategy, Any, dict[str, Any]]] = [
+    (strategy, optim.AdamW, settings)
+    for strategy in ("ddp", "zero1", "zero1_rows", "zero2", "zero3")
+    for settings in SETTINGS
+]
+MEASURED += [
+    ("zero3", optim.Adafactor, {}),
+    ("zero3", optim.SGD, {"momentum": 0.9}),
+    ("zero2", torch.optim.AdamW, {}),
+    ("ddp", torch.optim.SGD, {}),
+]
+
+
+def _all_measured(rank: int) -> None:
+    for case in MEASURED:
+        _measured(rank, *case)
+
+
+def test_estimates_are_what_is_there() -> None:
+    with processes(2) as two:
+        two.run("cpu", _all_measured)
+
+
+def _tensor_parallel(rank: int) -> None:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(ArgumentError, match="parallelize_module"):
+        memory.memory_estimate(model, optimizer, "tp", 2)
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = optim.AdamW(model.parameters(), state_dtype="8bit")
+    expected = memory.memory_estimate(model, optimizer, "tp", 2)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    optimizer.step()
+    params = list(model.parameters())
+    assert expected.parameters == _local_bytes(p.detach() for p in params)
+    assert expected.gradients == _local_bytes(p.grad for p in params)
+    assert expected.states == pytest.approx(_local_bytes(_states_of(optimizer)), rel=0.05)
+
+
+def test_tensor_parallel_estimate() -> None:
+    with processes(2) as two:
+        two.run("cpu", _tensor_parallel)
+
+
+class _Alive(TorchDispatchMode):
+    """Knows every storage that is made inside, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for t in _tensors(result):
+            storage = t.untyped_storage()
+            if storage._cdata not in known:
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_are_what_a_graph_holds(p: float, dtype: torch.dtype) -> None:
+    """Within 15 % of the storages that are there as long as the loss is."""
+    torch.manual_seed(0)
+    model = _Model(p).to(dtype)
+    x = torch.randn(1024, WIDTH, dtype=dtype)
+    with torchweld.use_backend("cpu"):
+        state = torch.get_rng_state()
+        estimate = memory.activations(model, (x,), lambda y: y.float().square().mean())
+        assert torch.equal(torch.get_rng_state(), state)
+        with _Alive() as alive:
+            loss = model(x).float().square().mean()
+        gc.collect()
+    held = alive.bytes() + x.nbytes
+    assert estimate == pytest.approx(held, rel=0.15)
+    assert held > 20 * x.nbytes
+    del loss
+    assert alive.bytes() == 0
+
+
+def test_a_pipeline_keeps_several_microbatches() -> None:
+    model = _Model()
+    optimizer, x = optim.AdamW(model.parameters()), torch.randn(ROWS, WIDTH)
+    found = [
+        memory.memory_estimate(model, optimizer, "pp", 4, rank=rank, example=(x,)).activations
+        for rank in range(4)
+    ]
+    assert found == [n * found[3] for n in (4, 3, 2, 1)]
+    most = memory.memory_estimate(model, optimizer, "pp", 4, example=(x,), in_flight=8)
+    assert most.activations == 8 * found[3]
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    memory.Memory(2**20, 0, 2**20, 2**21, 0).show()
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["states", "2.00", "50.0%"] in lines
+    assert ["total", "4.00", "100.0%"] in lines
+
+
+def test_errors() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(ArgumentError, match="strategy"):
+        memory.memory_estimate(model, optimizer, "zero4", 2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="rank"):
+        memory.memory_estimate(model, optimizer, "ddp", 2, rank=2)
