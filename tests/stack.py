@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweld import optim
-from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
+from torchweld.distributed import CountCollectives, LayerSeeds, sequence_plan, tp_plan
 from transformer import Settings, Transformer, batch_of, loss_of
 
 STEPS, MICROBATCHES, ROWS = 10, 4, 2
@@ -221,6 +221,27 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
     return cell.left(counted, over=mesh.get_group("data"), of=count)
 
 
+def _ring(name: str, dtype: torch.dtype) -> Run:
+    """Each process has its slice of every sequence, and its part of the mean."""
+    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    parallelize_module(cell.model, init_device_mesh("cpu", (count,)), sequence_plan(cell.model))
+    first = rank * cell.settings.length // count
+    here = slice(first, first + cell.settings.length // count)
+
+    def step(number: int) -> torch.Tensor:
+        cell.begin(number)
+        total = torch.zeros(())
+        for m in range(MICROBATCHES):
+            tokens, targets = (x[:, here] for x in cell.microbatch(number, m))
+            with cell.autocast():
+                loss = cell.loss(cell.model(tokens, first), targets)
+            (loss / count / MICROBATCHES).backward()
+            total += loss.detach() / MICROBATCHES
+        return total
+
+    return cell.left(cell.train(step, _adamw(cell.model)), of=count)
+
+
 def _pipeline(
     name: str, dtype: torch.dtype, schedule: Any, at: Callable[[int, int], tuple[int, ...]]
 ) -> Run:
@@ -343,10 +364,11 @@ STRATEGIES = {
     "ZeRO-3 (FSDP2)": Strategy(2, _zero3),
     "TP": Strategy(2, _tensor),
     "TP + SP": Strategy(2, _tensor_sequence),
+    "ring SP": Strategy(2, _ring),
     "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
     "PP 1F1B": Strategy(2, _schedule(pipelining.Schedule1F1B, _one_each), True),
     "PP interleaved 1F1B": Strategy(2, _schedule(pipelining.ScheduleInterleaved1F1B, _loop), True),
-    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee), True),
+    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee)),
     "PP DualPipeV": Strategy(2, _schedule(pipelining.ScheduleDualPipeV, _vee)),
     "FSDP2 x TP + SP": Strategy(4, _fsdp_tensor),
     "FSDP2 x TP + SP x PP": Strategy(8, _fsdp_tensor_pipeline, in_ci=False),

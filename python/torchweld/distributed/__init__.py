@@ -5,7 +5,8 @@ them.
 """
 
 from torchweld.distributed.counting import CountCollectives
-from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.plan import sequence_plan, tp_plan
+from torchweld.distributed.ring import ring_attention
 from torchweld.distributed.seeds import LayerSeeds
 
-__all__ = ["CountCollectives", "LayerSeeds", "tp_plan"]
+__all__ = ["CountCollectives", "LayerSeeds", "ring_attention", "sequence_plan", "tp_plan"]

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import nn
+from torchweld.distributed.ring import RingAttention
 from torchweld.distributed.styles import (
     AddedAndNormalized,
     Columns,
@@ -65,6 +66,29 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
     if sequence_parallel:
         for name in {blocks[0], blocks[-1]}:
             found[name] = Stream(name == blocks[0], name == blocks[-1])
+    return found
+
+
+def sequence_plan(model: torch.nn.Module) -> Plan:
+    """A plan under which each device has a slice of the sequence, and every parameter whole.
+
+    The model is given its slice of the tokens, and their places. Attention is BlockSparseAttention,
+    as a ring; gradients are summed over the devices after each backward.
+
+    Args:
+        model: any model whose other modules work on rows.
+
+    Returns:
+        Names of modules to styles, for `parallelize_module`.
+    """
+    found: Plan = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BlockSparseAttention):
+            found[name] = RingAttention()
+        elif (
+            isinstance(module, _ON_ROWS) or next(module.parameters(recurse=False), None) is not None
+        ):
+            found[name] = Rows(Shard(1))
     return found
 
 
