@@ -39,7 +39,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "lamb": "LAMB", "onebi
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "pp", "fsdp+tp")
 
 
-def options() -> argparse.Namespace:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
     parser.add_argument("--config", type=Path, help="a TOML file with a table [parallel] instead")
@@ -60,7 +60,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="a folder for the checkpoint at the end")
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any strategy and world size")
     parser.add_argument("--json", type=Path, help="write losses, tokens/s, bytes and collectives")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 class Training:
@@ -174,18 +174,9 @@ def local_bytes(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
     return {"parameters": size(model.parameters()), "optimizer": size(states)}
 
 
-def main() -> None:
-    given = options()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-    rank, world = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world
-    )
+def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All steps, between the processes of torch's default group; what is known of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     parallel = Parallel.of(_declared(given), world)
     training = Training(given, parallel, device)
     say = print if rank == 0 else lambda *_: None
@@ -201,7 +192,6 @@ def main() -> None:
     for step in range(first, first + given.steps):
         with counted if step == first + given.steps - 1 else nullcontext():
             loss, norm = training.step(step)
-        loss = loss.clone()
         dist.all_reduce(loss)
         record["losses"].append(loss.item() / world)
         record["norms"].append(norm.item())
@@ -216,7 +206,7 @@ def main() -> None:
         checkpoint.save(given.save, training.model, training.optimizer, first + given.steps)
     if given.json and rank == 0:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
-    dist.destroy_process_group()
+    return record
 
 
 def _declared(given: argparse.Namespace) -> Any:
@@ -225,6 +215,20 @@ def _declared(given: argparse.Namespace) -> Any:
     import tomllib
 
     return tomllib.loads(given.config.read_text())["parallel"]
+
+
+def main() -> None:
+    given, device = options(), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        os.environ.setdefault(name, value)  # without torchrun it is one process
+    rank, world = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world)
+    train(given, device)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

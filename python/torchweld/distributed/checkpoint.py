@@ -59,7 +59,9 @@ def _with_all(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
     parameters = [p for group in inner.param_groups for p in group["params"]]
     made = inner._optim_constructor(parameters, **inner._optim_defaults)
     if filled:
-        for rank in range(dist.get_world_size(optimizer.process_group)):
+        group = optimizer.process_group
+        for rank in range(dist.get_world_size(group)):  # each has the states only in its turn
             optimizer.consolidate_state_dict(to=rank)
-        made.load_state_dict(optimizer.state_dict())
+            if rank == dist.get_rank(group):
+                made.load_state_dict(optimizer.state_dict())
     return made  # type: ignore[no-any-return]
