@@ -176,18 +176,14 @@ def _around(model: torch.nn.Module) -> Plan:
     for name, module in model.named_modules():
         for inner, _ in _of_rows(module, Replicate()):
             found[f"{name}.{inner}".strip(".")] = Rows(Replicate())
-    embeddings = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding)
-    ]
+    embeddings = [pair for pair in model.named_modules() if isinstance(pair[1], torch.nn.Embedding)]
     tokens = max(embeddings, key=lambda pair: pair[1].num_embeddings, default=None)
-    head = next((m for name, m in model.named_children() if name in ("head", "lm_head")), None)
-    if tokens is not None and head is not None and head.weight is tokens[1].weight:
-        return found
     if tokens is not None:
+        users = [m for m in model.modules() if getattr(m, "weight", None) is tokens[1].weight]
+        if len(users) > 1:
+            return found
         found[tokens[0]] = ColumnsOfRows(input_layouts=Replicate())
-    if isinstance(head, torch.nn.Linear):
-        name = next(key for key, m in model.named_children() if m is head)
-        found[name] = Columns(output_layouts=Replicate())
+    for name, module in model.named_children():
+        if name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
+            found[name] = Columns(output_layouts=Replicate())
     return found
