@@ -147,7 +147,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def _adamw(model: Any) -> Any:
+def adamw(model: Any) -> Any:
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else model
     return optim.AdamW(parameters, **_OPTIMIZER)
 
@@ -157,7 +157,7 @@ def _adamw(model: Any) -> Any:
 
 def one_process(name: str, dtype: torch.dtype) -> Run:
     cell = Cell(name, dtype)
-    counted = cell.train(lambda step: cell.accumulate(cell.model, step), _adamw(cell.model))
+    counted = cell.train(lambda step: cell.accumulate(cell.model, step), adamw(cell.model))
     return cell.left(counted)
 
 
@@ -167,7 +167,7 @@ def _ddp(name: str, dtype: torch.dtype, sharded_states: bool = False) -> Run:
     optimizer = (
         ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **_OPTIMIZER)
         if sharded_states
-        else _adamw(model)
+        else adamw(model)
     )
     counted = cell.train(lambda step: cell.accumulate(model, step, rank, count), optimizer)
     return cell.left(counted, of=count)
@@ -187,7 +187,7 @@ def _fsdp(name: str, dtype: torch.dtype, keep: bool) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     _shard(cell.model, init_device_mesh("cpu", (count,)), keep)
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
-    return cell.left(cell.train(step, _adamw(cell.model)), of=count)
+    return cell.left(cell.train(step, adamw(cell.model)), of=count)
 
 
 def _zero2(name: str, dtype: torch.dtype) -> Run:
@@ -203,7 +203,7 @@ def _tensor(name: str, dtype: torch.dtype, sequence: bool = False) -> Run:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(cell.model, mesh, tp_plan(cell.model, sequence))
     step = lambda step: cell.accumulate(cell.model, step)  # noqa: E731
-    return cell.left(cell.train(step, _adamw(cell.model)))
+    return cell.left(cell.train(step, adamw(cell.model)))
 
 
 def _tensor_sequence(name: str, dtype: torch.dtype) -> Run:
@@ -217,7 +217,7 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
     _shard(cell.model, mesh["data"], keep=False)
     rank = mesh.get_local_rank("data")
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
-    counted = cell.train(step, _adamw(cell.model))
+    counted = cell.train(step, adamw(cell.model))
     return cell.left(counted, over=mesh.get_group("data"), of=count)
 
 
@@ -239,7 +239,7 @@ def _ring(name: str, dtype: torch.dtype) -> Run:
             total += loss.detach() / MICROBATCHES
         return total
 
-    return cell.left(cell.train(step, _adamw(cell.model)), of=count)
+    return cell.left(cell.train(step, adamw(cell.model)), of=count)
 
 
 def _pipeline(
@@ -282,7 +282,7 @@ def _staged(
     over, place, of = data
     each = MICROBATCHES // of
     run = schedule(stages[0] if single else stages, each, loss_fn=cell.loss)
-    optimizer = _adamw([p for part in modules for p in part.parameters()])
+    optimizer = adamw([p for part in modules for p in part.parameters()])
 
     def step(number: int) -> torch.Tensor:
         cell.begin(number, place * each)
