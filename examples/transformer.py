@@ -105,9 +105,11 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = torchweld.nn.LayerNorm(s.width)
         self.head: nn.Module | None = nn.Linear(s.width, s.vocabulary, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """`first` is the place of the first token."""
         if self.token is not None and self.place is not None:
-            x = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
+            places = torch.arange(first, first + x.shape[1], device=x.device)
+            x = self.token(x) + self.place(places[None])
         for block in self.blocks.values():
             x = block(x)
         if self.norm is not None and self.head is not None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweld import optim
-from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
+from torchweld.distributed import CountCollectives, LayerSeeds, sequence_plan, tp_plan
 from transformer import Settings, Transformer, batch_of, loss_of
 
 STEPS, MICROBATCHES, ROWS = 10, 4, 2
@@ -147,7 +147,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def _adamw(model: Any) -> Any:
+def adamw(model: Any) -> Any:
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else model
     return optim.AdamW(parameters, **_OPTIMIZER)
 
@@ -157,7 +157,7 @@ def _adamw(model: Any) -> Any:
 
 def one_process(name: str, dtype: torch.dtype) -> Run:
     cell = Cell(name, dtype)
-    counted = cell.train(lambda step: cell.accumulate(cell.model, step), _adamw(cell.model))
+    counted = cell.train(lambda step: cell.accumulate(cell.model, step), adamw(cell.model))
     return cell.left(counted)
 
 
@@ -167,7 +167,7 @@ def _ddp(name: str, dtype: torch.dtype, sharded_states: bool = False) -> Run:
     optimizer = (
         ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **_OPTIMIZER)
         if sharded_states
-        else _adamw(model)
+        else adamw(model)
     )
     counted = cell.train(lambda step: cell.accumulate(model, step, rank, count), optimizer)
     return cell.left(counted, of=count)
@@ -187,7 +187,7 @@ def _fsdp(name: str, dtype: torch.dtype, keep: bool) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     _shard(cell.model, init_device_mesh("cpu", (count,)), keep)
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
-    return cell.left(cell.train(step, _adamw(cell.model)), of=count)
+    return cell.left(cell.train(step, adamw(cell.model)), of=count)
 
 
 def _zero2(name: str, dtype: torch.dtype) -> Run:
@@ -203,7 +203,7 @@ def _tensor(name: str, dtype: torch.dtype, sequence: bool = False) -> Run:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(cell.model, mesh, tp_plan(cell.model, sequence))
     step = lambda step: cell.accumulate(cell.model, step)  # noqa: E731
-    return cell.left(cell.train(step, _adamw(cell.model)))
+    return cell.left(cell.train(step, adamw(cell.model)))
 
 
 def _tensor_sequence(name: str, dtype: torch.dtype) -> Run:
@@ -217,8 +217,29 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
     _shard(cell.model, mesh["data"], keep=False)
     rank = mesh.get_local_rank("data")
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
-    counted = cell.train(step, _adamw(cell.model))
+    counted = cell.train(step, adamw(cell.model))
     return cell.left(counted, over=mesh.get_group("data"), of=count)
+
+
+def _ring(name: str, dtype: torch.dtype) -> Run:
+    """Each process has its slice of every sequence, and its part of the mean."""
+    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    parallelize_module(cell.model, init_device_mesh("cpu", (count,)), sequence_plan(cell.model))
+    first = rank * cell.settings.length // count
+    here = slice(first, first + cell.settings.length // count)
+
+    def step(number: int) -> torch.Tensor:
+        cell.begin(number)
+        total = torch.zeros(())
+        for m in range(MICROBATCHES):
+            tokens, targets = (x[:, here] for x in cell.microbatch(number, m))
+            with cell.autocast():
+                loss = cell.loss(cell.model(tokens, first), targets)
+            (loss / count / MICROBATCHES).backward()
+            total += loss.detach() / MICROBATCHES
+        return total
+
+    return cell.left(cell.train(step, adamw(cell.model)), of=count)
 
 
 def _pipeline(
@@ -261,7 +282,7 @@ def _staged(
     over, place, of = data
     each = MICROBATCHES // of
     run = schedule(stages[0] if single else stages, each, loss_fn=cell.loss)
-    optimizer = _adamw([p for part in modules for p in part.parameters()])
+    optimizer = adamw([p for part in modules for p in part.parameters()])
 
     def step(number: int) -> torch.Tensor:
         cell.begin(number, place * each)
@@ -343,10 +364,11 @@ STRATEGIES = {
     "ZeRO-3 (FSDP2)": Strategy(2, _zero3),
     "TP": Strategy(2, _tensor),
     "TP + SP": Strategy(2, _tensor_sequence),
+    "ring SP": Strategy(2, _ring),
     "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
     "PP 1F1B": Strategy(2, _schedule(pipelining.Schedule1F1B, _one_each), True),
     "PP interleaved 1F1B": Strategy(2, _schedule(pipelining.ScheduleInterleaved1F1B, _loop), True),
-    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee), True),
+    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee)),
     "PP DualPipeV": Strategy(2, _schedule(pipelining.ScheduleDualPipeV, _vee)),
     "FSDP2 x TP + SP": Strategy(4, _fsdp_tensor),
     "FSDP2 x TP + SP x PP": Strategy(8, _fsdp_tensor_pipeline, in_ci=False),

@@ -138,6 +138,7 @@ def attention_query_gradient(
     outer,
     threshold,
     kept_scale,
+    first_group,
     first_number,
     number_batch_stride,
     number_head_stride,
@@ -178,7 +179,7 @@ def attention_query_gradient(
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
-    dropout = (seed_ptr, number, threshold, kept_scale)
+    dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
@@ -229,8 +230,8 @@ def _add_key_gradients(
     z, capped = logits(product, distance, seen, scoring, SOFTCAP)
     kept = 1.0
     if dropout[0] is not None:
-        seed_ptr, number, threshold, kept_scale = dropout
-        groups = first // 4 + tl.arange(0, COLUMNS // 4)
+        seed_ptr, number, threshold, kept_scale, first_group = dropout
+        groups = first_group + first // 4 + tl.arange(0, COLUMNS // 4)
         kept = factors_of_groups(seed_ptr, number + query, groups, threshold, kept_scale)
         kept = tl.trans(kept)
     weight, grad = _gradients(z, capped, lse[None, :], grad_weight, kept, delta[None, :], SOFTCAP)
@@ -285,6 +286,7 @@ def attention_key_gradients(
     outer,
     threshold,
     kept_scale,
+    first_group,
     first_number,
     number_batch_stride,
     number_head_stride,
@@ -346,7 +348,7 @@ def attention_key_gradients(
         slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
         scoring = (inner, outer, slopes_ptr, slope)
         number = first_number + batch * number_batch_stride + head * number_head_stride
-        dropout = (seed_ptr, number, threshold, kept_scale)
+        dropout = (seed_ptr, number, threshold, kept_scale, first_group)
         for start in tl.range(0, unchecked[3] * BLOCK, ROWS):
             state = _add_key_gradients(
                 (entries_ptr, unchecked), start, state, k, v, first, shown, sources, masking,

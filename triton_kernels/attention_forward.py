@@ -92,6 +92,7 @@ def attention_forward(
     outer,
     threshold,
     kept_scale,
+    first_group,
     first_number,
     number_batch_stride,
     number_head_stride,
@@ -126,7 +127,7 @@ def attention_forward(
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
-    dropout = (seed_ptr, number, threshold, kept_scale)
+    dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # A new length, batch or layout changes these.
 UNSPECIALIZED = [
     *("planes", "heads", "first_head", "queries", "keys", "lines", "lines_batch_stride"),
-    *("lines_head_stride", "threshold", "first_number", "number_batch_stride"),
+    *("lines_head_stride", "threshold", "first_group", "first_number", "number_batch_stride"),
     *("number_head_stride", "slopes_batch_stride", "slopes_head_stride"),
 ]
 
@@ -107,6 +107,6 @@ def kept_factors(
     walk, start, dropout, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
 ):
     """Factors of dropout for the next keys of a tile of queries."""
-    seed_ptr, number, threshold, kept_scale = dropout
+    seed_ptr, number, threshold, kept_scale, first_group = dropout
     group, _ = tokens(walk, start, 4, COLUMNS // 4, BLOCK, CHECKED)
-    return factors_of_groups(seed_ptr, number, group // 4, threshold, kept_scale)
+    return factors_of_groups(seed_ptr, number, first_group + group // 4, threshold, kept_scale)

@@ -195,8 +195,10 @@ def _call(
     whole: Sizes,
     offset: Sizes,
 ) -> _Call:
-    check_dropout(q, p, seed, whole, offset)
-    _refuse(bool(whole) and [*(whole or ())[-2:]] != [*q.shape[-2:]], "shard: no whole heads")
+    *place, first_key = offset or (0,)  # the last offset is that of the keys
+    check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
+    _refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
+    _refuse(first_key < 0 or first_key % 4 != 0, "shard: the first key is no fourth one")
     _refuse(not 1 <= q.dim() <= 4 or q.dim() != k.dim(), "q or k has no fitting dimensions")
     sizes, offsets = ((n,) * (4 - q.dim()) for n in (1, 0))
     sizes, offsets = (*sizes, *(whole or q.shape)), (*offsets, *(offset or (0,) * q.dim()))
@@ -228,8 +230,8 @@ def _call(
     if slopes is not None:
         slope_strides = (slopes.stride(0) if slopes.dim() == 4 else 0, slopes.stride(-3))
     seed_, threshold, kept_scale, *_ = dropout_arguments(p, seed, (1, 1), None, None)
-    number_strides = (sizes[1] * queries, queries)
-    first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1]
+    number_strides = (sizes[1] * sizes[2], sizes[2])
+    first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1] + offsets[2]
     has_masks = masks is not None and masks.shape[0] > 0
     padded = max(triton.next_power_of_2(width), 16)
     return _Call(
@@ -244,7 +246,7 @@ def _call(
         ),
         *(group, first_head, slope_strides, scale),
         (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 1.0),
-        (threshold, kept_scale, first_number, *number_strides),
+        (threshold, kept_scale, first_key // 4, first_number, *number_strides),
         {
             "CAUSAL": causal,
             "SOFTCAP": bool(softcap),

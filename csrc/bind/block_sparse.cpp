@@ -67,7 +67,7 @@ struct Arguments {
   void fill(BlockSparse& a, int64_t block, int64_t group, double scale, bool causal, double softcap,
             double p, const OptionalTensor& seed, const Place& place) {
     a.dtype = dtype_of(q);
-    a.dropout = dropout_of(q, 1, p, seed, place);
+    a.dropout = dropout_at(q, p, seed, place);
     const Four query(q), key(k), value(v);
     for (int i = 0; i < 4; ++i) {
       STD_TORCH_CHECK(key.size[i] == value.size[i], "k and v differ in shape");
@@ -90,12 +90,21 @@ struct Arguments {
   }
 
  private:
+  // The last offset is that of the keys.
+  static Dropout dropout_at(const Tensor& q, double p, const OptionalTensor& seed, Place place) {
+    const int64_t first_key = place.offset.empty() ? 0 : place.offset.back();
+    STD_TORCH_CHECK(first_key >= 0 && first_key % 4 == 0, "shard: the first key is no fourth one");
+    if (!place.offset.empty()) place.offset.back() = 0;
+    Dropout dropout = dropout_of(q, 1, p, seed, place);
+    dropout.column = first_key;
+    return dropout;
+  }
+
   static void check_heads(BlockSparse& a, const Tensor& q, const Place& place) {
     STD_TORCH_CHECK(a.group > 0, "group is not positive");
     const size_t rank = q.sizes().size();
-    STD_TORCH_CHECK(place.whole.empty() || (place.whole.back() == a.width &&
-                                            (rank < 2 || place.whole[rank - 2] == a.queries)),
-                    "shard: q lacks queries or columns of its heads");
+    STD_TORCH_CHECK(place.whole.empty() || place.whole.back() == a.width,
+                    "shard: q lacks columns of its heads");
     a.first_head = 0;
     if (a.heads == a.key_heads * a.group) return;
     if (rank > 2 && !place.offset.empty()) a.first_head = place.offset[rank - 3];

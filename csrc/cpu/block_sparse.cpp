@@ -101,12 +101,13 @@ class Scores {
     const uint64_t seed = (uint64_t)*a_.dropout.seed;
     const uint32_t threshold = a_.dropout.threshold;
     const A scale = (A)a_.dropout.scale;
+    const int64_t first = a_.dropout.column;
     if constexpr (keys_in_lanes) {
       constexpr int64_t kAtOnce = 4 * detail::kWide;
       for (int64_t r = 0; r < tile.row.count; ++r) {
         const uint64_t row = dropped_row_ + tile.row.first + r;
         for (int64_t i = 0; i < lanes; i += kAtOnce) {
-          const auto words = detail::dropout_words(seed, row, (tile.lane.first + i) >> 2);
+          const auto words = detail::dropout_words(seed, row, (first + tile.lane.first + i) >> 2);
           put(to + r * lanes + i, words.first >= threshold, scale, lanes - i);
           put(to + r * lanes + i + kAtOnce / 2, words.second >= threshold, scale,
               lanes - i - kAtOnce / 2);
@@ -114,7 +115,7 @@ class Scores {
       }
     } else {
       for (int64_t r = 0; r < tile.row.count; r += 4) {
-        const detail::U64 group = detail::U64{} + (uint64_t)((tile.row.first + r) >> 2);
+        const detail::U64 group = detail::U64{} + (uint64_t)((first + tile.row.first + r) >> 2);
         for (int64_t i = 0; i < lanes; i += detail::kWide) {
           const auto row = detail::counting_from(dropped_row_ + tile.lane.first + i);
           const auto words = detail::philox(group, row, row >> 32, detail::U64{}, seed);

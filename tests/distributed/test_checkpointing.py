@@ -15,7 +15,7 @@ import torchweld
 from oracle import saved_bytes
 from processes import processes
 from torchweld import functional
-from torchweld.distributed.checkpointing import save_policy, selective
+from torchweld.distributed.recompute import save_policy, selective
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, ROWS, LENGTH = 64, 4, 2, 64

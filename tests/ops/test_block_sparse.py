@@ -390,9 +390,16 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "p": (lambda: attention(Q, Q, Q, LAYOUT, dropout_p=1.5), "p", "from 0 to 1"),
     "seed": (lambda: attention(Q, Q, Q, LAYOUT, dropout_p=0.5, seed=-1), "seed", "an int"),
     "shard": (
-        lambda: attention(Q, Q, Q, LAYOUT, shard=torchweld.random.Shard([2, 4, 80, 8], [0] * 4)),
+        lambda: attention(Q, Q, Q, LAYOUT, shard=torchweld.random.Shard([2, 4, 80, 9], [0] * 4)),
         "shard",
-        "whole heads",
+        "end in 8",
+    ),
+    "shard's keys": (
+        lambda: attention(
+            *(Q, Q, Q, LAYOUT), shard=torchweld.random.Shard([2, 4, 80, 8], [0, 0, 0, 2])
+        ),
+        "shard",
+        "multiple of 4",
     ),
 }
 

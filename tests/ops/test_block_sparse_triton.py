@@ -126,6 +126,23 @@ def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
     torch.testing.assert_close(part, whole[1:, 2:])
 
 
+def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
+    """Queries see the last keys only, which a shard may begin with."""
+    layout = BlockLayout.block_local(96, 2, block=16, device=DEVICE)
+    q, k = (_random(1, 2, 96, 8).requires_grad_() for _ in range(2))
+    whole = block_sparse_attention(q, k, k, layout, dropout_p=0.4, seed=7)
+    assert isinstance(whole, torch.Tensor)
+    wanted = torch.autograd.grad(whole[:, :, 64:].square().sum(), [q, k])
+    shard = random.Shard(q.shape, (0, 0, 64, 64))
+    part = BlockLayout.block_local(32, 2, block=16, device=DEVICE)
+    ends = [x[:, :, 64:].detach().requires_grad_() for x in (q, k)]
+    y = block_sparse_attention(*ends, ends[1], part, dropout_p=0.4, seed=7, shard=shard)
+    assert isinstance(y, torch.Tensor)
+    torch.testing.assert_close(y, whole[:, :, 64:])
+    for found, grad in zip(torch.autograd.grad(y.square().sum(), ends), wanted, strict=True):
+        torch.testing.assert_close(found, grad[:, :, 64:])
+
+
 def test_wide_heads_are_refused() -> None:
     """The interpreter's place asks for Triton by name."""
     q = _random(1, 1, 4, 300)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +42,8 @@ class CountCollectives(TorchDispatchMode):
         self.bytes: dict[str, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does on this device's part comes here again
         result = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES:
             name = func._schema.name.partition("::")[2].strip("_")

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import nn
+from torchweld.distributed.ring import RingAttention
 from torchweld.distributed.styles import (
     AddedAndNormalized,
     Columns,
@@ -50,7 +51,7 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     found: Plan = {}
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     if not blocks:
         accepted = "a transformer whose attention has q_proj, query or c_attn layers"
         raise ArgumentError("tp_plan", "model", f"a {type(model).__name__} without one", accepted)
@@ -68,7 +69,30 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
     return found
 
 
-def _blocks(model: torch.nn.Module) -> Iterator[str]:
+def sequence_plan(model: torch.nn.Module) -> Plan:
+    """A plan under which each device has a slice of the sequence, and every parameter whole.
+
+    The model is given its slice of the tokens, and their places. Attention is BlockSparseAttention,
+    as a ring; gradients are summed over the devices after each backward.
+
+    Args:
+        model: any model whose other modules work on rows.
+
+    Returns:
+        Names of modules to styles, for `parallelize_module`.
+    """
+    found: Plan = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BlockSparseAttention):
+            found[name] = RingAttention()
+        elif (
+            isinstance(module, _ON_ROWS) or next(module.parameters(recurse=False), None) is not None
+        ):
+            found[name] = Rows(Shard(1))
+    return found
+
+
+def blocks_of(model: torch.nn.Module) -> Iterator[str]:
     """Names of the blocks, in order."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
@@ -152,18 +176,14 @@ def _around(model: torch.nn.Module) -> Plan:
     for name, module in model.named_modules():
         for inner, _ in _of_rows(module, Replicate()):
             found[f"{name}.{inner}".strip(".")] = Rows(Replicate())
-    embeddings = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding)
-    ]
+    embeddings = [pair for pair in model.named_modules() if isinstance(pair[1], torch.nn.Embedding)]
     tokens = max(embeddings, key=lambda pair: pair[1].num_embeddings, default=None)
-    head = next((m for name, m in model.named_children() if name in ("head", "lm_head")), None)
-    if tokens is not None and head is not None and head.weight is tokens[1].weight:
-        return found
     if tokens is not None:
+        users = [m for m in model.modules() if getattr(m, "weight", None) is tokens[1].weight]
+        if len(users) > 1:
+            return found
         found[tokens[0]] = ColumnsOfRows(input_layouts=Replicate())
-    if isinstance(head, torch.nn.Linear):
-        name = next(key for key, m in model.named_children() if m is head)
-        found[name] = Columns(output_layouts=Replicate())
+    for name, module in model.named_children():
+        if name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
+            found[name] = Columns(output_layouts=Replicate())
     return found

@@ -102,6 +102,33 @@ class BlockLayout(Compounds, FromData):
         restricted = patterns.band(self.grid, self.blocks(), None, high)
         return self._make(self.grid, restricted, ("causal", self.key), self.batch, self.heads)
 
+    def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> BlockLayout:
+        """What queries and keys of these ranges have of it; both begin with a block."""
+        for name, length, (begin, end) in (
+            ("queries", self.queries, queries),
+            ("keys", self.keys, keys),
+        ):
+            if (
+                not 0 <= begin <= end <= length
+                or begin % self.block
+                or (end % self.block and end != length)
+            ):
+                came, accepted = f"{begin} to {end}", f"multiples of {self.block} up to {length}"
+                raise ArgumentError("BlockLayout.part", name, came, accepted)
+        lengths = (queries[1] - queries[0], keys[1] - keys[0])
+        grid = Grid(*lengths, self.block, self.device)
+        key = ("part", self.key, queries, keys)
+        if self.lists is None:
+            return self._of(grid, None, key)
+        number, mask, masks = self.blocks()
+        line, column = number // self.grid.columns, number % self.grid.columns
+        head, row = line // self.grid.rows, line % self.grid.rows
+        row, column = row - queries[0] // self.block, column - keys[0] // self.block
+        inside = (row >= 0) & (row < grid.rows) & (column >= 0) & (column < grid.columns)
+        number = ((head * grid.rows + row) * grid.columns + column)[inside]
+        found = Blocks(number, None if mask is None else mask[inside], masks)
+        return self._make(grid, found, key, self.batch, self.heads)
+
     def __or__(self, other: BlockLayout) -> BlockLayout:
         """What either layout has."""
         return self._joined(other, union=True)

@@ -60,8 +60,8 @@ def block_sparse_attention(
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator. What is
             dropped is what softmax_dropout drops of scores [batch, heads, queries, keys].
-        shard: where q lies in a larger tensor, of which it has whole heads. Keys and values are
-            those of q's heads, or all of them.
+        shard: where q lies in a larger tensor. The last offset is not q's: it is the number of the
+            first key, a multiple of 4. Keys and values are those of q's heads, or of all heads.
         return_lse: return the log of the sum of exponentials too, which is differentiable.
 
     Returns:
@@ -194,12 +194,20 @@ def _check(
         batch = [shape[0]] if alibi_slopes.ndim == 4 else []
         meaning = "[heads] or [batch, heads]: with two dimensions of one"
         checks.shaped(name, "alibi_slopes", alibi_slopes, [*batch, shape[1], 1, 1], meaning)
-    checks.dropout(name, "q", q, seed, whole, offset)
-    if whole and [*whole[-2:]] != [*q.shape[-2:]]:
-        accepted = f"whole heads: sizes that end in {list(q.shape[-2:])}"
-        raise ArgumentError(name, "shard", f"of sizes {list(whole)}", accepted)
+    _check_shard(q, seed, whole, offset)
     if rows is not None:
         _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
+
+
+def _check_shard(q, seed, whole, offset):
+    *place, first_key = offset or [0]
+    checks.dropout(OP.name, "q", q, seed, whole, [*place, 0] if offset else offset)
+    if whole and whole[-1] != q.shape[-1]:
+        accepted = f"sizes that end in {q.shape[-1]}, as those of q"
+        raise ArgumentError(OP.name, "shard", f"of sizes {list(whole)}", accepted)
+    if first_key < 0 or first_key % 4:
+        accepted = "offsets that end in a multiple of 4, the number of the first key"
+        raise ArgumentError(OP.name, "shard", f"of offsets {list(offset)}", accepted)
 
 
 def _check_heads(

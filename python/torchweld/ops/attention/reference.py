@@ -123,14 +123,12 @@ def dropped(
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
     """Dropout of weights, for a place of q in a larger tensor."""
-    return drop(weights, p, seed, _four_sizes(whole, 1), _four_sizes(offset, 0))
+    return drop(weights, p, seed, _four_of(whole, 1), _four_of(offset, 0))
 
 
-def _four_sizes(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
-    """Those of the scores, whose last dimension is always whole; 0 leaves it at its beginning."""
-    if not sizes:
-        return None
-    return [missing] * (4 - len(sizes)) + [*sizes[:-1], 0]
+def _four_of(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
+    """Sizes or offsets of the scores; the size of the last dimension is not asked for."""
+    return None if not sizes else [missing] * (4 - len(sizes)) + [*sizes]
 
 
 def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:

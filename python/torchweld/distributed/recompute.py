@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps what is dear to compute again.
+"""Activation checkpointing: what a block saves, and what its backward computes again.
 
     checkpoint(block, x, use_reentrant=False, context_fn=selective)
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
@@ -58,3 +59,16 @@ def _draws(op: Any, args: Any, kwargs: Any) -> bool:
 def selective() -> Any:
     """The contexts of a checkpoint by save_policy, of its forward and of its recomputation."""
     return create_selective_checkpoint_contexts(save_policy)
+
+
+def recompute(module: torch.nn.Module, keep: bool = False) -> torch.nn.Module:
+    """The module, of which only the input is saved for the backward; what it drops stays dropped.
+
+    Args:
+        module: a block, after tensor parallelism and before FSDP2.
+        keep: save what `save_policy` says, too.
+
+    Returns:
+        A module around it, whose state_dict is its own.
+    """
+    return checkpoint_wrapper(module, **({"context_fn": selective} if keep else {}))

@@ -1,0 +1,235 @@
+"""Train a fused transformer by any strategy of parallelism; copy what you need.
+
+torchrun --nproc-per-node 2 examples/train.py --strategy zero3 --optimizer adamw8bit
+torchrun --nproc-per-node 4 examples/train.py --config parallel.toml, which says for instance
+
+    [parallel]
+    pipeline = 2
+    tensor = {mode = "1d", size = 2}
+    data = "zero2"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+
+from torchweld import distributed, optim
+from torchweld.distributed import (
+    CountCollectives,
+    LayerSeeds,
+    Parallel,
+    checkpoint,
+    grad_norm,
+    recompute,
+)
+from transformer import Settings, Transformer, batch_of, loss_of
+
+OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "lamb": "LAMB", "onebit": "OneBitAdam"}
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "pp", "fsdp+tp")
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
+    parser.add_argument("--config", type=Path, help="a TOML file with a table [parallel] instead")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--sparse", action="store_true", help="attention by a Longformer's layout")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=2, help="sequences in a microbatch")
+    parser.add_argument("--microbatches", type=int, default=4, help="of all processes, in a step")
+    parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
+    parser.add_argument("--save", type=Path, help="a folder for the checkpoint at the end")
+    parser.add_argument("--resume", type=Path, help="a checkpoint, of any strategy and world size")
+    parser.add_argument("--json", type=Path, help="write losses, tokens/s, bytes and collectives")
+    return parser.parse_args(arguments)
+
+
+class Training:
+    """A model, or this process's stage of it, and what trains it."""
+
+    def __init__(self, given: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
+        self.given, self.parallel, self.device = given, parallel, device
+        self.mesh = parallel.mesh(device.type)
+        self.settings = Settings(
+            width=given.width,
+            layers=given.layers,
+            length=given.length,
+            dropout=given.dropout,
+            sparse=given.sparse,
+        )
+        torch.manual_seed(given.seed)
+        self.stage = self.mesh.get_local_rank("pipeline")
+        model: Any = Transformer(self.settings).stage(self.stage, parallel.pipeline).to(device)
+        selective = given.recompute == "selective"
+        between = None if given.recompute == "none" else lambda block: recompute(block, selective)
+        self.model = parallel.wrap(model, self.mesh, between)
+        self.seeds = LayerSeeds(model.blocks.items(), given.seed)
+        kind = getattr(optim, OPTIMIZERS[given.optimizer])
+        self.optimizer = parallel.optimizer(self.model, kind, lr=given.lr)
+        replica, replicas = self.mesh.get_local_rank("data"), parallel.replicas
+        if given.microbatches % replicas:
+            raise SystemExit(f"--microbatches is not a multiple of {replicas} replicas")
+        each = given.microbatches // replicas
+        self.mine = range(replica * each, (replica + 1) * each)
+        self.schedule = self._schedule() if parallel.pipeline > 1 else None
+
+    def _schedule(self) -> Schedule1F1B:
+        rows, s = self.given.rows, self.settings
+        if self.given.bf16:
+            self.model.forward = self.autocast()(self.model.forward)
+        tokens = torch.zeros((rows, s.length), dtype=torch.int64, device=self.device)
+        stream, logits = (
+            torch.zeros((rows, s.length, width), device=self.device, requires_grad=True)
+            for width in (s.width, s.vocabulary)
+        )
+        last = self.stage == self.parallel.pipeline - 1
+        stage = PipelineStage(
+            *(self.model, self.stage, self.parallel.pipeline, self.device),
+            input_args=stream if self.stage else tokens,
+            output_args=logits if last else stream,
+            group=self.mesh.get_group("pipeline"),
+        )
+        return Schedule1F1B(stage, len(self.mine), loss_fn=loss_of)
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.given.bf16)
+
+    def batch(self, step: int, number: int) -> tuple[torch.Tensor, ...]:
+        seed = self.given.seed + step * self.given.microbatches + number
+        return batch_of(self.settings, self.given.rows, seed, self.device)
+
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, a mean over this process's microbatches, and the gradients' norm."""
+        self.seeds.begin(step, self.mine.start)
+        loss = self._pipelined(step) if self.schedule is not None else self._accumulated(step)
+        stages = self.mesh.get_group("pipeline") if self.schedule is not None else None
+        norm = grad_norm(self.model.parameters(), stages)
+        factor = (self.given.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def _accumulated(self, step: int) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        for number in self.mine:
+            tokens, targets = self.batch(step, number)
+            with self._exchanges(number == self.mine[-1]):
+                with self.autocast():
+                    loss = loss_of(self.model(tokens), targets)
+                (loss / len(self.mine)).backward()
+            total += loss.detach() / len(self.mine)
+        return total
+
+    def _exchanges(self, wanted: bool) -> Any:
+        """Gradients are exchanged after the last microbatch only."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(wanted)
+        return (
+            self.model.no_sync() if hasattr(self.model, "no_sync") and not wanted else nullcontext()
+        )
+
+    def _pipelined(self, step: int) -> torch.Tensor:
+        parts = [self.batch(step, number) for number in self.mine]
+        tokens, targets = (torch.cat(some) for some in zip(*parts, strict=True))
+        losses: list[torch.Tensor] = []
+        last = self.stage == self.parallel.pipeline - 1
+        given = () if self.stage else (tokens,)
+        self.schedule.step(*given, target=targets if last else None, losses=losses)
+        loss = torch.stack(losses).mean().detach() if last else torch.zeros((), device=self.device)
+        dist.all_reduce(loss, group=self.mesh.get_group("pipeline"))
+        return loss
+
+
+def local_bytes(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
+    """What this process keeps between steps."""
+
+    def size(values: Any) -> int:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+    inner = getattr(optimizer, "optim", optimizer)
+    states = [value for state in inner.state.values() for value in state.values()]
+    return {"parameters": size(model.parameters()), "optimizer": size(states)}
+
+
+def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All steps, between the processes of torch's default group; what is known of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parallel = Parallel.of(_declared(given), world)
+    training = Training(given, parallel, device)
+    say = print if rank == 0 else lambda *_: None
+    say(parallel)
+    estimate = getattr(distributed, "memory_estimate", None)
+    if estimate is not None:
+        say(estimate(training.model, training.optimizer, given.strategy, world))
+    first = 0
+    if given.resume:
+        first = checkpoint.load(given.resume, training.model, training.optimizer)
+    record: dict[str, Any] = {"losses": [], "norms": []}
+    counted, start = CountCollectives(), time.perf_counter()
+    for step in range(first, first + given.steps):
+        with counted if step == first + given.steps - 1 else nullcontext():
+            loss, norm = training.step(step)
+        dist.all_reduce(loss)
+        record["losses"].append(loss.item() / world)
+        record["norms"].append(norm.item())
+        say(f"step {step}  loss {record['losses'][-1]:.4f}  gradients {norm.item():.3f}")
+    tokens = given.steps * given.microbatches * given.rows * given.length
+    record["tokens_per_second"] = tokens / (time.perf_counter() - start)
+    record["bytes"] = local_bytes(training.model, training.optimizer)
+    record["collectives"] = {k: [counted.calls[k], counted.bytes[k]] for k in counted.calls}
+    say(f"{record['tokens_per_second']:.0f} tokens/s; bytes of rank 0: {record['bytes']}")
+    say(f"the last step's collectives, calls and bytes: {record['collectives']}")
+    if given.save:
+        checkpoint.save(given.save, training.model, training.optimizer, first + given.steps)
+    if given.json and rank == 0:
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def _declared(given: argparse.Namespace) -> Any:
+    if given.config is None:
+        return given.strategy
+    import tomllib
+
+    return tomllib.loads(given.config.read_text())["parallel"]
+
+
+def main() -> None:
+    given, device = options(), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        os.environ.setdefault(name, value)  # without torchrun it is one process
+    rank, world = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world)
+    train(given, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Parallel: how processes share the work, as a declaration.
+
+parallel = dict(pipeline=2, tensor=dict(mode="1d", size=2), data="zero2")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from torchweld.distributed.plan import blocks_of, tp_plan
+from torchweld.errors import ArgumentError
+
+DATA = ("ddp", "zero1", "zero2", "zero3")
+# Ways to cut matrices: each takes a module, the devices that share it, and whether they share the
+# sequence too.
+MODES: dict[str, Callable[[torch.nn.Module, DeviceMesh, bool], Any]] = {
+    "1d": lambda model, mesh, sequence: parallelize_module(model, mesh, tp_plan(model, sequence)),
+}
+_KEYS = {"pipeline", "tensor", "data"}
+_TENSOR_KEYS = {"mode", "size", "sequence"}
+_NAMES = {
+    **{name: {"data": name} for name in DATA},
+    "tp": {"tensor": {"size": 0}},
+    "tp+sp": {"tensor": {"size": 0, "sequence": True}},
+    "pp": {"pipeline": 0},
+    "fsdp+tp": {"tensor": {"size": 2}, "data": "zero3"},
+}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the dimensions of a mesh, and what is done along each.
+
+    Attributes:
+        pipeline: stages that run in different processes.
+        tensor: processes that share each matrix.
+        replicas: processes of data parallelism.
+        data: "ddp", "zero1" (sharded states), "zero2" (and gradients), "zero3" (and parameters).
+        mode: how matrices are cut; "1d" is Megatron's.
+        sequence: whether processes that share matrices share the sequence between them too.
+    """
+
+    pipeline: int
+    tensor: int
+    replicas: int
+    data: str = "ddp"
+    mode: str = "1d"
+    sequence: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | str, world: int) -> Parallel:
+        """From a declaration, or the name of one, for so many processes; a size of 0 is all."""
+        if isinstance(config, str):
+            _one_of("config", config, _NAMES)
+            config = _NAMES[config]  # type: ignore[assignment]
+        assert not isinstance(config, str)
+        _only("config", config, _KEYS)
+        tensor = config.get("tensor", {"size": 1})
+        _only("tensor", tensor, _TENSOR_KEYS)
+        data, mode = config.get("data", "ddp"), tensor.get("mode", "1d")
+        _one_of("data", data, DATA)
+        _one_of("mode", mode, MODES)
+        pipeline, size = config.get("pipeline", 1), tensor.get("size", 1)
+        for name, value in (("pipeline", pipeline), ("tensor", size)):
+            if not isinstance(value, int) or value < 0:
+                raise ArgumentError("Parallel", name, repr(value), "a number of processes")
+        pipeline, size = pipeline or world, size or world
+        if world % (pipeline * size):
+            accepted = f"sizes whose product divides {world} processes"
+            raise ArgumentError("Parallel", "config", f"{pipeline} x {size}", accepted)
+        replicas = world // (pipeline * size)
+        if data in ("ddp", "zero1") and replicas > 1 and pipeline * size > 1:
+            accepted = "zero2 or zero3, which FSDP2 composes with tensors and pipelines"
+            raise ArgumentError("Parallel", "data", repr(data), accepted)
+        return cls(pipeline, size, replicas, data, mode, bool(tensor.get("sequence", False)))
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """Processes by their place in a pipeline, in data and in a matrix."""
+        sizes = (self.pipeline, self.replicas, self.tensor)
+        return init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+
+    def wrap(
+        self, model: Any, mesh: DeviceMesh, between: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Share a model, or a stage of one. `between` changes a block that FSDP2 then shards."""
+        if self.tensor > 1:
+            MODES[self.mode](model, mesh["tensor"], self.sequence)
+        names = list(blocks_of(model))
+        for name in names if between is not None else ():
+            above, _, last = name.rpartition(".")
+            parent: Any = model.get_submodule(above)
+            parent[last if isinstance(parent, torch.nn.ModuleDict) else int(last)] = between(  # type: ignore[misc]
+                model.get_submodule(name)
+            )
+        if self.data in ("zero2", "zero3"):
+            how: dict[str, Any] = {"mesh": mesh["data"]}
+            how["reshard_after_forward"] = self.data == "zero3" and self.pipeline == 1
+            for name in names:
+                fully_shard(model.get_submodule(name), **how)
+            return fully_shard(model, **how)
+        if self.replicas > 1:
+            return DistributedDataParallel(model, process_group=mesh.get_group("data"))
+        return model
+
+    def optimizer(self, model: torch.nn.Module, kind: Any, **settings: Any) -> Any:
+        """An optimizer of this class, whose states ZeRO-1 shards."""
+        if self.data == "zero1" and self.replicas > 1:
+            return ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
+        return kind(model.parameters(), **settings)
+
+
+def _only(name: str, given: Any, keys: set[str]) -> None:
+    unknown = given.keys() - keys if isinstance(given, Mapping) else {repr(given)}
+    if unknown:
+        accepted = f"a mapping with {', '.join(sorted(keys))}"
+        raise ArgumentError("Parallel", name, f"with {', '.join(sorted(unknown))}", accepted)
+
+
+def _one_of(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ArgumentError("Parallel", name, repr(value), f"one of {', '.join(known)}")

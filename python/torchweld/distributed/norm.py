@@ -1,0 +1,42 @@
+"""grad_norm: the norm of all gradients, of which each process has some or a part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def grad_norm(
+    parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The norm of the gradients of all devices' parameters; parts of DTensors are parts of one.
+
+    Args:
+        parameters: this process's, on any meshes.
+        group: processes with other parameters, the stages of a pipeline; None: there are none.
+    """
+    squares: dict[Any, torch.Tensor | float] = defaultdict(float)
+    device: torch.device | None = None
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        key, device = (), grad.device
+        if isinstance(grad, DTensor):
+            dims = [at for at, p in enumerate(grad.placements) if not p.is_replicate()]
+            key, grad = tuple(grad.device_mesh.get_group(at) for at in dims), grad.to_local()  # type: ignore[assignment]
+        squares[key] += grad.detach().float().square().sum()
+    total = torch.zeros((), device=device)
+    for groups, square in squares.items():
+        assert isinstance(square, torch.Tensor)
+        for shared in groups:
+            dist.all_reduce(square, group=shared)
+        total += square
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()

@@ -1,0 +1,101 @@
+"""examples/train.py: every strategy learns the same, from its own start and from another's end."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from processes import processes
+from torchweld.distributed import Parallel
+from torchweld.errors import ArgumentError
+
+SMALL = ["--width", "32", "--length", "32", "--steps", "4", "--max-norm", "0.3"]
+
+
+def _train(rank: int, arguments: list[str], path: str) -> None:
+    record = train.train(train.options([*SMALL, *arguments]), torch.device("cpu"))
+    if rank == 0:
+        torch.save(record, path)
+
+
+def _run(count: int, folder: Path, *arguments: str) -> dict:
+    path = str(folder / "record.pt")
+    with processes(count) as some:
+        some.run(None, _train, list(arguments), path)
+    return torch.load(path)
+
+
+@cache
+def _alone(folder: Path, *arguments: str) -> dict:
+    return _run(1, folder, *arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments"),
+    [
+        (2, ["--strategy", "ddp"]),
+        (2, ["--strategy", "zero1", "--optimizer", "lamb"]),
+        (2, ["--strategy", "zero2", "--recompute", "full"]),
+        (2, ["--strategy", "zero3", "--recompute", "selective", "--sparse"]),
+        (2, ["--strategy", "tp+sp", "--recompute", "selective"]),
+        (2, ["--strategy", "pp", "--optimizer", "adamw8bit"]),
+        (4, ["--strategy", "fsdp+tp"]),
+    ],
+    ids=lambda value: " ".join(value[1::2]) if isinstance(value, list) else str(value),
+)
+def test_strategies_learn_the_same(folder: Path, count: int, arguments: list[str]) -> None:
+    kept = [a for a in ("--sparse",) if a in arguments]
+    if "--optimizer" in arguments:
+        kept += ["--optimizer", arguments[arguments.index("--optimizer") + 1]]
+    found, wanted = _run(count, folder, *arguments), _alone(folder, *kept)
+    # Losses are rounded to 2**-24 of their size; four steps leave them within a few of those.
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+
+
+def test_goes_on_from_another_strategy(folder: Path) -> None:
+    """Halves, each by another strategy and number of processes, are one run."""
+    halves = _alone(folder)["losses"][:2]
+    for first, then in (
+        ((2, "zero1"), (2, "pp")),
+        ((2, "pp"), (4, "fsdp+tp")),
+        ((4, "zero3"), (1, "ddp")),
+    ):
+        saved = str(folder / f"{first[1]}-{then[1]}")
+        begun = _run(first[0], folder, "--strategy", first[1], "--steps", "2", "--save", saved)
+        ended = _run(then[0], folder, "--strategy", then[1], "--steps", "2", "--resume", saved)
+        wanted = _alone(folder)["losses"]
+        assert begun["losses"] == pytest.approx(halves, rel=1e-6)
+        assert ended["losses"] == pytest.approx(wanted[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "argument"),
+    [
+        ("megatron", "config"),
+        ({"pipelines": 2}, "config"),
+        ({"tensor": {"mode": "4d", "size": 2}}, "mode"),
+        ({"tensor": {"size": 3}}, "config"),
+        ({"tensor": {"size": 2}}, "data"),
+        ({"data": "zero4"}, "data"),
+        ({"pipeline": -1}, "pipeline"),
+    ],
+)
+def test_declarations_that_cannot_be_are_named(config: object, argument: str) -> None:
+    with pytest.raises(ArgumentError, match=argument):
+        Parallel.of(config, 4)  # type: ignore[arg-type]
+
+
+def test_a_declaration() -> None:
+    declared = {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}, "data": "zero2"}
+    assert Parallel.of(declared, 8) == Parallel(2, 2, 2, "zero2")
+    assert Parallel.of("tp+sp", 4) == Parallel(1, 4, 1, sequence=True)

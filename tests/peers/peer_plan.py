@@ -1,0 +1,48 @@
+"""tp_plan of transformers' models after fuse(): their losses and gradients, on two processes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import small_models
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import torchweld
+from processes import processes
+from torchweld.distributed import CountCollectives, tp_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _equals_the_whole(rank: int, name: str, sequence: bool) -> None:
+    whole = torchweld.fuse(small_models.build(name).double().train())
+    batch = small_models.batch(name)
+    expected = whole(**batch).loss
+    expected.backward()
+    model = copy.deepcopy(whole)
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, tp_plan(model, sequence))
+    with CountCollectives() as forward:
+        loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    wanted = dict(whole.named_parameters())
+    for key, parameter in model.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        torch.testing.assert_close(grad, wanted[key].grad)
+    # Two a block; and the embedding's, where it is not the head's weight too.
+    reduced = forward.calls["reduce-scatter" if sequence else "all-reduce"]
+    assert reduced == 4 + (name == "llama" and not sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_equals_the_whole(name: str, sequence: bool) -> None:
+    with processes(2) as two:
+        two.run("cpu", _equals_the_whole, name, sequence)
