@@ -110,7 +110,7 @@ class LinearBatchNormAct(torch.nn.Module):
         )
 
     def _group(self) -> Any:
-        """The processes whose rows the statistics cover; None is only this one, as in evaluation."""
+        """The processes whose rows the statistics cover; None, in evaluation, is only this one."""
         norm = self.norm
         if not norm.training:
             return None
