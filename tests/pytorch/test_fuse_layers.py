@@ -134,9 +134,7 @@ def test_attention_without_weights(masked: str) -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning"
-)  # torch warns about its fast path and nested tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's nested tensors
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_transformer_with_masks(norm_first: bool) -> None:
     """torch.nn.Transformer, causal and padded, in training and in evaluation without gradients."""
