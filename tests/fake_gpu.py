@@ -1,4 +1,4 @@
-"""A GPU that only keeps time: launches, events and sleeps on one stream behind a host's clock."""
+"""A GPU that only keeps time: launches, events and sleeps on one stream, and a host's clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FakeGpu:
         self.host = self.busy_until = 0.0
 
     def launch(self, ms: float, host_ms: float = 0.005) -> None:
-        """A kernel of so many milliseconds, which the host takes `host_ms` to queue."""
+        """A kernel of this many milliseconds; the host takes `host_ms` to queue it."""
         self.host += host_ms
         self.busy_until = max(self.busy_until, self.host) + ms
 
@@ -27,7 +27,7 @@ class FakeGpu:
         return lambda: self.launch(ms, host_ms)
 
     def patch(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-        """Make it torch's GPU, and its host's clock that of these modules."""
+        """Replace torch's GPU by it, and these modules' clock by its host's."""
         gpu = self
 
         class Event:

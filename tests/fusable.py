@@ -11,7 +11,7 @@ WIDTH = 64
 
 
 class PlainRMSNorm(nn.Module):
-    """As Llama has it, or with `offset` as Gemma has it."""
+    """Llama's, or Gemma's with `offset`."""
 
     def __init__(self, offset: float = 0.0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Gated(nn.Module):
 
 
 class Packed(nn.Module):
-    """Gate and up in one layer, as Phi3 has them."""
+    """Gate and up in one layer, as in Phi3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Packed(nn.Module):
 
 
 class NewGELU(nn.Module):
-    """gelu by tanh in eight passes, as transformers has it."""
+    """gelu by tanh in eight passes, as in transformers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         inner = 0.7978845608028654 * (input + 0.044715 * torch.pow(input, 3.0))
@@ -113,7 +113,7 @@ class Normalized(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A module that takes several inputs gets the same one for all."""
+    """Calls a module of several inputs with the same one for all."""
 
     def __init__(self, module: nn.Module, times: int, **named: Any) -> None:
         super().__init__()

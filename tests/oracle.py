@@ -39,12 +39,12 @@ def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -
 
 
 def total(results: Any) -> torch.Tensor:
-    """The sum of all that an op returned."""
+    """The sum of all of an op's results."""
     return torch.stack([result.sum() for result in as_tuple(results)]).sum()
 
 
 def saved_bytes(function: Callable[[], Any]) -> int:
-    """Bytes that the graph of what it computes keeps for backward."""
+    """The bytes that a function's graph saves for the backward."""
     kept = 0
 
     def count(t: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def saved_bytes(function: Callable[[], Any]) -> int:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether it is a tensor of numbers: no mask, no seed."""
+    """Whether it is a floating-point tensor: no mask, no seed."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -72,7 +72,7 @@ def incoming(result: torch.Tensor) -> torch.Tensor:
 def exact(op: Op, inputs: list[Any]) -> Results:
     """The reference in float64 on the same values."""
     wide = [v.detach().double() if is_floating(v) else v for v in inputs]
-    # An epsilon that is left to torch is that of what the values' own dtype is computed in.
+    # torch's default epsilon is that of the dtype in which the original values are computed.
     defaults = dict(zip(op.forward_signature.arguments, wide, strict=True))
     if defaults.get("eps", 0) is None:
         at = op.forward_signature.arguments.index("eps")
@@ -139,7 +139,7 @@ class Pool:
         scale = terms.square().mean().sqrt()
         if scale > 0:
             self.errors.append((error.double() / scale).flatten())
-        else:  # a sum of nothing is exact
+        else:  # an empty sum is exact
             assert not error.any()
 
     @property

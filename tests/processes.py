@@ -1,4 +1,4 @@
-"""Processes with gloo between them, which go from one test to the next: to start them is slow."""
+"""Processes with gloo between them. Tests share them, since starting them is slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 300  # after which a scenario hangs
 
 
 class Processes:
-    """So many of them, each of which runs what all are given."""
+    """A number of processes that all run the same scenarios."""
 
     def __init__(self, count: int) -> None:
         self._directory = tempfile.TemporaryDirectory()
@@ -36,7 +36,7 @@ class Processes:
             end.close()  # so that the death of the one who has it shows
 
     def run(self, backend: str | None, scenario: Callable[..., None], *given: Any) -> None:
-        """scenario(rank, *given) in each of them, on this backend; what it raises is raised."""
+        """Run scenario(rank, *given) in each of them, on this backend, and raise what it raises."""
         for end in self._ends:
             end.send((backend, scenario, given))
         at_work = {end: rank for rank, end in enumerate(self._ends)}
@@ -50,7 +50,7 @@ class Processes:
                     raise AssertionError(f"rank {rank}: {failure}")
 
     def stop(self) -> None:
-        """One that waits for another that has failed does not end by itself."""
+        """Kill them: a process that waits for a failed one does not end by itself."""
         for process in self._started:
             process.terminate()
             process.join()
@@ -78,7 +78,7 @@ _kept: dict[int, Processes] = {}
 
 @contextmanager
 def processes(count: int) -> Iterator[Processes]:
-    """Those that the last test left; after a failure the next test has new ones."""
+    """The last test's processes; new ones after a failure."""
     if count not in _kept:
         _kept[count] = Processes(count)
     try:

@@ -1,7 +1,7 @@
 """Runs an op as `oracle.run` does, and watches what its kernels do besides computing numbers.
 
-A run of every sample is expensive where kernels are imitated. What asks for one shares it: the
-bounds of errors, what is written, and what the fakes promise.
+Running every sample is expensive where kernels are imitated. One run therefore serves three tests:
+the bounds of errors, what is written, and what the fakes promise.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CANARY, _BEFORE, _AFTER = 7.0, 33, 34
 def watched(op: Op, backend: str, inputs: list[Any]) -> Results:
     """The results of a run that reads and writes only what it should.
 
-    Inputs are views into larger buffers; neither they nor what is around them may change. New
-    memory is full of NaN (torchweld's bindings fill it in tests, and so does this for Triton's
-    wrappers), of which none may remain. The fakes of the kernels that ran must have the shapes,
-    dtypes and strides of what came out.
+    Inputs are views into larger buffers; neither they nor the memory around them may change. New
+    memory is full of NaN, and none may remain: torchweld's bindings fill it in tests, and this does
+    so for Triton's wrappers. The fakes of the kernels that ran must have the results' shapes,
+    dtypes and strides.
     """
     views, buffers = _inside_buffers(inputs)
     before = [buffer.clone() for buffer in buffers]
@@ -73,7 +73,7 @@ def _new_tensors_full_of_nan(wanted: bool) -> Iterator[None]:
 
 
 class _Calls(TorchDispatchMode):
-    """The calls of an op's kernels: what they were given, and what came out."""
+    """The calls of an op's kernels: arguments and results."""
 
     def __init__(self, op: Op, backend: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Calls(TorchDispatchMode):
         return result
 
     def check(self) -> None:
-        """Hold every fake against what came out."""
+        """Compare every fake with the result."""
         assert {function for function, _, _ in self.seen} == set(self.kernels)
         for function, args, real in self.seen:
             # Detached, since a fake of a tensor in a graph looks for its gradient.

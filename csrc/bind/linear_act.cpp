@@ -1,5 +1,5 @@
 // linear_act as one GEMM for torch, and the fused GEMM of the next layer's backward, only on CUDA.
-// The schemas are in python/torchweld/ops/_gemm_act.py and _act_linear.py.
+// The schemas are in epilogue.py and act_linear.py of python/torchweld/ops/gemm.
 #if defined(TW_CUDA)
 
 #include "cuda/linear_act.h"
@@ -44,7 +44,7 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty(x, sizes, x.scalar_type());
 }
 
-// Memory for the GEMM, of which there may be none left.
+// Memory for the GEMM, or nothing if none is left.
 OptionalTensor workspace_of(int64_t bytes, const Tensor& like) {
   try {
     return empty(like, Shape{bytes}, ScalarType::Byte);
@@ -54,7 +54,7 @@ OptionalTensor workspace_of(int64_t bytes, const Tensor& like) {
 }
 
 // Whether cuBLASLt served. Its errors are not raised: the user did not ask for cuBLASLt, and torch's
-// GEMM can do the same. What both suffer from torch raises.
+// GEMM can do the same. If both fail, torch raises.
 template <class Args>
 bool multiply(bool (*plan)(const Args&, int64_t*), bool (*gemm)(const Args&, void*, cudaStream_t),
               const Args& args, const Tensor& like) {

@@ -56,7 +56,7 @@ class Stack {
   }
 
  private:
-  // Whatever type the field of the struct has.
+  // Converts to the type of the struct's field, whatever it is.
   struct Field {
     Stack& stack;
     template <class T>
@@ -135,7 +135,7 @@ class Rates {
     each_.assign(each, each + count);
   }
   Number operator[](size_t i) const { return each_.empty() ? of_all_ : known(each_[i]); }
-  // Null where there is one for all.
+  // Null if there is one for all.
   const double* each() const { return each_.empty() ? nullptr : each_.data(); }
   const Number& of_all() const { return of_all_; }
 
@@ -152,7 +152,7 @@ class Amounts {
   }
   int64_t all() const { return begins_.back().amount; }
   int64_t items() const { return begins_.back().item; }
-  // The first item beyond so much work.
+  // The first item beyond this much work.
   int64_t item(int64_t amount) const {
     const auto next = std::upper_bound(begins_.begin(), begins_.end(), Begin{0, amount});
     if (next == begins_.end()) return items();
@@ -180,7 +180,7 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 }
 
 #if defined(TW_CUDA)
-// At most so many pieces, each within a tensor; narrow rows make fewer.
+// At most this many pieces, each within a tensor; narrow rows make fewer.
 inline int64_t square_pieces(const std::vector<StepTensor>& tensors) {
   int64_t pieces = 0;
   for (size_t i = 0; i + 1 < tensors.size(); ++i) {
@@ -195,7 +195,7 @@ inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
 
-// Whether tensors fit their parameters. What all share is asked once, since there are thousands.
+// Whether tensors fit their parameters. There may be thousands, so common properties are asked once.
 class Fit {
  public:
   Fit(const Tensors& params, const Tensors& masters)

@@ -1,4 +1,4 @@
-// The passes of a rule for torch: its step, what the absmax of split blocks become, and its measure.
+// The passes of a rule for torch: its step, the new absmax of split blocks, and its measure.
 //
 // A binding makes a Work of the op's arguments and runs a kernel of its rule on it:
 //
@@ -16,7 +16,7 @@ namespace torchweld {
 
 enum class Pass { step, absmaxes, squares };
 
-// What all rules share: the addresses of the tensors, once they are known to fit.
+// What all rules share: the checked tensors' addresses.
 class Work {
  public:
   // Tensors have `moments_each` moments that the pass reads.
@@ -116,7 +116,7 @@ class Work {
       const int64_t own = !splits_.empty()               ? rows.rows * splits_[i].pieces
                           : state_ == StateCodec::blocks ? rows.blocks()
                                                          : quant_blocks(t.width);
-      // To begin and to end a block is work too, which shows in rows of few elements.
+      // Beginning and ending a block is work too, which shows in rows of few elements.
       constexpr int64_t kElementsOfBegin = 8;
       amounts_.add(own, elements + kElementsOfBegin * own);
       blocks += own;
@@ -131,7 +131,7 @@ class Work {
                     "absmax does not fit its codes");
     return (float*)t.mutable_data_ptr();
   }
-  // Null where there are none.
+  // Null if there are none.
   double* numbers_of_each(const OptionalTensor& t, int64_t each) const {
     if (!t) return nullptr;
     STD_TORCH_CHECK(device_of(*t) == fit_.device && t->is_contiguous() &&
@@ -211,7 +211,7 @@ class Work {
       splits_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, {}});
     }
   }
-  // On a GPU edges are taken as they come, since looking at them would mean waiting for them.
+  // On a GPU edges are not checked, since reading them would mean waiting for them.
   static void check_split([[maybe_unused]] const Tensor& edges,
                           [[maybe_unused]] const BlockRows& rows) {
 #if !defined(TW_CUDA)

@@ -42,7 +42,7 @@ struct BlockSparse {
   const void* slopes;      // Accumulate<dtype>: [heads] or [batch, heads], or null
   int64_t slopes_batch;    // stride between batches: 0 or heads
   const uint8_t* padding;  // [batch, keys], not 0: ignored; or null
-  Lines rows, columns;     // lines are null if every block is there
+  Lines rows, columns;     // lines are null for a layout of all blocks
   const int32_t* masks;    // [masks, block * words]
   int64_t batch, heads, key_heads, queries, keys, width;
   int64_t block, group;

@@ -68,7 +68,7 @@ struct Number {
   }
 };
 
-// What the rule of a tensor is made of.
+// The numbers that the rule of a tensor is made from.
 struct StepScalars {
   double lr;
   double number;  // of this step of the tensor, from 1

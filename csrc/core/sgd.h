@@ -41,7 +41,7 @@ struct Sgd {
   }
 };
 
-// What LARS measures.
+// The norms that LARS measures.
 struct Gradient {
   using Settings = SgdSettings;
   static constexpr int kMoments = 0;

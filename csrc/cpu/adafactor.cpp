@@ -74,7 +74,7 @@ void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix
   add_chunks(t.column_sums + matrix * width, partials, t.chunks, width, 0, width);
 }
 
-// Take means into averages: sums of so many elements each, divided by their number.
+// Take means into averages. A mean is a sum divided by its number of elements.
 void take_in(const Adafactor& a, const FactoredTensor& t, float* averages, const double* sums,
              int64_t count, int64_t elements) {
   for (int64_t i = 0; i < count; ++i) {

@@ -34,7 +34,7 @@ struct Span {
   int64_t first, count;
 };
 
-// Part of a block: keys and queries, one of which is in the lanes.
+// Part of a block: keys and queries; either is in the lanes.
 struct Tile {
   Span lane, row;
   const int32_t* bits;  // of the block's mask, or null
@@ -62,7 +62,7 @@ const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t
   return scratch;
 }
 
-// --- What is done to a tile of scores, for either side in the lanes ---
+// --- Operations on a tile of scores, for either side in the lanes ---
 
 template <class A, bool keys_in_lanes>
 class Scores {
@@ -203,7 +203,7 @@ class Scores {
     return -(((Bits<A>{} + word) >> lane) & 1);
   }
 
-  // A row is a query, whose word has the keys of the lanes.
+  // A row is a query; its word has the keys of the lanes.
   void exclude_by_row(A* z, int64_t lanes, const Tile& tile) const {
     const int64_t words = std::max<int64_t>(a_.block / 32, 1);
     const int64_t key = tile.lane.first % a_.block, query = tile.row.first % a_.block;
@@ -216,7 +216,7 @@ class Scores {
     }
   }
 
-  // A lane is a query, whose word has the keys of 32 rows.
+  // A lane is a query; its word has the keys of 32 rows.
   void exclude_by_lane(A* z, int64_t lanes, const Tile& tile) const {
     const int64_t words = std::max<int64_t>(a_.block / 32, 1);
     const int64_t key = tile.row.first % a_.block, query = tile.lane.first % a_.block;
@@ -251,7 +251,7 @@ Span part_of(int64_t block, int64_t index, int64_t part, int64_t length) {
 
 int64_t parts_of(int64_t block) { return (block + kTile - 1) / kTile; }
 
-// body(tile) for the tiles across `lane`, of a line's blocks. The line is null if all are there.
+// body(tile) for the tiles of a line's blocks across `lane`. The line is null for all blocks.
 template <class Body>
 void for_tiles(const BlockSparse& a, const Lines& lines, const int32_t* line, Span lane,
                int64_t length, Body&& body) {
@@ -279,7 +279,7 @@ Item item_of(const BlockSparse& a, int64_t index, int64_t heads) {
   return {at / parts_of(a.block), at % parts_of(a.block), rest / heads, rest % heads};
 }
 
-// An item of rows, whose line is null if all blocks are there.
+// An item of rows; its line is null for a layout of all blocks.
 struct RowItem : Item {
   const int32_t* line;
   Span lane;

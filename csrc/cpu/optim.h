@@ -333,7 +333,7 @@ void step(const Step<Rule>& a, int64_t begin, int64_t end) {
     });
   });
 }
-// Measure what their step would be.
+// Measure the step that they would make.
 template <class Rule>
 void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
   with_params(a, [&](auto param) {

@@ -6,7 +6,7 @@
 
 TW_NAMESPACE_BEGIN
 
-// What a product does to C: replace it, add to it, or scale its lanes first.
+// The effect of a product on C: replace it, add to it, or scale its lanes first.
 enum class Into { set, add, scaled };
 
 namespace detail {

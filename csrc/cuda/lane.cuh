@@ -1,4 +1,4 @@
-// What a lane of a warp holds of a block during a step: parameters and moments in their codecs.
+// The part of a block that a warp's lane holds during a step: parameters and moments in codecs.
 // rule.cuh has the argument for the design.
 #pragma once
 
@@ -100,7 +100,7 @@ struct RoundedParam : PlainParam<BFloat16> {
   }
 };
 
-// --- What a lane holds of a block ---------------------------------------------------------------
+// --- A lane's part of a block --------------------------------------------------------------------
 
 // call(Index<k>{}) for each of a rule's moments.
 template <int K>
@@ -122,7 +122,7 @@ struct SplitTensor : StepTensor {
 template <class Tensor>
 constexpr bool kIsSplit = std::is_same<Tensor, SplitTensor>::value;
 
-// What a warp has at a time: a block, or narrow rows that are one each.
+// The work of a warp at a time: a block, or several narrow rows that are a block each.
 struct Turn {
   uint32_t block, blocks;
 };
@@ -254,7 +254,7 @@ class LaneOfBlock {
     return {begin, left < kQuantBlock ? left : kQuantBlock};
   }
 
-  // A lane has elements of so many blocks; a narrow row lies within one group.
+  // A lane has elements of this many blocks; a narrow row lies within one group.
   static constexpr int kBlocks = Narrow ? kGroups : 1;
   static __device__ __forceinline__ int block_of(int group) { return Narrow ? group : 0; }
   __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }

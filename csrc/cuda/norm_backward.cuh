@@ -19,7 +19,7 @@ struct RowPair {
   Packed<T> x[V], grad[V];
 };
 
-// What a thread of a backward pass knows, and the sums that it keeps, of its columns.
+// The columns of a thread of a backward pass: their values, and the sums that it keeps.
 template <bool Centered, class T, int V>
 struct Columns {
   static constexpr int N = Packed<T>::kElements;

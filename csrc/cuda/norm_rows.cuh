@@ -1,4 +1,4 @@
-// What the kernels of norm.cu have in common.
+// What the kernels of norm.cu share.
 #pragma once
 
 #include "core/norm.h"

@@ -13,7 +13,7 @@ template <class Tensor>
 TW_HD uint32_t blocks_of_turn(const StepTensor& t) {
   return kIsSplit<Tensor> ? 1 : rows_of_warp(t.width);
 }
-// Pieces of so many turns.
+// Pieces of this many turns.
 template <class Tensor>
 int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
   const int64_t of_piece = (int64_t)piece * blocks_of_turn<Tensor>(t);

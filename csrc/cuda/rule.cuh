@@ -2,9 +2,9 @@
 // follows is the argument for the design, and bench/evidence is where figures will be.
 //
 // 1. The floor. A step reads a parameter, its gradient and its moments, and writes all but the
-//    gradient: of AdamW with float32 parameters 28 bytes with float32 moments, 20 with bfloat16 ones,
-//    16 and 1/16 with 8-bit ones. At the 4.3 TB/s that a copy reaches on an H200, 10^9 parameters take
-//    6.5, 4.7 and 3.7 ms. A measure reads what its step reads; the norm of gradients reads those.
+//    gradient. For AdamW with float32 parameters that is 28 bytes with float32 moments, 20 with
+//    bfloat16 ones, 16 and 1/16 with 8-bit ones. At the 4.3 TB/s that a copy reaches on an H200, 10^9
+//    parameters take 6.5, 4.7 and 3.7 ms. A measure reads as its step does, a norm only gradients.
 //
 // 2. One launch for 320 tensors: a step of 600 is three. Addresses come by value with the launch,
 //    within the 32 KB that it may have: nothing is copied to the device, and a graph has them. A block
@@ -216,7 +216,7 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
 }
 
 // call(Type<Param>{}, Type<State>{}, Type<Tensor>{}). Float32 parameters are their own masters, and
-// only bfloat16 ones have a remainder; what is only read is not rounded.
+// only bfloat16 ones have a remainder; values that are only read are not rounded.
 template <bool Writes, class Rule, class Call>
 cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
   if constexpr (Writes) {

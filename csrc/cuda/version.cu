@@ -1,4 +1,4 @@
-// What the kernels were compiled by, which decides the oldest driver they run under, and for.
+// The compiler's version, which decides the oldest driver that kernels run under, and the targets.
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"

@@ -11,7 +11,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 
-# A union would be made anew at every call. The last one is for NumPy's, which are asked last.
+# A union would be made anew at every call. The last type is for NumPy's numbers.
 NUMBER: Any = (int, float, numbers.Real)
 
 
@@ -29,7 +29,7 @@ def dense(
     *,
     jagged: bool = False,
 ) -> None:
-    """A dense tensor of one of these dtypes, or, where `jagged` says so, a jagged one.
+    """A dense tensor of one of these dtypes; with `jagged`, also a jagged one.
 
     `beside` names the argument that the dtypes go with.
     """
@@ -51,7 +51,7 @@ def dense(
 
 
 def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether no tensor is of a layout or on a meta device that torch's GEMMs would misread."""
+    """Whether torch's GEMMs read these rightly: all are strided, and all on meta or none."""
     strided, meta = torch.strided, x.is_meta
     return x.layout is strided and all(
         t is None or (t.layout is strided and t.is_meta is meta and not t.is_nested) for t in others
@@ -66,12 +66,12 @@ def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name:
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for such devices; torch refuses to say it of the meta device."""
+    """Whether autocast is on for this type of device; torch raises if asked about meta."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of what goes along with x: its own, or float32 beside a 16-bit one."""
+    """Dtypes of tensors beside x: its own, or float32 if x has 16 bits."""
     return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
 
 
@@ -79,7 +79,7 @@ _BESIDE_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of what a norm has learnt or kept: as above, or 16 bits beside float32."""
+    """Dtypes of a norm's parameters and statistics: as above, or 16 bits if x is float32."""
     return _BESIDE_FLOAT32 if x.dtype is torch.float32 else beside(x)
 
 
@@ -108,7 +108,7 @@ _LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.float6
 
 
 def factor(function: str, name: str, value: Any, dtype: torch.dtype | None = None) -> None:
-    """A number that can be multiplied with: in float32, or in float64 where the dtype is that."""
+    """A factor that is finite in float32, or in float64 for that dtype."""
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     if not isinstance(value, NUMBER) or not abs(value) <= _LARGEST[kind]:
         accepted = f"a number that {names([kind])} holds"

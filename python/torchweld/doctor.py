@@ -72,7 +72,7 @@ def _cpu() -> Facts:
 
 
 def _gpus() -> Facts:
-    """What the driver tells, which is more than torch knows where torch cannot use the GPU."""
+    """The driver's own report, for a GPU that torch cannot use."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_seen_by_torch()]
@@ -174,7 +174,7 @@ def _serves(op: Op, backend: str) -> tuple[str, str | None]:
     on_cpu = "cpu" in BACKENDS[backend].devices
     if not on_cpu and not torch.cuda.is_available():
         return "no", "torch sees no GPU"
-    # Large, yet a single element in memory: small tensors are eager's.
+    # Large, since small inputs fall back to eager, but only one element in memory.
     x = torch.zeros(1, dtype=torch.bfloat16, device="cpu" if on_cpu else "cuda").expand(8192, 1024)
     if reason := op.why_not(backend, [x]):
         return "no", reason

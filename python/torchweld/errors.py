@@ -4,8 +4,8 @@
 class ArgumentError(ValueError, RuntimeError):
     """An argument was not acceptable: names it, what came and what is accepted.
 
-    Also a RuntimeError, which is what torch raises in these places: code that catches torch's
-    error goes on working when a function is replaced.
+    It is also a RuntimeError, which torch raises in these places: code that catches torch's error
+    still works when a function is replaced.
     """
 
     def __init__(self, function: str, argument: str, got: object, accepted: str) -> None:
@@ -30,7 +30,7 @@ class BackendError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """Ranks could not exchange what they were to: says which rank and why."""
+    """An exchange between ranks failed: says which rank and why."""
 
     def __init__(self, function: str, why: str) -> None:
         super().__init__(f"{function}: {why}")

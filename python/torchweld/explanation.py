@@ -19,7 +19,7 @@ from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, and why the others do not; how it runs it, where it may vary."""
+    """Which backend runs a call, and why the others do not; how it runs it, if that may vary."""
 
     op: str
     chosen: str
@@ -47,9 +47,9 @@ def explain(
 ) -> Explanation | WeldReport:
     """Which backend `function(*args, **kwargs)` would run on, and why the others would not.
 
-    `function` is one of torchweld.functional, or its name. Nothing is computed. Of a model it says
-    what torchweld.fuse changes or has changed in it, and what it leaves alone and why: a sequence
-    of rows, which prints as a table. Copies of its parts are run on small inputs; the model is not.
+    `function` is one of torchweld.functional, or its name. Nothing is computed. For a model it
+    says what torchweld.fuse changes or has changed, what it leaves alone, and why: a sequence of
+    rows, which prints as a table. Copies of its parts run on small inputs; the model does not.
     """
     if isinstance(function, torch.nn.Module):
         return report(function, *args, **kwargs)

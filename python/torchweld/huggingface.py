@@ -29,7 +29,7 @@ _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
 
 
 class _Pass:
-    """What is known of the pass that a model is in."""
+    """What is known about the pass that a model is in."""
 
     def __init__(self) -> None:
         self.generates = False
@@ -46,8 +46,8 @@ def set_layout(
 ) -> None:
     """Give a model's attention a layout.
 
-    Its attention modules share the layouts that are made. What `generate` runs, which is each pass
-    that is given `past_key_values`, is dense; so is a pass with fewer queries than keys.
+    Its attention modules share the layouts that are made. Passes of `generate`, which get
+    `past_key_values`, are dense, and so is a pass with fewer queries than keys.
 
     Args:
         model: a model whose attn_implementation is "torchweld_sparse". Of an encoder and a

@@ -12,7 +12,7 @@ from torchweld.version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a time, or a failure, depends on."""
+    """The versions that a time, or a failure, depends on."""
     return {
         "torchweld": __version__,
         "torch": torch.__version__,

@@ -55,9 +55,9 @@ def keep_pages() -> KeptPages:
         with torchweld.keep_pages():
             train()
 
-    The process then keeps about the most memory that it has ever used at once: up to 2 GiB at the
-    end of the heap, and what lies below a block that is still in use. Leaving the context gives
-    free memory back.
+    The process then keeps about as much memory as it has ever used at once: up to 2 GiB at the end
+    of the heap, and all below a block that is still in use. Leaving the context gives free memory
+    back.
 
     With another C library, or under jemalloc, tcmalloc or mimalloc, nothing is changed: the result
     is false, and its `reason` says why.

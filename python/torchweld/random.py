@@ -9,10 +9,10 @@ with LOW = 2**32 - 1, and is dropped where that word is below round(p * 2**32). 
 every shard of a tensor and every recomputation drops the same elements, and no mask is stored.
 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
-governs it; handing one over with `seed=` repeats what it dropped. Processes that share a tensor
-have to share the seed: seed their generators alike, or pass it.
+governs it; passing a seed with `seed=` repeats what it dropped. Processes that share a tensor have
+to share the seed: seed their generators alike, or pass it.
 
-Optimizers round stochastically by other counters, which end in the number of a parameter, from 1.
+Optimizers round stochastically by other counters, which end in a parameter's number, from 1.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ROUNDS = 10
 
 
 class Shard(NamedTuple):
-    """Where a tensor lies in the whole one that it is a part of.
+    """The place of a shard in the whole tensor.
 
-    `sizes` are those of the whole tensor, `offsets` where the part begins; both of its rank.
+    `sizes` are the whole tensor's, `offsets` say where the shard begins; both have its rank.
     """
 
     sizes: Sequence[int]
@@ -159,7 +159,7 @@ def drawn(
     training: bool,
     seed_: torch.Tensor | int | None,
 ) -> tuple[float, torch.Tensor | None]:
-    """The p and seed that an op gets: 0 and None, and nothing drawn, where nothing is dropped."""
+    """The p and seed that an op gets; 0 and None, without a draw, if nothing is dropped."""
     probability(function, p)
     if not training or p == 0:
         return 0.0, None
@@ -169,9 +169,9 @@ def drawn(
 
 
 def place(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
-    """What an op gets: sizes of the whole and offsets; None: it is the whole.
+    """What an op gets: sizes of the whole and offsets; None if it is the whole.
 
-    Not lists of nothing, which AOTInductor cannot hand over.
+    Empty lists would do, but AOTInductor cannot pass them.
     """
     return (None, None) if shard is None else (list(shard.sizes), list(shard.offsets))
 

@@ -1,9 +1,9 @@
-"""`torchweld tune`: a minute on the user's own GPU, which the automatic choice then goes by.
+"""`torchweld tune`: a minute on the user's own GPU that decides the automatic choice.
 
-Every kernel's results are checked against the reference in float64, at a few shapes, and the
-forward without gradients and both directions together are timed beside eager. What is found is kept
-in the user's cache, as evidence of this GPU, torch and torchweld, and counts for more than what the
-package brings along.
+Every kernel's results are checked against the reference in float64, at a few shapes. The forward
+without gradients and both directions together are timed beside eager. The user's cache keeps the
+findings as evidence for this GPU, torch and torchweld. They count for more than evidence in the
+package.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def minutes(jobs: Sequence[Job]) -> int:
 
 
 def own_record(facts: dict[str, Any]) -> recording.Record:
-    """What is kept of this GPU, to be gone on with; not what another torch or torchweld found."""
+    """The findings kept for this GPU, to go on with; not those of another torch or torchweld."""
     path = evidence.own_path(facts["name"])
     if evidence.own(facts["name"]) is None:
         path.unlink(missing_ok=True)
@@ -85,7 +85,7 @@ def own_record(facts: dict[str, Any]) -> recording.Record:
 
 
 def show(results: list[Result]) -> None:
-    """What was found, a line for each kernel, shape and dtype."""
+    """The findings, a line for each kernel, shape and dtype."""
     table = Table(["op", "shape", "dtype", "backend", "ms", "eager ms", "vs eager"], 4)
     for result in results:
         if result.contender == "eager":

@@ -1,7 +1,7 @@
-"""What vectors have past a row's end takes no part in sums and maxima, whatever is made of it.
+"""Vector lanes past a row's end take no part in sums and maxima, whatever they compute.
 
-There 0 / 0, 0 times infinity and infinity minus infinity are computed where a row's own numbers are
-zeros or large: the widths are all that a vector of any instruction set can be lacking.
+If a row's own numbers are zeros or large, these lanes compute 0 / 0, 0 times infinity and infinity
+minus infinity. The widths leave every number of lanes empty that any instruction set can.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTHS = (*range(1, 35), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 257, 513)
 
 
 def _zeros_among(shape: tuple[int, ...], generator: torch.Generator) -> list[torch.Tensor]:
-    """Gradients: none is zero; a row is, a column is, all are."""
+    """Gradients without zeros; with a row, a column, or everything zero."""
     grads = [torch.randn(shape, generator=generator) for _ in range(4)]
     grads[1][0] = 0
     grads[2][..., -1] = 0
@@ -78,7 +78,7 @@ def _stepped(
 def test_zeros_in_gradients(
     kind: Any, settings: dict[str, Any], dtype: torch.dtype, state_dtype: Any, masters: Any
 ) -> None:
-    """NaN where the reference has one and nowhere else; all else to roundings."""
+    """NaN exactly where the reference has one; the rest equal up to rounding."""
     if "Adafactor" in kind.__name__:
         state_dtype = torch.float32
     grads, make = _gradients(), maker(kind, settings, state_dtype, masters)

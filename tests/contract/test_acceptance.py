@@ -1,4 +1,4 @@
-"""Contract 4: what a call accepts, and what it returns, does not depend on how large it is."""
+"""Contract 4: the size of a call changes neither what it accepts nor what it returns."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ DTYPES = {
     "bfloat16 beside float32": (torch.bfloat16, torch.float32),
     "float32 beside bfloat16": (torch.float32, torch.bfloat16),
 }
-# What no op takes, and what only some do.
+# Arguments that no op takes, and some that only a few take.
 REFUSED = ("a list", "an array", "sparse", "compressed", "mkldnn", "nested", "torch.complex64")
 
 
 def _sizes(sample: tuple[Any, ...]) -> tuple[int, int]:
-    """How many tensors there are, and, of as many, how small they are."""
+    """Orders samples by the number of tensors, then by how small they are."""
     specs = [v for v in sample if isinstance(v, TensorSpec)]
     return len(specs), -sum(math.prod(s.shape) for s in specs)
 
 
 def _samples(op: Op) -> list[tuple[Any, ...]]:
-    """One that has most arguments; where the op can train or drop, with that and without."""
+    """A sample with the most arguments; with and without training or dropout, if the op has it."""
     found: dict[Any, tuple[Any, ...]] = {}
     for sample in op.samples:
         specs = [v for v in sample if isinstance(v, TensorSpec)]
@@ -78,7 +78,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
 
 
 def _outcome(op: Op, inputs: list[Any], gradients: bool) -> tuple[Any, list[Any]]:
-    """What came of a call, in words and in numbers."""
+    """The outcome of a call, in words and in numbers."""
     try:
         results = list(as_tuple(call_module.call(op, *inputs)))
         leaves = [v for v in inputs if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -113,7 +113,7 @@ quiet = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API 
 def test_size_decides_nothing(
     op: Op, dtype: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each argument of every kind, as a call too small to gain and as one that is not."""
+    """Each argument of every kind, in a small call and in a large one."""
     too_small = call_module.too_small
     for sample in _samples(op):
         for at, spec in enumerate(sample):
@@ -124,7 +124,7 @@ def test_size_decides_nothing(
                 if kind in ("compressed", "channels last") and len(spec.shape) != 2:
                     continue  # it takes a matrix
                 if kind in ("mkldnn", "with a gradient") and spec.kind == "boolean":
-                    continue  # there are only such numbers
+                    continue  # it has only such numbers
                 outcomes = []
                 for decide in (too_small, lambda *_: False):
                     monkeypatch.setattr(call_module, "too_small", decide)
@@ -142,7 +142,7 @@ def test_size_decides_nothing(
 
 
 def _assert_alike(a: torch.Tensor, b: torch.Tensor, inputs: list[Any], what: str) -> None:
-    """Within some roundings of what came in: how exact both are is tested elsewhere."""
+    """Equal within some roundings of the inputs; other tests hold their exactness."""
     a, b = (t.detach().values() if t.is_nested else t.detach() for t in (a, b))
     dtypes = {v.dtype for v in inputs if is_floating(v)}
     roundings = max(16 * 2**-8 if dtype.itemsize == 2 else 64 * 2**-24 for dtype in dtypes)
@@ -150,7 +150,7 @@ def _assert_alike(a: torch.Tensor, b: torch.Tensor, inputs: list[Any], what: str
     assert off <= roundings * scale + 1e-4, what
 
 
-# What may be jagged; of an op that can drop, where it does not.
+# How many arguments may be jagged, if the op drops nothing.
 JAGGED = {
     **dict.fromkeys(("layer_norm", "rms_norm", "bias_act", "linear_act", "mlp", "gated_mlp"), 1),
     **dict.fromkeys(("gated_act", "dropout_add_layer_norm", "dropout_add_rms_norm"), 2),
@@ -164,7 +164,7 @@ JAGGED = {
 def test_jagged_tensors_are_served_or_refused(
     op: Op, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By eager, with the numbers of their rows side by side; and by no kernel's name."""
+    """Eager serves them, with the numbers of packed rows; a kernel asked for by name refuses."""
     monkeypatch.setattr(call_module, "too_small", lambda *_: small)
     for sample in _samples(op):
         plain = _drawn(op, sample, DTYPES["float32"], True)
@@ -200,7 +200,7 @@ def test_jagged_tensors_are_served_or_refused(
 
 
 def test_what_no_op_computes_is_named() -> None:
-    """Also where there is nothing beside x that it could differ from."""
+    """Even if x is the only tensor."""
     for dtype in (torch.int64, torch.complex64, torch.bool):
         x = torch.ones(4, 8).to(dtype)
         calls: list[Callable[[], Any]] = [
@@ -246,7 +246,7 @@ def test_other_results_are_contiguous(rows: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 1), (0, 5), (3, 0), (2, 3, 0, 1), (2, 0, 3, 5)], ids=str)
 def test_fakes_agree_where_there_is_nothing(op: Op, shape: tuple[int, ...]) -> None:
-    """Eager's too, whose results of no elements torch gives strides of their own."""
+    """Also eager's, although torch gives results without elements strides of their own."""
     arguments = materialize(op.sized(shape[:-1], shape[-1:]), torch.float32)
     results = as_tuple(call_module.call(op, *arguments))
     with FakeTensorMode() as mode:
@@ -273,7 +273,7 @@ def test_batch_norms_columns_mix(
     learnt: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Running statistics of one dtype and parameters of another, of which either may be absent."""
+    """Running statistics of one dtype, parameters of another; either may be absent."""
     x = torch.randn(64, 16).to(x_dtype)
     factors = ((torch.randn(16, 16) / 4).to(x_dtype), torch.randn(16).to(x_dtype))
     for weight, bias in itertools.product([None, torch.rand(16) + 1], [None, torch.randn(16)]):

@@ -1,4 +1,4 @@
-"""Contract 4: what is not acceptable is named, with what came and what is accepted."""
+"""Contract 4: errors name the argument, what came and what is accepted."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
 @pytest.mark.parametrize("backend", [None, "cpu", "eager"])
 @pytest.mark.parametrize("case", BAD)
 def test_arguments_are_named(case: str, backend: str | None) -> None:
-    """The same typed error on the automatic route, the kernel's and eager's."""
+    """The automatic choice, the kernel and eager raise the same typed error."""
     function, argument, accepted = BAD[case]
     with torchweld.use_backend(backend), pytest.raises(torchweld.ArgumentError) as caught:
         function()
@@ -221,14 +221,14 @@ def test_a_quantized_tensor_is_named() -> None:
 
 
 def test_errors_are_what_torchs_callers_catch() -> None:
-    """torch raises RuntimeError here; ValueError is what it is."""
+    """It is a ValueError, and a RuntimeError as torch raises here."""
     for kind in (RuntimeError, ValueError):
         with pytest.raises(kind):
             functional.layer_norm(X, [7])
 
 
 def test_kernels_refuse_by_themselves() -> None:
-    """Called past Python's checks the bindings raise: bad input never reaches a kernel."""
+    """Without Python's checks the bindings raise: bad input never reaches a kernel."""
     ops = torch.ops.torchweld
     statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
     given_grads = ops.normalize_act_backward.cpu

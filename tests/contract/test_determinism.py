@@ -13,7 +13,7 @@ from torchweld.registry import materialize
 
 @pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing there could differ
 def test_bitwise_the_same(target: Target) -> None:
-    """Twice with one thread, then with others: work is split by the shape alone."""
+    """Twice with one thread, then with others: only the shape decides how work is split."""
     threads = torch.get_num_threads()
     try:
         for arguments in target.op.samples + target.op.benchmarks[:1]:

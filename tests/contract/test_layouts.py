@@ -16,7 +16,7 @@ from torchweld.dispatch.call import call
 from torchweld.ops.gemm import gemm
 from torchweld.registry import Op, TensorSpec, materialize
 
-# What lies between the elements is NaN: it shows where it is read.
+# NaN lies between the elements, so that reading it shows.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
     "a column": lambda t: torch.nn.functional.pad(t[..., None], (3, 5), value=torch.nan)[..., 3],
@@ -35,7 +35,7 @@ DTYPES = {
 
 
 def _samples(op: Op) -> list[tuple[Any, ...]]:
-    """Small ones that have most arguments; where the op can train, in training and not."""
+    """Small samples with the most arguments, in training and in evaluation."""
 
     def fits(sample: tuple[Any, ...]) -> bool:
         return len(sample[0].shape) > 1 and 4 < math.prod(sample[0].shape) < 600
@@ -64,7 +64,7 @@ def _running(op: Op, inputs: list[Any], name: str) -> bool:
 def test_every_argument_in_every_layout(
     op: Op, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gradients and without: one by one they are as exact as where all are packed."""
+    """With gradients and without, each by itself, as exact as if all were packed."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
     names = op.forward_signature.arguments
     x_dtype, param_dtype = DTYPES[dtype]

@@ -90,7 +90,7 @@ def test_a_part_drops_what_the_whole_would(
     p: float,
     seed: int,
 ) -> None:
-    """Any shape anywhere in a whole of any size: as the reference, whose formula is the whole's."""
+    """Any shard of any tensor drops what the reference's formula for the whole drops."""
     op = target.op
     inputs = materialize(target.sized(sizes[:-1], sizes[-1:]), torch.float32, target.device)
     sizes = (*sizes[:-1], inputs[0].shape[-1])
@@ -238,7 +238,7 @@ def test_the_seed_op_passes_opcheck() -> None:
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
-    """However they are, and beside rows that see something."""
+    """By whatever mask, and beside rows that see something."""
     x = torch.randn(3, 7, device=target.device)
     excluded = torch.zeros(3, 7, device=target.device)
     excluded[1] = -torch.inf
@@ -256,7 +256,7 @@ def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_nan_fills_its_row(target: Target, p: float) -> None:
-    """What is not visible too, as in torch."""
+    """Masked elements too, as in torch."""
     x = torch.randn(20, 40, device=target.device)
     x[3, 2] = torch.nan
     seed = torch.tensor([3], device=target.device) if p else None
@@ -269,7 +269,7 @@ def test_a_nan_fills_its_row(target: Target, p: float) -> None:
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
-    """As torch has it: no mask took them away."""
+    """As in torch, since no mask took them away."""
     x = torch.randn(3, 7, device=target.device)
     x[1] = -torch.inf
     seed = torch.tensor([3], device=target.device) if p else None
@@ -282,7 +282,7 @@ def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> Non
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_mask_that_is_learnt_gets_its_gradient(p: float) -> None:
-    """As a relative position bias is: broadcast over the batch."""
+    """A relative position bias broadcasts over the batch."""
     x = torch.randn(2, 3, 5, 31)
     found = []
     for backend in ("cpu", "eager"):
@@ -314,7 +314,7 @@ def test_float32_masks_keep_16_bit_scores() -> None:
 
 
 def test_saved_bytes() -> None:
-    """No mask: the scores and two numbers a row; where nothing is dropped, y alone."""
+    """No mask: the scores and two numbers a row; without dropout only y."""
     x = torch.randn(64, 512).bfloat16().requires_grad_()
     with torchweld.use_backend("cpu"):
         seed, rows = 8, 64 * 2 * 4

@@ -61,7 +61,7 @@ def _is_integer(value: torch.Tensor) -> bool:
     *("normalize_act", "batch_norm_act", "linear_batch_norm_act"),
 )
 def test_16_bit_parameters_beside_float32(target: Target) -> None:
-    """They are what they are in float32, and so are their gradients, rounded once."""
+    """The same as in float32; their gradients are rounded once."""
     narrow = {torch.bfloat16, torch.float16} & {*target.dtypes, torch.float16}
     for dtype in narrow:
         for arguments in [s for s in target.op.samples if len(s[0].shape) == 2][:6]:
@@ -100,9 +100,10 @@ def test_random_shapes(
 def test_special_values_come_out_as_eagers(
     target: Target, dtype: torch.dtype, special: float
 ) -> None:
-    """NaN and infinity reach the elements that eager lets them reach, and no others.
+    """NaN and infinity reach exactly the elements that they reach in eager torch.
 
-    Eager in float64: in float32 its gelu(inf) is NaN in a vector and inf in what is left of a row.
+    Eager computes in float64: in float32 its gelu(inf) is NaN in a vector, and inf in the rest of a
+    row.
     """
     arguments = target.op.sized((33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
@@ -115,7 +116,7 @@ def test_special_values_come_out_as_eagers(
 
 
 def test_unwritten_memory_would_show(target: Target) -> None:
-    """The suite runs with new tensors full of NaN: an op of no width writes nothing but them."""
+    """New tensors are full of NaN here, and an op without width leaves it in its statistics."""
     if target.backend == "triton":
         pytest.skip("torch.empty allocates: see watched.py")
     if len(target.op.forward_signature.results) == 1:
@@ -129,9 +130,9 @@ def test_unwritten_memory_would_show(target: Target) -> None:
 
 @pytest.mark.xdist_group("large")
 def test_more_elements_than_31_bits_count(target: Target) -> None:
-    """A block of rows again and again: each has the first one's results, and sums are as many.
+    """A repeated block of rows: each has the first one's results, and sums are multiples of its.
 
-    Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
+    Without a GPU there are too few rows for that: then it only shows that the test is right.
     """
     if target.op.name == "block_sparse_attention":
         pytest.skip("its rows see each other: its own tests have many heads")

@@ -44,7 +44,7 @@ MODULES: dict[tuple[str, str], tuple[Callable[[], Any], Callable[[], Any] | None
 
 
 def test_every_language_has_the_same_list() -> None:
-    """Python's, C++'s enum and Triton's branches; the docstring names them."""
+    """Python's list, C++'s enum, Triton's branches and the docstring agree."""
     source = (ROOT / "csrc/core/act.h").read_text()
     listed = re.findall(r'^  X\(\w+, "(\w+)", "(\w+)"\)', source, re.MULTILINE)
     assert tuple(listed) == activations.KINDS
@@ -106,7 +106,7 @@ def test_errors_from_end_to_end(place: str, kind: Any, monkeypatch: pytest.Monke
 def test_tanh_is_exact_near_zero(
     place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where (1 - e) / (1 + e) cancels: a relative error, from the smallest numbers to the seam."""
+    """The relative error where (1 - e) / (1 + e) cancels, from the smallest numbers to the seam."""
     if dtype == torch.float64 and place != "cpu":
         pytest.skip("float64 has a kernel on the CPU alone")
     z = torch.cat(
@@ -127,7 +127,7 @@ FINITE = (0.0, 1e-45, 1e-38, 1e-10, 0.5, 1.0, 20.0, 60.0, 88.0, 104.0, 1e4, 1e18
 @WHERE
 @KINDS
 def test_extreme_values(place: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros and what is next to them, saturation, overflow, infinities, NaN with a payload."""
+    """Zeros and their neighbours, saturation, overflow, infinities, NaN with a payload."""
     finite = torch.tensor([*FINITE, *(-value for value in FINITE)])
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan])
     z = torch.cat([finite, odd, NAN]).repeat(3)  # a vector, and what is left of one
@@ -149,7 +149,7 @@ def test_extreme_values(place: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
 @WHERE
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_kinks(place: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient at zero and below it, whatever arrives there; as torch has it."""
+    """No gradient at zero and below, whatever comes in, as in torch."""
     z = torch.tensor([0.0, -0.0, -1.0, -torch.inf, 1e-40, 1.0])
     for arriving in (1.0, torch.inf, torch.nan):
         grad = torch.full_like(z, arriving)
@@ -165,7 +165,7 @@ def test_kinks(place: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", MODULES, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_modules(kind: Any, dtype: torch.dtype) -> None:
-    """Made without arguments they are torch's, where torch has one."""
+    """Without arguments they equal torch's, if torch has one."""
     ours, torchs = MODULES[kind]
     x = torch.randn(40, 33).to(dtype)
     expected = (torchs() if torchs else activations.ACTIVATIONS[kind].function)(x.double()).to(
@@ -183,7 +183,7 @@ def test_a_module_for_every_activation() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 def test_identity_is_no_alias(backend: str) -> None:
-    """What an op returns is not its argument, and nothing is between the GEMMs."""
+    """An op does not return its argument, and there is no pass between the GEMMs."""
     x, w = torch.randn(6, 8), torch.randn(8, 8)
     with torchweld.use_backend(backend):
         y = functional.bias_act(x, None, "identity")

@@ -1,4 +1,4 @@
-"""Arguments at the edges: NumPy's numbers, constructors, what two may be at fault for."""
+"""Arguments at the edges: NumPy's numbers, constructors, errors that two may be at fault for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ add: Callable[..., Any] = functional.bias_dropout_add
 
 @BACKENDS
 def test_numpys_numbers_are_numbers(backend: str | None) -> None:
-    """As probabilities, factors, seeds, epsilons and sizes, they do what Python's do."""
+    """They work as Python's do: as probabilities, factors, seeds, epsilons and sizes."""
     x = torch.randn(6, 8)
     half, seed, eight = numpy.float32(0.5), numpy.int64(3), numpy.int32(8)
     shard = torchweld.random.Shard((numpy.int64(6), 8), (numpy.int64(0), 0))
@@ -182,7 +182,7 @@ META_CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", META_CASES)
 def test_meta_tensors_are_refused_by_name(case: str) -> None:
-    """And not with what torch says of autocast, which has no such device."""
+    """The error is not torch's, that autocast has no such device."""
     function, argument = META_CASES[case]
     with pytest.raises(torchweld.ArgumentError) as caught:
         function()

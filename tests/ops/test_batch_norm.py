@@ -23,7 +23,7 @@ EITHER = ("cpu", "eager")
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu"):
         yield
 
@@ -73,7 +73,7 @@ def test_a_constant_column_has_no_variance() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
 @pytest.mark.parametrize("backend", EITHER)
 def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, backend: str) -> None:
-    """After each of three steps; in evaluation they stay."""
+    """They equal torch's after each of three steps; evaluation leaves them."""
     inputs = _step(50, 31, dtype=dtype)
     theirs = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
     inputs[6] = theirs[6] = momentum
@@ -98,7 +98,7 @@ def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, back
 
 @pytest.mark.parametrize("backend", EITHER)
 def test_float32_running_statistics_beside_bfloat16(backend: str) -> None:
-    """As under autocast: what is normalised is 16-bit, what is learnt and tracked is not."""
+    """As under autocast: the input has 16 bits, parameters and statistics have 32."""
     inputs = _step(50, 31, dtype=torch.bfloat16, param_dtype=torch.float32)
     theirs = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
     with torchweld.use_backend(backend):
@@ -165,7 +165,7 @@ def test_layouts(layout: str) -> None:
         inputs = list(plain)
         inputs[at] = change(inputs[at])
         if layout == "expanded" and at in (1, 2):
-            continue  # nobody can write to these
+            continue  # these cannot be written to
         packed = [t.contiguous() if isinstance(t, torch.Tensor) else t for t in inputs]
         expected = run(WHOLE, packed)
         for name, value in run(WHOLE, inputs).items():
@@ -178,7 +178,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_bias_before_training_is_cancelled(dtype: torch.dtype, affine: bool) -> None:
-    """No bit of the result depends on it, its gradient is zero, the running mean has it."""
+    """It changes no bit of the result, its gradient is zero, and the running mean includes it."""
     inputs = materialize(LAYER.samples[3], dtype)
     if not affine:
         inputs[5:7] = None, None
@@ -218,7 +218,7 @@ def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
 
 
 def test_evaluation_works_in_place_on_the_gemms_result_alone() -> None:
-    """What came in is as it was, and the numbers are those with gradients."""
+    """The inputs do not change, and the numbers equal those with gradients."""
     inputs = materialize(LAYER.samples[3], torch.float32)
     inputs[2], inputs[7] = torch.randn(127), False
     before = [t.clone() for t in inputs if isinstance(t, torch.Tensor)]
@@ -230,7 +230,7 @@ def test_evaluation_works_in_place_on_the_gemms_result_alone() -> None:
 
 
 def test_the_ops_schemas() -> None:
-    """They say what is written to; fakes agree."""
+    """The schemas say what is written to; fakes agree."""
     x, mean, var, weight, bias = _step(24, 31)[:5]
     ops, kind = torch.ops.torchweld, (1e-5, "silu", "none")
     torch.library.opcheck(ops.normalize_act_.cpu, (x.clone(), mean, var, weight, bias, *kind))
@@ -295,7 +295,7 @@ def _buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("backend", EITHER)
 def test_the_module_is_linear_batch_norm_and_gelu(options: dict[str, Any], backend: str) -> None:
-    """Results, gradients and buffers over four batches, of which the third is evaluated."""
+    """Results, gradients and buffers over four batches; the third is evaluated."""
     mine, other = _pair(**options)
     with torchweld.use_backend(backend):
         for batch, training in enumerate((True, True, False, True)):
@@ -320,7 +320,7 @@ def test_leading_dimensions_are_the_batch() -> None:
 
 
 def test_state_dicts_and_conversions() -> None:
-    """Keys are the two modules'; made of modules it goes on with their tensors."""
+    """Keys are the two modules'; one made from modules keeps their tensors."""
     mine, other = _pair()
     names = [key.replace("linear.", "0.").replace("norm.", "1.") for key in mine.state_dict()]
     assert names == list(other.state_dict())
@@ -336,7 +336,7 @@ def test_state_dicts_and_conversions() -> None:
 
 
 def test_a_frozen_norm_in_a_trained_layer() -> None:
-    """Its own mode counts, as in torch: statistics given, gradients still."""
+    """Its own mode counts, as in torch: given statistics, but still gradients."""
     mine, other = _pair()
     for module in (mine, other):
         module.train()
@@ -352,7 +352,7 @@ def test_a_frozen_norm_in_a_trained_layer() -> None:
 
 
 def test_adapted_modules_are_called() -> None:
-    """What computes something else than a linear layer does is not taken for one."""
+    """A module that computes something else is not taken for a linear layer."""
     mine, _ = _pair()
 
     class Doubled(torch.nn.Linear):
@@ -370,7 +370,7 @@ def test_adapted_modules_are_called() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("backend", EITHER)
 def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
-    """torch's own modules count what they compute anew a second time."""
+    """Recomputation does not count a batch twice, as it does in torch's own modules."""
     mine, _ = _pair()
     plain_mine = copy.deepcopy(mine)
     x = torch.randn(40, 67, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Block layouts: each builder is its definition, and the lists say what the layout says."""
+"""Block layouts: each builder equals its definition, and the lists equal the layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seen = Callable[[int, int, int], bool]
 
 
 def _blocks(rows: int, seen: Seen) -> torch.Tensor:
-    """What a definition says, block by block, of `rows` rows and columns."""
+    """The blocks of a definition, one by one, for `rows` rows and columns."""
     return torch.tensor([[seen(r, c, rows) for c in range(rows)] for r in range(rows)])
 
 
@@ -202,7 +202,7 @@ def test_global_tokens_are_exact() -> None:
 
 
 def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
-    """In a few thousand blocks at a time, by head; only what is there is kept."""
+    """In a few thousand blocks at a time, by head; only existing blocks are kept."""
     asked = []
 
     def mask_mod(
@@ -227,7 +227,7 @@ def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
 
 
 def test_scores_choose_the_best_blocks() -> None:
-    """-inf excludes; the lists have room for as many in every row."""
+    """-inf excludes a block; the lists have the same room in every row."""
     scores = torch.randn(2, 3, 10, 12)
     scores[0, 0, :, 3:] = -torch.inf
     scores[1, 2, 4] = -torch.inf
@@ -241,7 +241,7 @@ def test_scores_choose_the_best_blocks() -> None:
 
 
 def test_scores_on_a_device_are_never_read() -> None:
-    """Meta tensors have no data: whatever asked for some would raise."""
+    """Meta tensors have no data: reading any would raise."""
     scores = torch.empty(2, 4, 16, 16, device="meta")
     layout = BlockLayout.from_scores(scores, 3, block=64)
     assert layout.lists is not None
@@ -278,7 +278,7 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_lists_say_what_the_layout_says(name: str) -> None:
-    """Rows and columns the same; full blocks before partial ones; the longest lines first."""
+    """Rows and columns have the same blocks; full before partial ones; the longest lines first."""
     layout = LAYOUTS[name]()
     mask = layout.to_mask()
     assert mask.shape[2:] == _LENGTHS

@@ -132,7 +132,7 @@ def test_random_layouts_lengths_heads_and_groups(
     padded: bool,
     seed: int,
 ) -> None:
-    """Property: attention with the mask of what the layout, `causal` and the padding leave."""
+    """Property: attention with the mask that the layout, `causal` and the padding make."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = -(-queries // block), -(-keys // block)
     leading = {"shared": (), "heads": (group * key_heads,), "batch": (batch, 1)}[each]
@@ -259,7 +259,7 @@ def test_layers_of_one_length_do_not_mix(compiled: bool) -> None:
 
 
 def test_a_layout_may_change_at_every_step_of_a_compiled_function() -> None:
-    """Without compiling again, where its lists have the same room."""
+    """It does not compile again if its lists have the same room."""
     torch._dynamo.reset()
     function = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
     q, k, v = (x.detach() for x in _drawn(*[(1, 2, 96, 16)] * 3))

@@ -1,7 +1,7 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract's sample of ten thousand heads would be as many programs, one after another; so the
-other samples are run here, and what is special to these kernels.
+The contract's sample of ten thousand heads would run as many programs, one after another. The other
+samples run here, together with tests that only these kernels need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backend that is asked for: where it holds, and that a recomputation keeps to it."""
+"""The backend that is asked for: where it holds, and that a recomputation keeps it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNNING = (torch.zeros(16), torch.ones(16))
 
 
 def _functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Everything that computes again what it did not save."""
+    """All functions that recompute."""
     torch.manual_seed(0)
     w, up, b = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)
     mlp, gated = nn.MLP(16, 32, recompute=True), nn.GatedMLP(16, 32, recompute=True)
@@ -45,7 +45,7 @@ def _functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 def test_recomputing_keeps_to_the_choice(
     name: str, forward: str | None, backward: str | None
 ) -> None:
-    """Twice, as a kept graph asks for; and what is asked for around the backward stays."""
+    """Twice, from a kept graph; and the backend asked for around the backward stays."""
     function = _functions()[name]
     x = X.clone().requires_grad_()
     with torchweld.use_backend(forward):

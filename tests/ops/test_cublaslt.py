@@ -1,6 +1,6 @@
 """linear_act as one GEMM of cuBLASLt's: its numbers, its graph, and when it is chosen.
 
-On a GPU by the real one, else by the emulator's, which computes what the descriptors say.
+On a GPU the real one runs, else the emulator's, which computes what the descriptors say.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 @pytest.fixture(params=CUBLASLT)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where tensors are, with the backend asked for by name."""
+    """The device of the tensors, with the backend asked for by name."""
     yield from running_cublaslt(request.param, monkeypatch)
 
 
-# As tests/conftest.py names its targets, which evidence counts.
+# Named as the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(
     params=[pytest.param((op, p), id=f"{op}-{p}") for op in (LINEAR, MLP) for p in CUBLASLT]
 )
@@ -69,9 +69,9 @@ def _unfused(
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-# Leading sizes, in_features, features behind the activation, and for mlp out_features: one element
-# of what cuBLASLt takes in each direction, one size that it does not take, and as many as the pools
-# of errors ask for.
+# Leading sizes, in_features, features behind the activation, and for mlp out_features: the least
+# that cuBLASLt takes in each direction, a size that it does not take, and as many elements as the
+# pools of errors need.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     *(((), 8, 8, 8), ((2, 3), 16, 24, 40), ((2, 1, 3, 1), 24, 16, 5), ((160,), 72, 152, 64)),
     *(((2,), 8, 10008, 16), ((16,), 8, 64, 10008)),
@@ -90,7 +90,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
 
 @DTYPES
 def test_errors_are_bounded(placed: tuple[Op, str], fused: None, dtype: torch.dtype) -> None:
-    """Contract 1 of the kernel, and not of what is faster."""
+    """Contract 1 for the kernel, whatever is faster."""
     op, device = placed
     drawn = [materialize(s, dtype, device, seed=seed) for seed, s in enumerate(_samples(op))]
     assert_bounded(op, drawn)
@@ -99,7 +99,7 @@ def test_errors_are_bounded(placed: tuple[Op, str], fused: None, dtype: torch.dt
 @DTYPES
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
-    """y and the sum before it; the same y where the sum is not wanted."""
+    """y and the sum before it; y is the same without the sum."""
     x, w, bias = materialize(arguments((3, 5), 48, 40), dtype, device)
     bias = bias if with_bias else None
     y, z = _kernel(x, w, bias)
@@ -113,7 +113,7 @@ def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets, one row for all; what lies around is neither read nor changed."""
+    """Strides, offsets, one row for all; the memory around is neither read nor changed."""
     x, w, bias = materialize(arguments((24,), 16, 32), torch.float32, device)
     expected = _kernel(x, w, bias)
 
@@ -129,7 +129,7 @@ def test_layouts(device: str) -> None:
         (within(x, 1, 2), within(w, 3, 2), bias),
         (x.t().contiguous().t(), w.t().contiguous().t(), bias),
         (x, w, within(bias, 1, 1)),  # at an address that cuBLASLt does not take
-        (x, w, within(bias, 4, 1)),  # at one that it does, and no more than that
+        (x, w, within(bias, 4, 1)),  # at the least alignment that it does
         (within(x.flatten(), 1, 1).view(24, 16), w, bias),
     ):
         before = [t._base.clone() if t._base is not None else t.clone() for t in given]
@@ -170,14 +170,14 @@ def _is_torchs(device: str, width: int, features: int, dtype: torch.dtype = torc
 
 @DTYPES
 def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
-    """Were it not served, the numbers would be right all the same."""
+    """The numbers would be right either way, so the ops that ran are looked at."""
     assert _is_torchs(device, 128, 65, dtype)
     assert not _is_torchs(device, 128, 64, dtype)
 
 
 @pytest.mark.skipif(GPU, reason="the emulator's plants")
 def test_want_of_memory_is_not_kept(device: str) -> None:
-    """A shape that found none when it was first asked for is served the next time."""
+    """A shape that found no memory at first is served the next time."""
     assert _is_torchs(device, 112, 64)
     assert not _is_torchs(device, 112, 64)
     assert [_is_torchs(device, 104, 64) for _ in range(2)] == [True, True]
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(device: str) -> None:
-    """Its fake tells the truth, with z and without."""
+    """Its fake is right, with z and without."""
     x, w, bias = materialize(arguments((3, 4), 8, 16), torch.float32, device)
     for save_z in (True, False):
         given = (x, w, bias, *TANH, 0, save_z)
@@ -224,7 +224,7 @@ def _inputs(op: Op, rows: int, device: str, dtype: torch.dtype = torch.float32) 
 
 
 def test_compiled(placed: tuple[Op, str], fused: None) -> None:
-    """In one graph, of any number of rows, what eager gives."""
+    """One graph for any number of rows equals eager."""
     op, device = placed
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -252,7 +252,7 @@ def test_autocast(placed: tuple[Op, str], fused: None) -> None:
 
 
 def test_second_derivatives(device: str, fused: None) -> None:
-    """They are the reference's."""
+    """They equal the reference's."""
     x, w, bias = materialize(arguments((3,), 8, 16), torch.float32, device, requires_grad=True)
 
     def second(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -287,7 +287,7 @@ def test_other_activations_are_refused(device: str, kind: dict[str, str], reason
 
 
 def test_the_faster_is_chosen(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One kernel or two, as they were timed; the two where cuBLASLt does not serve."""
+    """The trial chooses one kernel or two; two serve if cuBLASLt does not."""
     if GPU:
         pytest.skip("a GPU has a clock of its own")
     times = [2.0, 1.0]

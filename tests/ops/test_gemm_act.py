@@ -25,28 +25,28 @@ from torchweld.registry import OPS, Composite, materialize
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
 WHERE = [place for place in ("interpreter", "gpu-triton") if PLACES[place][2] is None]
-# In a kernel's table of tiles: the one that takes whatever comes.
+# The tile that serves any shape, by its index in a kernel's table.
 LAST = -1
 
 
-# As tests/conftest.py names its targets, which evidence counts.
+# Named as the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(params=[pytest.param(p, id=f"linear_act-{p}") for p in WHERE])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where tensors are for Triton here, with Triton asked for by name."""
+    """The device of Triton's tensors here, with Triton asked for by name."""
     with running_at(request.param, monkeypatch):
         yield PLACES[request.param][1]
 
 
 @pytest.fixture(params=[place for place in WHERE if place == "interpreter"])
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same on tensors of the CPU, where they are interpreted."""
+    """Triton is interpreted, on tensors of the CPU."""
     with running_at(request.param, monkeypatch):
         yield
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Every call runs the kernel, whatever is faster: with the last tile, or what is named."""
+    """Every call runs the kernel, whatever is faster, with the last tile or a given one."""
 
     def by(tile: int) -> None:
         monkeypatch.setattr(epilogue, "tile_for", lambda *_: tile)
@@ -57,8 +57,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 # --- Numbers --------------------------------------------------------------------------------------
 
-# Nothing in each direction, one element, sizes that no tile divides, and as many as the pools of
-# errors ask for.
+# No elements in each direction, one element, sizes that no tile divides, and as many as the pools
+# of errors need.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     *(((), 1, 1), ((2, 3), 31, 13), ((2, 1, 3, 1), 17, 19), ((160,), 67, 151)),
     *(((2,), 5, 10001), ((0,), 8, 5), ((3,), 0, 4), ((3,), 4, 0)),
@@ -67,7 +67,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
-    """Contract 1 of the kernel, and not of what is faster."""
+    """Contract 1 for the kernel, whatever is faster."""
     fused(-2)
     if dtype == torch.bfloat16 and not GPU:
         pytest.skip("the interpreter truncates to bfloat16")
@@ -80,7 +80,7 @@ def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
-    """One and a bit of each in both directions; of the last, rows past a band of them."""
+    """A bit more than one of each tile in both directions; rows past a band of the later ones."""
     from torchweld.triton_kernels import linear_act
 
     for tile, (rows, columns, *_) in enumerate(linear_act.tiles(dtype)):
@@ -97,7 +97,7 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
 
 @pytest.mark.parametrize("matrix", [0, 1])
 def test_strides(device: str, matrix: int) -> None:
-    """Columns that are not one element apart, rows past an offset, and rows that are one row."""
+    """Columns that are not adjacent, rows past an offset, and one row expanded to many."""
     x, weight, bias = materialize(arguments((70,), 33, 41), torch.float32, device)
     kernel = torch.ops.torchweld.linear_act.triton
     expected = kernel(x, weight, bias, "gelu", "none", LAST, True)
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(interpreted: None) -> None:
-    """Its fake tells the truth, with z and without."""
+    """Its fake is right, with z and without."""
     x, weight, bias = materialize(arguments((3, 4), 8, 6), torch.float32)
     for save_z in (True, False):
         given = (x, weight, bias, "gelu", "none", LAST, save_z)
@@ -178,7 +178,7 @@ def test_a_kept_graph_gives_every_gradient_again(interpreted: None, fused: Any) 
 
 @pytest.mark.parametrize("kind", activations.KINDS, ids="-".join)
 def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]) -> None:
-    """They are the reference's."""
+    """They equal the reference's."""
     inputs = materialize((*arguments((3,), 5, 7), *kind), torch.float32, requires_grad=True)
     leaves = inputs[:3]
 
@@ -198,7 +198,7 @@ def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]
 
 
 class _Clock:
-    """Stands for the GPU's: runs every contender, and says the times that it was given."""
+    """Stands for the GPU's clock: runs every contender, and returns given times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -229,7 +229,7 @@ def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def launched(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], bool]:
-    """Whether what is called launches the kernel."""
+    """Whether a function launches the kernel."""
     module, launches = timing.kernels(), []
     kernel = module.linear_act
     monkeypatch.setattr(module, "linear_act", lambda *a: launches.append(a) or kernel(*a))
@@ -274,7 +274,7 @@ def test_the_faster_is_chosen_once_and_kept(
     explained = torchweld.explain("linear_act", x, weight, bias, activation="relu").detail
     assert "one kernel for all was measured at 1.01x its speed" in explained
 
-    # Another process reads what this one wrote; what it cannot read is not there.
+    # Another process reads what this one wrote; a file that it cannot read is empty.
     timing._all_kept.cache_clear()
     assert launched(gelu, x)
     assert clock.calls == 2
@@ -354,7 +354,7 @@ def _without_memory(*given: Any) -> Any:
 def test_what_is_wrong_or_fails_is_refused(
     kernel: Any, told: str | None, clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, with one warning; the call has the unfused form's result."""
+    """It is tried once, with one warning; the call has the unfused form's result."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     expected = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
     tried: list[Any] = []
@@ -373,7 +373,7 @@ def test_what_is_wrong_or_fails_is_refused(
 def test_want_of_memory_is_no_verdict(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is kept, nothing is said, and nothing is tried at every call."""
+    """Nothing is kept and nothing is said, but it is not tried at every call."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     tried: list[Any] = []
     monkeypatch.setattr(timing, "_without_memory", set())
@@ -391,7 +391,7 @@ def test_want_of_memory_is_no_verdict(
 @pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("backend", epilogue.ONE_KERNEL)
 def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was timed is right, whichever runs; nothing is timed while a graph is captured."""
+    """The chosen form is right; nothing is timed while a graph is captured."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     timing._all_kept.cache_clear()
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")

@@ -16,13 +16,13 @@ from torchweld.ops.gemm import gemm
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-# Rows, in_features, out_features: such that the gradient is the smaller, and x and the result are.
+# Rows, in_features, out_features: the gradient is smaller than x and the result, and larger.
 SIZES = pytest.mark.parametrize("sizes", [(96, 200, 40), (200, 24, 136)], ids=str)
 
 
 @pytest.fixture(autouse=True)
 def _small_ones(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also what is too small to gain, and on every CPU."""
+    """oneDNN serves small inputs too, and on every CPU."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
     monkeypatch.setattr(gemm, "_PRODUCTS_OF_AN_ELEMENT", 0)
     monkeypatch.setattr(gemm, "_has_amx", lambda: True)
@@ -35,7 +35,7 @@ def _small_ones(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @every_dtype
 def test_transposed(dtype: torch.dtype) -> None:
-    """Sizes on either side of a tile's and a block's, all bits, and nothing of either."""
+    """Sizes around a tile's and a block's, all bit patterns, and no rows or columns."""
     sizes = (0, 1, 7, 8, 9, 15, 63, 64, 65, 71, 72, 127, 128, 200)
     bits = torch.arange(2**16).to(torch.int16)
     for rows, columns in itertools.product(sizes, sizes):
@@ -74,7 +74,7 @@ def _inputs(sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) ->
 @SIZES
 @pytest.mark.parametrize("bias", [True, False])
 def test_rounds_once(sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool) -> None:
-    """The result, and each gradient, however x lies."""
+    """The result and each gradient, in any layout of x."""
     x, *parameters = _inputs(sizes, dtype)[: 3 if bias else 2]
     ours, rounding = Pool(), Pool()
     for layout in (lambda t: t, lambda t: t.transpose(0, 1), lambda t: t.mT.contiguous().mT):
@@ -100,7 +100,7 @@ def _with_gradients(
 
 @SIZES
 def test_what_is_saved(sizes: tuple[int, int, int]) -> None:
-    """The other factor of each gradient that is wanted."""
+    """It saves only the other factor of each wanted gradient."""
     x, weight, bias = _inputs(sizes)
     for frozen, expected in ((x, {x}), (weight, {weight}), (bias, {x, weight})):
         saved: set[torch.Tensor] = set()
@@ -134,7 +134,7 @@ def test_second_derivatives(sizes: tuple[int, int, int]) -> None:
     TORCH < (2, 13), reason="torch 2.11 does not split the backward of an autograd.Function"
 )
 def test_a_split_backward(sizes: tuple[int, int, int]) -> None:
-    """The same bits, of x first and of the parameters later."""
+    """x's gradient first and the parameters' later have the same bits."""
     x, *parameters = _inputs(sizes)
     expected = torch.autograd.grad(gemm.linear(x, *parameters).square().sum(), [x, *parameters])
     loss = gemm.linear(x, *parameters).square().sum()

@@ -39,10 +39,10 @@ MLP = OPS["mlp"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
-# As tests/conftest.py names its targets, which evidence counts.
+# Named as the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(params=[pytest.param(p, id=f"mlp-{p}") for p in CUBLASLT])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where tensors are, with the backend asked for by name."""
+    """The device of the tensors, with the backend asked for by name."""
     yield from running_cublaslt(request.param, monkeypatch)
 
 
@@ -91,7 +91,7 @@ def _leaves(inputs: list[Any]) -> list[torch.Tensor]:
 @DTYPES
 @pytest.mark.parametrize("need_bias", [True, False])
 def test_both_results(device: str, dtype: torch.dtype, need_bias: bool) -> None:
-    """Both gradients; the same of the sum where the bias's is not wanted."""
+    """Both gradients; the sum's is the same without the bias's."""
     given = _drawn((3, 5), 48, 40, device, dtype)
     found = _kernel(*given, need_bias=need_bias)
     right = _right(*[t.double() for t in given])
@@ -105,7 +105,7 @@ def test_both_results(device: str, dtype: torch.dtype, need_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets, one row for all; what lies around is neither read nor changed."""
+    """Strides, offsets, one row for all; the memory around is neither read nor changed."""
     given = _drawn((24,), 16, 32, device)
     expected = _kernel(*given)
 
@@ -128,7 +128,7 @@ def test_layouts(device: str) -> None:
             found = _kernel(*[like if at == i else t for i, t in enumerate(given)])
             torch.testing.assert_close(found, expected)
     for at, need_bias in itertools.product(range(3), (True, False)):
-        # At one that it does, and no more than that, after one with more.
+        # At the least alignment that it takes, after a larger one.
         _kernel(*given, need_bias=need_bias)
         beside = torch.empty(given[at].numel() + 4, device=device)[4:].view_as(given[at])
         other = [beside.copy_(t) if at == i else t for i, t in enumerate(given)]
@@ -141,7 +141,7 @@ def test_layouts(device: str) -> None:
     ("rows", "out", "hidden"),
     [
         *((5, 7, 16), (5, 16, 7), (0, 16, 8), (3, 0, 8), (3, 8, 0), (1, 1, 1)),
-        (4, 104, 8),  # of the emulator's no algorithm
+        (4, 104, 8),  # the emulator's has no algorithm
     ],
 )
 def test_what_cublaslt_does_not_serve_is_torchs(
@@ -155,7 +155,7 @@ def test_what_cublaslt_does_not_serve_is_torchs(
 
 @DTYPES
 def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
-    """Were it not served, the numbers would be right all the same."""
+    """The numbers would be right either way, so the ops that ran are looked at."""
 
     def is_torchs(out: int) -> bool:
         given = _drawn((64,), out, 128, device, dtype)
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(device: str) -> None:
-    """Its fake tells the truth, with the bias's gradient and without."""
+    """Its fake is right, with the bias's gradient and without."""
     given = _drawn((3, 4), 8, 16, device)
     for need_bias in (True, False):
         torch.library.opcheck(
@@ -226,7 +226,7 @@ def test_every_form_is_right(
 
 
 def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
-    """The zeros whose gradient is the bias's are none where the bias is infinite."""
+    """Where the bias is infinite, so are the zeros that carry its gradient."""
     x, w1, b1, w2, b2, *kind = _inputs(device)
     b1[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     ours, eager = (
@@ -279,7 +279,7 @@ def test_a_kept_graph_gives_every_gradient_again(device: str, fused: None) -> No
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
-    """They are the reference's."""
+    """They equal the reference's."""
     force_epilogues(monkeypatch, forward=forward, backward=True)
     inputs = _inputs(device, rows=3, requires_grad=True)
     leaves = _leaves(inputs)
@@ -294,7 +294,7 @@ def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forwar
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
-    """In one graph, of any number of rows, what eager gives, by the same kernel."""
+    """One graph for any number of rows equals eager, by the same kernel."""
     force_epilogues(monkeypatch, forward=forward, backward=True)
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -314,7 +314,7 @@ def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -
 
 
 def test_memory(device: str, fused: None) -> None:
-    """No more is saved than without, nor held at the peak; with `recompute` the inputs alone."""
+    """It saves and holds no more than without; with `recompute` it saves only the inputs."""
     if GPU:
         pytest.skip("what torch's GEMMs hold there is not counted")
     rows, hidden = 512, 256
@@ -344,7 +344,7 @@ def test_memory(device: str, fused: None) -> None:
 
 @pytest.fixture
 def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[float]]:
-    """Times that stand for the GPU's, unfused and fused; what they are said of is run."""
+    """Times that stand for the GPU's, unfused and fused; the contenders run."""
     if GPU:
         pytest.skip("a GPU has a clock of its own")
     times = {"forward": [2.0, 1.0], "backward": [2.0, 1.0]}
@@ -369,7 +369,7 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
 
 
 def _ran(inputs: list[Any], function: Callable[..., torch.Tensor] | None = None) -> tuple[int, int]:
-    """How many of the kernels a call runs in each direction, once all is timed or compiled."""
+    """How many of the kernels a call runs in each direction, after the trial."""
     function = function or (lambda *given: call(MLP, *given))
     function(*inputs)
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -389,7 +389,7 @@ def _explained(inputs: list[Any]) -> str:
 def test_the_faster_is_chosen(
     device: str, clock: dict[str, list[float]], forward: float, backward: float
 ) -> None:
-    """In each direction for itself, and what compiles takes the same."""
+    """Each direction chooses for itself, and compiled code takes the same."""
     clock["forward"][0], clock["backward"][0] = forward, backward
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     assert _explained(inputs).count("not timed yet") == 2

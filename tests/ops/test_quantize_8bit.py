@@ -1,4 +1,4 @@
-"""quantize_8bit and dequantize_8bit: the nearest code of the map, for every float there is."""
+"""quantize_8bit and dequantize_8bit: the nearest code of the map, for every float."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 
 def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tensor:
-    """Codes of numbers up to absmax, which every block is given."""
+    """Codes of numbers up to absmax, which is part of every block."""
     rows = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
     blocks = torch.nn.functional.pad(rows, (1, 0), value=absmax)
     codes, scales = quantize_8bit(blocks, signed=signed)
@@ -144,7 +144,7 @@ def test_what_is_not_finite_marks_its_block(signed: bool) -> None:
 @SIGNED
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 15, 16, 17, 40, 100, 127, 128, 129])
 def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
-    """However many are done together: zeros beside subnormal, large and not finite numbers."""
+    """Whatever is beside them: zeros beside subnormal, large and non-finite numbers."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(20_001 // width, width, generator=generator)
     x *= torch.tensor([1.0, 0.0, 1e-42, 1e-20, 1e20])[torch.arange(len(x)) % 5].view(-1, 1)
@@ -155,7 +155,7 @@ def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
     assert torch.equal(codes, expected[0])
     torch.testing.assert_close(absmax, expected[1], rtol=0, atol=0, equal_nan=True)
     y = dequantize_8bit(codes, absmax, signed=signed)
-    # NaNs' payloads are nobody's.
+    # NaNs' payloads may differ.
     scaled = MAPS[signed][codes.long()] * absmax
     torch.testing.assert_close(y, scaled, rtol=0, atol=0, equal_nan=True)
 

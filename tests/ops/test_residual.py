@@ -19,7 +19,7 @@ NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu"):
         yield
 
@@ -37,7 +37,7 @@ def _leaves(inputs: list[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
 def test_a_float32_stream_is_not_rounded(name: str) -> None:
-    """Beside a 16-bit x and parameters it and its gradient are exact to float32."""
+    """Beside a 16-bit x and parameters, the stream and its gradient have float32's precision."""
     op, inputs = OPS[name], _drawn(name, torch.bfloat16)
     stream = op.forward_signature.arguments.index("residual")
     inputs[stream] = inputs[stream].detach().float() * 1.2345
@@ -77,7 +77,7 @@ def test_a_16_bit_stream_beside_float32(name: str, dtype: torch.dtype, backend: 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("used", [0, 1], ids=["z", "y"])
 def test_either_result_alone(name: str, used: int) -> None:
-    """The gradient of the one that is not used is taken for zero, compiled too."""
+    """The gradient of an unused result counts as zero, also when compiled."""
     torch._dynamo.reset()
     op, inputs = OPS[name], _drawn(name)
 
@@ -95,7 +95,7 @@ def test_either_result_alone(name: str, used: int) -> None:
 
 
 def test_gradients_that_are_others_are_not_written() -> None:
-    """Where nothing is dropped, x has the stream's gradient: the same memory."""
+    """Without dropout x has the stream's gradient: the same memory."""
     x, bias, residual = _leaves(_drawn("bias_dropout_add", dropping=False))
     grad = torch.randn_like(x)
     y = functional.bias_dropout_add(x, bias, residual)

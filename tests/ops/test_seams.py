@@ -103,7 +103,7 @@ def test_transposed(seam: Composite) -> None:
 
 
 def test_inference_works_in_place_on_the_gemms_result_alone() -> None:
-    """The same bits as in training; what came in is as it was."""
+    """The same bits as in training, and the inputs do not change."""
     for bias_wanted in (True, False):
         x, weight, bias = seams.inputs_of(LINEAR)[:3]
         before = [x.clone(), weight.clone()]
@@ -194,7 +194,7 @@ def test_peak_memory(
 
 @pytest.mark.parametrize("kind", [("gelu", "none"), ("gelu", "tanh"), ("silu", "none")], ids=str)
 def test_bfloat16_is_closer_to_the_truth_than_eager(kind: tuple[str, str]) -> None:
-    """By the mean of the error: what the GEMM leaves of the bias is added before rounding."""
+    """By the mean error: the rest of the bias is added before rounding."""
     errors: Counter[tuple[str, bool]] = Counter()
     for _ in range(4):
         x, weight = torch.randn(1024, 256).bfloat16(), (torch.randn(384, 256) / 16).bfloat16()
@@ -212,7 +212,7 @@ def test_bfloat16_is_closer_to_the_truth_than_eager(kind: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
-    """A part of it in the GEMM and the rest behind it come to what the whole does."""
+    """The part in the GEMM and the rest after it have the effect of the whole."""
     bias = torch.tensor([torch.inf, -torch.inf, torch.nan, 0, 1], dtype=dtype)
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
     for named, approximate in activations.KINDS:
@@ -255,7 +255,7 @@ def test_inference_rounds_the_result_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_gelu_is_linear_and_gelu(bias: bool, approximate: str) -> None:
-    """State dicts load either way; results and gradients are equal. It is no torch.nn.Linear."""
+    """State dicts load both ways; results and gradients are equal. It is no torch.nn.Linear."""
     torch.manual_seed(0)
     mine = torchweld.nn.LinearGELU(67, 31, bias, approximate=approximate)
     torch.manual_seed(0)

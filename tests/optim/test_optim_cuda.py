@@ -180,7 +180,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
     """A block of rows again and again: each goes as one does alone.
 
-    Elsewhere than on a GPU with too few of them, which shows the test alone to be right.
+    Without a GPU there are too few rows for that: then it only shows that the test is right.
     """
     (rows, width), copies = ((4096, 1024), 513) if cuda_device == "cuda" else ((8, 600), 5)
     generator = torch.Generator(cuda_device).manual_seed(0)

@@ -23,7 +23,7 @@ DRAWN_ANEW = {"bert", "roberta"}
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu", "eager"):
         yield
 

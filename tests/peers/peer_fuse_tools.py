@@ -25,7 +25,7 @@ SETTINGS = {"lr": 3e-3, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu", "eager"):
         yield
 

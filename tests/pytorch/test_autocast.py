@@ -1,4 +1,4 @@
-"""Under autocast a fused function returns what the modules it stands for return there, as exact."""
+"""Under autocast a fused function returns the dtypes of the modules that it replaces, as exact."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_dtypes_are_those_of_torchs_modules(
 
 
 def _modules() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], int]]:
-    """Ours, torch's, and how many inputs they have."""
+    """Our modules, torch's, and their numbers of inputs."""
     nn, ours = torch.nn, torchweld.nn
     return {
         "softmax": (ours.SoftmaxDropout(), nn.Softmax(-1), 1),
@@ -92,7 +92,7 @@ def test_every_modules_dtype_is_torchs(name: str, backend: str | None, dtype: to
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 def test_a_post_norm_block_has_torchs_gradient_error(backend: str) -> None:
-    """Four layers as BERT has them: with y in bfloat16 the error was a third above torch's."""
+    """Four layers as in BERT: with y in bfloat16 the error was a third above torch's."""
     torch.manual_seed(0)
     width, p = 64, 0.0
     linears = [torch.nn.Linear(width, width) for _ in range(4)]

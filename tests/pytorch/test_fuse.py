@@ -1,4 +1,4 @@
-"""fuse() changes classes in place: what computes the same is welded, and unfuse() restores it."""
+"""fuse() changes classes in place, if results stay the same; unfuse() restores them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIT = 2.0**-23
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu", "eager"):
         yield
 
@@ -32,7 +32,7 @@ def _made(name: str) -> nn.Module:
 
 
 def _ran(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Result and gradients; what is dropped is the same in every run."""
+    """Result and gradients; every run drops the same."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     y = model(x)
@@ -50,11 +50,11 @@ def _welds(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients_are_the_same(name: str) -> None:
-    """Held to float64: no further from it than twice the original, and some units of rounding."""
+    """No further from float64 than twice the original, plus some units of rounding."""
     model, x = _made(name), torch.randn(32, 16, WIDTH)
     expected = _ran(model, x)
     truth = _ran(copy.deepcopy(model).double(), x.double())
-    # Some gradients are zero but for rounding: what others are rounded by counts.
+    # Some gradients are zero except for rounding: they are held to the others' rounding.
     scale = max(_rms(value) for value in truth[1:])
     assert torchweld.fuse(model) is model
     assert _welds(model)
@@ -104,7 +104,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 
 def test_the_filter() -> None:
-    """As torchao's: a module and its name; False leaves it alone, and explain says so."""
+    """It gets a module and its name, as torchao's; False leaves it alone, and explain says so."""
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
     asked: list[tuple[nn.Module, str]] = []
 
@@ -121,7 +121,7 @@ def test_the_filter() -> None:
 
 
 def test_a_configuration_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many modules have it, and not at all with verify=False where there is one way."""
+    """Once for many modules; with verify=False only if there are several ways."""
     tried: list[Any] = []
     real = plan._try
     monkeypatch.setattr(plan, "_try", lambda *given: tried.append(given) or real(*given))

@@ -25,7 +25,7 @@ def _kernels() -> Iterator[None]:
 
 
 def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
-    """The probability may change after fuse(), and a dropout may be in evaluation by itself."""
+    """The probability may change after fuse(), and one dropout may be in evaluation."""
     x, residual = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
     block = torchweld.fuse(Output(0.5))
     assert isinstance(block, Weld)
@@ -50,7 +50,7 @@ def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
 
 
 def test_a_layer_drops_with_its_own_probabilities() -> None:
-    """Each of a layer's dropouts changes its result; all of them off, it is the same every time."""
+    """Each of a layer's dropouts changes its result; without them it is always the same."""
     layer: Any = nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0)
     torchweld.fuse(layer)
     assert isinstance(layer, Weld)
@@ -86,7 +86,7 @@ def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", _masks(1, 1))
 def test_attention_with_masks(name: str, batch_first: bool) -> None:
-    """Results, weights and gradients are torch's, of self and of cross attention."""
+    """Results, weights and gradients equal torch's, in self and cross attention."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
     shape = (2, LENGTH, WIDTH) if batch_first else (LENGTH, 2, WIDTH)
@@ -106,7 +106,7 @@ def test_attention_with_masks(name: str, batch_first: bool) -> None:
 
 @pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
 def test_attention_without_weights(masked: str) -> None:
-    """By block_sparse_attention but for other masks; results and gradients are torch's."""
+    """By block_sparse_attention, except with other masks; results and gradients equal torch's."""
     torch.manual_seed(0)
     length = 96
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
@@ -134,7 +134,7 @@ def test_attention_without_weights(masked: str) -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's: its fast path, nested tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's nested tensors
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_transformer_with_masks(norm_first: bool) -> None:
     """torch.nn.Transformer, causal and padded, in training and in evaluation without gradients."""
@@ -164,7 +164,7 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
 
 
 def test_synchronised_batch_norms() -> None:
-    """Left alone; and a fused one is not converted, which would lose its activation."""
+    """It is left alone; converting a fused one raises, since that would lose its activation."""
     model = Normalized()
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     (row,) = torchweld.explain(synchronised)
@@ -176,7 +176,7 @@ def test_synchronised_batch_norms() -> None:
 
 
 def test_running_statistics() -> None:
-    """Of a fused batch norm: after batches, in evaluation, and as swa_utils computes them anew."""
+    """A fused batch norm's: after batches, in evaluation, and recomputed by swa_utils."""
     torch.manual_seed(0)
     plain, batches = Normalized(), [torch.randn(32, WIDTH) + i for i in range(3)]
     model = torchweld.fuse(copy.deepcopy(plain))

@@ -27,7 +27,7 @@ def _kernels() -> Iterator[None]:
 
 
 class Calls(nn.Module):
-    """A module of parts with a forward that is given."""
+    """A module of given parts with a given forward."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Doubled(nn.LayerNorm):
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """In float32 whatever comes, as many models have it."""
+    """In float32 for any input, as in many models."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         wide = nn.functional.layer_norm(
@@ -94,7 +94,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 class Adapted(nn.Linear):
-    """An adapter that computes something more."""
+    """An adapter that computes more."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + input[..., :1]
@@ -116,7 +116,7 @@ class Hidden(nn.Module):
 
 
 class ClippedGELU(nn.Module):
-    """gelu, but for large numbers."""
+    """gelu, except for large numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return gelu(x).clamp(-10, 10)
@@ -134,7 +134,7 @@ class Transposed(nn.Module):
 
 
 class Failing(nn.Module):
-    """Runs with what its model gives it, and with nothing else."""
+    """Runs only with its model's own inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _loop(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# How it is made, what is welded, and why something is not.
+# How a module is made, what is welded, and why not.
 ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "shared linear": (_shared_linear, {"0.act"}, "0.fc is shared"),
     "shared activation": (_shared_activation, {"0.act"}, "0.act is shared"),
@@ -323,7 +323,7 @@ def test_right_or_left_alone(name: str) -> None:
 
 
 def test_a_module_that_needs_what_a_probe_has_not() -> None:
-    """Left alone, with the error; its activation has a weld of its own."""
+    """It is left alone, with the error; its activation has a weld of its own."""
     model = nn.Sequential(Failing())
     rows = {row.where: row for row in torchweld.explain(model)}
     assert "did not run on a probe" in rows["0.act"].reason or rows["0.act"].becomes
@@ -336,7 +336,7 @@ def test_a_module_that_needs_what_a_probe_has_not() -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "feed_forward", "norm"])
 def test_on_the_meta_device(kind: str) -> None:
-    """Tried on a copy with numbers; the model gets some later, as by to_empty."""
+    """It is tried on a copy with values; the model gets its own later, as by to_empty."""
     made = {
         "gated": lambda: Gated(nn.SiLU()),
         "feed_forward": lambda: FeedForward(nn.GELU()).eval(),
@@ -364,7 +364,7 @@ def test_a_lazy_layer_is_welded_when_it_is_one() -> None:
 
 
 def test_global_hooks_and_modes_of_the_caller() -> None:
-    """Neither a hook on every module nor autocast, inference mode or another default notices."""
+    """Global hooks, autocast, inference mode and other defaults are left as they are."""
     called: list[nn.Module] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: called.append(m))
     model = nn.Sequential(_pair(), PlainRMSNorm())

@@ -16,7 +16,7 @@ PAIRS = [(torchweld.nn.LayerNorm, torch.nn.LayerNorm), (torchweld.nn.RMSNorm, to
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels, also for what is too small to gain."""
+    """The kernels serve small inputs too."""
     with torchweld.use_backend("cpu"):
         yield
 
@@ -24,7 +24,7 @@ def _kernels() -> Iterator[None]:
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 @pytest.mark.parametrize("shape", [64, (8, 64)])
 def test_same_constructor_state_and_results(ours: type, theirs: type, shape: object) -> None:
-    """State dicts load either way, results and gradients are equal."""
+    """State dicts load both ways; results and gradients are equal."""
     torch.manual_seed(0)
     mine, other = ours(shape, eps=1e-3), theirs(shape, eps=1e-3)
     assert isinstance(mine, theirs)
@@ -83,7 +83,7 @@ def test_export(ours: type, theirs: type) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rms_norms_default_eps_is_torchs(dtype: torch.dtype) -> None:
-    """Where eps matters: values whose square is about as large as it."""
+    """eps matters for values whose square is about as large."""
     x = (torch.randn(512, 64) * 3e-4).to(dtype)
     with torchweld.use_backend("cpu"):
         ours = torchweld.functional.rms_norm(x, [64])

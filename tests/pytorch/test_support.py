@@ -35,7 +35,7 @@ quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.
 
 
 def _made(name: str, *, training: bool = False) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A module and what it takes; large enough for a kernel."""
+    """A module and its inputs, large enough for a kernel."""
     torch.manual_seed(0)
     given: dict[str, tuple[torch.Tensor, ...]] = {
         "BiasDropoutAdd": (X, X[0], STREAM),
@@ -80,7 +80,7 @@ def test_fx(name: str) -> None:
 @every_module
 @pytest.mark.parametrize("gradients", [False, True])
 def test_jit_trace(name: str, gradients: bool) -> None:
-    """Checked by jit itself, saved and loaded, and with none of our ops in it."""
+    """jit checks it; it is saved and loaded, and has none of our ops."""
     module, given = _made(name)
     with torch.set_grad_enabled(gradients):
         leaves = tuple(t.clone().requires_grad_(gradients) for t in given)
@@ -157,7 +157,7 @@ def test_aotinductor(tmp_path: Path) -> None:
 
 
 def test_vmap_randomness() -> None:
-    """As torch.nn.functional.dropout's."""
+    """It acts as torch.nn.functional.dropout's."""
     x = torch.ones(3, 5, 64)
     functions: list[Callable[..., torch.Tensor]] = [
         lambda x: torch.nn.functional.dropout(x, 0.5),

@@ -16,10 +16,10 @@ from torchweld.registry import BACKENDS, EAGER
 
 
 class BareOp:
-    """The definition of such an op; `fake` is left out where it returns nothing.
+    """The definition of such an op; `fake` is left out if the op returns nothing.
 
-    `triton` is the file that has its kernel, where there is one. `proof` names the rule whose
-    evidence its GPU kernels go by; without it they serve only by name.
+    `triton` is the file with its Triton kernel. `proof` names the rule whose evidence decides over
+    its GPU kernels; without it they serve only by name.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BareOp:
         }
 
     def kernel(self, *inputs: Any) -> Any:
-        """The overload that serves these inputs, or None where the reference does.
+        """The overload that serves these inputs; None if the reference does.
 
         Raises BackendError if none of the backends that were asked for by name can serve.
         """

@@ -1,4 +1,4 @@
-"""What is kept for the user between processes: JSON files in a folder of their own."""
+"""The user's cache: JSON files in a folder of their own, which outlive the process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def folder() -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The file's content; a file that is missing is empty.
+    """The file's content; empty if the file is missing or damaged.
 
-    So is one that is damaged, which is put aside under another name.
+    A damaged file is put aside under another name.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -47,7 +47,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    """Replace the file: a reader, or the next process, never meets half of it."""
+    """Replace the file in one step: no reader meets half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(prefix=f"{file.stem}.", dir=file.parent)
     try:
@@ -70,9 +70,9 @@ def update(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold a lock of all processes'; TimeoutError where another has it for longer than `seconds`.
+    """Hold a lock across processes; TimeoutError if another holds it for longer than `seconds`.
 
-    The system frees it when its process ends, in whichever way.
+    The system frees the lock when its process ends, however that happens.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     end = None if seconds is None else time.monotonic() + seconds

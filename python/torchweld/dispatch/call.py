@@ -43,7 +43,7 @@ def too_small(op: Op, inputs: Sequence[Any]) -> bool:
 def _run(op: Op, inputs: Sequence[Any]) -> Any:
     x = inputs[0]
     if x.is_nested or x.dtype not in op.dtypes:
-        op.check(*inputs)  # torch would take more
+        op.check(*inputs)  # torch would accept more
     if isinstance(op, Composite):
         backend = choose(op, inputs)
         return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
@@ -82,7 +82,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def automatic(op: Op, inputs: Sequence[Any]) -> str:
-    """The backend that a call takes: eager where there is too little to gain."""
+    """The backend that a call takes; small inputs fall back to eager."""
     return EAGER if choice.forced is None and too_small(op, inputs) else choose(op, inputs)
 
 
@@ -90,10 +90,10 @@ def automatic(op: Op, inputs: Sequence[Any]) -> str:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), of which only the arguments are saved: the backward computes it again.
+    """function(*args) that saves only its arguments; the backward computes it again.
 
-    On the backend that is asked for now, whatever is asked for then. In a compiled graph the choice
-    is made already.
+    The backward takes the backend that is asked for now, whatever is asked for then. In a compiled
+    graph the choice is already made.
     """
     context: dict[str, Any] = {}
     if not is_compiling():

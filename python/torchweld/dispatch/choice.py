@@ -1,7 +1,6 @@
-"""Which backend serves a call: the one place where that is decided.
+"""The choice of a backend, for all calls: ops, composites, bare ops and so optimizer steps.
 
-Ops, composites, bare ops and so optimizer steps come here. What can be chosen for has a `name`, its
-`backends` in order of preference, and `why_not(backend, inputs)`.
+Each of them has a `name`, its `backends` in order of preference, and `why_not(backend, inputs)`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Choosable(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
 
     @property
     def backends(self) -> Sequence[str]:
-        """Those that it has kernels for, the preferred one first."""
+        """The backends that it has kernels for, the preferred one first."""
 
     def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why the backend cannot serve these inputs; None if it can."""
@@ -52,9 +51,9 @@ forced: tuple[str, ...] | None = _from_environment()
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
-    """Within it every op runs on the first of these backends that can serve it.
+    """A context in which every op runs on the first of these backends that can serve it.
 
-    Raises BackendError, with every reason, where none can. Names are those of
+    A call that none can serve raises BackendError with every reason. Names are those of
     `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice. It holds
     for the whole process, other threads and asyncio's tasks included: enter it from one of them at
     a time. A backward runs where its forward ran, in whichever context.
@@ -77,7 +76,7 @@ class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
 
 
 def check_names(function: str, argument: str, names: Sequence[str] | None) -> None:
-    """Raise ArgumentError if one of them is no backend's."""
+    """Raise ArgumentError if one of the names is not a backend's."""
     known = [EAGER, *BACKENDS]
     if names is not None and not (names and set(names) <= set(known)):
         accepted = " or ".join([*known, *GROUPS])
@@ -103,7 +102,7 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
 def on_trial(x: torch.Tensor) -> bool:
     """Whether kernels for such a tensor are proven at first use: on a GPU, and not while compiling.
 
-    Neither is what stands for other tensors, as fake ones do.
+    Tensors that stand for others, as fake ones do, prove nothing.
     """
     return x.is_cuda and not torch.compiler.is_compiling() and type(x) in _PLAIN
 

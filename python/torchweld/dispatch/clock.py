@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Longer than this the GPU is not kept waiting for the host; a call that takes the host longer is
-# one that compiles, or that waits for the GPU itself.
+# The GPU is kept waiting for the host no longer than this. A call that takes the host longer
+# compiles, or waits for the GPU itself.
 _LONGEST_WAIT = 20.0
 _CYCLES = 1_000_000
 
@@ -24,10 +24,10 @@ class Taken(NamedTuple):
 
 
 class DeviceClock:
-    """Times calls on the current stream, which the host queues while the GPU is kept waiting.
+    """Times calls on the current stream while the GPU waits until the host has queued them.
 
-    So the time between two events is the GPU's work only. How long the GPU has to wait is learnt
-    from the calls before.
+    The time between two events is then only the GPU's work. Earlier calls say how long the GPU has
+    to wait.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class DeviceClock:
 def medians(
     calls: Sequence[Callable[[], Any]], clock: Callable[..., Taken], ms: float, at_least: int = 5
 ) -> list[float]:
-    """Milliseconds of each call, the GPU's or the host's, whichever is more, in about `ms` of all.
+    """Milliseconds of each call, the GPU's or the host's, whichever is more, in about `ms` in all.
 
-    In turns, so that what slows the machine for a while slows all of them.
+    The calls take turns, so that a slow moment of the machine slows all of them.
     """
     for call in calls:  # the clock learns how long the host takes
         clock(call)

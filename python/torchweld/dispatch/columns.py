@@ -1,4 +1,4 @@
-"""What processes exchange of columns, whose rows they share. All of it compiles in one graph."""
+"""Exchanges of column values between processes that share rows. All of it compiles in one graph."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 if torch.distributed.is_available():
     from torch.distributed import _functional_collectives as collectives
 
-    # The same by its old name, which torch 2.13 warns of.
+    # Its old name, which torch 2.13 warns of.
     gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def added(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of all processes' values; without a group the values."""
+    """The sum of all processes' values; without a group, the values themselves."""
     if group is None:
         return values
     return collectives.wait_tensor(collectives.all_reduce(values, "sum", group))
@@ -27,7 +27,7 @@ def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """Every process's result depends on the values of each: so do their gradients."""
+    """Every process's result depends on everyone's values, and so do the gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
@@ -40,5 +40,5 @@ class _Added(torch.autograd.Function):
 
 
 def added_with_gradient(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same, differentiable any number of times."""
+    """The sum, differentiable any number of times."""
     return values if group is None else _Added.apply(values, group)

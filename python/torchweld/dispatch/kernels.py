@@ -38,7 +38,7 @@ class Kernel:
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:
-    """The declared fake, once it is sure that no argument is on the meta device by mistake."""
+    """The declared fake; it first makes sure that all arguments are on one device."""
 
     def fake(*inputs: Any) -> Any:
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
@@ -52,7 +52,7 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
 def _fake_backward(op: Op) -> Callable[..., Any]:
     """Gradients are like the inputs they belong to, and empty where they are not wanted.
 
-    An input that was not saved is like the first result, or the gradient of that.
+    An input that was not saved is like the first result or its gradient.
     """
     types = zip(op.forward_signature.arguments, op.forward_signature.types, strict=True)
     optional = {name for name, kind in types if "Optional" in kind}
@@ -78,5 +78,5 @@ def _fake_backward(op: Op) -> Callable[..., Any]:
 
 
 def _bare_if_single(results: tuple[torch.Tensor, ...]) -> Any:
-    """Results as torch has them: a single one without a tuple."""
+    """Results as torch returns them: a single one without a tuple."""
     return results if len(results) > 1 else results[0]

@@ -11,8 +11,8 @@ import torch
 
 LIBRARY = torch.library.Library("torchweld", "DEF")
 LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
-# Draws from torch's generator of the device of `fresh`, which is not read: a new tensor at every
-# call keeps compilers from taking two calls for one.
+# Draws from torch's generator of the device of `fresh`. `fresh` itself is not read: a new tensor at
+# every call keeps compilers from taking two calls for one.
 LIBRARY.define("seed(Tensor fresh) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
@@ -29,7 +29,7 @@ def define_overload(
 
 
 def _implement_in_triton(name: str, source: str) -> None:
-    """The function of that name in `source`, a module that is imported at the first call."""
+    """The function of that name in `source`; the first call imports the module."""
 
     def implementation(*inputs: Any) -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")

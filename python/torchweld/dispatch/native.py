@@ -1,4 +1,4 @@
-"""Loads the native libraries. What cannot be loaded is recorded with its reason, never raised."""
+"""Loads the native libraries. A library that fails to load is recorded with its reason."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ARM = {"neon": ""}
 ISAS = tuple(_ARM if platform.machine() in ("aarch64", "arm64") else _X86)
 BASELINE = ISAS[-1]
 
-# Library -> why it is not loaded; a library that is loaded is not in it.
+# Library -> why it is not loaded; loaded libraries are not in it.
 missing: dict[str, str] = {}
 BACKENDS["cpu"].missing = lambda: missing.get("torchweld_cpu")
 BACKENDS["cuda"].missing = lambda: missing.get("torchweld_cuda")
 BACKENDS["cuda"].unfit = lambda capability: _without_code_for(capability)
 cpu_isa: str | None = None
-# The CUDA that the CUDA library was built with, as 13000; and what drivers that takes.
+# The CUDA version that the CUDA library was built with, as 13000, and the drivers that it needs.
 cuda_built_with: int | None = None
-# The architectures that it has code for, as TORCH_CUDA_ARCH_LIST names them.
+# The architectures that the CUDA library has code for, named as in TORCH_CUDA_ARCH_LIST.
 cuda_architectures = ""
 OLDEST_DRIVER = {12: 525, 13: 580}
 
@@ -60,7 +60,7 @@ def _load_cpu() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file reaches to its section headers: loading a cut-off one kills the process."""
+    """Whether the file has its section headers: loading a truncated one kills the process."""
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
@@ -119,8 +119,8 @@ def _without_code_for(capability: tuple[int, int]) -> str | None:
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether code for an architecture runs on a GPU of this capability.
 
-    Machine code runs on later minor versions; PTX on everything later; what is named 9.0a only on
-    that one.
+    Machine code runs on later minor versions, PTX on everything later, and code for 9.0a only on
+    9.0.
     """
     found = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
     if found is None:
@@ -144,7 +144,7 @@ def _try(library: str, load, hint: str):
 
 
 def load() -> None:
-    """Load whatever is there."""
+    """Load the libraries that exist."""
     global cpu_isa
     cpu_isa = _try(
         "torchweld_cpu", _load_cpu, "it was built without a C++ compiler; install g++ and reinstall"

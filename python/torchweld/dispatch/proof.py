@@ -11,16 +11,16 @@ import torch
 Results = Mapping[str, torch.Tensor]
 
 # Results may be this many times farther off than eager's, or than rounding the exact ones. The
-# contract's bounds are tighter (tests/contract/test_oracle.py); what is a bug is far beyond both.
+# contract's bounds are tighter (tests/contract/test_oracle.py); bugs are far beyond both.
 SLACK = 4.0
-# How many times the RMS error's bound the largest error may be in any case.
+# The largest error may always be this many times the RMS error's bound.
 _LARGEST = 8.0
 # Rows of a real input are enough: a kernel's blocks are alike.
 ROWS = 4096
 
 
 class Judge:
-    """Exact results, and the errors that a contender may have beside trusted ones."""
+    """Judges contenders by exact results, and by the errors of trusted ones."""
 
     def __init__(self, exact: Results, trusted: Results) -> None:
         self._exact = exact
@@ -29,7 +29,7 @@ class Judge:
             theirs = _errors(trusted[name], value)
             rounding = _errors(value.to(trusted[name].dtype), value)
             rms, most = (SLACK * max(pair) for pair in zip(theirs, rounding, strict=True))
-            # The largest error of few elements varies by more than what is allowed for.
+            # With few elements, the largest error varies by more than the slack.
             self._bounds[name] = rms, max(most, _LARGEST * rms)
 
     def fault(self, found: Results) -> str | None:
@@ -44,9 +44,9 @@ class Judge:
         return None
 
     def fault_of(self, function: Callable[[], Results]) -> str | None:
-        """The same of what a function returns; or the error that it raises.
+        """What is wrong with a function's results, or the error that it raises.
 
-        Raises OutOfMemoryError: that says nothing of the function.
+        An OutOfMemoryError goes on to the caller: it says nothing about the function.
         """
         try:
             return self.fault(function())
@@ -62,7 +62,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def some_rows(t: torch.Tensor, most: int = ROWS) -> torch.Tensor:
-    """A tensor's first rows and its last, as a matrix: `most` at the most."""
+    """At most `most` of a tensor's first and last rows, as a matrix."""
     matrix = t.reshape(t.shape[:-1].numel(), t.shape[-1])
     if matrix.shape[0] <= most:
         return matrix

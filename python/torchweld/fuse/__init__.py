@@ -1,4 +1,4 @@
-"""fuse: welds what it recognises in a model, in place; unfuse restores it."""
+"""fuse welds the modules of a model that it recognises, in place; unfuse restores them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True) -> _Model:
-    """Weld what is recognised in a model, in place.
+    """Weld the modules of a model that are recognised, in place.
 
     A welded module stays the same object, with its parameters, hooks and state_dict, and gets
-    another class. What is recognised is tried first, once for each configuration: on a copy, with
-    numbers of its own, its results and gradients are compared with the original's. What differs is
-    left alone, and `torchweld.explain(model)` says why. Either all changes are made or none. What
-    torch.compile compiled before is compiled anew.
+    another class. Each configuration is tried first: on a copy with random values, results and
+    gradients are compared with the original's. A module that differs is left alone, and
+    `torchweld.explain(model)` says why. Either all changes are made or none. Graphs that
+    torch.compile made before are compiled anew.
 
     Args:
         model: any module.
         filter_fn: gets a module and its name; False leaves that module alone.
-        verify: False: do not compare where there is only one way to weld what is recognised.
+        verify: False: do not compare where there is only one way to weld a module.
 
     Returns:
         The model.
@@ -65,7 +65,7 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
 
 
 def unfuse(model: _Model) -> _Model:
-    """Give every welded module of a model the class back that it had.
+    """Give every welded module of a model its former class back.
 
     Args:
         model: any module.
@@ -92,7 +92,7 @@ def report(model: torch.nn.Module, filter_fn: Filter | None = None) -> WeldRepor
 
 
 def _forget_compiled() -> None:
-    """What torch.compile made would go on as it was: it does not ask for the class of a part."""
+    """Drop torch.compile's graphs: it does not guard on the class of a submodule."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

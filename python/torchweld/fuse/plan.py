@@ -1,4 +1,4 @@
-"""What is to be welded in a model, decided before anything is changed."""
+"""The plan of what to weld in a model, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Weldable:
     Attributes:
         where: its name in the model.
         what: what it is.
-        becomes: the torchweld function that runs in its place; "" where it is left alone.
+        becomes: the torchweld function that runs in its place; "" if it is left alone.
         welded: whether it is welded already.
         gain: how many times fewer bytes its passes between GEMMs move, forward and backward; None
-            where that was not measured.
-        reason: why it is left alone; "" where it is not.
+            if that was not measured.
+        reason: why it is left alone; "" if it is welded.
     """
 
     where: str
@@ -87,7 +87,7 @@ class WeldReport(Sequence[Weldable]):
 
 
 def rows_of_welds(model: torch.nn.Module) -> Iterator[Weldable]:
-    """A row for each weld that is there already."""
+    """A row for each existing weld."""
     for name, module in find_welds(model):
         if module.weld_becomes:
             yield Weldable(name, module.welded_from.__name__, module.weld_becomes, welded=True)
@@ -104,7 +104,7 @@ class Decided:
 def decide(
     model: torch.nn.Module, filter_fn: Filter | None, verify: bool
 ) -> tuple[list[Decided], list[Weldable]]:
-    """What is to be changed, and rows for what is left alone. Changes nothing."""
+    """The changes to make, and rows for the modules left alone. Changes nothing."""
     with probe.isolated({tensor.device for tensor in (*model.parameters(), *model.buffers())}):
         return _decide(View(model), filter_fn, verify)
 
@@ -121,7 +121,7 @@ def _decide(
     unasked = {id(module): row for module, row in _unaskable(view)}
     left: list[Weldable] = [row for row in unasked.values() if row is not None]
     for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
-        # What runs after what in a module is another matter once it is welded.
+        # A weld changes the order in which a module's parts run.
         if isinstance(module, Weld) or id(module) in unasked or id(module) in claimed:
             continue
         found = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
@@ -139,7 +139,7 @@ def _decide(
 
 
 def _unaskable(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None]]:
-    """Modules that no recogniser is asked about; a row for each that is not inside of another."""
+    """Modules that recognisers skip; a row for each that is not inside another."""
     for name, module in view.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             scripted = (
@@ -185,7 +185,7 @@ def _first_that_fits(
 
 
 def _tried(entry: Proposal, view: View) -> tuple[str | None, float | None]:
-    """Why it does not compute the same, and how much less traffic it has; once a configuration."""
+    """Why it does not compute the same, and its gain in traffic; once a configuration."""
     names = {id(part): name for name, part in entry.scope.named_modules()}
     changes = tuple(
         (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))

@@ -1,4 +1,4 @@
-"""Runs of twins on small inputs, of which nothing outside notices anything."""
+"""Runs of twins on small inputs, without a trace outside."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _GLOBAL_HOOKS = [
 
 @contextmanager
 def isolated(devices: Collection[torch.device]) -> Iterator[None]:
-    """Keep random states, global hooks and torch's modes of the caller out, and as they are."""
+    """Keep out the caller's random states, global hooks and modes, and leave them as they are."""
     hooks = [dict(found) for found in _GLOBAL_HOOKS]
     python, arrays = random.getstate(), numpy.random.get_state()
-    # Kernels too, for what is too small to gain.
+    # Kernels serve small inputs too.
     cuda = [device for device in devices if device.type == "cuda"]
     kernels = nullcontext() if cuda else use_backend("cpu", "eager")
     default = torch.get_default_device()
@@ -64,7 +64,7 @@ def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 class Ran(NamedTuple):
-    """What a run made: its results, then gradients and buffers; None where there is none."""
+    """A run's results, then gradients and buffers; None for those that do not exist."""
 
     outputs: list[torch.Tensor]
     others: list[torch.Tensor | None]
@@ -127,7 +127,7 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
 
 
 def required(module: torch.nn.Module) -> list[str] | None:
-    """The first argument of a call, and the others that it has to have."""
+    """The first argument of a call, and the other required ones."""
     parameters = [
         found
         for found in inspect.signature(module.forward).parameters.values()
@@ -142,7 +142,7 @@ def required(module: torch.nn.Module) -> list[str] | None:
 
 
 def _widths(module: torch.nn.Module) -> list[int]:
-    """How wide an input may be: as wide as a layer takes it, those that come first first."""
+    """Widths to try for an input: those of the layers, in their order."""
     found: dict[int, None] = {}
     for part in module.modules():
         weight = getattr(part, "weight", None)
@@ -157,7 +157,7 @@ def _widths(module: torch.nn.Module) -> list[int]:
 
 
 class Edge(NamedTuple):
-    """A module, and what takes its result: a module, or the name of a function."""
+    """A module and the consumer of its result: a module, or the name of a function."""
 
     producer: torch.nn.Module
     consumer: torch.nn.Module | str
@@ -170,7 +170,7 @@ _FUNCTIONS: dict[Any, str] = {
 
 
 class _Watch(TorchFunctionMode):
-    """Who made each tensor that a module returned, and who takes it."""
+    """Records which module made a tensor, and which takes it."""
 
     def __init__(self) -> None:
         super().__init__()

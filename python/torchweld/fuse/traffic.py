@@ -44,7 +44,7 @@ def gain(
 ) -> float | None:
     """The bytes that the passes of `scope` move, over those after the changes."""
 
-    # So many rows that what belongs to parameters counts as little as in training.
+    # As many rows as make the traffic of parameters count as little as in training.
     more = _MORE if sum(p.numel() for p in scope.parameters()) < _SMALL else 2
     rows = [x if x is None else torch.cat([x] * more) for x in inputs]
 

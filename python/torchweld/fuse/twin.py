@@ -1,4 +1,4 @@
-"""Copies of modules to be tried: with values drawn at random, on no meta device, without hooks."""
+"""Copies of modules for trials: with random values, without hooks, never on a meta device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweld.fuse.weld import why_overridden
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SEED = 20
-# So many numbers are drawn for a tensor, and repeated: a prime, so that no two rows are alike.
+# Numbers drawn for a tensor, which are then repeated: a prime, so that no two rows are alike.
 _DRAWN = 1_048_573
 
 
@@ -31,8 +31,8 @@ class Twin:
         device: where the copy lies.
         dtype: of its floating-point tensors; None: each keeps its own.
 
-    The drawn values are rounded to the dtype that the tensor has in `module`, so that twins of
-    different dtypes have the same ones.
+    The drawn values are rounded to the tensor's dtype in `module`, so that twins of different
+    dtypes have the same values.
     """
 
     def __init__(

@@ -12,11 +12,11 @@ from torchweld.fuse import probe
 from torchweld.fuse.twin import Twin
 from torchweld.fuse.weld import Change
 
-# Errors are those against float64: their root mean square, then the largest. Either may be
-# this many times the original's, and this many units of rounding of the result more.
+# Errors are against float64: their root mean square, then the largest. Either may be this many
+# times the original's, plus this many units of rounding of the result.
 _OF_ORIGINAL = (2.0, 4.0)
 _ROUNDINGS = {torch.float32: (4.0, 16.0), torch.bfloat16: (1.5, 4.0), torch.float16: (1.5, 4.0)}
-# As many elements of a gradient are compared.
+# The number of elements of a gradient that are compared.
 _SAMPLED = 2**20
 
 
@@ -31,12 +31,12 @@ def why_different(
     """How results or gradients differ after the changes; None: they agree.
 
     Args:
-        scope: what is run: the modules that change are parts of it.
+        scope: the module to run, which contains those that change.
         changes: of parts of `scope`.
-        inputs: on which it runs.
+        inputs: its inputs.
         device: where it runs.
-        drops: whether a change draws its dropout from torchweld's stream. Nothing is dropped then,
-            and after that everything; else both drop the same.
+        drops: whether a change draws its dropout from torchweld's stream. If so, two runs drop
+            nothing and everything; else both forms drop the same.
     """
     own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
     for dtype in (torch.float32, *sorted(own, key=str)):
@@ -76,7 +76,7 @@ def _differs(
             except Exception:
                 if dtype == torch.float32 and cast is None:
                     raise
-                return None  # nothing to keep: the original does not run so
+                return None  # nothing to compare: the original does not run in this dtype
             try:
                 found = probe.run(changed.module, inputs, dtype)
             except Exception as error:
@@ -109,8 +109,8 @@ def _compare(
     for a, b, exact in zip(expected.outputs, found.outputs, truth.outputs, strict=True):
         if reason := _why_far(a, b, exact, dtype, (0.0, 0.0)):
             return f"results {reason}"
-    # A gradient may be zero but for rounding, as that of a bias before a batch norm: what others
-    # are rounded by counts.
+    # A gradient may be zero except for rounding, as that of a bias before a batch norm. Its error
+    # is then relative to the others' sizes.
     others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
     others = [_sampled(exact) for exact in others]
     sizes = tuple(max(map(measure, others), default=0.0) for measure in _MEASURES)
@@ -130,7 +130,7 @@ def _why_far(
     dtype: torch.dtype,
     sizes: Sequence[float],
 ) -> str | None:
-    """How b is further from the truth than a; `sizes` are those that errors may be relative to."""
+    """How b is further from the truth than a; errors are relative to `sizes`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
     if not a.is_floating_point() or truth is None or truth.shape != a.shape:
@@ -154,7 +154,7 @@ def _why_far(
 
 
 def _sampled(values: torch.Tensor) -> torch.Tensor:
-    """Elements of the whole tensor, in its order, of which there are not too many."""
+    """A limited number of the whole tensor's elements, in order."""
     step = max(1, values.numel() // _SAMPLED)
     return values if step == 1 else values.flatten()[:: step + 1 - step % 2]
 

@@ -1,4 +1,4 @@
-"""What recognisers ask about a model and its modules; answers are kept for each configuration."""
+"""Questions of recognisers about a model; answers are kept for each configuration."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _CPU = torch.device("cpu")
 class Proposal:
     """Changes that make one weld.
 
-    Where a recogniser proposes several for one module, the first that computes the same is taken.
+    If a recogniser proposes several for one module, the first that computes the same is taken.
     """
 
     module: torch.nn.Module
     what: str
     changes: tuple[Change, ...]  # the first is of `module`
-    scope: torch.nn.Module  # what is run to try them
-    inner: tuple[torch.nn.Module, ...] = ()  # what is called no more, or returns something else
-    inputs: tuple[Any, ...] | None = None  # on which `scope` runs; None: they are searched for
-    part: torch.nn.Module | None = None  # whose traffic is told; None: that of `scope`
+    scope: torch.nn.Module  # the module that is run to try them
+    inner: tuple[torch.nn.Module, ...] = ()  # no longer called, or with another result
+    inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: they are searched for
+    part: torch.nn.Module | None = None  # the module whose traffic is told; None: `scope`
     drops: bool = False  # whether dropout is drawn from torchweld's stream
 
     @property
     def becomes(self) -> str:
-        """What runs in its place, in words."""
+        """The function that runs in its place, in words."""
         return self.changes[0].becomes
 
 
@@ -85,7 +85,7 @@ class View:
         return self._kept[key]
 
     def device(self, module: torch.nn.Module) -> torch.device:
-        """Where a twin of it is tried: that of a large one is no guest of a GPU."""
+        """Where a twin of it is tried: a large one not on a GPU."""
         if _elements(module) > _LARGE:
             return _CPU
         for tensor in (*module.parameters(), *module.buffers()):
@@ -120,7 +120,7 @@ class View:
         return found
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
-        """How wide the input and the result of a linear layer are, of an adapted one too."""
+        """The widths of a linear layer's input and result, also of an adapted one."""
         if form := self.linear(module):
             rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
             return (columns, rows) if form == "plain" else (rows, columns)
@@ -130,9 +130,9 @@ class View:
     # --- What runs after what ---------------------------------------------------------------------
 
     def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str | None:
-        """The innermost of `module` and what is around it in which a module feeds `consumer`.
+        """The innermost module, from `module` outwards, in which a module feeds `consumer`.
 
-        None where it runs and no module does; a reason where nothing runs.
+        None if it runs and no module does; a reason if nothing runs.
         """
         reason: str | None = ""
         for _ in range(3):
@@ -150,7 +150,7 @@ class View:
         return reason
 
     def between(self, part: torch.nn.Module, scope: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """The modules around `part` that are inside of `scope`."""
+        """The modules around `part` and inside `scope`."""
         inside = {id(module) for module in scope.modules()} - {id(scope)}
         for above in self.parents.get(id(part), []):
             if id(above) in inside:
@@ -174,7 +174,7 @@ class View:
         )
 
     def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
-        """Why a module's result may not change, or its call be left out."""
+        """Why a module's result may not change, nor its call be left out."""
         called = self.names.get(id(module)) or type(module).__name__
         if len(self.parents.get(id(module), [])) > 1:
             return f"{called} is shared"
@@ -189,10 +189,10 @@ class View:
         return None
 
 
-# Elements of parameters: of a twin that is tried on the CPU, and that a scope may have anyhow.
+# A twin with more elements of parameters is tried on the CPU; a scope with fewer is always allowed.
 _LARGE = 2**26
 _SMALL = 2**24
-# A scope is a block, not a model: it has so many times the elements of its largest parameter.
+# A scope is a block, not a model: it has at most this many times its largest parameter's elements.
 _BLOCK = 24
 
 
@@ -217,7 +217,7 @@ def is_welded(module: torch.nn.Module) -> bool:
 
 
 def forward_of(module: Any) -> Any:
-    """The function that a module's class runs; None where the class has none of its own."""
+    """The function that a module's class runs; None if the class has none of its own."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
     return getattr(type(module), "forward", None)
@@ -259,7 +259,7 @@ def _is_sharded_alone(module: torch.nn.Module) -> bool:
 
 
 def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
-    """In training and in evaluation."""
+    """The module in training, then in evaluation."""
     try:
         copies = [Twin(module, _CPU).module.train(training) for training in (True, False)]
     except CannotCopyError:
@@ -268,7 +268,7 @@ def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
 
 
 def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str, str] | None:
-    """The activation that all of these are, tried on numbers small and large."""
+    """The activation that all of these compute, tried on small and large numbers."""
     x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
         5, -1
     )
@@ -310,7 +310,7 @@ def _is_near(y: Any, expected: torch.Tensor, allowed: Any) -> bool:
 def _watched(
     module: torch.nn.Module, device: torch.device, names: dict[int, str]
 ) -> tuple[tuple[Any, ...], list[tuple[str, str]]] | str:
-    """Inputs and edges, by names in the module; that of a module begins with a dot."""
+    """Inputs and edges, by names in the module; a module's name begins with a dot."""
     try:
         twin = Twin(module, device, torch.float32)
         inputs = probe.fitting(twin.module, device)
@@ -332,9 +332,9 @@ _SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torc
 
 
 def configuration(module: torch.nn.Module) -> Hashable:
-    """What modules that compute alike have in common: classes, shapes, dtypes and settings.
+    """A key that modules share if they compute alike: classes, shapes, dtypes and settings.
 
-    The number of a layer is left out; objects of other kinds have to be the same ones.
+    It leaves out a layer's number. Objects of other kinds have to be identical.
     """
     return _of_module(module, {})
 

@@ -13,15 +13,15 @@ class Weld:
     """Base of the classes that welded modules get.
 
     `welded` makes a class from a subclass of this one, the module's own class, and settings. The
-    settings become class attributes, whose names begin with weld_ and so hide none of the module's.
+    settings become class attributes; their names begin with weld_ and so hide none of the module's.
     Nothing is written to the module itself: setting its class back restores it.
     """
 
     # Whether isinstance still finds the module's own class.
     weld_keeps_class: ClassVar[bool] = True
-    # What runs, in words; "" for a part of another module's weld.
+    # The function that runs, in words; "" for a part of another module's weld.
     weld_becomes: ClassVar[str] = ""
-    # Names of what it contains and calls no more.
+    # Names of the modules that it contains but no longer calls.
     weld_inner: ClassVar[tuple[str, ...]] = ()
     welded_from: ClassVar[type]
     weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
@@ -72,7 +72,7 @@ def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -
 
 
 def restored(cls: type) -> type:
-    """The class that a welded module had; that of one that was sharded since is made anew."""
+    """The former class of a welded module; made anew if the module was sharded since."""
     if "welded_from" in vars(cls):
         return cls.welded_from  # type: ignore[attr-defined,no-any-return]
     bases = tuple(restored(base) if issubclass(base, Weld) else base for base in cls.__bases__)
@@ -86,7 +86,7 @@ def _bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) ->
 
 
 def set_class(module: torch.nn.Module, cls: Any) -> None:
-    """Change the class, and the methods of it that accelerate's hooks call, or left behind."""
+    """Change the class, and its methods that accelerate's hooks call or left behind."""
     for name in _OWN_FORWARDS:
         if _is_own_forward(module, name):
             object.__setattr__(module, name, MethodType(cls.forward, module))
@@ -110,12 +110,12 @@ def _is_own_forward(module: torch.nn.Module, name: str) -> bool:
 
 
 def is_overridden(module: torch.nn.Module) -> bool:
-    """Whether something else runs than the forward of its class."""
+    """Whether it runs another forward than its class's."""
     return "forward" in vars(module) and not _is_own_forward(module, "forward")
 
 
 def why_overridden(module: torch.nn.Module) -> str | None:
-    """Why a change of its class would change nothing: what runs is set on the instance.
+    """Why a change of its class would change nothing: the forward is set on the instance.
 
     accelerate's hooks call the method that they found; set_class changes that too.
     """

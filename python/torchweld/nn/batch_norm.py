@@ -17,14 +17,14 @@ class LinearBatchNormAct(torch.nn.Module):
     """activation(norm(linear(x))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
 
     Both stay what they are, with their parameters and buffers: optimizers tell them apart, the norm
-    alone can be put into evaluation, torch.nn.SyncBatchNorm.convert_sync_batchnorm takes it. The
-    state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`, `norm.running_mean`,
-    `norm.running_var` and `norm.num_batches_tracked`. Where one of them was replaced by a subclass
-    (an adapter, a parametrisation, a shard of its own) both are called as they are: what is lost is
-    the fusion of the two. Hooks on the two are not called.
+    can be put into evaluation by itself, and torch.nn.SyncBatchNorm.convert_sync_batchnorm takes
+    it. The state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`,
+    `norm.running_mean`, `norm.running_var` and `norm.num_batches_tracked`. If a subclass replaces
+    one of them (an adapter, a parametrisation, a shard of its own), both are called as they are,
+    and only the fusion is lost. Hooks on the two are not called.
 
-    The input is [*, in_features], and every leading dimension a part of the batch: torch's
-    BatchNorm1d takes the second dimension of three for the channels.
+    The input is [*, in_features], and every leading dimension is part of the batch. torch's
+    BatchNorm1d takes the second of three dimensions for the channels.
 
     Args:
         in_features: last size of the input.
@@ -39,7 +39,7 @@ class LinearBatchNormAct(torch.nn.Module):
             None: those of this process, or of the norm's own group if it is a SyncBatchNorm.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save the input alone, and compute the rest again in the backward.
+        recompute: save only the input, and compute the rest again in the backward.
     """
 
     linear: torch.nn.Linear
@@ -110,7 +110,7 @@ class LinearBatchNormAct(torch.nn.Module):
         )
 
     def _group(self) -> Any:
-        """The processes whose rows the statistics cover; None, in evaluation, is only this one."""
+        """The processes whose rows the statistics cover; None: only this one, as in evaluation."""
         norm = self.norm
         if not norm.training:
             return None
@@ -125,7 +125,7 @@ class LinearBatchNormAct(torch.nn.Module):
 
 
 def counted_momentum(norm: Any) -> float | torch.Tensor:
-    """What torch's _BatchNorm.forward counts and takes; as a tensor it compiles once."""
+    """Count a batch; its momentum, as in torch's _BatchNorm.forward. A tensor compiles once."""
     if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
         if is_first():
             norm.num_batches_tracked.add_(1)

@@ -40,7 +40,7 @@ class SoftmaxDropout(torch.nn.Module):
 
 
 class BiasDropoutAdd(torch.nn.Module):
-    """residual + dropout(x + bias, p); the bias is handed over, as the layer before has it.
+    """residual + dropout(x + bias, p); the caller passes the bias, which the layer before owns.
 
     Args:
         p: probability of an element to be dropped while training.
@@ -99,7 +99,7 @@ class _DropoutAddNorm(torch.nn.Module):
 class DropoutAddLayerNorm(_DropoutAddNorm):
     """layer_norm(dropout(x, p) + residual), with the parameters of torch.nn.LayerNorm.
 
-    A block that normalises after the residual connection takes the result alone:
+    A block that normalises after the residual connection takes only the result:
 
         x = norm(attention(x), x)
 

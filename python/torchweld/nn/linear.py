@@ -16,7 +16,7 @@ class LinearAct(torch.nn.Module):
     """activation(x @ weight.T + bias), with the parameters and state_dict keys of torch.nn.Linear.
 
     It is no torch.nn.Linear: code that replaces or adapts those (LoRA, float8) computes what a
-    linear layer does, and would lose the activation without a word.
+    linear layer does, and would silently lose the activation.
 
     Args:
         in_features: last size of the input.
@@ -24,7 +24,7 @@ class LinearAct(torch.nn.Module):
         bias: whether there is one.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save the input alone, and compute the rest again in the backward.
+        recompute: save only the input, and compute the rest again in the backward.
     """
 
     bias: torch.nn.Parameter | None
@@ -86,7 +86,7 @@ class LinearGELU(LinearAct):
         out_features: last size of the output.
         bias: whether there is one.
         approximate: as in torch.nn.GELU: "none" (by erf, the default) or "tanh".
-        recompute: save the input alone, and compute the rest again in the backward.
+        recompute: save only the input, and compute the rest again in the backward.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MLP(_Block):
         bias: whether the layers have one.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save the input alone, and compute the rest again in the backward.
+        recompute: save only the input, and compute the rest again in the backward.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class GatedMLP(_Block):
         bias: whether the layers have one.
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save the input alone, and compute the rest again in the backward.
+        recompute: save only the input, and compute the rest again in the backward.
     """
 
     def __init__(

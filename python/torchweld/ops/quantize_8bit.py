@@ -15,10 +15,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks of 256 elements as bytes and a scale, in bitsandbytes' dynamic map.
 
-    A block lies within a row, which is what the first dimension counts; a vector is one row. Where
-    a row is a multiple of 256 these are the blocks that bitsandbytes makes of the flattened tensor.
-    An element becomes the code of the map's value that is nearest to element / absmax, of two as
-    near the one of larger magnitude. Zero stays zero.
+    The first dimension counts rows, and a block lies within a row; a vector is one row. If a row is
+    a multiple of 256, these are the blocks that bitsandbytes makes of the flattened tensor. An
+    element becomes the code of the map's value nearest to element / absmax; of two as near, it is
+    the one of larger magnitude. Zero stays zero.
 
     Args:
         x: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
@@ -26,7 +26,7 @@ def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor
 
     Returns:
         codes, uint8, of x's shape, and absmax, float32, [rows, ceil(elements of a row / 256)]. A
-        NaN or an infinity is its block's absmax, and nothing that comes back from such a block is
+        NaN or an infinity is its block's absmax, and dequantising such a block gives nothing
         finite. No gradient flows.
     """
     checks.dense("quantize_8bit", "x", x, _FLOATS)
@@ -43,12 +43,12 @@ def dequantize_8bit(
     signed: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What quantize_8bit kept of a tensor.
+    """A tensor from its codes and absmax, as quantize_8bit made them.
 
     Args:
         codes: uint8, from quantize_8bit.
         absmax: float32, with them.
-        signed: as it was there.
+        signed: as for quantize_8bit.
         dtype: of the result: float32, bfloat16, float16 or float64.
 
     Returns:
@@ -70,7 +70,7 @@ def dequantize_8bit(
 
 
 def rows_and_width(shape: torch.Size) -> tuple[int, int]:
-    """How a tensor falls into rows, which blocks do not cross."""
+    """The number of rows and their width; blocks do not cross rows."""
     if len(shape) < 2:
         return 1, shape.numel()
     return shape[0], shape[1:].numel()
@@ -86,7 +86,7 @@ def scales_shape(shape: torch.Size) -> torch.Size:
 
 
 def _magnitudes(signed: bool) -> torch.Tensor:
-    """The map's values that are not negative, in order; csrc/core/quant8.h says what they are."""
+    """The map's non-negative values, in order; csrc/core/quant8.h defines them."""
     values = [torch.zeros(1, dtype=torch.float32)]
     tenth = torch.tensor(0.1, dtype=torch.float32)
     for decade in range(7):
@@ -107,7 +107,7 @@ def _map(signed: bool) -> torch.Tensor:
 
 
 def _thresholds(signed: bool) -> torch.Tensor:
-    """The least float32 that is as near to a magnitude as to the one below it."""
+    """The least float32 that is at least as near to a magnitude as to the one below it."""
     exact = _magnitudes(signed).double()
     middle = (exact[:-1] + exact[1:]) / 2
     rounded = middle.float()
@@ -115,7 +115,7 @@ def _thresholds(signed: bool) -> torch.Tensor:
     return torch.where(rounded.double() < middle, above, rounded)
 
 
-# By `signed`: the value of every code, and where a magnitude's neighbour becomes the nearer one.
+# By `signed`: the value of every code, and the bounds between neighbouring magnitudes.
 with torch.device("cpu"):  # whatever the default is where this is imported
     MAPS = {signed: _map(signed) for signed in (True, False)}
     THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
@@ -125,14 +125,14 @@ with torch.device("cpu"):  # whatever the default is where this is imported
 
 
 def _places(edges: torch.Tensor) -> torch.Tensor:
-    """Where a row's elements are among pieces that are filled up to blocks."""
+    """The positions of a row's elements among pieces that are padded to blocks."""
     sizes = edges.diff()
     piece = torch.arange(len(sizes), device=edges.device).repeat_interleave(sizes)
     return torch.arange(len(piece), device=edges.device) - edges[piece] + piece * BLOCK
 
 
 def _blocks(x: torch.Tensor, edges: torch.Tensor | None) -> torch.Tensor:
-    """[rows, blocks, 256], filled up with zeros."""
+    """[rows, blocks, 256], padded with zeros."""
     rows, width = rows_and_width(x.shape)
     if edges is not None:
         padded = x.new_zeros(rows, (len(edges) - 1) * BLOCK)
@@ -162,7 +162,7 @@ def quantize_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_8bit in eager torch, without its checks.
 
-    Also of pieces of blocks, which `edges` divide rows into, with the absmax of whole blocks.
+    With `edges`, which divide rows into pieces of blocks, `absmax` is that of whole blocks.
     """
     blocks = _blocks(x.float(), edges)
     absmax = blocks.abs().amax(2) if absmax is None else absmax
@@ -175,11 +175,11 @@ def quantize_reference(
 
 
 def keep_positive(codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The codes of a second moment, of which no element becomes zero that is not.
+    """The codes of a second moment; only zeros become zero.
 
-    The first moment is divided by its root. Of gradients in a block that differ by more than a
-    factor of 2500 the lesser's square is nearest to zero, and its first moment is not: if no
-    gradient followed, a step of lr * moment / eps would.
+    The first moment is divided by the second's root. If two gradients in a block differ by more
+    than a factor of 2500, the smaller one's square would round to zero, but not its first moment.
+    Without another gradient a step of lr * moment / eps would follow.
     """
     return torch.where((codes == 0) & (x > 0), 1, codes)
 
@@ -191,7 +191,7 @@ def dequantize_reference(
     dtype: torch.dtype,
     edges: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dequantize_8bit in eager torch, without its checks; of pieces of blocks with `edges`."""
+    """dequantize_8bit in eager torch, without its checks; `edges` divide rows into pieces."""
     values = MAPS[signed].to(codes.device)[_blocks(codes, edges).int()]
     return _unblocked(values * absmax.unsqueeze(2), codes.shape, edges).to(dtype)
 

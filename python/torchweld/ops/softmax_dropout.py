@@ -26,7 +26,7 @@ def softmax_dropout(
 ) -> torch.Tensor:
     """dropout(softmax(scores * scale + mask), p) over the last dimension.
 
-    A row that the masks leave nothing of gives zeros, and zero gradients.
+    A row that is masked away entirely gives zeros, and zero gradients.
 
     Args:
         scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
@@ -38,8 +38,8 @@ def softmax_dropout(
         p: probability of an element to be dropped, where training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: where scores lies in a larger tensor of which it is a part: of its leading
-            dimensions alone, since a softmax needs whole rows.
+        shard: the place of scores in a larger tensor that is sharded only in leading dimensions,
+            since a softmax needs whole rows.
 
     Returns:
         A tensor of scores' shape and dtype.
@@ -57,7 +57,7 @@ def _inputs(scores, mask, scale, causal, p, training, seed, shard):
 
 
 def _masked(scores, mask, scale, causal, whole, offset):
-    """What the softmax is taken of."""
+    """The softmax's argument: scaled scores plus the mask."""
     z = scores if scale == 1 else scores * scale
     if mask is not None and mask.dtype == torch.bool:
         z = z.masked_fill(~mask, -torch.inf)
@@ -90,7 +90,7 @@ def _reference(scores, mask, scale, causal, p, seed, whole, offset):
     bare = mask is None and seed is None and not causal and not whole
     if bare and scores.ndim and scores.dtype in OP.dtypes:
         return torch.softmax(scores if scale == 1 else scores * scale, -1)
-    _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would take more
+    _check(scores, mask, scale, causal, p, seed, whole, offset)  # torch would accept more
     y = _softmax(scores, mask, scale, causal, whole, offset)
     return drop(y, p, seed, whole, offset)
 
@@ -108,7 +108,7 @@ def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, s
 
 
 def _unsaved(scores, mask, scale, causal, p, seed, whole, offset):
-    """Undropped probabilities say all; the product with the values keeps them anyway."""
+    """The result is enough if nothing is dropped; the product with the values saves it anyway."""
     return ("scores", "statistics", "mask") if seed is None else ("y",)
 
 
@@ -136,7 +136,7 @@ def _fake(scores, mask, scale, causal, p, seed, whole, offset):
 
 
 def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
-    """Sums of magnitudes: an error of z is one of the exponential relative to its size."""
+    """Sums of magnitudes: an error of z is a relative error of the exponential."""
     scores = scores.double()
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     s = _softmax(scores, mask, scale, causal, whole, offset)
@@ -153,7 +153,7 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
     return {"y": drop(relative, p, seed, whole, offset), "grad_scores": inner * abs(scale)}
 
 
-# Masks of every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
+# Masks with every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
 # larger tensor, no rows, no keys.
 _WHOLE: tuple[list[int], list[int]] = ([], [])
 
@@ -190,7 +190,7 @@ _SAMPLES = (
 
 
 def _measured(*shapes):
-    """Scale and mask alone; dropout alone; both, causal."""
+    """Only scale and mask; only dropout; both, causal."""
     for shape in shapes:
         batch, keys = shape[0], shape[-1]
         yield activation(*shape), boolean(batch, 1, 1, keys), 0.125, False, 0.0, None, *_WHOLE
@@ -227,7 +227,7 @@ OP = Op(
     numerics=Numerics(
         fp32={"y": 2.0, "grad_scores": 2.0},
         terms=_terms,
-        rounding={"grad_scores": 2.0},  # where y was saved in 16 bits
+        rounding={"grad_scores": 2.0},  # y was saved in 16 bits
     ),
     small=2**14,
     autocast={"cuda": torch.float32},

@@ -7,7 +7,7 @@ checkpointing policies. The argument names of the two schemas say how forward an
 together, and the autograd function is built from them:
 
 * `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
-  one of the public results; the forward's other outputs are kept for the backward alone;
+  one of the public results; the forward's other outputs are kept only for the backward;
 * an argument named like a forward's input or output is that value, saved; where an input is not
   among them, the declaration has a `backward_reference`;
 * `x_dtype` is the dtype of input `x`, and `need_weight` whether the gradient of input `weight` is

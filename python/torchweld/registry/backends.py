@@ -22,19 +22,19 @@ class Backend:
 
     name: str
     devices: set[str]
-    # Set by what loads the backend's library, as is the next.
+    # Set by the loader of the backend's library, as the next is.
     missing: Callable[[], str | None]
     # Why its kernels cannot run on a GPU of this compute capability, if they cannot.
     unfit: Callable[[Capability], str | None] = lambda capability: None
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device of a type that it serves; None if it can."""
+        """Why it cannot run on this device, whose type it serves; None if it can."""
         if reason := self.missing():
             return reason
         return _unfit(self.name, device.index) if device.type == "cuda" else None
 
 
-# Looked up once: torch.compile traces through what asks for it.
+# Looked up once: torch.compile traces through its users.
 _TRITON_MISSING = (
     "triton is not installed; CUDA builds of torch bring it"
     if importlib.util.find_spec("triton") is None
@@ -52,7 +52,7 @@ def _joined(capability: Capability) -> str:
     return "".join(map(str, capability))
 
 
-# Constant under torch.compile, which cannot trace how a device is asked.
+# Constant under torch.compile, which cannot trace a query of a device.
 @assume_constant_result
 def _unfit(backend: str, device_index: int | None) -> str | None:
     return _unfit_once(backend, device_index)

@@ -1,4 +1,4 @@
-"""What an op costs: bytes that it has to move and operations that it has to do."""
+"""What an op costs: the bytes that it has to move and the operations that it has to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torchweld.registry.op import Op
 
-# Forward without gradients; backward alone; both, through autograd.
+# Forward without gradients; only the backward; both, through autograd.
 DIRECTIONS = ("fwd", "bwd", "full")
 
 
@@ -34,8 +34,8 @@ class Traffic:
 def traffic(op: Op, inputs: Sequence[Any], direction: str) -> Traffic:
     """Derived from the two schemas: every tensor that goes in is read, every result is written.
 
-    `inputs` are the forward's arguments, on any device, `meta` too; gradients are computed of those
-    that require one.
+    `inputs` are the forward's arguments, on any device, even `meta`. Those that require a gradient
+    get one.
     """
     if direction == "full":
         return traffic(op, inputs, "fwd") + traffic(op, inputs, "bwd")
@@ -70,7 +70,7 @@ def per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
 
 
 def of_gemms(*products: int) -> tuple[int, int]:
-    """Operations of GEMMs with these numbers of products; a backward has two for each."""
+    """Operations of GEMMs with these numbers of products; a backward has two GEMMs for each."""
     return 2 * sum(products), 4 * sum(products)
 
 

@@ -51,7 +51,7 @@ class Op:
     # Arguments of a given size with every tensor present: takes the first one's leading sizes and
     # those that make a row, which are of one dimension unless the op takes several.
     sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
-    # The forward's arguments to floating-point operations of forward and backward.
+    # Takes the forward's arguments; counts the operations of forward and backward.
     flops: Callable[..., tuple[int, int]]
     # Arguments worth a measurement: on the CPU, on a GPU, and so few that only the call costs.
     benchmarks: tuple[tuple[Any, ...], ...]
@@ -59,20 +59,20 @@ class Op:
     tiny: tuple[Any, ...]
     numerics: Numerics
     # With fewer elements in the first argument, eager is as fast: there is less work than overhead.
-    # Not so where random numbers are drawn, which eager does in many steps.
+    # A call that draws random numbers never falls back, since eager draws them in many steps.
     small: int
-    # The public function's arguments, by name, to the forward's, where they differ.
+    # Takes the public function's arguments by name; returns the forward's, where they differ.
     inputs: Callable[..., Sequence[Any]] | None = None
-    # The same in plain torch, for the benchmark, where the reference is slower than that: torch's
-    # own dropout drops other elements than ours.
+    # Plain torch for the benchmark, where the reference is slower. With dropout it is: torch's own
+    # drops other elements than ours.
     plain: Callable[..., Any] | None = None
-    # The backward's arguments to its results, in eager torch, differentiable by torch; needed where
-    # they are not all of the forward's arguments.
+    # The backward in eager torch, differentiable by torch. Needed if the backward does not take all
+    # of the forward's arguments.
     backward_reference: Callable[..., Any] | None = None
-    # The forward's arguments to those tensors of the backward's that need not be saved for them.
+    # Takes the forward's arguments; names those of the backward that need not be saved.
     unsaved: Callable[..., Collection[str]] | None = None
-    # Input -> the gradient that its own equals, and for which of the forward's arguments it does:
-    # {"residual": ("grad_y", lambda *_: True)}.
+    # Input -> the gradient that its own equals, and a condition on the forward's arguments under
+    # which it does: {"residual": ("grad_y", lambda *_: True)}.
     same_gradient: dict[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (
         torch.float32,
@@ -80,10 +80,10 @@ class Op:
         torch.float16,
         torch.float64,
     )
-    # A backend, and the forward's arguments by name as far as they are known, to why it has no
-    # kernel for them, where that depends on more than their dtype and device.
+    # Takes a backend and the forward's arguments by name, as far as they are known. Says why the
+    # backend has no kernel for them, where that depends on more than their dtype and device.
     refuses: Callable[[str, dict[str, Any]], str | None] | None = None
-    # Device type -> dtype that eager computes and returns under autocast, where it has a rule.
+    # Device type -> the dtype that eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)
     backward_signature: Signature = field(init=False)
@@ -108,7 +108,7 @@ class Op:
 
     @property
     def backends(self) -> Sequence[str]:
-        """Those that it has kernels for, the preferred one first."""
+        """The backends that it has kernels for, the preferred one first."""
         return tuple(self.sources)
 
     def draws(self, inputs: Sequence[Any]) -> bool:
@@ -129,7 +129,7 @@ class Op:
             return f"{self.name} has no {backend} kernel"
         x, served = inputs[0], BACKENDS[backend].devices
         if x.device.type not in served:
-            # A library that is missing explains more than a device that it would not serve.
+            # A missing library explains more than a device that it would not serve.
             return BACKENDS[backend].missing() or (
                 f"{self.forward_signature.arguments[0]} is on {x.device};"
                 f" it serves {' and '.join(sorted(served))}"

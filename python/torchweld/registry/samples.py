@@ -18,13 +18,13 @@ class TensorSpec:
 
     @property
     def parameter(self) -> bool:
-        """Whether it has the trailing sizes of what flows alone."""
+        """Whether its shape is only the trailing sizes of what flows."""
         return self.kind in ("parameter", "boolean", "constant", "variance")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor argument of a sample that is made when it is needed, and then always the same."""
+    """A tensor argument of a sample that is made on demand, and is always the same."""
 
     make: Callable[[], torch.Tensor]
 
@@ -35,17 +35,17 @@ def activation(*shape: int) -> TensorSpec:
 
 
 def parameter(*shape: int) -> TensorSpec:
-    """A tensor that is learnt: of the tested dtype, or float32 under a 16-bit one."""
+    """A learnt tensor: of the tested dtype, or float32 beside a 16-bit one."""
     return TensorSpec(shape, "parameter")
 
 
 def residual(*shape: int) -> TensorSpec:
-    """A tensor that flows, of a dtype as parameters have it."""
+    """A tensor that flows, with the dtype of a parameter."""
     return TensorSpec(shape, "residual")
 
 
 def weight(*shape: int) -> TensorSpec:
-    """A factor of a GEMM, of the tested dtype: so small that sums of products are as what flows."""
+    """A factor of a GEMM, of the tested dtype, scaled so that sums of products are near 1."""
     return TensorSpec(shape, "weight")
 
 
@@ -60,16 +60,16 @@ def variance(*shape: int) -> TensorSpec:
 
 
 def boolean(*shape: int) -> TensorSpec:
-    """A tensor of which most elements are True."""
+    """A boolean tensor; most elements are True."""
     return TensorSpec(shape, "boolean")
 
 
 def padding(*shape: int) -> TensorSpec:
-    """A tensor of booleans of which few are True."""
+    """A boolean tensor; few elements are True."""
     return TensorSpec(shape, "padding")
 
 
-# What dropout draws from: a number that uses both halves of its 64 bits.
+# The seed of dropout: a number that uses both halves of its 64 bits.
 SEED = TensorSpec((1,), "seed")
 _SEED = 0x1234_5678_9ABC_DEF0
 

@@ -43,7 +43,7 @@ def is_unidirectional(attention: str) -> bool:
 def seen_by_all(
     grid: Grid, chosen: Sequence[int], backward_only: bool, horizontal: bool
 ) -> list[torch.Tensor]:
-    """Blocks that all rows see, or those from their own on; horizontal ones see all columns too."""
+    """Blocks that all rows see, or only rows from their own on; horizontal ones also see all."""
     column = torch.tensor(chosen, dtype=torch.int64, device=grid.device)
     first = column if backward_only else torch.zeros_like(column)
     found = [
@@ -215,7 +215,7 @@ class Builders:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> Self:
-        """In every row as many different blocks, or all that it may see if there are fewer."""
+        """In every row this many different blocks, or all that it may see if there are fewer."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_random_blocks=num_random_blocks)
         heads = num_heads if different_layout_per_head else 1

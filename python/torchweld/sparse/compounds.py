@@ -42,10 +42,10 @@ class Compounds(Builders):
         num_different_global_patterns: int = 1,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Sparse Transformer's: local windows, of which the last blocks are seen by all.
+        """Sparse Transformer's: local windows, whose last blocks are seen by all.
 
-        With `num_different_global_patterns`, head h takes the blocks before those of head h - 1 as
-        its global ones, and the layout is one for each of `num_heads` heads.
+        With `num_different_global_patterns`, the global blocks of head h come before those of head
+        h - 1, and the layout differs between its `num_heads` heads.
         """
         grid = grid_of(seq_len, block, device)
         at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)

@@ -99,7 +99,7 @@ class FromData(Builders):
         block: int = 64,
         causal: bool = False,
     ) -> Self:
-        """Sequences packed one after another, each of which sees only itself.
+        """Sequences packed one after another; each sees only itself.
 
         `cu_seqlens` is FlashAttention's: [0, length of the first, of the first two, ...]. `causal`
         aligns the last query of each sequence with its last key.

@@ -28,7 +28,7 @@ class BlockLayout(Compounds, FromData):
         queries, keys: lengths in tokens, which need not be multiples of the block.
         block: 16, 32, 64 or 128 tokens.
         batch, heads: 1 if the layout is shared.
-        lists: what kernels read; None: all blocks, of which no list is needed.
+        lists: what kernels read; None: all blocks, which need no lists.
     """
 
     queries: int
@@ -60,7 +60,7 @@ class BlockLayout(Compounds, FromData):
 
     @property
     def count(self) -> int:
-        """How many blocks there are. Reads it from the device."""
+        """The number of blocks. Reads it from the device."""
         total = self.batch * self.heads * self.grid.rows * self.grid.columns
         if self.lists is None:
             return total
@@ -68,7 +68,7 @@ class BlockLayout(Compounds, FromData):
 
     @property
     def density(self) -> float:
-        """The share of all blocks that there are. Reads it from the device."""
+        """The share of possible blocks that it has. Reads it from the device."""
         return self.count / max(self.batch * self.heads * self.grid.rows * self.grid.columns, 1)
 
     @property
@@ -96,7 +96,7 @@ class BlockLayout(Compounds, FromData):
     def causal(self) -> BlockLayout:
         """Only keys that do not come after their query; the last query sees every key.
 
-        The same as `causal=True` in the call, where blocks are left out without lists.
+        `causal=True` in the call does the same without lists.
         """
         high = self.keys - self.queries
         restricted = patterns.band(self.grid, self.blocks(), None, high)
@@ -130,11 +130,11 @@ class BlockLayout(Compounds, FromData):
         return self._make(grid, found, key, self.batch, self.heads)
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """What either layout has."""
+        """The blocks of either layout."""
         return self._joined(other, union=True)
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
-        """What both layouts have."""
+        """The blocks of both layouts."""
         return self._joined(other, union=False)
 
     def _joined(self, other: BlockLayout, union: bool) -> BlockLayout:

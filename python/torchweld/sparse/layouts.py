@@ -9,7 +9,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.sparse.layout import BlockLayout
 
-# A layout, or what makes one of the lengths of queries and keys: it takes (queries, keys).
+# A layout, or a function that makes one from the lengths (queries, keys).
 Source = BlockLayout | Callable[[tuple[int, int]], BlockLayout]
 _KEPT = 16
 
@@ -17,7 +17,7 @@ _KEPT = 16
 class Layouts:
     """The layouts of a source, each made once and kept on its device.
 
-    Sources of two layers have nothing in common, unless the layers share a Layouts.
+    Two layers share layouts only if they share a Layouts.
     """
 
     def __init__(self, source: Source) -> None:
@@ -35,7 +35,7 @@ class Layouts:
             source = self.source
             found = source if isinstance(source, BlockLayout) else source(key[:2])
             found = found.to(q.device)
-            if len(self._made) == _KEPT:  # ragged batches would make ever more
+            if len(self._made) == _KEPT:  # ragged batches would add more and more
                 self._made.pop(next(iter(self._made)))
             self._made[key] = found
         return found

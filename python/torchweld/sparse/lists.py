@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def words_of(block: int) -> int:
-    """The words that a query's bits of a partial block take."""
+    """The number of words for a query's bits of a partial block."""
     return max(block // 32, 1)
 
 
@@ -67,8 +67,8 @@ def listed(
 ) -> Lists:
     """The lists of these blocks, which are numbered as in Blocks and may come in any order.
 
-    `sizes` are batch, heads, rows and columns. A number past the last block's is none: a builder on
-    a device has as many as it may have at most, and never reads how many there are.
+    `sizes` are batch, heads, rows and columns. Numbers past the last block's do not count: a
+    builder on a device allocates the most that it may need, and never reads how many it has.
     """
     batch, heads, rows, columns = sizes
     kinds = len(masks) + 1
@@ -139,7 +139,7 @@ def ranges(begin: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def kinds_of(rows: torch.Tensor, row_entries: torch.Tensor, columns: int) -> torch.Tensor:
-    """[batch, heads, rows, columns] of what is there: 0 nothing, 1 a full block, else 2 + mask.
+    """[batch, heads, rows, columns] of blocks: 0 for none, 1 for a full one, else 2 + its mask.
 
     Reads nothing from the device.
     """
@@ -220,7 +220,7 @@ def _mask(blocks: Blocks) -> torch.Tensor:
 
 
 def tidy(blocks: Blocks, block: int) -> Blocks:
-    """The same blocks: each mask once, full ones and empty ones recognised."""
+    """The same blocks with each mask once, and with full and empty ones recognised."""
     assert blocks.mask is not None
     whole = packed(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
     every = torch.cat([whole, torch.zeros_like(whole), blocks.masks])

@@ -75,7 +75,7 @@ def window(grid: Grid, blocks: int) -> torch.Tensor:
 
 
 def dilated(grid: Grid, blocks: int, dilation: int) -> torch.Tensor:
-    """The same with every `dilation`-th block."""
+    """Around the diagonal, every `dilation`-th block."""
     side = torch.full_like(grid.row(), blocks // 2)
     return spans(grid, -side, side + 1, dilation, grid.diagonal())
 
@@ -112,7 +112,7 @@ def chosen_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
 
 
 def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) -> torch.Tensor:
-    """In every row of each head as many different columns, or all that the row may see.
+    """In every row of each head this many different columns, or all that the row may see.
 
     Memory is proportional to what is drawn.
     """
@@ -120,13 +120,13 @@ def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) 
     seen = grid.diagonal() + 1 if backward_only else torch.full_like(grid.row(), grid.columns)
     seen = seen.repeat(heads)
     near = min(2 * blocks, grid.columns)
-    # Few columns to choose from: those with the largest of as many random numbers.
+    # Few columns to choose from: those with the largest random numbers.
     few = (seen <= near).nonzero()
     order = torch.rand(len(few), near, generator=generator, device=grid.device)
     order = order.masked_fill(grid.column()[:near] >= seen[few], -1)
     best = order.topk(min(blocks, near))
     short = (few * grid.columns + best.indices)[best.values >= 0]
-    # Many: independent draws, and others in place of those that were there already.
+    # Many: independent draws; duplicates are drawn again.
     kind = torch.int32 if len(seen) * grid.columns < 2**31 else torch.int64
 
     def draw(line: torch.Tensor, count: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Block
     return tidy(Blocks(number, mask, torch.cat([masks, left & masks[pairs[:, 1]]])), block)
 
 
-# A batch, a head, queries and keys, to whether the key takes part; as FlexAttention's mask_mod.
+# (batch, head, queries, keys) -> whether a key takes part; FlexAttention's mask_mod.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

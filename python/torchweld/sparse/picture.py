@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _WIDTH, _HEIGHT = 64, 32
-# By the share of a cell's blocks that there are.
+# By the share of a cell's possible blocks.
 _SHADES = " ░▒▓█"
 
 
@@ -26,7 +26,7 @@ def drawn(kinds: torch.Tensor) -> str:
 
 
 def plotted(kinds: torch.Tensor, title: str, ax: Any = None) -> Any:
-    """The same with matplotlib."""
+    """A plot with matplotlib."""
     from matplotlib import pyplot
 
     ax = pyplot.subplots()[1] if ax is None else ax

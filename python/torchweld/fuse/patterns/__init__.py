@@ -1,7 +1,7 @@
-"""Recognisers of what can be welded: one function each, in the order in which they are asked.
+"""Recognisers of modules to weld, one function each, in the order in which they are asked.
 
-A recogniser gets a module and a View of the model, and yields a Proposal for what it recognises,
-or a Left with the reason for what it does not. Append your own to PATTERNS.
+A recogniser gets a module and a View of the model. It yields a Proposal, or a Left with the reason
+why it proposes nothing. Append your own to PATTERNS.
 """
 
 from __future__ import annotations

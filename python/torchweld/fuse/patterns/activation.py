@@ -28,7 +28,7 @@ class Activation(Weld):
 
 
 class Identity(Weld):
-    """What is left of an activation or a dropout that the module before it computes."""
+    """An activation or a dropout that the module before it computes now."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
         (x,) = given or named.values()
@@ -41,7 +41,7 @@ def in_words(kind: tuple[str, str]) -> str:
 
 
 def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module that computes one of torchweld's activations, however it does."""
+    """A module that computes one of torchweld's activations, in whatever way."""
     if is_welded(module) or type(module) in _FAST_IN_EAGER:
         return
     kind = view.activation(module)

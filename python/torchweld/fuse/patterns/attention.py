@@ -25,9 +25,9 @@ ON_CPU = "on the CPU block_sparse_attention over all keys"
 class MultiheadAttention(Weld):
     """torch.nn.MultiheadAttention where gradients are wanted.
 
-    Weights that are asked for come from softmax_dropout. Without them attention is
-    block_sparse_attention over all keys, on the CPU: torch's own is slower there, and makes all
-    scores where it drops some. Everything else is torch's.
+    softmax_dropout computes the weights, if they are asked for. Otherwise attention on the CPU is
+    block_sparse_attention over all keys: torch's own is slower there, and with dropout it keeps all
+    scores. Everything else is torch's.
     """
 
     def forward(
@@ -68,7 +68,7 @@ def _is_plain(
     attn_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> bool:
-    """Whether no scores are masked but by position and padding, on the CPU."""
+    """Whether it runs on the CPU, with scores masked only by position and padding."""
     lengths = {x.shape[1 if module.batch_first else 0] for x in given}
     causal_or_none = attn_mask is None or (is_causal and len(lengths) == 1)
     padded = key_padding_mask is None or key_padding_mask.dtype == torch.bool
@@ -142,7 +142,7 @@ def _heads(x: torch.Tensor, module: Any) -> torch.Tensor:
 def _mask(
     q: torch.Tensor, key_padding_mask: torch.Tensor | None, attn_mask: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """softmax_dropout's mask, of which True takes part, from torch's, of which True does not."""
+    """softmax_dropout's mask, where True takes part, from torch's, where True is ignored."""
     masks = []
     if attn_mask is not None:
         shape = (*q.shape[:2], *attn_mask.shape[-2:])
@@ -162,7 +162,7 @@ def _mask(
 
 
 def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """torch's, of which the weights may be asked for."""
+    """torch's, called with or without weights."""
     own = forward_of(module)
     if own is not torch.nn.MultiheadAttention.forward:
         return
@@ -181,7 +181,7 @@ def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Pr
 
 
 def why_unusual(attention: Any) -> str | None:
-    """Why attention is none that MultiheadAttention computes."""
+    """Why MultiheadAttention does not compute this attention."""
     same = attention.bias_k is None and not attention.add_zero_attn
     same = same and attention._qkv_same_embed_dim
     return None if same else "it has other keys and values than its input's"

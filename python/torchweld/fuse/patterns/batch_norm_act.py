@@ -18,7 +18,7 @@ _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class BatchNormAct(Weld):
-    """A batch norm of the columns of a matrix with its activation; of other inputs one by one."""
+    """A batch norm of a matrix's columns with its activation; other inputs take the two in turn."""
 
     weld_activation: str
     weld_approximate: str
@@ -49,7 +49,7 @@ class BatchNormAct(Weld):
 
 
 def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """The activations among a module's children, with the batch norms before them."""
+    """Activations among a module's children, with the batch norms before them."""
     if not any(forward_of(part) in _NORMS for part in module.modules()):
         return
     for consumer in module.children():

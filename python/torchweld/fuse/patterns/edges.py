@@ -13,7 +13,7 @@ from torchweld.fuse.weld import Change, Weld
 
 
 class Pair(NamedTuple):
-    """A module whose result goes only into another, and what was run to see that."""
+    """A module whose result goes only into another, and the module that was run to see it."""
 
     producer: torch.nn.Module
     scope: Scope
@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 def pair_before(
     consumer: torch.nn.Module, parent: torch.nn.Module, view: View
 ) -> Pair | Left | None:
-    """What `consumer`, a child of `parent`, gets all of its inputs from; None: no one module."""
+    """The only module that `consumer`, a child of `parent`, gets inputs from, if any."""
     scope = _in_sequence(parent, consumer) or view.scope(parent, consumer)
     what = f"{type(consumer).__name__} and what is before it"
     if scope is None:
@@ -53,7 +53,7 @@ def with_activation(
     kind: tuple[str, str],
     **settings: Any,
 ) -> Proposal:
-    """The producer takes over the activation, by this op; what was one becomes an identity."""
+    """The producer computes the activation too, by this op; the activation becomes an identity."""
     producer = pair.producer
     settings |= {"activation": kind[0], "approximate": kind[1]}
     return Proposal(

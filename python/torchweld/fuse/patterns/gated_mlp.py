@@ -14,7 +14,7 @@ from torchweld.fuse.weld import Change, Weld
 
 
 class GatedMLP(Weld):
-    """down(dropout(activation(gate(x)) * up(x))), whose layers stay modules of their own."""
+    """down(dropout(activation(gate(x)) * up(x))); its layers stay modules of their own."""
 
     weld_gate: str
     weld_up: str | None  # None: `gate` is the linear layer of both
@@ -50,7 +50,7 @@ def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module with two or three linear layers, an activation and perhaps a dropout: no more."""
+    """A module of only two or three linear layers, an activation and perhaps a dropout."""
     children = dict(module.named_children())
     if is_welded(module) or not 3 <= len(children) <= 5:
         return
@@ -87,7 +87,7 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
 
 
 def _ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Which layer may be which, by their sizes; the usual order first."""
+    """The possible roles of the layers, by their sizes; the usual order first."""
     for down, (hidden, _) in layers.items():
         rest = [name for name in layers if name != down]
         if len(rest) == 1 and layers[rest[0]][1] == 2 * hidden:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's, and whatever computes the same with parameters of its own."""
+"""LayerNorm and RMSNorm: torch's, and other modules that compute the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.fuse.twin import CannotCopyError, Twin
 from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
-# The dtype of a result: by those of x and the weight.
+# The dtype of a result, by those of x and the weight.
 _RULES = {
     "x": lambda x, weight: x,
     "wider": torch.promote_types,
@@ -130,7 +130,7 @@ def _others(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal
 
 
 def _rule(module: torch.nn.Module, device: torch.device) -> str:
-    """The rule that gives the dtypes of results where x and weight differ in theirs."""
+    """The rule for a result's dtype if x and weight differ in theirs."""
     possible = set(_RULES)
     for x, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         copy = Twin(module, device, weight).module

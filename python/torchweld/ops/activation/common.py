@@ -1,4 +1,4 @@
-"""What bias_act and gated_act have in common beside their kernels."""
+"""What bias_act and gated_act share besides their kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SOURCES = {"cpu": ("csrc/cpu/act.cpp",), "triton": ("triton_kernels/act.py",)}
 
 @dataclass(frozen=True)
 class Activation:
-    """Eager torch's function, and how an error of what goes into it comes out.
+    """Eager torch's function, and how an error of its argument shows in its result.
 
-    With `size` the sum of the magnitudes that its argument is made of, `value(size)` is that of its
-    result, and `slope(size)` that of its derivative: docs/numerics.md derives them.
+    `size` is the sum of the magnitudes of the argument's terms. `value(size)` is that sum for the
+    result and `slope(size)` for the derivative; docs/numerics.md derives them.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +37,7 @@ def _relu2(z: torch.Tensor) -> torch.Tensor:
     return relu(z).square()
 
 
-# By (activation, approximate) every one there is. A new one is a line here, one in csrc/core/act.h,
+# All of them, by (activation, approximate). A new one takes a line here, a line in csrc/core/act.h,
 # and its branches in triton_kernels/act.py.
 ACTIVATIONS = {
     ("gelu", "none"): Activation(gelu),

@@ -1,4 +1,4 @@
-"""block_sparse_attention: attention over the blocks of a layout, and over no others."""
+"""block_sparse_attention: attention over only the blocks of a layout."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def block_sparse_attention(
 
     Args:
         q: [batch, heads, queries, head_dim], of any strides; leading dimensions may be left out.
-        k: [batch, key heads, keys, head_dim]; the heads are a multiple of the key heads, and as
-            many in a row share one.
+        k: [batch, key heads, keys, head_dim]; heads are a multiple of key heads, and adjacent
+            heads share one.
         v: of k's shape.
         layout: a torchweld.sparse.BlockLayout of these lengths. Packed sequences, in a batch of
             one, take `BlockLayout.documents`.
         scale: of the scores; None: 1 / sqrt(head_dim).
-        causal: no query sees a later key, where the last query stands beside the last key.
+        causal: the last query sees every key, each one before it one key less.
         key_padding_mask: booleans [batch, keys]; True is ignored, as in nn.MultiheadAttention.
         alibi_slopes: [heads] or [batch, heads], float32; a score is lowered by the slope times the
             distance of its query and key. They get no gradient.
-        sinks: [heads], a learnt score for each head of a key without a value.
+        sinks: [heads], for each head the learnt score of a key without a value.
         softcap: not 0: scores become softcap * tanh(score / softcap) before anything is added.
         dropout_p: the probability of a weight to be dropped, where training is true.
         training: False drops nothing.
-        seed: what to drop, see torchweld.random; None draws one from torch's generator. What is
-            dropped is what softmax_dropout drops of scores [batch, heads, queries, keys].
-        shard: where q lies in a larger tensor. The last offset is not q's: it is the number of the
-            first key, a multiple of 4. Keys and values are those of q's heads, or of all heads.
+        seed: what to drop, see torchweld.random; None draws one from torch's generator. The same
+            scores [batch, heads, queries, keys] are dropped as in softmax_dropout.
+        shard: the place of q in a larger tensor. The last offset is not q's: it is the number of
+            the first key, a multiple of 4. Keys and values are those of q's heads, or of all heads.
         return_lse: return the log of the sum of exponentials too, which is differentiable.
 
     Returns:
@@ -129,7 +129,7 @@ def _heads(x: torch.Tensor) -> int:
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(*arguments)  # torch would take more
+    _check(*arguments)  # torch would accept more
     with torch.autocast(arguments[0].device.type, enabled=False):  # the public function casts
         return attention(*arguments)
 
@@ -217,7 +217,7 @@ def _check_heads(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> None:
-    """Keys and values of q's heads, or of more of the whole's."""
+    """Keys and values of q's heads, or of more of the whole tensor's heads."""
     first = offset[-3] if offset and len(offset) > 2 else 0
     here, last = shape[1] == key_heads * group, first + shape[1] <= key_heads * group
     if not here and not (whole and last):
@@ -289,7 +289,7 @@ OP = Op(
     numerics=Numerics(
         fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
         terms=terms,
-        # y was rounded, and is in what all of a query's gradients have in common. Tensor cores
+        # y was rounded, and is a term of all of a query's gradients. Tensor cores
         # take weights that are rounded too, as eager's are, for y and grad_v.
         rounding={"y": 2.0, "grad_q": 3.0, "grad_k": 3.0, "grad_v": 2.0, "grad_sinks": 3.0},
     ),

@@ -1,4 +1,4 @@
-"""Dense masked attention in eager torch: the reference, and the sums that its errors go by."""
+"""Dense masked attention in eager torch: the reference, and the bounds of its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweld.sparse.lists import token_mask
 
 
 def four(x: torch.Tensor) -> torch.Tensor:
-    """With the leading dimensions that were left out."""
+    """The tensor with its missing leading dimensions added."""
     return x[(None,) * (4 - x.ndim)]
 
 
@@ -63,7 +63,7 @@ def scores(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """What the masks and the softmax are taken of."""
+    """The scores that the masks and the softmax get."""
     z = q @ k.mT * scale
     if softcap:
         z = torch.tanh(z / softcap) * softcap
@@ -81,7 +81,7 @@ def distance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def softmax(
     z: torch.Tensor, seen: torch.Tensor | None, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and the log of the sum of exponentials; rows that see nothing are zero."""
+    """Weights, zero in rows that see nothing, and the log of the sum of exponentials."""
     if seen is not None:
         z = z.masked_fill(~seen, -torch.inf)
     if z.shape[-1]:
@@ -122,17 +122,17 @@ def dropped(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Dropout of weights, for a place of q in a larger tensor."""
+    """Dropout of weights, for the place of q in a larger tensor."""
     return drop(weights, p, seed, _four_of(whole, 1), _four_of(offset, 0))
 
 
 def _four_of(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
-    """Sizes or offsets of the scores; the size of the last dimension is not asked for."""
+    """Sizes or offsets of the scores; the size of the last dimension does not matter."""
     return None if not sizes else [missing] * (4 - len(sizes)) + [*sizes]
 
 
 def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:
-    """Sums of magnitudes: an error of a score is one of its weight relative to its size."""
+    """Sums of magnitudes: an error of a score is a relative error of its weight."""
     q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
     block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
     shapes = q.shape, k.shape

@@ -14,7 +14,7 @@ from torchweld.sparse import BlockLayout
 
 
 def _listed(layout: Callable[[], BlockLayout]) -> tuple[Any, ...]:
-    """A layout's lists, made when they are needed."""
+    """A layout's lists, made on demand."""
     made = functools.cache(layout)
     return tuple(Made(functools.partial(_list_of, made, at)) for at in range(5))
 
@@ -72,8 +72,8 @@ def _sample(
     )
 
 
-# Lengths that blocks divide and that they do not, heads that share keys, every argument, one token,
-# nothing.
+# Lengths that are multiples of the block and others, heads that share keys, every argument, one
+# token, nothing.
 SAMPLES = (
     sized((2, 3, 37), (24,)),
     sized((3,), (5,)),
@@ -109,7 +109,7 @@ SAMPLES = (
     ),
     _sample((1, 1, 200, 128), layout=lambda: BlockLayout.strided(200, block=128), block=128),
     _sample((2, 3, 60, 17), causal=True, slopes=True),
-    # As many heads as the errors of sinks are pooled over.
+    # The errors of sinks are pooled over this many heads.
     _sample((1, 10000, 2, 3), causal=True, sinks=True),
     _sample((2, 0, 8, 16)),
     _sample((2, 3, 0, 16)),

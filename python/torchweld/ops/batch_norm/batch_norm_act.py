@@ -44,24 +44,23 @@ def batch_norm_act(
 ) -> torch.Tensor:
     """activation(batch_norm(x)), as torch.nn.functional.batch_norm: every column is a channel.
 
-    Where it trains, x is read once for the statistics and once for the result, and for the backward
-    x is saved. The running statistics are not updated where a checkpoint computes anew what it did
-    not keep: once for each batch.
+    Training reads x once for the statistics and once for the result, and saves x for the backward.
+    A checkpoint that recomputes does not update the running statistics again: each batch counts
+    once.
 
     Args:
         x: [*, width], every leading dimension a part of the batch; float32, bfloat16, float16 (or
             float64).
         running_mean, running_var: [width], in x's dtype, or float32 and 16 bits in either order;
-            used in evaluation, where they have to be there, and updated in training, where they
-            need not.
+            needed and used in evaluation; updated in training, where they may be None.
         weight, bias: [width], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of x.
-        momentum: the share of these in the running statistics' new values; a tensor of one element
-            where it changes from step to step.
+        momentum: the share of this batch in the running statistics' new values; a tensor of one
+            element if it changes from step to step.
         eps: added to the variance, >= 0.
-        process_group: in training the statistics are those of all its processes' rows, however many
-            each has; None: of this process alone. Gradients of weight and bias are this process's
-            share of the sum, as torch.nn.SyncBatchNorm has them.
+        process_group: in training the statistics cover the rows of all its processes, however many
+            each has; None: only this process's. Gradients of weight and bias are this process's
+            share of the sum, as in torch.nn.SyncBatchNorm.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
@@ -100,7 +99,7 @@ BareOp(
 class _Training:
     """Forward and backward of a step on one backend, each of two passes over x.
 
-    Between the two, processes exchange what belongs to columns.
+    Between the passes, processes exchange values of columns.
     """
 
     def __init__(self, backend):
@@ -123,7 +122,7 @@ class _Training:
 
     def backward(self, grad_y, x, mean, var, count, weight, bias, eps, group, *rest):
         *kind, need_x, need_weight, need_bias = rest
-        # What is summed stays in the sums' precision, and is there where parameters are not.
+        # The gradients stay in the sums' precision, and are computed even without parameters.
         wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         columns = (mean, var, wide_weight, wide_bias)
@@ -142,7 +141,7 @@ class _Training:
         )
 
     def public(self, results):
-        """The statistics too, without a gradient: the running ones are updated with them."""
+        """The result and, without a gradient, the statistics that update the running ones."""
         return results
 
 
@@ -170,7 +169,7 @@ def trained(
     *kind: str,
     offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A training step's result on this backend; `offset` was left out of x, which takes it out."""
+    """A training step's result on this backend; `offset` is only for the running mean."""
     given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
     training = _TRAINING[backend]
     if torch.is_grad_enabled() and any(
@@ -186,7 +185,7 @@ def trained(
 
 
 def is_first() -> bool:
-    """Not a checkpoint's second time, which is within a backward."""
+    """Whether statistics count: not when a checkpoint recomputes, within a backward."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
@@ -227,7 +226,7 @@ def trains(
     running_var: torch.Tensor | None,
     group: Any,
 ) -> bool:
-    """Whether there are rows enough, and running statistics that fit, which no kernel looks at."""
+    """Whether there are enough rows and fitting running statistics, which no kernel checks."""
     alone = group is None or group.size() == 1
     if x.ndim == 0 or (alone and x.shape[:-1].numel() == 1):
         return False
@@ -247,7 +246,7 @@ def _reference(x, running_mean, running_var, weight, bias, training, *how):
 def reference(
     op, x, running_mean, running_var, weight, bias, training, momentum, eps, group, *kind
 ):
-    """In eager torch, of what fits."""
+    """batch_norm_act in eager torch, without checks."""
     columns = (running_mean, running_var, weight, bias)
     if training and running_mean is not None and not is_first():
         columns = (running_mean.clone(), running_var.clone(), weight, bias)
@@ -281,7 +280,7 @@ def _check_all(x, running_mean, running_var, weight, bias, training, momentum, e
 
 
 def check_training(op, x, running, training, momentum, group):
-    """Rows enough, running statistics where they are needed, a momentum and a process group."""
+    """Enough rows, running statistics where they are needed, a momentum and a process group."""
     for (name, value), other in zip(running.items(), reversed(running.values()), strict=True):
         if value is None and (other is not None or not training):
             accepted = "a tensor: only both are left out, and only where training is True"
@@ -318,7 +317,7 @@ def _arguments(shape, training, *kind, tracked=True, affine=True):
     return (activation(*shape), *running, *parameters, training, 0.1, 1e-5, None, *kind)
 
 
-# Rows and widths as activations.SHAPES, but for what has a single row.
+# Rows and widths as in activations.SHAPES, without those of a single row.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (3, 1),
     (5, 7),

@@ -1,4 +1,4 @@
-"""What ops that normalise columns have in common beside their kernels."""
+"""What the ops that normalise columns share besides their kernels."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SOURCES = {
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """As [rows, width]; the sizes are not inferred, since one of them may be 0."""
+    """x as [rows, width]; no size is inferred, since one of them may be 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In what it is computed in."""
+    """In the dtype that it is computed in."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def unlike(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
-    """Whether one of them is not of x's dtype and width, which is for a whole check to judge."""
+    """Whether one of them differs from x in dtype or width; `check_columns` says if it may."""
     width = x.shape[-1:]
     return any(t is not None and (t.dtype is not x.dtype or t.shape != width) for t in columns)
 
 
 def are_running(x: torch.Tensor, shape: Sequence[int], *running: torch.Tensor) -> bool:
-    """Whether running statistics are such, which no kernel looks at."""
+    """Whether running statistics fit, which no kernel checks."""
     return all(
         t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is running[0].dtype
         for t in running
@@ -59,14 +59,14 @@ def normalized(
 def reference(
     op, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, approximate
 ):
-    """Eager torch on rows; the running statistics are updated where it trains."""
-    if x.numel() == 0:  # torch has no batch_norm of no columns
+    """Eager torch on rows; training updates the running statistics."""
+    if x.numel() == 0:  # torch has no batch_norm without columns
         z = normalized(x, running_mean, running_var, weight, bias, eps)
         return activations.activate(op, z, activation, approximate)
-    if running_mean is not None:  # torch differentiates by them, or refuses to
+    if running_mean is not None:  # torch would differentiate by them, or refuse to
         running_mean, running_var = running_mean.detach(), running_var.detach()
     running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)
-    if unlike(x, *columns):  # torch takes no others than float32
+    if unlike(x, *columns):  # torch takes only float32 then
         running_mean, running_var, weight, bias = [None if t is None else wide(t) for t in columns]
     # On the CPU torch's backward (2.13) reads columns as if they were packed:
     #     x = torch.randn(8, 4, requires_grad=True)
@@ -88,7 +88,7 @@ def reference(
 
 
 def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
-    """A tensor with a row, and what goes along with its columns."""
+    """A tensor with a row, and its columns' values."""
     checks.dense(op.name, "x", x, op.dtypes)
     if x.ndim == 0:
         raise ArgumentError(op.name, "x", "of no dimensions", "[*, width]")
@@ -104,7 +104,7 @@ def check_columns(
     kind: Sequence[Any],
     *pairs: dict[str, Any],
 ) -> None:
-    """Pairs of tensors of this shape, as far as they are given, each pair of one dtype."""
+    """Pairs of tensors of this shape; either may be None, and a pair has one dtype."""
     for pair in pairs:
         given = {name: value for name, value in pair.items() if value is not None}
         for name, value in given.items():
@@ -120,9 +120,9 @@ def check_columns(
 
 
 def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
-    """Sums of the magnitudes that each result is made of, in float64.
+    """For each result the sum of its terms' magnitudes, in float64.
 
-    `size` is that of z, which is what is normalised; without mean and var by its own.
+    z is normalised, by its own statistics if mean and var are None; `size` has its magnitudes.
     """
     known, width = activations.ACTIVATIONS[kind], z.shape[-1]
     rows, size = rows_of(z.double()), rows_of(size)

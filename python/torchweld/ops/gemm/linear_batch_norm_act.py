@@ -47,15 +47,14 @@ def linear_batch_norm_act(
         weight: [out_features, in_features].
         bias: [out_features].
         running_mean, running_var: [out_features], in x's dtype, or float32 and 16 bits in either
-            order; used in evaluation, where they have to be there, and updated in training, where
-            they need not.
+            order; needed and used in evaluation; updated in training, where they may be None.
         bn_weight, bn_bias: [out_features], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of this batch.
-        momentum: the share of these in the running statistics' new values; a tensor of one element
-            where it changes from step to step.
+        momentum: the share of this batch in the running statistics' new values; a tensor of one
+            element if it changes from step to step.
         eps: added to the variance, >= 0.
-        process_group: in training the statistics are those of all its processes' rows, see
-            batch_norm_act; None: of this process only.
+        process_group: in training the statistics cover the rows of all its processes, see
+            batch_norm_act; None: only this process's.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
         recompute: save only x, and compute the rest again in the backward.

@@ -1,4 +1,4 @@
-"""What layer_norm and rms_norm have in common beside their kernels."""
+"""What layer_norm and rms_norm share besides their kernels."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def terms(
     grad_y: torch.Tensor,
     centered: bool,
 ) -> dict[str, torch.Tensor]:
-    """Sums of the magnitudes that each result is made of, in float64; `size` is that of x."""
+    """For each result the sum of its terms' magnitudes, in float64; `size` has x's magnitudes."""
     grad_y = grad_y.double().abs()
     rows, dims = split(x, normalized_shape)
     scale = 1.0 if weight is None else weight.double().abs()
     mean = x.mean(dims, keepdim=True) if centered else torch.zeros_like(x)
     rstd = (x - mean).square().mean(dims, keepdim=True).add(1e-6).rsqrt()
-    # A mean is as exact as its summands are large, however they cancel.
+    # The error of a mean goes by the size of its summands, however they cancel.
     x_hat = (size + (size.mean(dims, keepdim=True) if centered else 0)) * rstd
     g = grad_y * scale
     projected = (g * x_hat).mean(dims, keepdim=True) * x_hat
@@ -163,7 +163,7 @@ def as_float32(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def statistics(x: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Tensor:
-    """mean or rstd as the kernels keep them: one number a row, in what the row is computed in."""
+    """mean or rstd as the kernels keep them: one number a row, in the dtype of the arithmetic."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(x.shape[: x.ndim - len(normalized_shape)], dtype=dtype)
 

@@ -30,7 +30,7 @@ def rms_norm(
             epsilon of what x is computed in: 2^-23, for float64 2^-52.
 
     Returns:
-        A tensor of x's shape and dtype, contiguous or, where x is that, channels_last.
+        A tensor of x's shape and dtype, contiguous, or channels_last if x is.
     """
     return call(OP, x, normalized_shape, weight, eps)
 
@@ -38,12 +38,12 @@ def rms_norm(
 def _reference(x, normalized_shape, weight, eps):
     if eps is not None and not eps >= 0:
         raise ArgumentError("rms_norm", "eps", repr(eps), "a number >= 0 or None")
-    if weight is not None and weight.dtype is not x.dtype:  # eager warns of this
+    if weight is not None and weight.dtype is not x.dtype:  # eager warns about this
         _check(x, normalized_shape, weight, eps)
         weight = norms.as_float32(weight)
         return torch.rms_norm(x.float(), normalized_shape, weight, eps).to(x.dtype)
     y = torch.rms_norm(x, normalized_shape, weight, eps)
-    if y.numel() == 0:  # with strides that its fake has not
+    if y.numel() == 0:  # its fake has other strides
         return torch.layer_norm(x, normalized_shape, weight)
     return y
 
@@ -53,7 +53,7 @@ def _check(x, normalized_shape, weight, eps):
 
 
 def _refuses(backend, given):
-    """torch's rms_norm keeps channels_last, where kernels have rows side by side."""
+    """torch's rms_norm keeps channels_last; the kernels write packed rows."""
     x = given.get("x")
     if not isinstance(x, torch.Tensor) or x.is_contiguous():
         return None

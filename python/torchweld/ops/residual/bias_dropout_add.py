@@ -1,4 +1,4 @@
-"""bias_dropout_add: what dropout leaves of x + bias, added to a residual stream in one pass."""
+"""bias_dropout_add: bias, dropout and the addition to a residual stream in one pass."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def bias_dropout_add(
         p: probability of an element to be dropped, where training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: where x lies in a larger tensor of which it is a part, in any dimension.
+        shard: the place of x in a larger tensor that is sharded in any dimensions.
 
     Returns:
-        A contiguous tensor of residual's shape, of the wider of the two dtypes. Backward saves the
-        seed and the bias alone.
+        A contiguous tensor of residual's shape, of the wider of the two dtypes. The backward needs
+        only the seed and the bias.
     """
     return call(OP, *_inputs(x, bias, residual, p, training, seed, shard))
 
@@ -49,7 +49,7 @@ def _inputs(x, bias, residual, p, training, seed, shard):
 
 
 def _plainly_right(x, bias, residual, whole):
-    """Whether a whole check would be a waste of time: torch itself would take much more."""
+    """Whether the full check can be skipped; torch itself would accept more than that."""
     return (
         x.dtype in OP.dtypes
         and x.ndim > 0
@@ -64,7 +64,7 @@ def _plainly_right(x, bias, residual, whole):
 def _reference(x, bias, residual, p, seed, whole, offset):
     if not _plainly_right(x, bias, residual, whole):
         _check(x, bias, residual, p, seed, whole, offset)
-    if residual.dtype is not x.dtype:  # nothing is rounded before it is added to a wider residual
+    if residual.dtype is not x.dtype:  # nothing is rounded before the addition to a wider residual
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
     y = x if bias is None else x + bias
     return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""What dropout_add_layer_norm and dropout_add_rms_norm have in common beside their kernels."""
+"""What dropout_add_layer_norm and dropout_add_rms_norm share besides their kernels."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def inputs(
 
 
 def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype | None) -> bool:
-    """Whether y is in float32 under a 16-bit x; unless told otherwise, as torch has it.
+    """Whether y is in float32 beside a 16-bit x; by default as in torch.
 
-    There, under autocast, the norm gives what it is given, which x + residual is promoted to, or
-    float32, on devices where that is a rule of the norm's.
+    Under autocast torch's norm returns the dtype of x + residual, or float32 on devices where
+    autocast says so.
     """
     if not isinstance(x, torch.Tensor):  # the check will say so
         return False
@@ -88,7 +88,7 @@ def alone(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y, where there is neither a residual nor dropout: that of the plain norm."""
+    """y without a residual and without dropout: the plain norm's."""
     if wide_y:
         x, parameters = x.float(), [norms.as_float32(value) for value in parameters]
     y: torch.Tensor = call(norm, x, normalized_shape, *parameters, eps)
@@ -96,7 +96,7 @@ def alone(
 
 
 def as_wide(residual: Any, x: Any) -> Any:
-    """A 16-bit residual in float32 beside a float32 x, as plain addition has it."""
+    """A 16-bit residual becomes float32 beside a float32 x, as in plain addition."""
     dtype = getattr(residual, "dtype", None)
     if dtype is torch.bfloat16 or dtype is torch.float16:
         return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
@@ -110,7 +110,7 @@ def plainly_right(
     eps: float | None,
     whole: Sequence[int] | None,
 ) -> bool:
-    """Whether a whole check would be a waste of time: torch itself would take more."""
+    """Whether the full check can be skipped; torch itself would accept more than that."""
     return (
         (residual is None or (residual.shape == x.shape and residual.dtype is x.dtype))
         and all(value is None or value.dtype is x.dtype for value in parameters)
@@ -125,9 +125,9 @@ def stream(
     residual: torch.Tensor | None,
     drop: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """z, contiguous as the kernels have it.
+    """z, contiguous as from the kernels.
 
-    What dropout leaves of x is not rounded before it is added to a wider residual.
+    The dropped-out x is not rounded before the addition to a wider residual.
     """
     if residual is None:
         return drop(x).contiguous()
@@ -145,7 +145,7 @@ def normalized(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y, of the dtype of x unless it is wide, by the plain norm's eager torch."""
+    """y by the plain norm in eager torch, of x's dtype unless it is wide."""
     dtype = torch.promote_types(x.dtype, torch.float32) if wide_y else x.dtype
     kind = torch.promote_types(z.dtype, dtype)
     if kind.itemsize > 2:
@@ -207,7 +207,7 @@ def check(
 ) -> None:
     """What both ops accept."""
     checks.dense(op.name, "x", x, op.dtypes, jagged=seed is None)
-    if (weight := parameters["weight"]) is not None:  # normalized_shape may be from there
+    if (weight := parameters["weight"]) is not None:  # normalized_shape may come from it
         checks.dense(op.name, "weight", weight, checks.parameters_beside(x), "x")
         meaning = f"the last dimensions of x, whose shape is {list(x.shape)}: for instance"
         checks.shaped(op.name, "weight", weight, x.shape[x.ndim - weight.ndim :], meaning)
@@ -231,7 +231,7 @@ def fake(x, residual, normalized_shape, *rest):
 
 
 def _terms(x, residual, normalized_shape, weight, *rest, grad_z, grad_y, centered):
-    """Sums of the magnitudes that each result is made of, in float64."""
+    """For each result the sum of its terms' magnitudes, in float64."""
     *bias, p, _, seed, whole, offset, _ = rest
     kept = functools.partial(
         drop, p=p, seed=seed, whole=whole, offset=offset, trailing=len(normalized_shape)
@@ -264,7 +264,7 @@ def _arguments(
 
 
 def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
-    """Over the norms' shapes, dropping or not, then what may be absent, a part, and a wide y."""
+    """The norms' shapes, with and without dropout; absent arguments; a shard; a wide y."""
     found = [
         _arguments(leading, shape, [parameter(*shape)] * parameters, p, eps)
         for (leading, shape), p in zip(norms.SHAPES, itertools.cycle((0.1, 0.0, 0.5)))

@@ -33,7 +33,7 @@ def dropout_add_rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """rms_norm(z) with z = dropout(x, p) + residual.
 
-    Post-norm goes on with the result alone; pre-norm takes z too, the residual stream:
+    Post-norm takes only the result; pre-norm takes z too, the residual stream:
 
         x, stream = dropout_add_rms_norm(x, stream, weight, p=0.1, return_residual=True)
 
@@ -46,8 +46,8 @@ def dropout_add_rms_norm(
         training: False drops nothing.
         return_residual: return (y, z).
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: where x lies in a larger tensor of which it is a part: of the dimensions before
-            normalized_shape alone.
+        shard: the place of x in a larger tensor that is sharded only in dimensions before
+            normalized_shape.
         normalized_shape: the last dimensions of x, over which it is normalised; None: those of
             weight, or without one the last.
         y_dtype: of y, x's or float32 under a 16-bit x; None: x's, and under autocast what torch
