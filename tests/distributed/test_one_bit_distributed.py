@@ -61,7 +61,7 @@ def _reduces(rank: int, ranks: int, sizes: list[int], bucket: int, is_async: boo
         collective.BUCKET = kept
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     ranks=st.sampled_from([2, 4]),
     sizes=st.lists(st.integers(0, 70) | st.sampled_from([1000, 9001]), min_size=1, max_size=4),
