@@ -8,8 +8,8 @@ each exchange is made.
 A new kind of exchange, such as copies to the host, is a name here and a function in
 torchweld.optim._exchanges. That function takes the parts of all batches and leaves in them what
 becomes of them. An exchange that needs what an optimizer keeps is its `_exchange`, as that of
-compressed momentum in torchweld.optim._one_bit. A pass may do nothing but list its parts, and the last pass may end in an
-exchange.
+compressed momentum in torchweld.optim._one_bit. A pass may do nothing but list its parts, and the
+last pass may end in an exchange.
 """
 
 from __future__ import annotations
