@@ -28,7 +28,7 @@ WARM_UP = 0.25  # of all steps, before the freeze
 ADAM, KEPT, DROPPED = "Adam", "1-bit Adam", "1-bit Adam without error feedback"
 
 
-class _WithoutFeedback(optim.OneBitAdam):
+class WithoutFeedback(optim.OneBitAdam):
     """What a quantisation leaves out is lost."""
 
     def _reduce(self, owned: Sequence[Any]) -> Any:
@@ -43,7 +43,7 @@ class _WithoutFeedback(optim.OneBitAdam):
 def _optimizer(name: str, model: torch.nn.Module, whole: Any, steps: int) -> Any:
     if name == ADAM:
         return optim.Adam(model.parameters(), lr=RATE)
-    made = optim.OneBitAdam if name == KEPT else _WithoutFeedback
+    made = optim.OneBitAdam if name == KEPT else WithoutFeedback
     freeze_step = int(WARM_UP * steps)
     optimizer = made(model.parameters(), lr=RATE, freeze_step=freeze_step, bias_correction=True)
     optimizer.attach(whole)

@@ -68,6 +68,7 @@ docs/api/torchweld
 docs/api/functional
 docs/api/nn
 docs/api/optim
+docs/api/distributed
 docs/api/random
 docs/api/sparse
 docs/api/errors

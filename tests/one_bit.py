@@ -54,6 +54,7 @@ class Adam:
         self.params, self.t, self.workers = params, 0, workers
         self.m, self.v = ([np.zeros_like(p) for p in params] for _ in range(2))
         self.reducers = self.make_reducers()
+        self.rounded = lambda x: x  # to what parameters and mean gradients are stored in
 
     def make_reducers(self) -> list[Compressed]:
         return [Compressed(self.workers, p.size) for p in self.params]
@@ -62,7 +63,7 @@ class Adam:
         total = grads[0][i].astype(F)
         for of_worker in grads[1:]:
             total = total + of_worker[i].astype(F)
-        return total / F(self.workers)
+        return self.rounded(total / F(self.workers))
 
     def step(self, grads: list[Arrays]) -> None:
         self.t += 1
@@ -81,7 +82,7 @@ class Adam:
         return u + p * F(self.s["weight_decay"])
 
     def move(self, i: int, p: np.ndarray, u: np.ndarray, ratio: float = 1.0) -> None:
-        p -= u * F(self.s["lr"] * ratio)
+        p[...] = self.rounded(p - u * F(self.s["lr"] * ratio))
 
     def mixed(self, grads: list[Arrays], w: int, i: int) -> np.ndarray:
         b1 = self.s["betas"][0]
@@ -120,7 +121,7 @@ class Lamb(Adam):
             if ratio != 1:
                 beta = self.s["coeff_beta"]
                 self.coeff[i] = beta * self.coeff[i] + (1 - beta) * ratio
-        p -= u * F(self.s["lr"] * ratio)
+        super().move(i, p, u, ratio)
 
     def compressed(self, grads: list[Arrays]) -> None:
         b1, b2 = self.s["betas"]

@@ -3,7 +3,7 @@
 from torchweld import functional, nn, optim, random, sparse
 from torchweld.dispatch import native
 from torchweld.dispatch.choice import backends, use_backend
-from torchweld.errors import ArgumentError, BackendError
+from torchweld.errors import ArgumentError, BackendError, CollectiveError
 from torchweld.explanation import Explanation, explain
 from torchweld.fuse import fuse, unfuse
 from torchweld.pages import keep_pages
@@ -15,6 +15,7 @@ native.load()  # implements the schemas, which the imports above have defined
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "CollectiveError",
     "Explanation",
     "__version__",
     "backends",

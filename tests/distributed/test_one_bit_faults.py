@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from processes import processes
 from torchweld import optim
+from torchweld.bench.one_bit import WithoutFeedback
 from torchweld.distributed import OneBitAllReduce, onebit_hook
 from torchweld.errors import CollectiveError
 
@@ -161,7 +162,7 @@ def _model() -> torch.nn.Module:
 def _loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(16, 20, generator=generator)
-    return (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
+    return (model(x) - x[:, :3].sum(1, keepdim=True).tanh()).square().mean()
 
 
 def _beside_ddp(rank: int, kind: str) -> None:
@@ -220,13 +221,46 @@ def _hooked(rank: int) -> None:
             other = p.detach().clone()
             dist.broadcast(other, 0)
             assert torch.equal(other, p)
-    assert losses["1 bit"] < 1.25 * losses["none"] + 0.02, losses
+    assert losses["1 bit"] < 1.25 * losses["none"], losses
     assert losses["resumed"] == losses["1 bit"]
 
 
 def test_the_hook_trains_as_ddp_does() -> None:
     with processes(2) as group:
         group.run(None, _hooked)
+
+
+def _converges(rank: int) -> None:
+    losses = {}
+    for made in (optim.Adam, optim.OneBitAdam, WithoutFeedback):
+        model = _model()
+        ddp = DistributedDataParallel(model)
+        if made is optim.Adam:
+            optimizer: Any = made(model.parameters(), lr=3e-3)
+        else:
+            optimizer = made(model.parameters(), lr=3e-3, freeze_step=60, bias_correction=True)
+            optimizer.attach(ddp)
+        total = torch.zeros(())
+        for step in range(240):
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3 * (1 - step / 240)
+            optimizer.zero_grad()
+            loss = _loss(ddp, step, rank)
+            loss.backward()
+            optimizer.step()
+            if step >= 180:
+                total += loss.detach() / 120
+        dist.all_reduce(total)
+        losses[made.__name__] = total.item()
+    adam, kept, dropped = losses.values()
+    assert kept < 1.05 * adam, losses
+    assert kept - adam < (dropped - adam) / 2, losses
+
+
+def test_the_loss_is_adams_and_feedback_is_why() -> None:
+    """A GPT's is within 1 %, by python -m torchweld.bench.one_bit."""
+    with processes(2) as group:
+        group.run(None, _converges)
 
 
 # --- Storage --------------------------------------------------------------------------------------

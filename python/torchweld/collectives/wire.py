@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 from torchweld.errors import ArgumentError, CollectiveError
 
-# Its name changed in torch 2.13, which warns of the former one.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class Status(IntEnum):
     """How a rank stands before an exchange; of all ranks the last one counts."""
@@ -98,7 +95,9 @@ class Wire:
             return Pending(self, received)
         self.bytes_sent += (self.size - 1) * message.nbytes
         with self._exchanging():
-            work = _gather(received.view(-1), message.view(-1), group=self.group, async_op=True)
+            # Its name changed in torch 2.13, which warns of the former one.
+            gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = gather(received.view(-1), message.view(-1), group=self.group, async_op=True)
         return Pending(self, received, work)
 
     def average(self, flat: torch.Tensor) -> Pending:

@@ -9,24 +9,23 @@ import torch
 
 from torchweld.errors import ArgumentError
 
-# No postponed annotations in this file: torch compares a hook's with its own classes.
-
-
-def _leave(
-    state: object, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that communicates nothing."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
 
 def leave_gradients(function: str, ddp: torch.nn.Module) -> None:
     """Let it average no gradients."""
     if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
         accepted = "a torch.nn.parallel.DistributedDataParallel"
         raise ArgumentError(function, "ddp", f"a {type(ddp).__name__}", accepted)
-    ddp.register_comm_hook(None, _leave)
+
+    # Here, since a torch without torch.distributed lacks the class. Its annotations are no strings:
+    # torch compares them with its own classes.
+    def leave(
+        state: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, leave)
 
 
 def check_attached(

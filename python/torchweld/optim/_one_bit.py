@@ -94,9 +94,16 @@ class OneBitOptimizer(OwnOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        name, first = type(self).__name__, self.param_groups[0]
-        group[TAKEN] = first.get(TAKEN, 0)
+        group[TAKEN] = self.param_groups[0].get(TAKEN, 0)
         group[OWNER] = [self._wire.rank, self._wire.size]
+        try:
+            self._check_group(group)
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Group) -> None:
+        name, first = type(self).__name__, self.param_groups[0]
         if group["freeze_step"] != first["freeze_step"]:
             accepted = f"{first['freeze_step']}, as in the first group"
             raise ArgumentError(name, "freeze_step", repr(group["freeze_step"]), accepted)

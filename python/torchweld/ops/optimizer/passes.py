@@ -5,10 +5,11 @@ tensors that are here. Devices then exchange the parts of all batches at once, a
 goes by what became of them. A rule lists its passes. The optimizer knows the devices, and so how
 each exchange is made.
 
-A new kind of exchange, such as a compressed momentum or copies to the host, is a name here and a
-function in torchweld.optim._exchanges. That function takes the parts of all batches and leaves in
-them what becomes of them. A pass may do nothing but list its parts, and the last pass may end in an
-exchange.
+A new kind of exchange, such as copies to the host, is a name here and a function in
+torchweld.optim._exchanges. That function takes the parts of all batches and leaves in them what
+becomes of them. An exchange that needs what an optimizer keeps is its `_exchange`, as that of
+compressed momentum in torchweld.optim._one_bit. A pass may do nothing but list its parts, and the
+last pass may end in an exchange.
 """
 
 from __future__ import annotations
