@@ -321,6 +321,10 @@ def test_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
 
 
 def test_only_ours_are_taken_over() -> None:
+    """And none that communicates by itself."""
     theirs = torch.optim.AdamW(small_model().parameters())
     with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a AdamW"):
         optim.Offload(theirs)
+    one_bit = optim.OneBitAdam(small_model().parameters(), freeze_step=2)
+    with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a OneBitAdam"):
+        optim.Offload(one_bit)

@@ -9,6 +9,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._shards import local
 from torchweld.optim.offload._buckets import DEVICE, HOST
 
@@ -30,6 +31,9 @@ def check(
 
     if not isinstance(given, FusedOptimizer):
         accepted = "parameters, or an optimizer of torchweld.optim"
+        refuse("params_or_optimizer", f"a {type(given).__name__}", accepted)
+    if isinstance(given, OneBitOptimizer):
+        accepted = "an optimizer that does not communicate by itself"
         refuse("params_or_optimizer", f"a {type(given).__name__}", accepted)
     if placement not in PLACEMENTS:
         refuse("placement", repr(placement), ", ".join(map(repr, PLACEMENTS)))

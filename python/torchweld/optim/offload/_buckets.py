@@ -13,7 +13,6 @@ from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Tensors
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import State
-from torchweld.optim._exchanges import exchange
 from torchweld.optim._shards import from_part, is_one, like, local
 from torchweld.optim.offload._members import Member
 from torchweld.optim.offload._transfers import Arrival, Transfers
@@ -210,7 +209,6 @@ class Bucket:
         """Check all, and make states that are missing; nothing else is changed."""
         if self._works is not None:
             return
-        self.arrived()
         count = sum(local(m.param.detach()).numel() for m in self.members)
         with host_memory(f"states of {count} parameters", None):
             self._works = self._stepper._work()
@@ -220,13 +218,14 @@ class Bucket:
         """The step of all that is prepared."""
         with torch.no_grad():
             self.prepare()
+            self.arrived()
             if self._given_back is not None:
                 self._given_back.synchronize()  # a copy that still reads the parameters
             assert self._works is not None
             stepper = self._stepper
             stepper.found_inf = found_inf  # type: ignore[attr-defined]
             tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
-            passes.run(stepper._rule().passes, tasks, exchange)
+            passes.run(stepper._passes(), tasks, stepper._exchange)
 
     def runs_alone(self) -> bool:
         """Whether devices exchange nothing in the step, so that any thread may run it at any time.
@@ -235,11 +234,10 @@ class Bucket:
         """
         if not any(is_one(m.param) for m in self.members):
             return True
-        rule = self._stepper._rule()
         return not any(
             each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
             for group, batch in self._works or self._stepper._work()
-            for each in rule.passes
+            for each in self._stepper._passes()
             if batch.is_sharded
         )
 

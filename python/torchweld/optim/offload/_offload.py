@@ -98,8 +98,6 @@ class Offload(torch.optim.Optimizer):
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
         device = device_of(given)
         self._transfers = transfers or transfers_of(device, pin_memory)
-        if hasattr(self._transfers, "held"):
-            self._transfers.held = self._device_bytes
         cores = cores_beside(device)
         self._worker = Worker(threads or default_threads(cores), cores)
         weakref.finalize(self, self._worker.stop)  # which does not wait: it may be the caller
@@ -355,9 +353,6 @@ class Offload(torch.optim.Optimizer):
         self._tracer.forget()
         for bucket in self._store.buckets:
             bucket.move(HOST)
-
-    def _device_bytes(self) -> int:
-        return sum(_report.on_device(self).values())
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes that are on the device and on the host now, by what they are."""

@@ -36,7 +36,9 @@ class Timeline:
         now = time.perf_counter()
         device, host = on_device(offload), on_host(offload)
         # The device forgets its peak when it is asked, which only "auto" has to do.
-        peak = offload._transfers.peak() if offload.placement == "auto" else sum(device.values())
+        peak = sum(device.values())
+        if offload.placement == "auto":
+            peak = offload._transfers.peak(peak)
         self.phases[name] = Phase(now - self._began, device, host, peak)
         self._began = now
 
