@@ -267,12 +267,15 @@ def test_refresh_masters() -> None:
     assert_same_run(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("warm_up", [0, 3])
-def test_delayed_update_is_one_step_stale(warm_up: int) -> None:
+@pytest.mark.parametrize(("warm_up", "release"), [(0, False), (3, False), (3, True)])
+def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
     """By a reference that keeps the last gradients and steps by them."""
     model, reference = small_model(), small_model()
     ours = offloaded(
-        lambda params: optim.AdamW(params, **ADAMW), delayed_update=warm_up, clip_norm=0.05
+        lambda params: optim.AdamW(params, **ADAMW),
+        delayed_update=warm_up,
+        release_gradients=release,
+        clip_norm=0.05,
     )(list(model.parameters()))
     theirs = optim.AdamW(reference.parameters(), **ADAMW, max_grad_norm=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
@@ -310,6 +313,8 @@ def test_delayed_update_is_one_step_stale(warm_up: int) -> None:
         ({"threads": 0}, "threads"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"placement": "auto", "release_gradients": True}, "release_gradients"),
+        ({"placement": "cuda", "delayed_update": 0}, "delayed_update"),
+        ({"delayed_update": -1}, "delayed_update"),
         ({"lr": 1.0}, "params_or_optimizer"),
     ],
 )

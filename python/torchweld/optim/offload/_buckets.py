@@ -216,16 +216,15 @@ class Bucket:
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """The step of all that is prepared."""
-        with torch.no_grad():
-            self.prepare()
-            self.arrived()
-            if self._given_back is not None:
-                self._given_back.synchronize()  # a copy that still reads the parameters
-            assert self._works is not None
-            stepper = self._stepper
-            stepper.found_inf = found_inf  # type: ignore[attr-defined]
-            tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
-            passes.run(stepper._passes(), tasks, stepper._exchange)
+        self.prepare()
+        self.arrived()
+        if self._given_back is not None:
+            self._given_back.synchronize()  # a copy that still reads the parameters
+        assert self._works is not None
+        stepper = self._stepper
+        stepper.found_inf = found_inf  # type: ignore[attr-defined]
+        tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
+        passes.run(stepper._passes(), tasks, stepper._exchange)
 
     def runs_alone(self) -> bool:
         """Whether devices exchange nothing in the step, so that any thread may run it at any time.
@@ -243,19 +242,18 @@ class Bucket:
 
     def speculate(self, factor: float, undo: Undo) -> None:
         """Step by what is expected, and keep what it takes to undo the step; or do nothing."""
-        with torch.no_grad():
-            if any(not self._states.get(m.twin) for m in self.members if m.expected):
-                return
-            settings = self.freeze()
-            self.prepare()
-            if not self.runs_alone() or not self._keep(undo):
-                return
-            try:
-                self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
-            except BaseException:
-                self._restore()
-                raise
-            self.uncertain = (factor, settings)
+        if any(not self._states.get(m.twin) for m in self.members if m.expected):
+            return
+        settings = self.freeze()
+        self.prepare()
+        if not self.runs_alone() or not self._keep(undo):
+            return
+        try:
+            self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
+        except BaseException:
+            self._restore()
+            raise
+        self.uncertain = (factor, settings)
 
     def holds(self, factor: float, settings: list[Group]) -> bool:
         """Whether the uncertain step went by these."""
