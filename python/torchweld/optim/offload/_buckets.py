@@ -179,7 +179,8 @@ class Bucket:
         """Add a released gradient to the one that came after it, as if it had stayed."""
         assert m.param.grad is not None
         self.arrived()
-        local(m.param.grad).add_(local(m.landing).to(m.param.device))
+        assert m.twin.grad is not None
+        local(m.param.grad).add_(local(m.twin.grad).to(m.param.device))
         m.is_released = False
 
     def arrived(self) -> None:

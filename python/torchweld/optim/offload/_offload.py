@@ -161,6 +161,7 @@ class Offload(torch.optim.Optimizer):
         with self._lock:
             bucket, m = self._store.members[p]
             m.fired += 1
+            self._timeline.first_gradient(self)
             self._reductions.await_end(m for _, m in self._store.members.values())
             if bucket.home == DEVICE:
                 return
