@@ -26,13 +26,14 @@ class Undo:
     """The host memory that states before uncertain steps may take, of all buckets together."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+        self._limit, self._used = limit, 0
 
-    def take(self, count: int) -> bool:
-        if self.used + count > self.limit:
-            return False
-        self.used += count
-        return True
+    def exchange(self, old: int, new: int) -> bool:
+        """Give so many bytes back, and take others; False, and none are taken: too many."""
+        self._used -= old
+        fits = self._used + new <= self._limit
+        self._used += new * fits
+        return fits
 
 
 class Bucket:
@@ -45,8 +46,10 @@ class Bucket:
         first_number: int,
         states: States,
         transfers: Transfers,
+        undo: Undo,
     ) -> None:
-        self._given, self._states, self._transfers = given, states, transfers
+        self._given, self._states = given, states
+        self._transfers, self._undo = transfers, undo
         self._first_number = first_number
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
         self.members = [m for _, members in self._ranges for m in members]
@@ -116,6 +119,7 @@ class Bucket:
     def _drop_buffers(self) -> None:
         for buffer in self._buffers:
             self._transfers.unpin(buffer)
+        self._undo.exchange(self.undo_bytes(), 0)
         self._buffers, self._journal, self._written = [], [], []
         self._works = None
 
@@ -241,13 +245,13 @@ class Bucket:
             if batch.is_sharded
         )
 
-    def speculate(self, factor: float, undo: Undo) -> None:
+    def speculate(self, factor: float) -> None:
         """Step by what is expected, and keep what it takes to undo the step; or do nothing."""
         if any(not self._states.get(m.twin) for m in self.members if m.expected):
             return
         settings = self.freeze()
         self.prepare()
-        if not self.runs_alone() or not self._keep(undo):
+        if not self.runs_alone() or not self._keep():
             return
         try:
             self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
@@ -266,17 +270,21 @@ class Bucket:
         if self.uncertain is not None:
             self._restore()
 
-    def _keep(self, undo: Undo) -> bool:
+    def _keep(self) -> bool:
+        """Copy what the step writes; False where the limit has no room for it."""
         assert self._works is not None
         self._written = [t for _, batch in self._works for t in _written(batch)]
         like_before = [(t.shape, t.dtype) for t in self._written]
         if like_before != [(t.shape, t.dtype) for t in self._journal]:
-            undo.used -= self.undo_bytes()
-            self._journal = []
-            if not undo.take(sum(t.nbytes for t in self._written)):
+            old, self._journal = self.undo_bytes(), []
+            needed = sum(t.nbytes for t in self._written)
+            if not self._undo.exchange(old, needed):
                 return False
-            with host_memory("states before an uncertain step", None):
+            try:
                 self._journal = [torch.empty_like(t) for t in self._written]
+            except (RuntimeError, MemoryError):
+                self._undo.exchange(needed, 0)
+                return False
         torch._foreach_copy_(self._journal, self._written)
         return True
 

@@ -25,7 +25,7 @@ from torchweld.optim.offload._arguments import (
     half_of_free,
     has_processes,
 )
-from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, Undo
+from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket
 from torchweld.optim.offload._ddp import Reductions
 from torchweld.optim.offload._expectations import Expectations
 from torchweld.optim.offload._store import Store
@@ -110,8 +110,8 @@ class Offload(torch.optim.Optimizer):
         cores = cores_beside(device)
         self._worker = Worker(threads or default_threads(cores), cores)
         weakref.finalize(self, self._worker.stop)  # which does not wait: it may be the caller
-        self._undo = Undo(half_of_free() if undo_bytes is None else undo_bytes)
-        self._store = Store(given, self._transfers)
+        undo_bytes = half_of_free() if undo_bytes is None else undo_bytes
+        self._store = Store(given, self._transfers, undo_bytes)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # devices have backward threads of their own
         self._expected = Expectations()
@@ -194,7 +194,7 @@ class Offload(torch.optim.Optimizer):
         bucket.send(self._releases)
         factor = self._expected.factor(self._given.max_grad_norm is not None)
         if not self._delays and factor is not None:
-            step = functools.partial(bucket.speculate, factor, self._undo)
+            step = functools.partial(bucket.speculate, factor)
             bucket.task = self._worker.submit(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
