@@ -16,7 +16,7 @@ from offloading import (
     small_model,
 )
 from processes import processes
-from sharded_optimizers import whole_of
+from sharded_optimizers import CODECS, dtype_of, whole_of
 from torchweld import optim
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
@@ -166,3 +166,44 @@ def _checkpoint(rank: int, folder: str) -> None:
 def test_distributed_checkpoints(tmp_path: Any) -> None:
     with processes(2) as all_processes:
         all_processes.run(None, _checkpoint, str(tmp_path))
+
+
+def part_of(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _on_a_gpus_mesh(rank: int) -> None:
+    """States of DTensors of a mesh of GPUs are DTensors of it whose parts are on the host."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False)
+    for settings in CODECS:
+        if "stochastic_rounding" in settings:
+            continue  # whose bits go by the row of the whole
+        dtype = dtype_of(settings)
+        part = torch.randn(32, 512, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        meta = TensorMeta(torch.Size((64, 512)), (512, 1), dtype)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        sharded = torch.nn.Parameter(DTensor(part.clone(), spec, requires_grad=False))  # type: ignore[call-arg]
+        alone = torch.nn.Parameter(part)
+        ours = optim.Offload(optim.AdamW([sharded], 1e-2, **settings), threads=1)
+        given = optim.AdamW([alone], 1e-2, **settings)
+        for step in range(3):
+            alone.grad = torch.randn(32, 512, generator=torch.Generator().manual_seed(step)).to(
+                dtype
+            )
+            sharded.grad = DTensor(alone.grad.clone(), spec, requires_grad=False)  # type: ignore[call-arg]
+            for optimizer in (ours, given):
+                optimizer.step()
+            ours.load_state_dict(ours.state_dict())
+        assert torch.equal(part_of(sharded), alone)
+        for name, value in given.state[alone].items():
+            assert torch.equal(part_of(ours.state[sharded][name]), value), name
+            assert name == "step" or ours.state[sharded][name].device_mesh is mesh
+
+
+def test_a_mesh_of_gpus() -> None:
+    with processes(2) as all_processes:
+        all_processes.run(None, _on_a_gpus_mesh)

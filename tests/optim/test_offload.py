@@ -267,12 +267,15 @@ def test_refresh_masters() -> None:
     assert_same_run(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("warm_up", [0, 3])
-def test_delayed_update_is_one_step_stale(warm_up: int) -> None:
+@pytest.mark.parametrize(("warm_up", "release"), [(0, False), (3, False), (3, True)])
+def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
     """By a reference that keeps the last gradients and steps by them."""
     model, reference = small_model(), small_model()
     ours = offloaded(
-        lambda params: optim.AdamW(params, **ADAMW), delayed_update=warm_up, clip_norm=0.05
+        lambda params: optim.AdamW(params, **ADAMW),
+        delayed_update=warm_up,
+        release_gradients=release,
+        clip_norm=0.05,
     )(list(model.parameters()))
     theirs = optim.AdamW(reference.parameters(), **ADAMW, max_grad_norm=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
@@ -310,6 +313,8 @@ def test_delayed_update_is_one_step_stale(warm_up: int) -> None:
         ({"threads": 0}, "threads"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"placement": "auto", "release_gradients": True}, "release_gradients"),
+        ({"placement": "cuda", "delayed_update": 0}, "delayed_update"),
+        ({"delayed_update": -1}, "delayed_update"),
         ({"lr": 1.0}, "params_or_optimizer"),
     ],
 )
@@ -321,6 +326,57 @@ def test_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
 
 
 def test_only_ours_are_taken_over() -> None:
+    """And none that communicates by itself."""
     theirs = torch.optim.AdamW(small_model().parameters())
     with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a AdamW"):
         optim.Offload(theirs)
+    one_bit = optim.OneBitAdam(small_model().parameters(), freeze_step=2)
+    with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a OneBitAdam"):
+        optim.Offload(one_bit)
+
+
+class _Odd(torch.nn.Module):
+    """Sparse gradients, complex numbers, channels that lie last, no elements, a shared matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(30, 12, sparse=True)
+        self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.waves = torch.nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.shared = torch.nn.Parameter(torch.randn(12, 12))
+        self.unused = torch.nn.Parameter(torch.randn(3))
+        self.columns = torch.nn.Parameter(torch.randn(9, 6).t())
+
+    def forward(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(30, (6,), generator=generator)
+        x = self.words(ids) @ self.shared @ self.shared.t()
+        image = self.conv(torch.randn(2, 3, 6, 6, generator=generator))
+        others = self.waves.abs().sum() + self.empty.sum() + self.columns.square().sum()
+        return x.square().mean() + image.square().mean() + others
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_odd_parameters(release: bool) -> None:
+    def make(params: Any) -> Any:
+        return optim.SGD(params, lr=1e-2, momentum=0.9)
+
+    runs = []
+    for maker in (make, offloaded(make, release_gradients=release, bucket_bytes=500)):
+        model = _Odd()
+        optimizer = maker(list(model.parameters()))
+        for step in range(5):
+            for micro in range(2):
+                model(10 * step + micro).backward()
+            drained(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+    assert runs[1][1].counts["ahead"] > 0
+    strides = [[v.stride() for v in s.values()] for s in runs[1][1].state_dict()["state"].values()]
+    assert strides == [
+        [v.stride() for v in s.values()] for s in runs[0][1].state_dict()["state"].values()
+    ]

@@ -22,7 +22,6 @@ from offloading import (
 )
 from torchweld import optim
 from torchweld.optim._codecs import Codec
-from torchweld.optim.offload import _buckets
 from torchweld.optim.offload._transfers import SimulatedTransfers
 from torchweld.optim.offload._worker import Worker, default_threads, near
 
@@ -235,18 +234,42 @@ def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room_for_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets then step when they are asked to."""
+    """Buckets then step when they are asked to; and ahead again when there is room."""
 
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)
 
-    def exhausted(self: Any, undo: Any) -> bool:
-        raise MemoryError
+    def exhausted(*given: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(_buckets.Bucket, "_keep", exhausted)
-    found = train(offloaded(make))
-    assert found[2] == 0
-    assert_same_run(found[:2], train(make)[:2])
+    model = small_model()
+    optimizer = offloaded(make, undo_bytes=600_000)(list(model.parameters()))
+    ahead = []
+    for step in range(8):
+        with monkeypatch.context() as patched:
+            if step < 4:
+                patched.setattr(torch, "empty_like", exhausted)
+            backward(model, step)
+            drained(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        ahead.append(optimizer.counts["ahead"])
+    assert_same_run((model, optimizer), train(make, steps=8)[:2])
+    assert not any(ahead[:4])
+    assert all(ahead[4:])
+
+
+def test_limits_of_what_is_kept_come_back() -> None:
+    """Where buckets move to the device and back."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    _, optimizer, ahead = train(offloaded(make))
+    assert ahead > 0
+    assert optimizer._store._undo._used == optimizer.memory()["host"]["states to go back to"] > 0
+    optimizer.close()
+    assert optimizer._store._undo._used == 0
 
 
 def test_no_room_for_buffers() -> None:

@@ -171,6 +171,7 @@ def test_the_report(tmp_path: Path) -> None:
     model, optimizer, _ = train(make)
     report = " ".join(optimizer.report(tmp_path / "bytes.png").split())
     params = sum(p.nbytes for p in model.parameters()) / 1e6
-    assert report.count(f"device parameters {params:.3f} MB") == 2
-    assert report.count("device others, at the peak 0.001 MB") == 2
+    assert report.count(f"device parameters {params:.3f} MB") == 3
+    assert report.count("device others, at the peak 0.001 MB") == 3
+    assert [phase in report for phase in ("forward: ", "backward: ", "step: ")] == [True] * 3
     assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")

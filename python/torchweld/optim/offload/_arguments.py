@@ -9,6 +9,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._shards import local
 from torchweld.optim.offload._buckets import DEVICE, HOST
 
@@ -21,7 +22,6 @@ def check(
     clip_norm: float | None,
     threads: int | None,
     bucket_bytes: int,
-    releases: bool,
 ) -> None:
     """Check what Offload is given."""
 
@@ -31,6 +31,9 @@ def check(
     if not isinstance(given, FusedOptimizer):
         accepted = "parameters, or an optimizer of torchweld.optim"
         refuse("params_or_optimizer", f"a {type(given).__name__}", accepted)
+    if isinstance(given, OneBitOptimizer):
+        accepted = "an optimizer that does not communicate by itself"
+        refuse("params_or_optimizer", f"a {type(given).__name__}", accepted)
     if placement not in PLACEMENTS:
         refuse("placement", repr(placement), ", ".join(map(repr, PLACEMENTS)))
     if clip_norm is not None and not clip_norm > 0:
@@ -39,8 +42,16 @@ def check(
         refuse("threads", repr(threads), "a number > 0 or None")
     if bucket_bytes < 1:
         refuse("bucket_bytes", repr(bucket_bytes), "a number > 0")
-    if releases and placement != HOST:
-        refuse("release_gradients", f"True with placement={placement!r}", 'placement="cpu"')
+
+
+def check_host_only(placement: str, **asked: bool | int) -> None:
+    """Check what only steps on the host have."""
+    for argument, value in asked.items():
+        if value is not False and placement != HOST:
+            came = f"{value!r} with placement={placement!r}"
+            raise ArgumentError("Offload", argument, came, 'False, or placement="cpu"')
+        if value < 0:
+            raise ArgumentError("Offload", argument, repr(value), "True, False or a number >= 0")
 
 
 def device_of(given: FusedOptimizer) -> torch.device:

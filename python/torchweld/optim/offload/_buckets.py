@@ -13,7 +13,6 @@ from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Tensors
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import State
-from torchweld.optim._exchanges import exchange
 from torchweld.optim._shards import from_part, is_one, like, local
 from torchweld.optim.offload._members import Member
 from torchweld.optim.offload._transfers import Arrival, Transfers
@@ -27,13 +26,14 @@ class Undo:
     """The host memory that states before uncertain steps may take, of all buckets together."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+        self._limit, self._used = limit, 0
 
-    def take(self, count: int) -> bool:
-        if self.used + count > self.limit:
-            return False
-        self.used += count
-        return True
+    def exchange(self, old: int, new: int) -> bool:
+        """Give so many bytes back, and take others; False, and none are taken: too many."""
+        self._used -= old
+        fits = self._used + new <= self._limit
+        self._used += new * fits
+        return fits
 
 
 class Bucket:
@@ -46,8 +46,10 @@ class Bucket:
         first_number: int,
         states: States,
         transfers: Transfers,
+        undo: Undo,
     ) -> None:
-        self._given, self._states, self._transfers = given, states, transfers
+        self._given, self._states = given, states
+        self._transfers, self._undo = transfers, undo
         self._first_number = first_number
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
         self.members = [m for _, members in self._ranges for m in members]
@@ -117,6 +119,7 @@ class Bucket:
     def _drop_buffers(self) -> None:
         for buffer in self._buffers:
             self._transfers.unpin(buffer)
+        self._undo.exchange(self.undo_bytes(), 0)
         self._buffers, self._journal, self._written = [], [], []
         self._works = None
 
@@ -180,7 +183,8 @@ class Bucket:
         """Add a released gradient to the one that came after it, as if it had stayed."""
         assert m.param.grad is not None
         self.arrived()
-        local(m.param.grad).add_(local(m.landing).to(m.param.device))
+        assert m.twin.grad is not None
+        local(m.param.grad).add_(local(m.twin.grad).to(m.param.device))
         m.is_released = False
 
     def arrived(self) -> None:
@@ -210,7 +214,6 @@ class Bucket:
         """Check all, and make states that are missing; nothing else is changed."""
         if self._works is not None:
             return
-        self.arrived()
         count = sum(local(m.param.detach()).numel() for m in self.members)
         with host_memory(f"states of {count} parameters", None):
             self._works = self._stepper._work()
@@ -218,15 +221,15 @@ class Bucket:
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """The step of all that is prepared."""
-        with torch.no_grad():
-            self.prepare()
-            if self._given_back is not None:
-                self._given_back.synchronize()  # a copy that still reads the parameters
-            assert self._works is not None
-            stepper = self._stepper
-            stepper.found_inf = found_inf  # type: ignore[attr-defined]
-            tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
-            passes.run(stepper._rule().passes, tasks, exchange)
+        self.prepare()
+        self.arrived()
+        if self._given_back is not None:
+            self._given_back.synchronize()  # a copy that still reads the parameters
+        assert self._works is not None
+        stepper = self._stepper
+        stepper.found_inf = found_inf  # type: ignore[attr-defined]
+        tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
+        passes.run(stepper._passes(), tasks, stepper._exchange)
 
     def runs_alone(self) -> bool:
         """Whether devices exchange nothing in the step, so that any thread may run it at any time.
@@ -235,29 +238,27 @@ class Bucket:
         """
         if not any(is_one(m.param) for m in self.members):
             return True
-        rule = self._stepper._rule()
         return not any(
             each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
             for group, batch in self._works or self._stepper._work()
-            for each in rule.passes
+            for each in self._stepper._passes()
             if batch.is_sharded
         )
 
-    def speculate(self, factor: float, undo: Undo) -> None:
+    def speculate(self, factor: float) -> None:
         """Step by what is expected, and keep what it takes to undo the step; or do nothing."""
-        with torch.no_grad():
-            if any(not self._states.get(m.twin) for m in self.members if m.expected):
-                return
-            settings = self.freeze()
-            self.prepare()
-            if not self.runs_alone() or not self._keep(undo):
-                return
-            try:
-                self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
-            except BaseException:
-                self._restore()
-                raise
-            self.uncertain = (factor, settings)
+        if any(not self._states.get(m.twin) for m in self.members if m.expected):
+            return
+        settings = self.freeze()
+        self.prepare()
+        if not self.runs_alone() or not self._keep():
+            return
+        try:
+            self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
+        except BaseException:
+            self._restore()
+            raise
+        self.uncertain = (factor, settings)
 
     def holds(self, factor: float, settings: list[Group]) -> bool:
         """Whether the uncertain step went by these."""
@@ -269,17 +270,21 @@ class Bucket:
         if self.uncertain is not None:
             self._restore()
 
-    def _keep(self, undo: Undo) -> bool:
+    def _keep(self) -> bool:
+        """Copy what the step writes; False where the limit has no room for it."""
         assert self._works is not None
         self._written = [t for _, batch in self._works for t in _written(batch)]
         like_before = [(t.shape, t.dtype) for t in self._written]
         if like_before != [(t.shape, t.dtype) for t in self._journal]:
-            undo.used -= self.undo_bytes()
-            self._journal = []
-            if not undo.take(sum(t.nbytes for t in self._written)):
+            old, self._journal = self.undo_bytes(), []
+            needed = sum(t.nbytes for t in self._written)
+            if not self._undo.exchange(old, needed):
                 return False
-            with host_memory("states before an uncertain step", None):
+            try:
                 self._journal = [torch.empty_like(t) for t in self._written]
+            except (RuntimeError, MemoryError):
+                self._undo.exchange(needed, 0)
+                return False
         torch._foreach_copy_(self._journal, self._written)
         return True
 

@@ -18,8 +18,14 @@ from torchweld.optim._codecs import State
 from torchweld.optim._shards import is_one, local
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload import _report
-from torchweld.optim.offload._arguments import check, device_of, half_of_free, has_processes
-from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, Undo
+from torchweld.optim.offload._arguments import (
+    check,
+    check_host_only,
+    device_of,
+    half_of_free,
+    has_processes,
+)
+from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket
 from torchweld.optim.offload._ddp import Reductions
 from torchweld.optim.offload._expectations import Expectations
 from torchweld.optim.offload._store import Store
@@ -53,7 +59,7 @@ class Offload(torch.optim.Optimizer):
         undo_bytes: host memory for states before steps that may be undone. Buckets beyond it step
             after the backward. By default half of what is free.
         release_gradients: whether a gradient's memory on the device is free once it has left;
-            p.grad is then None after the backward.
+            p.grad is then None after the backward. This and delayed_update need placement="cpu".
         capacity: the bytes of the device that "auto" may use, by default all.
         transfers: what copies; for tests and other devices.
         arguments: AdamW's, where parameters are given.
@@ -85,7 +91,10 @@ class Offload(torch.optim.Optimizer):
         elif arguments:
             came = f"an optimizer, with {', '.join(arguments)} besides"
             raise ArgumentError("Offload", "params_or_optimizer", came, "one that has them already")
-        check(given, placement, clip_norm, threads, bucket_bytes, release_gradients)
+        check(given, placement, clip_norm, threads, bucket_bytes)
+        check_host_only(
+            placement, release_gradients=release_gradients, delayed_update=delayed_update
+        )
         if clip_norm is not None:
             given.max_grad_norm = clip_norm
         self._is_made = False
@@ -98,13 +107,11 @@ class Offload(torch.optim.Optimizer):
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
         device = device_of(given)
         self._transfers = transfers or transfers_of(device, pin_memory)
-        if hasattr(self._transfers, "held"):
-            self._transfers.held = self._device_bytes
         cores = cores_beside(device)
         self._worker = Worker(threads or default_threads(cores), cores)
         weakref.finalize(self, self._worker.stop)  # which does not wait: it may be the caller
-        self._undo = Undo(half_of_free() if undo_bytes is None else undo_bytes)
-        self._store = Store(given, self._transfers)
+        undo_bytes = half_of_free() if undo_bytes is None else undo_bytes
+        self._store = Store(given, self._transfers, undo_bytes)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # devices have backward threads of their own
         self._expected = Expectations()
@@ -154,6 +161,7 @@ class Offload(torch.optim.Optimizer):
         with self._lock:
             bucket, m = self._store.members[p]
             m.fired += 1
+            self._timeline.first_gradient(self)
             self._reductions.await_end(m for _, m in self._store.members.values())
             if bucket.home == DEVICE:
                 return
@@ -186,7 +194,7 @@ class Offload(torch.optim.Optimizer):
         bucket.send(self._releases)
         factor = self._expected.factor(self._given.max_grad_norm is not None)
         if not self._delays and factor is not None:
-            step = functools.partial(bucket.speculate, factor, self._undo)
+            step = functools.partial(bucket.speculate, factor)
             bucket.task = self._worker.submit(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -261,7 +269,15 @@ class Offload(torch.optim.Optimizer):
                 self.counts["undone"] += bucket.uncertain is not None
                 bucket.undo()
                 bucket.send(self._releases)
-        factor, found_inf = self._numbers()
+        numbers = self._factor(), getattr(self, "found_inf", None)
+        devices = [bucket for bucket in self._store.buckets if bucket.home == DEVICE]
+        for bucket in devices:
+            bucket.freeze()
+            bucket.prepare()
+        # The host waits for the device here, unless it has nothing to step.
+        factor, found_inf = (
+            t.detach().to("cpu") if hosts and t is not None else None for t in numbers
+        )
         number = 1.0 if factor is None else float(factor)
         overflows = found_inf is not None and bool(found_inf != 0)
         rest = []
@@ -274,10 +290,6 @@ class Offload(torch.optim.Optimizer):
                 self.counts["undone"] += 1
                 bucket.undo()
             rest.append(bucket)
-        devices = [bucket for bucket in self._store.buckets if bucket.home == DEVICE]
-        for bucket in devices:
-            bucket.freeze()
-            bucket.prepare()
         # All that can fail comes before anything steps.
         for bucket in rest:
             self._worker.call(bucket.prepare)
@@ -285,10 +297,12 @@ class Offload(torch.optim.Optimizer):
         alone = [bucket for bucket in rest if bucket.runs_alone()]
         for bucket in alone:
             bucket.task = self._worker.submit(functools.partial(bucket.run, factor, found_inf))
-        for bucket in [*devices, *(bucket for bucket in rest if bucket not in alone)]:
-            bucket.run(factor, found_inf)
         for bucket in devices:
+            bucket.run(*numbers)
             bucket.end()
+        for bucket in rest:
+            if bucket not in alone:
+                bucket.run(factor, found_inf)
         if self._delays and self._steps >= self._delay:
             self._pending = hosts
             return
@@ -296,18 +310,12 @@ class Offload(torch.optim.Optimizer):
             _return(bucket)
         self._transfers.join()
 
-    def _numbers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What gradients are multiplied by, and whether they overflow: the host waits for both."""
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        if self._releases and self._given.max_grad_norm is not None:
-            factor = self._norm_on_host()
-        else:
+    def _factor(self) -> torch.Tensor | None:
+        """What gradients are multiplied by, from the norm of all where it is clipped."""
+        if not self._releases or self._given.max_grad_norm is None:
             factor = self._given._gradient_factor()
             self.grad_norm = self._given.grad_norm
-        numbers = (t if t is None else t.detach().to("cpu") for t in (factor, found_inf))
-        return next(numbers), next(numbers)
-
-    def _norm_on_host(self) -> torch.Tensor | None:
+            return factor
         for bucket in self._store.on_host():
             bucket.arrived()
         whole = self._store.whole()
@@ -355,9 +363,6 @@ class Offload(torch.optim.Optimizer):
         self._tracer.forget()
         for bucket in self._store.buckets:
             bucket.move(HOST)
-
-    def _device_bytes(self) -> int:
-        return sum(_report.on_device(self).values())
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes that are on the device and on the host now, by what they are."""

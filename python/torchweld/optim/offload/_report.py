@@ -7,11 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torchweld.optim._shards import local
 from torchweld.optim.offload._buckets import DEVICE
 
 Bytes = dict[str, int]
-BACKWARD, STEP = "forward and backward", "step"
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 @dataclass
@@ -30,15 +32,24 @@ class Timeline:
     def __init__(self) -> None:
         self.phases: dict[str, Phase] = {}
         self._began = time.perf_counter()
+        self._is_forward = True
+
+    def first_gradient(self, offload: Any) -> None:
+        """Note the end of the forward; of the first one, where gradients accumulate."""
+        if self._is_forward:
+            self._is_forward = False
+            self.end(FORWARD, offload)
 
     def end(self, name: str, offload: Any) -> None:
         """Note the end of a phase."""
         now = time.perf_counter()
         device, host = on_device(offload), on_host(offload)
         # The device forgets its peak when it is asked, which only "auto" has to do.
-        peak = offload._transfers.peak() if offload.placement == "auto" else sum(device.values())
+        peak = sum(device.values())
+        if offload.placement == "auto":
+            peak = offload._transfers.peak(peak)
         self.phases[name] = Phase(now - self._began, device, host, peak)
-        self._began = now
+        self._began, self._is_forward = now, name == STEP
 
 
 def on_device(offload: Any) -> Bytes:
@@ -47,9 +58,15 @@ def on_device(offload: Any) -> Bytes:
     states = [b.state_bytes() for b in offload._store.buckets if b.home == DEVICE]
     return {
         "parameters": sum(local(p.detach()).nbytes for p in params),
-        "gradients": sum(local(p.grad).nbytes for p in params if p.grad is not None),
+        "gradients": sum(_of(local(p.grad)) for p in params if p.grad is not None),
         "states": sum(states),
     }
+
+
+def _of(grad: torch.Tensor) -> int:
+    if grad.layout is torch.strided:
+        return grad.nbytes
+    return grad._values().nbytes + grad._indices().nbytes
 
 
 def on_host(offload: Any) -> Bytes:
@@ -93,7 +110,7 @@ def _places(phase: Phase) -> dict[str, Bytes]:
 def _draw(phases: dict[str, Phase], plot: str | os.PathLike[str]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, place in zip(figure.subplots(1, 2), ("device", "host"), strict=True):
         bottoms = [0.0] * len(phases)
         for what in _places(next(iter(phases.values())))[place]:
@@ -102,6 +119,6 @@ def _draw(phases: dict[str, Phase], plot: str | os.PathLike[str]) -> None:
             bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
         axes.set_title(f"on the {place}")
         axes.set_ylabel("MB")
-        axes.set_ylim(0, 1.35 * max(*bottoms, 1e-3))
-        axes.legend(loc="upper center", ncols=2, frameon=False)
+        axes.set_ylim(0, 1.5 * max(*bottoms, 1e-3))
+        axes.legend(loc="upper left", frameon=False, fontsize=9, reverse=True)
     figure.savefig(plot, dpi=110)

@@ -9,7 +9,7 @@ import torch
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import State
 from torchweld.optim._shards import local
-from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, States, stepper
+from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, States, Undo, stepper
 from torchweld.optim.offload._members import Member
 from torchweld.optim.offload._transfers import Transfers
 
@@ -21,8 +21,9 @@ class Store:
     that step, here.
     """
 
-    def __init__(self, given: FusedOptimizer, transfers: Transfers) -> None:
+    def __init__(self, given: FusedOptimizer, transfers: Transfers, undo_bytes: int) -> None:
         self._given, self._transfers = given, transfers
+        self._undo = Undo(undo_bytes)
         self._states: States = defaultdict(dict)
         self.buckets: list[Bucket] = []
         self.members: dict[torch.Tensor, tuple[Bucket, Member]] = {}
@@ -32,7 +33,8 @@ class Store:
         new = []
         number = len(self.members)
         for run in _runs(self._given.param_groups[at]["params"], nbytes):
-            new.append(Bucket(self._given, [(at, run)], number, self._states, self._transfers))
+            where = self._states, self._transfers, self._undo
+            new.append(Bucket(self._given, [(at, run)], number, *where))
             number += len(run)
             self._states |= {p: self._given.state[p] for p in run if p in self._given.state}
         try:

@@ -44,8 +44,8 @@ class Transfers(Protocol):
     def capacity(self) -> int:
         """The bytes of the device that may be used."""
 
-    def peak(self) -> int:
-        """The most bytes of it in use since the last call."""
+    def peak(self, held: int) -> int:
+        """The most bytes of it in use since the last call; `held` are those that Offload counts."""
 
 
 class CudaTransfers:
@@ -100,10 +100,12 @@ class CudaTransfers:
         torch.cuda.current_stream(self._device).wait_stream(self._back)
 
     def capacity(self) -> int:
-        _, total = torch.cuda.mem_get_info(self._device)
-        return int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+        # Other processes have the rest.
+        return min(allowed, free + torch.cuda.memory_reserved(self._device))
 
-    def peak(self) -> int:
+    def peak(self, held: int) -> int:
         # Allocated, not reserved: blocks that the allocator caches serve again.
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -131,12 +133,11 @@ class _Arrived:
 class SimulatedTransfers:
     """A device of so many bytes: its tensors are the host's, and copies are made at once.
 
-    `others` says how many bytes are in use there besides what Offload counts in `held`.
+    `others` says how many bytes are in use there besides what Offload counts.
     """
 
     def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
         self._capacity, self._others = capacity, others
-        self.held: Callable[[], int] = lambda: 0
         self.fetched = self.given = 0  # bytes
         self.pinned: dict[int, int] = {}
 
@@ -164,8 +165,8 @@ class SimulatedTransfers:
     def capacity(self) -> int:
         return self._capacity
 
-    def peak(self) -> int:
-        in_use = self.held() + self._others()
+    def peak(self, held: int) -> int:
+        in_use = held + self._others()
         if in_use > self._capacity:
             raise torch.OutOfMemoryError(
                 f"the simulated device has {self._capacity} bytes, {in_use} are in use"

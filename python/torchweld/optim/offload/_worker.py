@@ -61,10 +61,11 @@ class Worker:
         torch.set_num_threads(before)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        return self._pool.submit(function)
+        # Whether gradients are recorded is asked of each thread.
+        return self._pool.submit(torch.no_grad()(function))
 
     def call(self, function: Callable[[], T]) -> T:
-        return self._pool.submit(function).result()
+        return self.submit(function).result()
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
