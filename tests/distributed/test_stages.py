@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_seams import splits_backwards
+from seams import splits_backwards
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,7 @@ import torchweld
 from processes import processes
 from torchweld.distributed import LayerSeeds, stages
 from torchweld.errors import ArgumentError
+from torchweld.fuse import Weld
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
@@ -115,6 +116,38 @@ def test_a_schedule_equals_one_process(schedule: stages.Name) -> None:
     """Bit by bit: sums over microbatches are made in the schedule's order."""
     with processes(2) as two:
         two.run("cpu", _equals_one_process, schedule)
+
+
+def _fused(rank: int) -> None:
+    """Costs are measured; the stages have what fuse() has made of torch's layers."""
+
+    def blocks() -> list[nn.Module]:
+        torch.manual_seed(0)
+        layer = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 64, "batch_first": True}
+        layers = [nn.TransformerEncoderLayer(**layer, dropout=0.0) for _ in range(4)]
+        return [*torchweld.fuse(nn.Sequential(*layers))]
+
+    x = torch.randn(MICROBATCHES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    whole = nn.Sequential(*blocks())
+    assert any(isinstance(module, Weld) for module in whole.modules())
+    for some in x.split(1):
+        (loss_of(whole(some), some) / MICROBATCHES).backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    pipe = stages.pipeline(blocks(), "1f1b", MICROBATCHES, loss_of, (x[:1],))
+    assert any(isinstance(module, Weld) for module in pipe.parts.modules())
+    pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    for part in pipe.parts:
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_a_fused_model_is_divided() -> None:
+    with processes(2) as two:
+        two.run("cpu", _fused)
 
 
 # --- Cuts -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_seams import splits_backwards
+from seams import splits_backwards
 
 from processes import processes
 from torchweld.bench.pipeline import Sleeper
