@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_seams import splits_backwards
 
 from processes import processes
+from seams import splits_backwards
 from torchweld.bench.pipeline import Sleeper
 from torchweld.distributed import stages
 from torchweld.distributed.timeline import Action, Timeline, bubble_of, record

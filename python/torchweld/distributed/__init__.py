@@ -19,7 +19,7 @@ from torchweld.distributed.plan import sequence_plan, tp_plan
 from torchweld.distributed.recompute import recompute, save_policy, selective
 from torchweld.distributed.ring import ring_attention
 from torchweld.distributed.seeds import LayerSeeds
-from torchweld.distributed.stages import Pipeline, pipeline
+from torchweld.distributed.stages import Pipeline, layer_cuts, pipeline
 from torchweld.distributed.timeline import Timeline, record
 from torchweld.distributed.zero import RowSharded, zero1, zero2, zero3
 
@@ -35,6 +35,7 @@ __all__ = [
     "Timeline",
     "checkpoint",
     "grad_norm",
+    "layer_cuts",
     "memory_estimate",
     "onebit_hook",
     "pipeline",

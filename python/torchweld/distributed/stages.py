@@ -164,6 +164,37 @@ def _device(part: torch.nn.Module, example: tuple[Any, ...]) -> torch.device:
     return next(t.device for t in tensors if isinstance(t, torch.Tensor))
 
 
+def layer_cuts(
+    model: torch.nn.Module,
+    layers: str,
+    count: int,
+    example: tuple[Any, ...],
+    *,
+    costs: Costs | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[range, ...]:
+    """The layers of each stage, of a model that is no row of blocks and drops what a stage lacks.
+
+    Args:
+        layers: the name of the list with the layers; what is before them counts to the first stage
+            and what is after them to the last.
+        count: of stages.
+        example: the model's arguments.
+        costs: of each layer, or a function that says them; None: measured by the first rank.
+        group: None: all processes, if there are several.
+    """
+    blocks = [*model.get_submodule(layers).children()]
+    if len(blocks) < count:
+        came, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
+        raise ArgumentError("layer_cuts", "layers", came, accepted)
+    box: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        box = [_said(costs, blocks) or _measured_inside(model, blocks, example)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    return balanced(box[0], count)
+
+
 # --- Costs ----------------------------------------------------------------------------------------
 
 
@@ -212,20 +243,14 @@ def _run_through(
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
     """Seconds of each block; what flows into the first block, out of it, and so on, without data.
 
-    The first run warms up, and its time counts only where it is the last one too.
+    Where there is one run only, its time counts; else the first one warms up.
     """
     given, found, flow = example, [], [_described(example)]
-    with torch.random.fork_rng():
-        for block in blocks:
-            block = copy.deepcopy(block)
-            seconds, result = [], None
-            for _ in range(runs):
-                begin = time.perf_counter()
-                result = _there_and_back(block, given)
-                seconds.append(time.perf_counter() - begin)
-            found.append(statistics.median(seconds[1:] or seconds))
-            given = result if isinstance(result, tuple) else (result,)
-            flow.append(_described(given, requires_grad=True))
+    for block in blocks:
+        seconds, result = _time(block, runs, given, {})
+        found.append(seconds)
+        given = result if isinstance(result, tuple) else (result,)
+        flow.append(_described(given, requires_grad=True))
     return found, flow
 
 
@@ -237,10 +262,50 @@ def _described(given: tuple[Any, ...], requires_grad: bool = False) -> tuple[Any
     return tree_map_only(torch.Tensor, described, given)
 
 
-def _there_and_back(block: torch.nn.Module, given: tuple[Any, ...]) -> Any:
+def _measured_inside(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: tuple[Any, ...]
+) -> list[float]:
+    """Seconds of each block with the arguments that the model gives it.
+
+    The first has the time before it too, and the last the time after it, thrice that of a forward.
+    """
+    given: list[Any] = []
+    times: list[float] = []
+
+    def begins(_: Any, args: Any, kwargs: Any) -> None:
+        given.append(tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
+        times.append(time.perf_counter())
+
+    hooks = [block.register_forward_pre_hook(begins, with_kwargs=True) for block in blocks]
+    ends = blocks[-1].register_forward_hook(lambda *_: times.append(time.perf_counter()))
+    with torch.random.fork_rng(), torch.no_grad():
+        start = time.perf_counter()
+        model(*example)
+        times.append(time.perf_counter())
+    for hook in (*hooks, ends):
+        hook.remove()
+    found = [_time(block, 4, *call)[0] for block, call in zip(blocks, given, strict=True)]
+    found[0] += 3 * (times[0] - start)
+    found[-1] += 3 * (times[-1] - times[-2])
+    return found
+
+
+def _time(block: torch.nn.Module, runs: int, args: Any, kwargs: Any) -> tuple[float, Any]:
+    """The median of some runs after the first, which warms up, of a copy; and the result."""
+    block = copy.deepcopy(block)
+    seconds, result = [], None
+    with torch.random.fork_rng(), torch.enable_grad():
+        for _ in range(runs):
+            begin = time.perf_counter()
+            result = _there_and_back(block, args, kwargs)
+            seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:] or seconds), result
+
+
+def _there_and_back(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The block's result; done on the device as well."""
-    given = tree_map_only(torch.Tensor, _leaf, given)
-    result = block(*given)
+    args, kwargs = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
+    result = block(*args, **kwargs)
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     for device in {t.device for t in outputs if t.is_cuda}:
@@ -263,11 +328,16 @@ def _agreed(
     box: list[Any] = [None]
     if rank == 0:
         found, flow = _run_through(blocks, example, 4 if costs is None else 1)
-        if costs is not None:
-            found = [*map(costs, blocks)] if callable(costs) else [*costs]
-        box = [(found, flow)]
+        box = [(_said(costs, blocks) or found, flow)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     if len(box[0][0]) != len(blocks):
         came, accepted = f"{len(box[0][0])} of them", f"one for each of {len(blocks)} blocks"
         raise ArgumentError("pipeline", "costs", came, accepted)
     return box[0]
+
+
+def _said(costs: Costs | None, blocks: Sequence[torch.nn.Module]) -> list[float]:
+    """The costs that were given; nothing where they are to be measured."""
+    if callable(costs):
+        return [*map(costs, blocks)]
+    return [] if costs is None else [*costs]

@@ -10,14 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_seams import splits_backwards
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 from processes import processes
+from seams import splits_backwards
+from torchweld.bench.pipeline import Sleeper
 from torchweld.distributed import LayerSeeds, stages
 from torchweld.errors import ArgumentError
+from torchweld.fuse import Weld
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
@@ -117,6 +119,38 @@ def test_a_schedule_equals_one_process(schedule: stages.Name) -> None:
         two.run("cpu", _equals_one_process, schedule)
 
 
+def _fused(rank: int) -> None:
+    """Costs are measured; the stages have what fuse() has made of torch's layers."""
+
+    def blocks() -> list[nn.Module]:
+        torch.manual_seed(0)
+        layer = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 64, "batch_first": True}
+        layers = [nn.TransformerEncoderLayer(**layer, dropout=0.0) for _ in range(4)]
+        return [*torchweld.fuse(nn.Sequential(*layers))]
+
+    x = torch.randn(MICROBATCHES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    whole = nn.Sequential(*blocks())
+    assert any(isinstance(module, Weld) for module in whole.modules())
+    for some in x.split(1):
+        (loss_of(whole(some), some) / MICROBATCHES).backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    pipe = stages.pipeline(blocks(), "1f1b", MICROBATCHES, loss_of, (x[:1],))
+    assert any(isinstance(module, Weld) for module in pipe.parts.modules())
+    pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    for part in pipe.parts:
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_a_fused_model_is_divided() -> None:
+    with processes(2) as two:
+        two.run("cpu", _fused)
+
+
 # --- Cuts -----------------------------------------------------------------------------------------
 
 costs_ = st.lists(st.floats(0, 100, width=16), min_size=1, max_size=9)
@@ -138,17 +172,41 @@ def test_cuts_are_the_best_of_all(costs: list[float], data: st.DataObject) -> No
     assert worst([cut.stop for cut in cuts[:-1]]) == pytest.approx(best)
 
 
+class _Slow(nn.Module):
+    """It sleeps where it is told to, and drops something."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.sleeper, self.drop = Sleeper(seconds), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return self.drop(self.sleeper(x)) * scale
+
+
+class _Layers(nn.Module):
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Slow(each) for each in seconds])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=2.0)
+        return x
+
+
 def test_measured_costs_find_the_dear_block() -> None:
-    """One block is 64 times the others' work; what is measured leaves no trace."""
-    torch.manual_seed(0)
-    blocks = [nn.Linear(64, 64), nn.Linear(64, 64)]
-    blocks[1:1] = [nn.Sequential(nn.Linear(64, 4096), nn.Dropout(0.1), nn.Linear(4096, 64))]
-    x, state = torch.randn(64, 64), torch.get_rng_state()
-    costs = stages.measured(blocks, (x,))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert costs[1] > 4 * max(costs[0], costs[2])
-    assert all(p.grad is None for block in blocks for p in block.parameters())
+    """By 90 ms of sleep; what is measured leaves no trace, in a row of blocks or inside a model."""
+    model, x = _Layers(0.0, 0.03, 0.0), torch.randn(2, 4)
+    state = torch.get_rng_state()
+    costs = stages.measured([*model.layers], (x,))
     assert stages.balanced(costs, 3) == (range(1), range(1, 2), range(2, 3))
+    assert costs[1] == pytest.approx(0.09, rel=0.5)
+    cuts = stages.layer_cuts(_Layers(0.0, 0.0, 0.03), "layers", 2, (x,))
+    assert cuts == (range(2), range(2, 3))
+    cuts = stages.layer_cuts(model, "layers", 2, (x,), costs=lambda layer: layer.sleeper.seconds)
+    assert cuts == (range(1), range(1, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -165,3 +223,5 @@ def test_errors() -> None:
         stages.placement("zb", 0, 2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="per_rank"):
         stages.placement("dualpipev", 0, 2, per_rank=3)
+    with pytest.raises(ArgumentError, match="layers"):
+        stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))
