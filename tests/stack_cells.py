@@ -194,7 +194,8 @@ def sizes_of(model: str, one: dict[str, torch.Tensor]) -> Sizes:
 # --- A cell, in one of its processes --------------------------------------------------------------
 
 
-def _differences(a: Any, b: Any, names: Any) -> torch.Tensor:
+def differences(a: Any, b: Any, names: Any) -> torch.Tensor:
+    """Of all elements of two runs' parameters of these names."""
     found = [(a["parameters"][n].double() - b["parameters"][n].double()).flatten() for n in names]
     return torch.cat(found)
 
@@ -210,7 +211,7 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     found = asdict(made)
     one, exact = torch.load(path)
     names = found["parameters"].keys()
-    off, unit = _differences(found, one, names), _differences(one, exact, names)
+    off, unit = differences(found, one, names), differences(one, exact, names)
     rms, most = (off.square().mean() / unit.square().mean()).sqrt(), off.abs().max()
     losses = torch.tensor([found["losses"], one["losses"], exact["losses"]], dtype=torch.float64)
     loss = (losses[0] - losses[1]).abs().max() / (losses[1] - losses[2]).abs().max()
