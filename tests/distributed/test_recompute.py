@@ -1,17 +1,13 @@
-"""Checkpointed blocks: exact under dropout, and their policy saves GEMMs and attention."""
+"""Blocks of a model that are checkpointed or compiled: the model learns the same."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchweld
-from oracle import saved_bytes
 from stack import MODELS
 from torchweld.distributed import LayerSeeds, recompute
 from transformer import Transformer, batch_of, loss_of
@@ -45,38 +41,6 @@ def test_exact_under_dropout(name: str, how: str) -> None:
         left.append([p.grad for p in model.parameters()] + [torch.rand(3)])
     for found, wanted in zip(*left, strict=True):
         assert torch.equal(found, wanted)
-
-
-class _Runs(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.of[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_policy_saves_what_is_dear() -> None:
-    """Attention runs once in each block, a norm twice."""
-    runs = {}
-    for how in ("none", "full", "selective"):
-        model = _model("GPT", how)
-        with torchweld.use_backend("cpu"), _Runs() as runs[how]:
-            _loss("GPT", model).backward()
-    attention, norm = "torchweld::block_sparse_attention", "torchweld::dropout_add_layer_norm"
-    assert [runs[how].of[attention] for how in runs] == [2, 4, 2]
-    assert [runs[how].of[norm] for how in runs] == [2, 4, 4]
-    gemms = [runs[how].of["aten::addmm"] for how in runs]
-    assert gemms[0] == gemms[2] < gemms[1]
-
-
-def test_saves_less() -> None:
-    sizes = [
-        saved_bytes(lambda how=how: _loss("GPT", _model("GPT", how)))
-        for how in ("none", "selective", "full")
-    ]
-    assert sizes[2] < sizes[0]
 
 
 # Dynamo asks every tensor that it meets for its gradient.

@@ -71,4 +71,5 @@ def recompute(module: torch.nn.Module, keep: bool = False) -> torch.nn.Module:
     Returns:
         A module around it, whose state_dict is its own.
     """
-    return checkpoint_wrapper(module, **({"context_fn": selective} if keep else {}))
+    settings: dict[str, Any] = {"context_fn": selective} if keep else {}
+    return checkpoint_wrapper(module, **settings)
