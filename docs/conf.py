@@ -53,6 +53,7 @@ docs/fuse
 docs/ops
 docs/optimizers
 docs/offload
+docs/stack
 docs/numerics
 docs/performance
 docs/support
@@ -70,6 +71,7 @@ docs/api/nn
 docs/api/optim
 docs/api/random
 docs/api/sparse
+docs/api/distributed
 docs/api/errors
 ```
 
