@@ -222,7 +222,10 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     assert rms <= RMS, f"{cell}: parameters differ by {rms:.2f} times their rounding"
     assert most <= MOST * unit.abs().max(), f"{cell}: a parameter differs by {most:.2e}"
     assert loss <= MOST, f"{cell}: losses differ by {loss:.2f} times their rounding"
-    if cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order:
+    # Autocast casts a stage's input once for all of its uses, as a leaf, and sums its gradients in
+    # 16 bits, which inside of a model it does not.
+    same_order = cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order
+    if same_order and cell.dtype == "fp32":
         assert not off.any(), f"{cell}: not bitwise equal, {most:.2e}"
     if cell.strategy in TEXTBOOK and rank == 0:
         expected = TEXTBOOK[cell.strategy](sizes_of(cell.model, one["parameters"]))
