@@ -99,6 +99,12 @@ test-peers: env ## Tests against other packages; installs them
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) tests/peers/peer_*.py $(ARGS)
 
+.PHONY: stack
+stack: env ## All cells of the matrix of strategies, written into docs/stack.md
+	@rm -f build/stack.jsonl
+	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py $(ARGS)
+	@$(PY) tests/stack_table.py build/stack.jsonl
+
 # python3.12 itself, or pyenv's where that is not the version in use.
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))

@@ -53,6 +53,7 @@ docs/fuse
 docs/ops
 docs/optimizers
 docs/offload
+docs/stack
 docs/numerics
 docs/performance
 docs/support
@@ -71,6 +72,7 @@ docs/api/optim
 docs/api/distributed
 docs/api/random
 docs/api/sparse
+docs/api/distributed
 docs/api/errors
 ```
 

@@ -16,6 +16,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-from torchweld import distributed, optim
+from torchweld import optim
 from torchweld.distributed import (
     CountCollectives,
     LayerSeeds,
+    Memory,
     Parallel,
     checkpoint,
     grad_norm,
+    memory_estimate,
     recompute,
 )
 from transformer import Settings, Transformer, batch_of, loss_of
@@ -50,7 +53,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="that gradients are cut to")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
@@ -69,22 +72,26 @@ class Training:
     def __init__(self, given: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
         self.given, self.parallel, self.device = given, parallel, device
         self.mesh = parallel.mesh(device.type)
-        self.settings = Settings(
-            width=given.width,
-            layers=given.layers,
-            length=given.length,
-            dropout=given.dropout,
-            sparse=given.sparse,
-        )
+        names = ("width", "layers", "length", "dropout", "sparse")
+        self.settings = Settings(**{name: getattr(given, name) for name in names})
         torch.manual_seed(given.seed)
         self.stage = self.mesh.get_local_rank("pipeline")
         model: Any = Transformer(self.settings).stage(self.stage, parallel.pipeline).to(device)
-        selective = given.recompute == "selective"
-        between = None if given.recompute == "none" else lambda block: recompute(block, selective)
-        self.model = parallel.wrap(model, self.mesh, between)
-        self.seeds = LayerSeeds(model.blocks.items(), given.seed)
+        model = parallel.cut(model, self.mesh)
+        for name, block in model.blocks.items() if given.recompute != "none" else ():
+            model.blocks[name] = recompute(block, keep=given.recompute == "selective")
         kind = getattr(optim, OPTIMIZERS[given.optimizer])
+        self.averages = given.optimizer == "onebit"  # gradients, by itself
+        if self.averages:
+            if (parallel.tensor, parallel.pipeline, parallel.data) != (1, 1, "ddp"):
+                raise SystemExit("--optimizer onebit goes with --strategy ddp")
+            kind = partial(kind, freeze_step=max(given.steps // 4, 1), bias_correction=True)
+        self.estimate = self._estimate(model, kind(model.parameters()))
+        self.model = parallel.wrap(model, self.mesh)
+        self.seeds = LayerSeeds(model.blocks.items(), given.seed)
         self.optimizer = parallel.optimizer(self.model, kind, lr=given.lr)
+        if self.averages and self.model is not model:
+            self.optimizer.attach(self.model)
         replica, replicas = self.mesh.get_local_rank("data"), parallel.replicas
         if given.microbatches % replicas:
             raise SystemExit(f"--microbatches is not a multiple of {replicas} replicas")
@@ -92,15 +99,30 @@ class Training:
         self.mine = range(replica * each, (replica + 1) * each)
         self.schedule = self._schedule() if parallel.pipeline > 1 else None
 
-    def _schedule(self) -> Schedule1F1B:
-        rows, s = self.given.rows, self.settings
-        if self.given.bf16:
-            self.model.forward = self.autocast()(self.model.forward)
-        tokens = torch.zeros((rows, s.length), dtype=torch.int64, device=self.device)
+    def _estimate(self, model: Any, optimizer: Any) -> Memory:
+        """What this process will hold, by the dimension that divides most of it."""
+        p, count = self.parallel, self.parallel.replicas
+        strategy = p.data
+        if count == 1 and p.tensor * p.pipeline > 1:
+            strategy, count = ("tp", p.tensor) if p.tensor > 1 else ("pp", p.pipeline)
+        rank = self.stage if strategy == "pp" else 0
+        given = (self._shapes()[1 if self.stage else 0],)
+        return memory_estimate(model, optimizer, strategy, count, rank=rank, example=given)
+
+    def _shapes(self) -> list[torch.Tensor]:
+        """A microbatch's tokens, stream and logits."""
+        rows, s, device = self.given.rows, self.settings, self.device
+        tokens = torch.zeros((rows, s.length), dtype=torch.int64, device=device)
         stream, logits = (
-            torch.zeros((rows, s.length, width), device=self.device, requires_grad=True)
+            torch.zeros((rows, s.length, width), device=device, requires_grad=True)
             for width in (s.width, s.vocabulary)
         )
+        return [tokens, stream, logits]
+
+    def _schedule(self) -> Schedule1F1B:
+        if self.given.bf16:
+            self.model.forward = self.autocast()(self.model.forward)
+        tokens, stream, logits = self._shapes()
         last = self.stage == self.parallel.pipeline - 1
         stage = PipelineStage(
             *(self.model, self.stage, self.parallel.pipeline, self.device),
@@ -114,8 +136,8 @@ class Training:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.given.bf16)
 
     def batch(self, step: int, number: int) -> tuple[torch.Tensor, ...]:
-        seed = self.given.seed + step * self.given.microbatches + number
-        return batch_of(self.settings, self.given.rows, seed, self.device)
+        which = step * self.given.microbatches + number
+        return batch_of(self.settings, self.given.rows, self.given.seed + which, self.device)
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, a mean over this process's microbatches, and the gradients' norm."""
@@ -124,7 +146,7 @@ class Training:
         stages = self.mesh.get_group("pipeline") if self.schedule is not None else None
         norm = grad_norm(self.model.parameters(), stages)
         factor = (self.given.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.model.parameters():
+        for parameter in () if self.averages else self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         self.optimizer.step()
@@ -177,16 +199,19 @@ def local_bytes(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
 def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """All steps, between the processes of torch's default group; what is known of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    parallel = Parallel.of(_declared(given), world)
+    declared = given.strategy
+    if given.config is not None:
+        import tomllib  # of Python 3.11
+
+        declared = tomllib.loads(given.config.read_text())["parallel"]
+    parallel = Parallel.of(declared, world)
     training = Training(given, parallel, device)
     say = print if rank == 0 else lambda *_: None
     say(parallel)
-    estimate = getattr(distributed, "memory_estimate", None)
-    if estimate is not None:
-        say(estimate(training.model, training.optimizer, given.strategy, world))
-    first = 0
-    if given.resume:
-        first = checkpoint.load(given.resume, training.model, training.optimizer)
+    if rank == 0:
+        training.estimate.show()
+    trained = (training.model, training.optimizer)
+    first = checkpoint.load(given.resume, *trained) if given.resume else 0
     record: dict[str, Any] = {"losses": [], "norms": []}
     counted, start = CountCollectives(), time.perf_counter()
     for step in range(first, first + given.steps):
@@ -198,23 +223,15 @@ def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         say(f"step {step}  loss {record['losses'][-1]:.4f}  gradients {norm.item():.3f}")
     tokens = given.steps * given.microbatches * given.rows * given.length
     record["tokens_per_second"] = tokens / (time.perf_counter() - start)
-    record["bytes"] = local_bytes(training.model, training.optimizer)
+    record["bytes"] = local_bytes(*trained)
     record["collectives"] = {k: [counted.calls[k], counted.bytes[k]] for k in counted.calls}
     say(f"{record['tokens_per_second']:.0f} tokens/s; bytes of rank 0: {record['bytes']}")
     say(f"the last step's collectives, calls and bytes: {record['collectives']}")
     if given.save:
-        checkpoint.save(given.save, training.model, training.optimizer, first + given.steps)
+        checkpoint.save(given.save, *trained, first + given.steps)
     if given.json and rank == 0:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
     return record
-
-
-def _declared(given: argparse.Namespace) -> Any:
-    if given.config is None:
-        return given.strategy
-    import tomllib
-
-    return tomllib.loads(given.config.read_text())["parallel"]
 
 
 def main() -> None:
@@ -222,11 +239,9 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
-        os.environ.setdefault(name, value)  # without torchrun it is one process
-    rank, world = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world)
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(alone | dict(os.environ))  # without torchrun it is one process
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(given, device)
     dist.destroy_process_group()
 

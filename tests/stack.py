@@ -177,7 +177,8 @@ def _zero1(name: str, dtype: torch.dtype) -> Run:
     return _ddp(name, dtype, sharded_states=True)
 
 
-def _shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
+def shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
+    """By FSDP2, a block at a time; `keep` what was gathered until the backward has run."""
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
@@ -185,7 +186,7 @@ def _shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
 
 def _fsdp(name: str, dtype: torch.dtype, keep: bool) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
-    _shard(cell.model, init_device_mesh("cpu", (count,)), keep)
+    shard(cell.model, init_device_mesh("cpu", (count,)), keep)
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
     return cell.left(cell.train(step, adamw(cell.model)), of=count)
 
@@ -214,7 +215,7 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
     cell, count = Cell(name, dtype), dist.get_world_size() // 2
     mesh = init_device_mesh("cpu", (count, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(cell.model, mesh["tensor"], tp_plan(cell.model, True))
-    _shard(cell.model, mesh["data"], keep=False)
+    shard(cell.model, mesh["data"], keep=False)
     rank = mesh.get_local_rank("data")
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
     counted = cell.train(step, adamw(cell.model))
@@ -338,7 +339,7 @@ def _fsdp_tensor_pipeline(name: str, dtype: torch.dtype) -> Run:
 
     def wrap(part: Any) -> Any:
         parallelize_module(part, mesh["tensor"], tp_plan(part, True))
-        _shard(part, mesh["data"], keep=True)
+        shard(part, mesh["data"], keep=True)
         return part
 
     group, rank = mesh.get_group("pipe"), mesh.get_local_rank("pipe")

@@ -194,7 +194,8 @@ def sizes_of(model: str, one: dict[str, torch.Tensor]) -> Sizes:
 # --- A cell, in one of its processes --------------------------------------------------------------
 
 
-def _differences(a: Any, b: Any, names: Any) -> torch.Tensor:
+def differences(a: Any, b: Any, names: Any) -> torch.Tensor:
+    """Of all elements of two runs' parameters of these names."""
     found = [(a["parameters"][n].double() - b["parameters"][n].double()).flatten() for n in names]
     return torch.cat(found)
 
@@ -210,7 +211,7 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     found = asdict(made)
     one, exact = torch.load(path)
     names = found["parameters"].keys()
-    off, unit = _differences(found, one, names), _differences(one, exact, names)
+    off, unit = differences(found, one, names), differences(one, exact, names)
     rms, most = (off.square().mean() / unit.square().mean()).sqrt(), off.abs().max()
     losses = torch.tensor([found["losses"], one["losses"], exact["losses"]], dtype=torch.float64)
     loss = (losses[0] - losses[1]).abs().max() / (losses[1] - losses[2]).abs().max()
@@ -221,7 +222,10 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     assert rms <= RMS, f"{cell}: parameters differ by {rms:.2f} times their rounding"
     assert most <= MOST * unit.abs().max(), f"{cell}: a parameter differs by {most:.2e}"
     assert loss <= MOST, f"{cell}: losses differ by {loss:.2f} times their rounding"
-    if cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order:
+    # Autocast casts a stage's input once for all of its uses, as a leaf, and sums its gradients in
+    # 16 bits, which inside of a model it does not.
+    same_order = cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order
+    if same_order and cell.dtype == "fp32":
         assert not off.any(), f"{cell}: not bitwise equal, {most:.2e}"
     if cell.strategy in TEXTBOOK and rank == 0:
         expected = TEXTBOOK[cell.strategy](sizes_of(cell.model, one["parameters"]))

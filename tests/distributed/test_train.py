@@ -78,6 +78,21 @@ def test_goes_on_from_another_strategy(folder: Path) -> None:
         assert ended["losses"] == pytest.approx(wanted[2:], rel=1e-6)
 
 
+def test_one_bit(folder: Path) -> None:
+    """Its warm-up averages in float32, and so its first two losses are Adam's of one process."""
+    found = _run(2, folder, "--optimizer", "onebit", "--steps", "8")
+    wanted = _alone(folder, "--optimizer", "onebit", "--steps", "8")
+    assert found["losses"][:2] == pytest.approx(wanted["losses"][:2], rel=1e-6)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
+
+
+def test_a_declaration_in_a_file(folder: Path) -> None:
+    config = folder / "parallel.toml"
+    config.write_text('[parallel]\npipeline = 2\ntensor = {mode = "1d", size = 2}\n')
+    found = _run(4, folder, "--config", str(config))
+    assert found["losses"] == pytest.approx(_alone(folder)["losses"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "argument"),
     [

@@ -10,7 +10,7 @@ import torch
 
 import stack_cells
 from processes import processes
-from stack import DTYPES, MICROBATCHES, ROWS, Cell, Run, adamw
+from stack import DTYPES, MICROBATCHES, MODELS, ROWS, Cell, Run, adamw
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,14 +64,16 @@ def _cell(rank: int, cell: stack_cells.Cell, path: str, results: str | None) -> 
     stack_cells.hold(rank, cell, run, path, results)
 
 
+RESULTS = stack_cells.results_file()
+KINDS = [(m, d) for m in MODELS for d in DTYPES]
 CELLS = [
     stack_cells.Cell(f"DeepSpeed ZeRO-{stage}", model, dtype)
     for stage in (1, 2, 3)
-    for model, dtype in (("GPT", "fp32"), ("BERT", "bf16"), ("sparse GPT", "fp32"))
+    for model, dtype in (KINDS if RESULTS else KINDS[stage - 1 :: 3])
 ]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(cell: stack_cells.Cell) -> None:
     with processes(2) as two:
-        two.run("cpu", _cell, cell, stack_cells.reference(cell.model, cell.dtype), None)
+        two.run("cpu", _cell, cell, stack_cells.reference(cell.model, cell.dtype), RESULTS)

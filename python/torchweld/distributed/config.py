@@ -88,23 +88,16 @@ class Parallel:
         sizes = (self.pipeline, self.replicas, self.tensor)
         return init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
 
-    def wrap(
-        self, model: Any, mesh: DeviceMesh, between: Callable[[Any], Any] | None = None
-    ) -> Any:
-        """Share a model, or a stage of one. `between` changes a block that FSDP2 then shards."""
-        if self.tensor > 1:
-            MODES[self.mode](model, mesh["tensor"], self.sequence)
-        names = list(blocks_of(model))
-        for name in names if between is not None else ():
-            above, _, last = name.rpartition(".")
-            parent: Any = model.get_submodule(above)
-            parent[last if isinstance(parent, torch.nn.ModuleDict) else int(last)] = between(  # type: ignore[misc]
-                model.get_submodule(name)
-            )
+    def cut(self, model: Any, mesh: DeviceMesh) -> Any:
+        """Share the matrices of a model, or of a stage of one."""
+        return MODES[self.mode](model, mesh["tensor"], self.sequence) if self.tensor > 1 else model
+
+    def wrap(self, model: Any, mesh: DeviceMesh) -> Any:
+        """Share the data of a model that was cut; FSDP2 shards a block at a time."""
         if self.data in ("zero2", "zero3"):
             how: dict[str, Any] = {"mesh": mesh["data"]}
             how["reshard_after_forward"] = self.data == "zero3" and self.pipeline == 1
-            for name in names:
+            for name in blocks_of(model):
                 fully_shard(model.get_submodule(name), **how)
             return fully_shard(model, **how)
         if self.replicas > 1:

@@ -17,7 +17,8 @@ class LayerSeeds:
     microbatch and the layer's name only. Call `begin` before each step. A PipelineStage has to be
     given `input_args` and `output_args`: it would find out their shapes by another forward.
 
-    What checkpoints and recomputes belongs inside a layer, and torch's restores the generators.
+    What compiles, or checkpoints and recomputes, belongs inside a layer: `torch.compile(block)` or
+    `recompute(block)` is the layer to hand over.
 
     Args:
         layers: names and modules, such as `model.blocks.items()`; names are the same everywhere.

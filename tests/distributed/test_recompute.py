@@ -1,0 +1,63 @@
+"""Blocks of a model that are checkpointed or compiled: the model learns the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stack import MODELS
+from torchweld.distributed import LayerSeeds, recompute
+from transformer import Transformer, batch_of, loss_of
+
+SETTINGS = {name: replace(s, layers=2) for name, s in MODELS.items()}
+
+
+def _model(name: str, how: str) -> Any:
+    torch.manual_seed(0)
+    model = Transformer(SETTINGS[name])
+    if how != "none":
+        for key, block in model.blocks.items():
+            model.blocks[key] = recompute(block, how == "selective")
+    return model
+
+
+def _loss(name: str, model: Any) -> torch.Tensor:
+    tokens, targets = batch_of(SETTINGS[name], 2, 1)
+    return loss_of(model(tokens), targets)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_exact_under_dropout(name: str, how: str) -> None:
+    """Bit by bit, and torch's generator goes on from where it would."""
+    left = []
+    for kind in ("none", how):
+        model = _model(name, kind)
+        LayerSeeds(model.blocks.items()).begin(0)
+        _loss(name, model).backward()
+        left.append([p.grad for p in model.parameters()] + [torch.rand(3)])
+    for found, wanted in zip(*left, strict=True):
+        assert torch.equal(found, wanted)
+
+
+# Dynamo asks every tensor that it meets for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["GPT", "sparse GPT"])
+def test_a_block_compiles_in_one_graph(name: str) -> None:
+    """Each block apart, as FSDP2 wants them; it drops what it drops without the compiler."""
+    left = []
+    for compiled in (False, True):
+        model = _model(name, "none")
+        with torch.no_grad():
+            _loss(name, model)  # makes the layout, which is no part of a graph
+        for key, block in model.blocks.items() if compiled else ():
+            model.blocks[key] = torch.compile(block, fullgraph=True, backend="aot_eager")
+        LayerSeeds(model.blocks.items()).begin(0)
+        loss = _loss(name, model)
+        loss.backward()
+        left.append([loss, *(p.grad for p in model.parameters())])
+    for found, wanted in zip(*left, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

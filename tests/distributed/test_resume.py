@@ -1,0 +1,146 @@
+"""A checkpoint of one strategy in another, bit by bit; and after a process was killed in a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import stack
+import stack_cells
+from processes import processes
+from stack import Cell, adamw
+from torchweld.distributed import checkpoint, tp_plan
+
+TIMEOUT = 20.0  # seconds
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def _content(cell: Cell, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Parameters and states by name, whole."""
+    found = {}
+    for name, parameter in cell.model.named_parameters():
+        found[name] = _whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = _whole(value)
+    return found
+
+
+def _go_on(rank: int, strategy: str, steps: tuple[int, int], folder: str) -> None:
+    """These steps by a strategy, from a checkpoint if they are not the first, into the next one."""
+    cell, count = Cell("GPT", torch.float32), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (count,))
+    data = 1
+    if strategy == "FSDP2":
+        stack.shard(cell.model, mesh, keep=False)
+        data = count
+    elif strategy == "TP":
+        parallelize_module(cell.model, mesh, tp_plan(cell.model, True))
+    optimizer = adamw(cell.model)
+    cell.seed(cell.model)
+    first, last = steps
+    if first:
+        assert checkpoint.load(f"{folder}/{first}", cell.model, optimizer) == first
+        found, saved = _content(cell, optimizer), torch.load(f"{folder}/{first}.pt")
+        assert found.keys() == saved.keys()
+        for name, value in found.items():
+            assert torch.equal(value, saved[name]), name
+    for step in range(first, last):
+        cell.accumulate(cell.model, step, rank if data > 1 else 0, data)
+        optimizer.step()
+        optimizer.zero_grad()
+    content = _content(cell, optimizer)
+    if rank == 0:
+        torch.save(content, f"{folder}/{last}.pt")
+    checkpoint.save(f"{folder}/{last}", cell.model, optimizer, last)
+
+
+def test_four_to_two_to_one(tmp_path: Path) -> None:
+    """FSDP2 on four, tensor parallelism on two, one process: ten steps of one run."""
+    for count, strategy, steps in ((4, "FSDP2", (0, 4)), (2, "TP", (4, 7)), (1, "", (7, 10))):
+        with processes(count) as some:
+            some.run("cpu", _go_on, strategy, steps, str(tmp_path))
+    found = torch.load(tmp_path / "10.pt")
+    one, exact = torch.load(stack_cells.reference("GPT", "fp32"))
+    off = stack_cells.differences({"parameters": found}, one, one["parameters"])
+    unit = stack_cells.differences(one, exact, one["parameters"])
+    assert off.norm() <= stack_cells.RMS * unit.norm()
+
+
+# --- A process is killed --------------------------------------------------------------------------
+
+
+def _until_killed(rank: int, store: str, folder: str, end: Any) -> None:
+    """Save after two steps; in the third's backward the second process is killed."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+    cell = Cell("GPT", torch.float32)
+    stack.shard(cell.model, init_device_mesh("cpu", (2,)), keep=False)
+    optimizer = adamw(cell.model)
+    cell.seed(cell.model)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            block = cell.model.blocks["1"]
+            block.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        start = time.monotonic()
+        try:
+            cell.accumulate(cell.model, step, rank, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        except RuntimeError as error:
+            end.send((str(error), time.monotonic() - start))
+            os._exit(0)  # what is left of the group waits for nothing
+        if step == 1:
+            checkpoint.save(folder, cell.model, optimizer, 2)
+    end.send(("no error", 0.0))
+
+
+def test_others_raise_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(2)]
+    store, folder = f"file://{tmp_path / 'store'}", str(tmp_path / "saved")
+    started = [
+        context.Process(target=_until_killed, args=(rank, store, folder, ends[rank][1]))
+        for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    try:
+        assert ends[0][0].poll(240)
+        error, seconds = ends[0][0].recv()
+        assert error != "no error"
+        assert seconds < TIMEOUT + 5
+        started[1].join(10)
+        assert started[1].exitcode == -signal.SIGKILL
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    with processes(1) as one:
+        one.run("cpu", _loads, folder, stack_cells.reference("GPT", "fp32"))
+
+
+def _loads(rank: int, folder: str, reference: str) -> None:
+    cell = Cell("GPT", torch.float32)
+    optimizer = adamw(cell.model)
+    cell.seed(cell.model)
+    step = checkpoint.load(folder, cell.model, optimizer)
+    assert step == 2
+    loss = cell.accumulate(cell.model, step)
+    wanted = torch.load(reference)[0]["losses"][step]
+    assert loss.item() == pytest.approx(wanted, rel=1e-6)
