@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torchweld.bench.pipeline import Sleeper
 from torchweld.distributed import stages
 from torchweld.distributed.timeline import Action, Timeline, bubble_of, record
 
-UNIT, MICROBATCHES, STEPS = 0.015, 4, 5
+UNIT, MICROBATCHES, STEPS = 0.02, 4, 12
 
 
 def _made() -> Timeline:
@@ -47,7 +46,7 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "idle 50.0%, by (p-1)/(m+p-1) 50.0%" in out
 
 
-def _bubbles(rank: int, schedule: stages.Name, low: float, high: float) -> None:
+def _bubbles(rank: int, schedule: stages.Name, ideal: float, low: float, high: float) -> None:
     batch = torch.ones(2 * MICROBATCHES, 4)
     pipe = stages.pipeline(
         [Sleeper(UNIT) for _ in range(4)],
@@ -57,8 +56,9 @@ def _bubbles(rank: int, schedule: stages.Name, low: float, high: float) -> None:
         (batch[:2],),
         costs=[1.0] * 4,
     )
-    found = []
-    for _ in range(STEPS + 1):
+    found: list[Timeline] = []
+    # Until a step was hardly disturbed by what else runs here; the first one makes buffers.
+    while len(found) < 2 or (len(found) < STEPS and min(map(_length, found)) > 1.05 * ideal):
         with record(pipe.schedule) as timeline:
             args = (batch,) if pipe.is_first else ()
             pipe.schedule.step(*args, target=batch if pipe.is_last else None)
@@ -69,7 +69,12 @@ def _bubbles(rank: int, schedule: stages.Name, low: float, high: float) -> None:
         for spent in timeline.spent().values():
             assert sum(spent) == pytest.approx(end - begin)
         assert sum(action.kind == "forward" for action in timeline.actions) == count
-    assert low <= statistics.median(t.bubble() for t in found[1:]) <= high
+    assert low <= min(found, key=_length).bubble() <= high
+
+
+def _length(timeline: Timeline) -> float:
+    begin, end = timeline.span
+    return end - begin
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -77,10 +82,10 @@ def test_the_bubble_is_the_formulas(schedule: stages.Name) -> None:
     """Stages sleep for a known time, so that the schedule is measured and not the machine."""
     expected = bubble_of(2, MICROBATCHES)
     with processes(2) as two:
-        two.run("cpu", _bubbles, schedule, 0.8 * expected, 1.2 * expected)
+        two.run("cpu", _bubbles, schedule, 30 * UNIT, 0.8 * expected, 1.2 * expected)
 
 
 @splits_backwards
 def test_zero_bubble_has_less() -> None:
     with processes(2) as two:
-        two.run("cpu", _bubbles, "zbvzerobubble", 0.0, 0.6 * bubble_of(2, MICROBATCHES))
+        two.run("cpu", _bubbles, "zbvzerobubble", 27 * UNIT, 0.0, 0.6 * bubble_of(2, MICROBATCHES))
