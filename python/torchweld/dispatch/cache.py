@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import tempfile
@@ -24,6 +26,19 @@ def folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torchweld"
+
+
+@functools.cache
+def kernel_hash() -> str:
+    """Of the kernels for GPUs: Triton's sources, and the compiled library."""
+    package = Path(__file__).parents[1]
+    files = sorted((package / "triton_kernels").glob("*.py"))
+    files += sorted((package.parent.parent / "triton_kernels").glob("*.py"))
+    digest = hashlib.sha256()
+    for file in [*files, package / "lib" / "libtorchweld_cuda.so"]:
+        if file.exists():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,20 +97,10 @@ def verdicts(device_index: int) -> Verdicts:
     gpu = f"{of_gpu.name}, {of_gpu.multi_processor_count} SMs, sm_{of_gpu.major}{of_gpu.minor}"
     absent = BACKENDS["triton"].missing()
     triton = "none" if absent else importlib.import_module("triton").__version__
-    software = f"torchweld {__version__} {_sources()}, torch {torch.__version__}, triton {triton}"
+    software = (
+        f"torchweld {__version__} {cache.kernel_hash()}, torch {torch.__version__}, triton {triton}"
+    )
     return Verdicts(cache.folder() / "verdicts.json", f"{gpu}, {software}")
-
-
-def _sources() -> str:
-    """A hash of the kernels: Triton's sources, and the compiled library."""
-    package = Path(__file__).parents[1]
-    files = sorted((package / "triton_kernels").glob("*.py"))
-    files += sorted((package.parent.parent / "triton_kernels").glob("*.py"))
-    digest = hashlib.sha256()
-    for file in [*files, package / "lib" / "libtorchweld_cuda.so"]:
-        if file.exists():
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 class OpTrial:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -201,13 +200,8 @@ def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
 def _conditions(device: torch.device, precision: str) -> str:
     """What makes times comparable: the GPU, the kernels, what compiled them, and their rival."""
     triton = importlib.import_module("triton").__version__
-    folder = Path(kernels().__file__).parent
-    digest = hashlib.sha256()
-    for name in ("linear_act", "act", "chunks", "tensors", "launch"):
-        digest.update((folder / f"{name}.py").read_bytes())
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    hashed = digest.hexdigest()[:16]
-    ours = f"torchweld {__version__}, {hashed}"
+    ours = f"torchweld {__version__}, {cache.kernel_hash()}"
     return f"{gpu}, {ours}, triton {triton}, torch {torch.__version__}, float32 as {precision}"
 
 
