@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) write_signs(Quantize1 a, bool is_ali
     for (int j = 0; j < kByte; ++j) {
       if (j < count) {
         sum += (double)values[j] * values[j];
-        byte |= (unsigned)(values[j] >= 0) << (kByte - 1 - j);
+        // Not a comparison that is shifted: gcc 12's -fsanitize=undefined makes a set bit of it.
+        if (values[j] >= 0) byte |= 0x80u >> j;
       }
     }
     a.bits[i / kByte] = (uint8_t)byte;
