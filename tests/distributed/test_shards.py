@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from oracle import is_floating
-from processes import processes
+from processes import TORCH_2_11, processes
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
@@ -19,6 +19,7 @@ from torchweld.registry import OPS, materialize
 # Statistics of all rows: what a batch norm of a shard is, its own documentation says.
 WHOLE = {"batch_norm_act", "linear_batch_norm_act"}
 NAMES = sorted(OPS.keys() - WHOLE)
+GEMMS = {"linear_act", "mlp", "gated_mlp"}
 
 
 def _serves_its_shards(rank: int, name: str) -> None:
@@ -75,6 +76,8 @@ def _with_gradients(op: Any, inputs: list[Any], place: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_need_no_collective(name: str) -> None:
+    if TORCH_2_11 and name in GEMMS:
+        pytest.skip("torch 2.11's DTensor refuses a linear layer of a shard of the sequence")
     with processes(2) as two:
         two.run("cpu", _serves_its_shards, name)
 
