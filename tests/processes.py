@@ -16,9 +16,6 @@ import torch.multiprocessing
 
 import torchweld
 
-# Its DTensor refuses a linear layer of a shard of the sequence, and its pipelines a stage that does
-# not return the dtype of its example, under autocast too.
-TORCH_2_11 = torch.__version__.startswith("2.11.")
 SECONDS = 300  # after which a scenario hangs
 
 

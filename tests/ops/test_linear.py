@@ -11,7 +11,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional
 
 import torchweld
-from oracle import TORCH, Pool
+from oracle import Pool
+from seams import splits_backwards
 from torchweld.ops.gemm import gemm
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
@@ -130,9 +131,7 @@ def test_second_derivatives(sizes: tuple[int, int, int]) -> None:
 
 
 @SIZES
-@pytest.mark.skipif(
-    TORCH < (2, 13), reason="torch 2.11 does not split the backward of an autograd.Function"
-)
+@splits_backwards
 def test_a_split_backward(sizes: tuple[int, int, int]) -> None:
     """x's gradient first and the parameters' later have the same bits."""
     x, *parameters = _inputs(sizes)

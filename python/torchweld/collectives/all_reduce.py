@@ -124,7 +124,7 @@ class OneBitAllReduce:
         self._errors, self._loaded = {}, [Errors(*each) for each in as_stored]
 
     def _kept(self) -> list[Errors]:
-        """Of keys in the order in which they came, and loaded ones whose keys have not come."""
+        """The errors of keys, in the order in which keys came, then loaded ones of keys to come."""
         of_keys = (self._errors.get(key, NONE) for key in self._numbers)
         pairs = itertools.zip_longest(of_keys, self._loaded, fillvalue=NONE)
         kept = [loaded if found.worker is None else found for found, loaded in pairs]

@@ -30,7 +30,7 @@ def folder() -> Path:
 
 @functools.cache
 def kernel_hash() -> str:
-    """Of the kernels for GPUs: Triton's sources, and the compiled library."""
+    """Hash the kernels for GPUs: Triton's sources and the compiled library."""
     package = Path(__file__).parents[1]
     files = sorted((package / "triton_kernels").glob("*.py"))
     files += sorted((package.parent.parent / "triton_kernels").glob("*.py"))

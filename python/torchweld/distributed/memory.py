@@ -178,7 +178,7 @@ def _owned(
 def _states(
     optimizer: torch.optim.Optimizer, group: Any, params: Iterable[torch.Tensor]
 ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """Of each parameter, what the optimizer will keep of it."""
+    """Each parameter with what the optimizer will keep of it."""
     kept: dict[Any, Sequence[torch.Tensor]] = {}
     found: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
     for p in params:

@@ -213,7 +213,7 @@ def _cut(
 ) -> tuple[float, tuple[int, ...]]:
     """The least value, to which `add` adds each stage's cost, and where its stages end."""
     total = [0.0, *itertools.accumulate(costs)]
-    # Of the blocks before a number, in the stages so far.
+    # For each number of blocks: the best way to divide them among the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(count):
         ends = range(stage + 1, len(costs) - (count - 1 - stage) + 1)  # a block each for the rest

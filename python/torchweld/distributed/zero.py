@@ -114,7 +114,7 @@ class RowSharded:
                 rows.copy_(piece[: rows.numel()].view(rows.shape))
 
     def zero_grad(self) -> None:
-        """Of the model's parameters; DDP's buckets keep their memory."""
+        """Drop the gradients of the model's parameters; DDP's buckets keep their memory."""
         for p in (*self._parameters, *self._shards):
             p.grad = None
 
