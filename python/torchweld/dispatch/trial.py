@@ -17,6 +17,7 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.verdicts import Verdict, Verdicts
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
+from torchweld.registry.op import in_the_way
 from torchweld.version import __version__
 
 # Milliseconds of the GPU's that a class of calls may take, and elements that are judged.
@@ -35,10 +36,13 @@ def proven(op: Op, inputs: Sequence[Any]) -> str:
         known = verdicts(inputs[0].device.index).decide(trial)
         if trial.may_run():
             _served[of] = known
-    return known if known == EAGER or op.why_not(known, inputs) is None else EAGER
+    if known == EAGER or in_the_way() is not None:
+        return EAGER
+    return known if op.refuses is None or op.refused(known, inputs) is None else EAGER
 
 
-# By class; the text of a key takes longer to make.
+# By class; the text of a key takes longer to make. A look-up here is part of every call: no device
+# is read, and what a class implies is not asked again.
 _served: dict[tuple[Any, ...], str] = {}
 
 
@@ -78,16 +82,18 @@ def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction:
 def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What a verdict holds for: equal for calls that are alike."""
     x = inputs[0]
-    shape = x.shape
-    words: list[Any] = [op.name, x.device.index, torch.is_autocast_enabled(x.device.type)]
-    words += [shape[-1] if shape else 1, x.numel().bit_length(), torch.is_grad_enabled()]
-    for value in inputs:
-        if isinstance(value, torch.Tensor):
-            aligned = value.data_ptr() % _ALIGNMENT == 0 and value.is_contiguous()
-            words.append((value.dtype, value.ndim, value.requires_grad, aligned))
-        elif value is None or isinstance(value, (str, bool)):
-            words.append(value)
-    return tuple(words)
+    shape, train = x.shape, torch.is_grad_enabled()
+    found = [op.name, x.get_device(), torch.is_autocast_enabled(x.device.type)]
+    found += (shape[-1] if shape else 1, x.numel().bit_length(), train)
+    for at in op.tensors_at:
+        if (t := inputs[at]) is None:
+            found.append(None)
+        else:
+            aligned = t.data_ptr() % _ALIGNMENT == 0 and t.is_contiguous()
+            found += (t.dtype, aligned, train and t.requires_grad)
+    for at in op.flags_at:
+        found.append(inputs[at])
+    return tuple(found)
 
 
 @functools.cache

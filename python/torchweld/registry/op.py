@@ -90,6 +90,9 @@ class Op:
     # Names of the forward's arguments that get a gradient, and where the dropout's seed is.
     differentiable: list[str] = field(init=False)
     seed_at: int | None = field(init=False)
+    # Where the forward has tensors; where it has flags, which decide what a kernel does.
+    tensors_at: tuple[int, ...] = field(init=False)
+    flags_at: tuple[int, ...] = field(init=False)
     # Backend -> its implementation, made by torchweld.dispatch.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -101,6 +104,10 @@ class Op:
         object.__setattr__(self, "differentiable", [n for n in arguments if f"grad_{n}" in made])
         seed_at = arguments.index("seed") if "seed" in arguments else None
         object.__setattr__(self, "seed_at", seed_at)
+        kinds = list(enumerate(self.forward_signature.types))
+        object.__setattr__(self, "tensors_at", tuple(i for i, kind in kinds if "Tensor" in kind))
+        flags = tuple(i for i, kind in kinds if kind in ("bool", "str"))
+        object.__setattr__(self, "flags_at", flags)
         OPS[self.name] = self
 
     def __repr__(self) -> str:
@@ -142,15 +149,7 @@ class Op:
             return f"{self.forward_signature.arguments[0]} is a nested tensor, which eager serves"
         if backend != "cpu" and x.dtype == torch.float64:
             return "float64 has a kernel on the CPU alone"
-        if torch._C._are_functorch_transforms_active():
-            return "inside a torch.func transform, whose rules eager has"
-        if torch.autograd.forward_ad._current_level >= 0:
-            return "inside forward-mode AD, whose rules eager has"
-        if torch.jit.is_tracing():
-            return "while torch.jit.trace records, which takes eager's ops"
-        if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-            return "inside torch.onnx.export, which knows eager's ops"
-        return self.refused(backend, inputs)
+        return in_the_way() or self.refused(backend, inputs)
 
     def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why this backend has no kernel for arguments like these; None if it has."""
@@ -158,3 +157,16 @@ class Op:
             return None
         names = self.forward_signature.arguments  # more than there are inputs, to the doctor
         return self.refuses(backend, dict(zip(names, inputs, strict=False)))
+
+
+def in_the_way() -> str | None:
+    """What torch is doing at the moment that only eager serves; None if nothing."""
+    if torch._C._are_functorch_transforms_active():
+        return "inside a torch.func transform, whose rules eager has"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "inside forward-mode AD, whose rules eager has"
+    if torch.jit.is_tracing():
+        return "while torch.jit.trace records, which takes eager's ops"
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+        return "inside torch.onnx.export, which knows eager's ops"
+    return None
