@@ -15,6 +15,7 @@ class Launch(NamedTuple):
     grid: int
     args: tuple[Any, ...]
     options: dict[str, Any]  # the kernel's constexprs, and options of the compiler
+    least_capability: int = 80  # of the GPUs that it is meant for
 
 
 def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
@@ -25,7 +26,7 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
     with torch.cuda.device_of(on):
-        for kernel, grid, args, options in launches:
+        for kernel, grid, args, options, _ in launches:
             if grid:
                 kernel[(grid,)](*args, **options)
 

@@ -21,14 +21,16 @@ first. On sm_80, where pointers feed the tensor cores as well as anything, both 
 The form that runs is therefore timed on the GPU at hand, the unfused one among the contenders:
 `torchweld/ops/gemm/timing.py`.
 
-A program has one tile of y. Its epilogue by erf takes 20 operations an element. For a tile of 128 x
-256 that is about 5 us, and the two stores take as long; at K = 4096 the products take 36 us. Tiles
-of 128 x 128 by eight warps in at most 128 registers (sm_90) let two programs share a processor, one
-in its epilogue while the other multiplies. Programs walk a band of BAND rows of tiles column by
-column: 132 of them then share about 8 + 17 tiles' worth of x and weight in L2, not 1 + 132.
+A program of the simple form has one tile of y. Its epilogue by erf takes 20 operations an element.
+For a tile of 128 x 256 that is about 5 us, and the two stores take as long; at K = 4096 the
+products take 36 us. Tiles of 128 x 128 by eight warps in at most 128 registers (sm_90) let two
+programs share a processor, one in its epilogue while the other multiplies. Programs walk a band of
+BAND rows of tiles column by column: 132 of them then share about 8 + 17 tiles' worth of x and
+weight in L2, not 1 + 132.
 
-To be tried on a GPU: tensor descriptors (TMA), and a persistent loop over tiles, whose epilogue
-overlaps the next tile's first loads.
+From sm_90 on, `linear_act_persistent.py` has a second form: it loads by descriptors (TMA), and its
+programs loop over tiles, so that an epilogue overlaps the next tile's first loads. Which form and
+tile are fastest is timed too.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -36,7 +38,6 @@ overlaps the next tile's first loads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -44,20 +45,9 @@ import triton.language as tl
 
 from .act import _kind, activate
 from .launch import Launch, launch, run
+from .linear_act_persistent import CAPABILITY, fits, persistent_launch
 from .tensors import check_beside, contiguous, load_parameter, store
-
-
-@triton.jit
-def _tile_in_band(
-    program, rows, columns, BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    # Row and column of a program's tile. Programs go down the rows of a band, then to its next
-    # column.
-    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    first = program // (BAND * column_tiles) * BAND
-    height = tl.minimum(BAND, row_tiles - first)
-    within = program - first * column_tiles
-    return first + within % height, within // height
+from .tile import Tile, halves, tile_in_band
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -82,7 +72,7 @@ def _linear_act(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    row_tile, column_tile = _tile_in_band(tl.program_id(0), rows, columns, BAND, ROWS, COLUMNS)
+    row_tile, column_tile = tile_in_band(tl.program_id(0), rows, columns, BAND, ROWS, COLUMNS)
     first_row, first_column = row_tile.to(tl.int64) * ROWS, column_tile.to(tl.int64) * COLUMNS
     row, column, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
     rows_inside = (first_row + row < rows)[:, None]
@@ -104,21 +94,16 @@ def _linear_act(
         x_ptr += INNER * x_stride
         weight_ptr += INNER * weight_stride
     # Stored in quarters: data on its way from registers to memory takes registers too.
-    left, right = _halves(total)
+    left, right = halves(total)
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
-            part = _halves(right if half else left)[quarter]
+            part = halves(right if half else left)[quarter]
             column = (
                 first_column + (2 * half + quarter) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
             )
             _finish(
                 part, first_row + row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATION
             )
-
-
-@triton.jit
-def _halves(tile):
-    return tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
 
 
 @triton.jit
@@ -130,26 +115,20 @@ def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATIO
     store(y_ptr, row[:, None], column[None, :], columns, activate(z, ACTIVATION), inside)
 
 
-class Tile(NamedTuple):
-    """What a program computes: rows x columns of y, `inner` products at a time."""
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps"
-
-
 # A large tile, for the most products a byte; half of that, for two programs on a processor; a tile
 # for fewer rows. The last serves elements whose loads would not fit the registers of larger tiles:
 # those loaded one by one, since rows are not a multiple of 16 bytes, and float32 without tensor
-# cores. All three stages fit the shared memory of sm_80.
+# cores. All three stages fit the shared memory of sm_80; persistent tiles are for sm_90 and later.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
-    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), _LAST),
+    2: (
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 128, 64, 8, 3),
+        Tile(64, 128, 64, 4, 3),
+        Tile(128, 256, 64, 8, 3, persistent=True),
+        Tile(128, 128, 64, 8, 4, persistent=True),
+        _LAST,
+    ),
     4: (Tile(128, 128, 32, 8, 3), _LAST),
 }
 
@@ -159,12 +138,20 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return _TILES[dtype.itemsize]
 
 
-def contenders(dtype: torch.dtype, inner: int) -> range:
-    """The tiles that may be fastest when rows have this many elements."""
-    last = len(tiles(dtype)) - 1
-    tensor_cores = dtype.itemsize == 2 or precision() == "tf32"
-    fits = tensor_cores and inner * dtype.itemsize % 16 == 0
-    return range(last) if fits else range(last, last + 1)
+def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    """The tiles that may be fastest for these factors, on their device."""
+    every = tiles(x.dtype)
+    (columns, inner), size = weight.shape, x.dtype.itemsize
+    tensor_cores = size == 2 or precision() == "tf32"
+    if not tensor_cores or inner * size % 16:
+        return [every.index(_LAST)]
+    by_descriptors = (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device) >= divmod(CAPABILITY, 10)
+        and fits(x.reshape(-1, inner), weight)
+        and columns * size % 16 == 0
+    )
+    return [i for i, t in enumerate(every[:-1]) if by_descriptors or not t.persistent]
 
 
 def precision() -> str:
@@ -195,6 +182,9 @@ def _linear_act_launch(
     precision: str,
 ) -> Launch:
     (rows, inner), columns = x.shape, weight.shape[0]
+    as_matrices = y.view(rows, columns), None if z is None else z.view(rows, columns)
+    if tile.persistent and fits(x, weight, *as_matrices):
+        return persistent_launch(x, weight, bias, *as_matrices, kind, tile)
     return launch(
         _linear_act,
         triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),
@@ -251,8 +241,9 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         weight = x[:width]
         return name, _linear_act_launch(x, weight, weight[0], y, y, kind, tile, precision)
 
-    for tile in contenders(torch.bfloat16, 4096):
-        yield case(torch.bfloat16, 4096, "gelu", tiles(torch.bfloat16)[tile], "ieee")
+    for tile in tiles(torch.bfloat16):
+        if tile != _LAST:
+            yield case(torch.bfloat16, 4096, "gelu", tile, "ieee")
     yield case(torch.bfloat16, 4095, "gelu_tanh", _LAST, "ieee")
     yield case(torch.float32, 4096, "gelu", tiles(torch.float32)[0], "tf32")
     yield case(torch.float32, 4096, "gelu", _LAST, "ieee")

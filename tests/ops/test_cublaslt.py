@@ -323,4 +323,4 @@ def test_float32_is_multiplied_as_torch_may(device: str, monkeypatch: pytest.Mon
         ("tf32", torch.bfloat16, epilogue._PLAIN),
     ):
         monkeypatch.setattr(timing.kernels(), "precision", lambda found=precision: found)
-        assert epilogue.contenders("cuda", dtype, 64) == (chosen,)
+        assert epilogue.cublaslts_algorithm(dtype) == chosen

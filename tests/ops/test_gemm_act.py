@@ -80,19 +80,49 @@ def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
-    """A bit more than one of each tile in both directions; rows past a band of the later ones."""
+    """A bit more than one of each tile in both directions; rows past a band of the later ones.
+
+    Columns are multiples of 16 bytes, so that descriptors serve the persistent ones.
+    """
     from torchweld.triton_kernels import linear_act
 
     for tile, (rows, columns, *_) in enumerate(linear_act.tiles(dtype)):
         fused(tile)
         rows = rows if tile == 0 else 8 * rows
-        sizes = arguments((rows + 9,), 72, columns + 5)
+        sizes = arguments((rows + 9,), 72, columns + 8)
         inputs = materialize((*sizes, "gelu", "none"), dtype, device)
         oracle = exact(LINEAR, inputs)["y"]
         terms = LINEAR.numerics.terms(*inputs, grad_y=incoming(oracle))["y"]
         with torch.no_grad():
             found = functional.linear_act(*inputs[:3])
         assert torch.all((found - oracle).abs() <= 8 * torch.finfo(dtype).eps * terms)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("save_z", [True, False])
+def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: bool) -> None:
+    """A persistent program's results are those of the simple form with the same tile.
+
+    The simple form serves where descriptors cannot: a view past an offset, and odd widths.
+    """
+    from torchweld.triton_kernels import linear_act, linear_act_persistent
+
+    every = linear_act.tiles(torch.float16)
+    persistent = next(i for i, tile in enumerate(every) if tile.persistent)
+    simple = every.index(every[persistent]._replace(persistent=False))
+    x, weight, b = materialize(arguments((2, 150), 72, 264), torch.float16)
+    kernel = torch.ops.torchweld.linear_act.triton
+    matrix = x.reshape(-1, 72)
+    offset = torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(2, 150, 72)
+    for given, fit in ((x, True), (offset, False), (x[..., 1:], False)):
+        factor = weight[:, : given.shape[-1]].contiguous()
+        assert linear_act_persistent.fits(given.reshape(-1, given.shape[-1]), factor) == fit
+        results = [
+            kernel(given, factor, b if bias else None, "gelu", "none", tile, save_z)
+            for tile in (persistent, simple)
+        ]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("matrix", [0, 1])

@@ -211,7 +211,7 @@ def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
     names = ("grad_z", "grad_bias") if need_bias else ("grad_z",)
     in_a_pass = bias_act.OP.kernels[layers.PASSES["cuda"]].backward
     in_one = torch.ops.torchweld.act_linear_backward.cuda
-    (algorithm,) = epilogue.contenders("cuda", dtype, weight.shape[0])
+    algorithm = epilogue.cublaslts_algorithm(dtype)
     with torch.autocast(x.device.type, enabled=False):
         z = linear(x, w1, b1)
         grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # stands for y's gradient

@@ -334,7 +334,7 @@ def _contest(backend, x, weight, bias, activation, approximate) -> Contest:
     return Contest(
         tensors=[x],
         unfused=unfused,
-        fused={t: partial(fused, t) for t in contenders(backend, dtype, x.shape[-1])},
+        fused={t: partial(fused, t) for t in contenders(backend, x, weight)},
         exact=exact,
         trusted=trusted,
         products_a_row=weight.numel(),
@@ -353,9 +353,13 @@ def linear_in_float64(
 _FEATURES = 2048
 
 
-def contenders(backend: str, dtype: torch.dtype, inner: int) -> Iterable[int]:
+def contenders(backend: str, x: torch.Tensor, weight: torch.Tensor) -> Iterable[int]:
     """The tiles worth timing."""
     if backend == "triton":
-        return timing.kernels().contenders(dtype, inner)
-    tf32 = dtype == torch.float32 and timing.kernels().precision() == "tf32"
-    return (_TF32 if tf32 else _PLAIN,)
+        return timing.kernels().contenders(x, weight)
+    return (cublaslts_algorithm(x.dtype),)
+
+
+def cublaslts_algorithm(dtype: torch.dtype) -> int:
+    """The one that multiplies as torch's own GEMMs do."""
+    return _TF32 if dtype == torch.float32 and timing.kernels().precision() == "tf32" else _PLAIN
