@@ -1,7 +1,7 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract's sample of ten thousand heads would run as many programs, one after another. The other
-samples run here, together with tests that only these kernels need.
+The contract pools the errors of all samples, and one of them has ten thousand heads: as many programs
+here, one after another. The other samples run here, with tests that only these kernels need.
 """
 
 from __future__ import annotations
