@@ -1,6 +1,6 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract pools the errors of all samples, and one of them has ten thousand heads: as many programs
+The contract pools the errors of all samples. One of them has ten thousand heads: as many programs
 here, one after another. The other samples run here, with tests that only these kernels need.
 """
 
