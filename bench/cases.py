@@ -113,8 +113,10 @@ class Problem:
         return results if isinstance(results, tuple) else (results,)
 
     def backward(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The gradients of every tensor that went in."""
-        return torch.autograd.grad(results, list(self.leaves().values()), self.grads)
+        """The gradients of every tensor that went in. A peer may return a result without one."""
+        pairs = zip(results, self.grads, strict=True)
+        made, grads = zip(*[(y, grad) for y, grad in pairs if y.requires_grad], strict=True)
+        return torch.autograd.grad(made, list(self.leaves().values()), grads)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors among the inputs, by name."""

@@ -101,15 +101,11 @@ PLACES = _places()
 # interpreter and the emulator could find is found in the ops' own tests, and so is what a backend
 # with kernels for only some of the samples could.
 KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
-# The interpreter runs a program for each head and tile, one after another.
-# tests/ops/test_block_sparse_triton.py has the samples that it can finish.
-TOO_MANY_PROGRAMS = {"interpreter": {"block_sparse_attention"}}
 TARGETS = [
     Target(op, backend, place, device)
     for place, (backend, device, missing) in PLACES.items()
     for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
     if backend in op.sources and missing is None
-    if op.name not in TOO_MANY_PROGRAMS.get(place, ())
     if all(op.refused(backend, arguments) is None for arguments in op.samples)
 ]
 

@@ -54,7 +54,8 @@ def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
     z = product * inner
     capped = z
     if SOFTCAP:
-        capped = _tanh(z)
+        # Infinity times the zeros of a key that is not there is NaN.
+        capped = tl.where(seen, _tanh(z), 0)
         z = capped * outer
     if slopes_ptr is not None:
         z -= slope * tl.abs(distance)

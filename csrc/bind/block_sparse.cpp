@@ -1,6 +1,9 @@
 // block_sparse_attention for torch; the schemas are in python/torchweld/ops.
 #include "core/block_sparse.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "bind/dropout.h"
 #include "bind/launch.h"
 
@@ -47,7 +50,32 @@ const int32_t* integers(Tensor& x, const Tensor& like) {
   return (const int32_t*)data(x);
 }
 
-Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count) {
+// Whether the lines of every head are each of `count` lines once, with entries that exist, whose
+// partners are below `partners` and whose masks are below `masks`. Anything else would lead a kernel
+// out of its tensors. A block's entry takes a nanosecond here, and its products some microseconds.
+bool are_sound(const Lines& lines, int64_t entries, int64_t partners, int64_t masks) {
+  std::vector<uint8_t> seen(lines.count);
+  for (int64_t head = 0; head < lines.batches * lines.heads; ++head) {
+    std::fill(seen.begin(), seen.end(), 0);
+    for (int64_t slot = 0; slot < lines.count; ++slot) {
+      const int32_t* line = lines.lines + 4 * (head * lines.count + slot);
+      const int64_t which = line[0], begin = line[1], partial = line[2], end = line[3];
+      if (which < 0 || which >= lines.count || seen[which]++) return false;
+      if (begin < 0 || partial < begin || end < partial || end > entries) return false;
+      bool sound = true;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t partner = lines.entries[2 * i], mask = lines.entries[2 * i + 1];
+        sound &= (partner >= 0) & (partner < partners);
+        sound &= (i < partial) | ((mask >= 0) & (mask < masks));
+      }
+      if (!sound) return false;
+    }
+  }
+  return true;
+}
+
+Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count, int64_t partners,
+               int64_t masks) {
   const Sizes sizes = lines.sizes();
   const Four four(q);
   STD_TORCH_CHECK(sizes.size() == 4 && (sizes[0] == 1 || sizes[0] == four.size[0]) &&
@@ -56,7 +84,10 @@ Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count) {
                   "the layout's lines are not those of q and k");
   STD_TORCH_CHECK(entries.sizes().size() == 2 && entries.sizes()[1] == 2,
                   "the layout's entries are not pairs");
-  return {integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
+  const Lines found{integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
+  STD_TORCH_CHECK(are_sound(found, entries.sizes()[0], partners, masks),
+                  "the layout's lists lead out of its blocks or masks");
+  return found;
 }
 
 // The arguments of both directions, and the tensors that their pointers lead to.
@@ -118,11 +149,12 @@ struct Arguments {
     a.masks = nullptr;
     if (!rows) return;
     STD_TORCH_CHECK(row_entries && columns && column_entries && masks, "the layout lacks lists");
-    a.rows = lines_of(*rows, *row_entries, q, a.rows.count);
-    a.columns = lines_of(*columns, *column_entries, q, a.columns.count);
     const int64_t words = a.block < 32 ? 1 : a.block / 32;
     STD_TORCH_CHECK(masks->sizes().size() == 2 && masks->sizes()[1] == a.block * words,
                     "the layout's masks are not of its block");
+    const int64_t count = masks->sizes()[0], down = a.rows.count, across = a.columns.count;
+    a.rows = lines_of(*rows, *row_entries, q, down, across, count);
+    a.columns = lines_of(*columns, *column_entries, q, across, down, count);
     a.masks = integers(*masks, q);
   }
 

@@ -9,6 +9,7 @@ huggingface.set_layout(model, functools.partial(sparse.BlockLayout.bigbird, bloc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ NAME = "torchweld_sparse"
 # Where modules keep what they were given.
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
+# Names of modules in which a decoder attends to its encoder.
+_CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
 
 
 class _Pass:
@@ -47,7 +50,8 @@ def set_layout(
     """Give a model's attention a layout.
 
     Its attention modules share the layouts that are made. Passes of `generate`, which get
-    `past_key_values`, are dense, and so is a pass with fewer queries than keys.
+    `past_key_values`, are dense, and so are a pass with fewer queries than keys and a decoder's
+    attention to its encoder.
 
     Args:
         model: a model whose attn_implementation is "torchweld_sparse". Of an encoder and a
@@ -62,9 +66,10 @@ def set_layout(
         setattr(model, _PASS, state)
         model.register_forward_pre_hook(_before_pass, with_kwargs=True)
     given = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         if layers is None or getattr(module, "layer_idx", None) in layers:
-            setattr(module, _LAYOUTS, (layouts, state))
+            crosses = getattr(module, "is_cross_attention", False) or _CROSS.search(name)
+            setattr(module, _LAYOUTS, (_DENSE if crosses else layouts, state))
             given += 1
     if not given:
         accepted = "layer_idx of the model's attention modules"

@@ -24,6 +24,8 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
     float64 is the oracle's own precision: test_gradients.py compares it.
     """
     op = target.op
+    if target.place == "interpreter" and op.name == "block_sparse_attention":
+        pytest.skip("ten thousand heads are too many programs: see test_block_sparse_triton.py")
     # A composite's kernels are those of the ops that it is made of.
     ours = run if isinstance(op, Composite) else functools.partial(watched, backend=target.backend)
     for param_dtype in _param_dtypes(dtype):

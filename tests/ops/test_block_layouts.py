@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchweld
-from torchweld.sparse import BlockLayout
+from torchweld.bench.memory import peak_bytes
+from torchweld.sparse import BlockLayout, patterns
 from torchweld.sparse.lists import packed, token_mask, unpacked
 
 Seen = Callable[[int, int, int], bool]
@@ -202,7 +203,7 @@ def test_global_tokens_are_exact() -> None:
 
 
 def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
-    """In a few thousand blocks at a time, by head; only existing blocks are kept."""
+    """Some blocks at a time, by head; memory beyond a piece's is that of the existing blocks."""
     asked = []
 
     def mask_mod(
@@ -213,7 +214,8 @@ def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
         return found
 
     layout = BlockLayout.from_mask_fn(mask_mod, (3000, 4000), block=16, num_heads=2)
-    assert max(asked) <= 2**22 < 3000 * 4000
+    piece = patterns.pairs_at_once(torch.device("cpu"))
+    assert max(asked) <= piece < 3000 * 4000
     assert layout.nbytes < 100 * layout.count + 2**16
     distance = (torch.arange(3000)[:, None] - torch.arange(4000)).abs()
     expected = torch.stack([distance < 20, distance < 29])
@@ -221,6 +223,29 @@ def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
     within = BlockLayout.sliding_window((3000, 4000), window_size=(-1, 0), block=16)
     cut = BlockLayout.from_mask_fn(mask_mod, (3000, 4000), block=16, num_heads=2, within=within)
     assert torch.equal(cut.to_mask(), layout.to_mask() & within.to_mask())
+
+
+@pytest.mark.parametrize("width", [1, 60])
+def test_a_mask_function_takes_memory_for_its_blocks(width: int, monkeypatch: Any) -> None:
+    """A piece's pairs take 16 bytes each: distances of int64, their magnitudes. Lists are beside.
+
+    A block takes at most 160 bytes while lists are made: ten numbers of int64 and their copies.
+    """
+    monkeypatch.setattr(patterns, "pairs_at_once", lambda device: 2**12)
+
+    def build() -> None:
+        made.append(
+            BlockLayout.from_mask_fn(lambda b, h, q, k: (q - k).abs() < 16 * width, 2048, block=16)
+        )
+
+    made: list[BlockLayout] = []
+    peak = peak_bytes(build, "cpu")
+    assert peak < 20 * 2**12 + 160 * made[0].count + 2**16 < 2048**2
+
+
+def test_a_mask_function_returns_booleans() -> None:
+    with pytest.raises(torchweld.ArgumentError, match=r"mask_mod.*int64"):
+        BlockLayout.from_mask_fn(lambda b, h, q, k: q - k, 64)
 
 
 # --- From blocks and from scores ------------------------------------------------------------------

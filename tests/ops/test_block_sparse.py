@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torchweld
 from torchweld import functional
+from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import kept
 from torchweld.sparse import BlockLayout
 
@@ -412,3 +413,32 @@ def test_arguments_are_named(case: str, name: str | None) -> None:
         function()
     assert caught.value.argument == argument
     assert caught.match(accepted)
+
+
+# A list, the place of one of its numbers, and a number that leads out of the layout.
+UNSOUND = [
+    *[(name, (0, 0, 0, 0), bad) for name in ("rows", "columns") for bad in (-1, 4, 2**31 - 1)],
+    *[(name, (0, 0, 0, at), 10**6) for name in ("rows", "columns") for at in (1, 2, 3)],
+    *[(name, (0, 0, 1, 1), -1) for name in ("rows", "columns")],
+    *[(f"{name}_entries", (3, 0), bad) for name in ("row", "column") for bad in (-1, 4)],
+    *[(f"{name}_entries", (slice(None), 1), bad) for name in ("row", "column") for bad in (-1, 9)],
+]
+
+
+@pytest.mark.parametrize(("name", "at", "bad"), UNSOUND)
+def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: int) -> None:
+    """Handed straight to the CPU's op, forward and backward."""
+    layout = BlockLayout.sliding_window(64, window_size=(20, 9), block=16)
+    q = torch.ones(1, 1, 64, 8)
+    assert OP.inputs is not None
+    inputs = list(OP.inputs(q, q, q, layout))
+    where = OP.forward_signature.arguments.index(name)
+    kernels = OP.kernels["cpu"]
+    y, lse = kernels.forward(*inputs)
+    assert torch.equal(y, torch.ones_like(q))
+    inputs[where] = inputs[where].clone()
+    inputs[where][at] = bad
+    with pytest.raises(RuntimeError, match="lead out"):
+        kernels.forward(*inputs)
+    with pytest.raises(RuntimeError, match="lead out"):
+        kernels.backward(y, None, *inputs, y, lse, True, True, True, False)

@@ -1,7 +1,7 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract's sample of ten thousand heads would run as many programs, one after another. The other
-samples run here, together with tests that only these kernels need.
+The contract pools the errors of all samples. One of them has ten thousand heads: as many programs
+here, one after another. The other samples run here, with tests that only these kernels need.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from conftest import PLACES, running_at
-from oracle import exact, incoming, sample_inputs
+from oracle import exact, incoming, run, sample_inputs
 from torchweld import BackendError, random
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.ops.attention.samples import SAMPLES
+from torchweld.registry import materialize
 from torchweld.sparse import BlockLayout
 from watched import watched
 
@@ -141,6 +142,17 @@ def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
     torch.testing.assert_close(y, whole[:, :, 64:])
     for found, grad in zip(torch.autograd.grad(y.square().sum(), ends), wanted, strict=True):
         torch.testing.assert_close(found, grad[:, :, 64:])
+
+
+@pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
+def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
+    """Infinity meets the zeros of keys past the last one, under a soft cap too."""
+    inputs = materialize(OP.sized((33,), (16,)), torch.float32, DEVICE)
+    inputs[0][3, 7] = inputs[0][32, 15] = special
+    ours = run(OP, inputs)
+    for name, value in exact(OP, inputs).items():
+        assert torch.equal(ours[name].isnan(), value.isnan()), name
+        assert torch.equal(ours[name].isinf(), value.isinf()), name
 
 
 def test_wide_heads_are_refused() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartModel,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -51,6 +53,13 @@ def _gpt2(**more: Any) -> torch.nn.Module:
     own = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
     return GPT2LMHeadModel(GPT2Config(**sizes, **own, **more))
+
+
+def _bart(**more: Any) -> torch.nn.Module:
+    own = {"d_model": 64, "vocab_size": VOCABULARY, "dropout": 0.0, "max_position_embeddings": 256}
+    for side in ("encoder", "decoder"):
+        own |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
+    return BartModel(BartConfig(**own, init_std=0.2, **more))
 
 
 huggingface.register()
@@ -145,6 +154,26 @@ def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
     assert torch.equal(found, wanted)
     # The prompt's pass of training is not.
     assert not torch.allclose(sparse(tokens)[0], plain(tokens)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 80])
+def test_attention_to_an_encoder_is_dense(length: int) -> None:
+    """Only the decoder's attention to itself has a layout, though the lengths may be equal."""
+    tokens, keep = _tokens()
+    torch.manual_seed(0)
+    plain = _bart(attn_implementation="sdpa").eval()
+    sparse = _bart(attn_implementation=huggingface.NAME).eval()
+    sparse.load_state_dict(plain.state_dict())
+    huggingface.set_layout(sparse.encoder, functools.partial(BlockLayout.dense, block=16))
+    huggingface.set_layout(sparse.decoder, WINDOW)
+    seen = WINDOW((length, length)).to_mask() & torch.ones(length, length).tril().bool()
+    given = {"input_ids": tokens, "attention_mask": keep, "use_cache": False}
+    given["decoder_input_ids"] = tokens[:, :length]
+    wanted = plain(**given, decoder_attention_mask=seen.expand(2, 1, -1, -1))
+    found = sparse(**given)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+    whole = plain(**given)[0]
+    assert not torch.allclose(found[0], whole, atol=1e-3)
 
 
 def test_a_model_without_a_layout_says_so() -> None:

@@ -257,6 +257,8 @@ class Builders:
         is_global = torch.zeros(max(grid.queries, grid.keys), dtype=torch.bool, device=grid.device)
         is_global[torch.tensor(listed, dtype=torch.int64, device=grid.device)] = True
         blocks = patterns.evaluated(
-            grid, [number.unique_consecutive()], lambda b, h, q, k: is_global[q] | is_global[k]
+            grid,
+            patterns.listed_pieces(grid, number.unique_consecutive()),
+            lambda b, h, q, k: is_global[q] | is_global[k],
         )
         return cls._make(grid, blocks, ("global_tokens", tuple(listed)))

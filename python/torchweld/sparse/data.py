@@ -72,22 +72,19 @@ class FromData(Builders):
     ) -> Self:
         """From a function of (batch, head, query, key) to whether the key takes part.
 
-        It is FlexAttention's `mask_mod`, called with index tensors that broadcast; the batch is 0.
-        It is called for a few thousand blocks at a time and never makes a whole token mask. With
-        `within`, only blocks of that layout are looked at. `num_heads` is 1 if it ignores its head.
+        It is FlexAttention's `mask_mod`, called with int64 indices that broadcast, [n, 1] and
+        [1, m]; the batch is 0. It is called for some blocks at a time, and only blocks in which it
+        finds something are kept. With `within`, only blocks of that layout are looked at.
+        `num_heads` is 1 if it ignores its head.
         """
         grid = grid_of(seq_len, block, device)
         at_least(1, num_heads=num_heads)
-        each = grid.rows * grid.columns
         if within is None:
-            total = num_heads * each
-            some = (
-                torch.arange(begin, min(begin + 2**16, total), device=grid.device)
-                for begin in range(0, total, 2**16)
-            )
-            return cls._make(grid, patterns.evaluated(grid, some, mask_mod), None, 1, num_heads)
-        heads = [within.blocks().number + head * each for head in range(num_heads)]
-        found = patterns.evaluated(grid, heads, mask_mod)
+            pieces = patterns.everywhere(grid, num_heads)
+            return cls._make(grid, patterns.evaluated(grid, pieces, mask_mod), None, 1, num_heads)
+        each, own = grid.rows * grid.columns, within.blocks().number
+        number = torch.cat([own + head * each for head in range(num_heads)])
+        found = patterns.evaluated(grid, patterns.listed_pieces(grid, number), mask_mod)
         return cls._make(grid, found, None, 1, num_heads) & within  # type: ignore[operator]
 
     @classmethod

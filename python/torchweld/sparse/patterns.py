@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.errors import ArgumentError
 from torchweld.sparse.lists import (
     Blocks,
     count_of,
@@ -18,9 +18,6 @@ from torchweld.sparse.lists import (
     ranges,
     tidy,
 )
-
-# Elements of masks that are evaluated at once.
-_AT_ONCE = 2**22
 
 
 class Grid(NamedTuple):
@@ -191,38 +188,107 @@ def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Block
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def evaluated(grid: Grid, chunks: Iterable[torch.Tensor], function: MaskFunction) -> Blocks:
+class Piece(NamedTuple):
+    """Blocks, and the indices of their tokens, which broadcast to all pairs of these blocks."""
+
+    number: torch.Tensor  # [rows, columns] of blocks
+    head: torch.Tensor
+    query: torch.Tensor  # [rows * block, 1], or [rows, block, 1] with one column
+    key: torch.Tensor  # [1, columns * block], or [rows, 1, block]
+
+
+def pairs_at_once(device: torch.device) -> int:
+    """The most pairs of tokens to evaluate at once: few stay in the cache of a CPU."""
+    return 2**18 if device.type == "cpu" else 2**24
+
+
+def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
+    """All blocks. Pieces are wide: loops along a whole row of keys are the fastest."""
+    blocks = pairs_at_once(grid.device) // grid.block**2
+    across = max(min(blocks, grid.columns), 1)
+    down = max(blocks // across, 1)
+    query = torch.arange(grid.rows * grid.block, device=grid.device).clamp_(max=grid.queries - 1)
+    key = torch.arange(grid.columns * grid.block, device=grid.device).clamp_(max=grid.keys - 1)
+    row, column = grid.row()[:, None] * grid.columns, grid.column()
+    for head in range(heads):
+        of_head = torch.tensor(head, device=grid.device)
+        first = head * grid.rows * grid.columns
+        for rows, queries in zip(
+            row.split(down), query[:, None].split(down * grid.block), strict=True
+        ):
+            for columns, keys in zip(
+                column.split(across), key[None].split(across * grid.block, 1), strict=True
+            ):
+                yield Piece(first + rows + columns, of_head, queries, keys)
+
+
+def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
+    """The blocks of these numbers, in their order."""
+    at = torch.arange(grid.block, device=grid.device)
+    for some in number.split(pairs_at_once(grid.device) // grid.block**2):
+        column, line = some % grid.columns, some // grid.columns
+        query = ((line % grid.rows)[:, None] * grid.block + at).clamp(max=grid.queries - 1)
+        key = (column[:, None] * grid.block + at).clamp(max=grid.keys - 1)
+        head = (line // grid.rows)[:, None, None]
+        yield Piece(some[:, None], head, query[:, :, None], key[:, None, :])
+
+
+class _Growing:
+    """Integers [n, 2] in one tensor with room for more.
+
+    Many small tensors between large ones would keep the allocator from using the gaps again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(2**10, 2, dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, pairs: torch.Tensor) -> None:
+        end = self._count + len(pairs)
+        if end > len(self._room):
+            more = self._room.new_empty(end, 2)
+            self._room = torch.cat([self._room[: self._count], more])
+        self._room[self._count : end] = pairs
+        self._count = end
+
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """The first and the second of all pairs."""
+        return self._room[: self._count].unbind(1)
+
+
+def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Blocks:
     """Those of these blocks in which the function lets some key take part.
 
-    It is evaluated for some blocks at a time, and only the bits of partial ones are kept.
+    Only the bits of partial blocks are kept.
     """
     block, device = grid.block, grid.device
-    at = torch.arange(block, device=device)
-    numbers, masks, bits = [], [], []
+    kept, bits = _Growing(device), []
     zero = torch.zeros((), dtype=torch.int64, device=device)
     count = 0
-    for some in itertools.chain.from_iterable(c.split(_AT_ONCE // block**2) for c in chunks):
-        column, line = some % grid.columns, some // grid.columns
-        query = ((line % grid.rows)[:, None] * block + at).clamp(max=grid.queries - 1)
-        key = (column[:, None] * block + at).clamp(max=grid.keys - 1)
-        head = (line // grid.rows)[:, None, None]
-        found = function(zero, head, query[:, :, None], key[:, None, :])
-        found = found.expand(len(some), block, block).contiguous()
-        octets = found.flatten(1).view(torch.int64)
-        there = octets.any(1)
-        cut = (octets != 0x0101010101010101).any(1) & there
-        mask = torch.full_like(some, -1)
+    for number, head, query, key in pieces:
+        found = function(zero, head, query, key)
+        if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
+            came = f"one that returns a {getattr(found, 'dtype', type(found).__name__)}"
+            raise ArgumentError("BlockLayout", "mask_mod", came, "one that returns booleans")
+        found = found.expand(torch.broadcast_shapes(query.shape, key.shape)).contiguous()
+        found = found.view(number.shape[0], block, number.shape[1], block)
+        # Four booleans are a word: nothing of a block is seen if the largest word is 0.
+        words = found.view(torch.int32)
+        there = words.amax(1).amax(-1) > 0
+        if not there.any():
+            continue
+        cut = there & (words.amin(1).amin(-1) < 0x01010101)
+        mask = torch.full_like(number, -1)
         if cut.any():
-            kept, which = packed(found[cut]).unique(dim=0, return_inverse=True)
+            own, which = packed(found.transpose(1, 2)[cut]).unique(dim=0, return_inverse=True)
             mask[cut] = count + which
-            bits.append(kept)
-            count += len(kept)
-        numbers.append(some[there])
-        masks.append(mask[there])
+            bits.append(own)
+            count += len(own)
+        kept.add(torch.stack([number, mask], -1)[there])
+    number, mask = kept.columns()
     if not bits:
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        return Blocks(torch.cat([empty, *numbers]), None, no_masks(block, device))
-    return tidy(Blocks(torch.cat(numbers), torch.cat(masks), torch.cat(bits)), block)
+        return Blocks(number.contiguous(), None, no_masks(block, device))
+    return tidy(Blocks(number, mask, torch.cat(bits)), block)
 
 
 def documents(grid: Grid, ends: torch.Tensor, key_ends: torch.Tensor, causal: bool) -> Blocks:
@@ -253,6 +319,6 @@ def documents(grid: Grid, ends: torch.Tensor, key_ends: torch.Tensor, causal: bo
         away = (column - row) * block - after[first[row]]
         number, whole, away = (t[~whole | (away - block + 1 <= 0)] for t in (number, whole, away))
         whole &= away + block - 1 <= 0
-    looked = evaluated(grid, [number[~whole]], visible)
+    looked = evaluated(grid, listed_pieces(grid, number[~whole]), visible)
     full = Blocks(number[whole], None, no_masks(block, grid.device))
     return joined(full, looked, block, union=True)
