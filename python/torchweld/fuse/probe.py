@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchweld.dispatch.choice import use_backend
 
 _SEED = 21
+_LARGE = 2**22
 _GLOBAL_HOOKS = [
     value
     for name, value in vars(torch.nn.modules.module).items()
@@ -76,20 +77,17 @@ def run(
     dtype: torch.dtype,
     within: AbstractContextManager[Any] | None = None,
 ) -> Ran:
-    """Results and gradients of a module on inputs that are cast to this dtype.
+    """Results of a module on inputs that are cast to this dtype, and gradients of what wants them.
 
     Forward and backward run each `within` a context.
     """
     within = within or nullcontext()
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    numpy.random.seed(_SEED)
     given = [_leaf(value, dtype) for value in inputs]
     with within:
-        made = module(*given)
+        made = call(module, given)
     outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
     leaves = [value for value in given if isinstance(value, torch.Tensor)]
-    leaves += [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    leaves += [parameter for parameter in module.parameters() if parameter.requires_grad]
     graphs = [value for value in outputs if value.requires_grad]
     grads: list[torch.Tensor | None] = [None] * len(leaves)
     if graphs:
@@ -97,6 +95,21 @@ def run(
         with within:
             grads = list(torch.autograd.grad(graphs, leaves, heads, allow_unused=True))
     return Ran([y.detach() for y in outputs], [*grads, *module.buffers()])
+
+
+def freeze_large(module: torch.nn.Module) -> None:
+    """Want no gradients of large parameters of a twin: once in a dtype is enough for their time."""
+    for parameter in module.parameters():
+        if parameter.numel() > _LARGE:
+            parameter.requires_grad_(False)
+
+
+def call(module: torch.nn.Module, inputs: Sequence[Any]) -> Any:
+    """What a module returns; every call draws the same random numbers."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    numpy.random.seed(_SEED)
+    return module(*inputs)
 
 
 def _leaf(value: Any, dtype: torch.dtype) -> Any:
@@ -111,6 +124,7 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     names = required(module)
     if names is None or not names:
         return "it takes no input by position"
+    freeze_large(module)
     error = "nothing in it says how wide its input is"
     for width in _widths(module):
         for shape in ((2, 5, width), (10, width), (2, 3, 4, width)):
@@ -211,7 +225,7 @@ def watch(module: torch.nn.Module, inputs: Sequence[Any]) -> list[Edge]:
     try:
         module.train()
         with watching:
-            run(module, inputs, torch.float32)
+            call(module, inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -192,6 +192,8 @@ class View:
 # A twin with more elements of parameters is tried on the CPU; a scope with fewer is always allowed.
 _LARGE = 2**26
 _SMALL = 2**24
+# No scope has more: a copy of one with 2**30 takes 4 GiB.
+_LARGEST = 2**30
 # A scope is a block, not a model: it has at most this many times its largest parameter's elements.
 _BLOCK = 24
 
@@ -204,7 +206,7 @@ def why_too_large(module: torch.nn.Module) -> str | None:
     """Why no copy of a module is made."""
     elements = _elements(module)
     largest = max((p.numel() for p in module.parameters() if not is_lazy(p)), default=0)
-    if elements <= max(_SMALL, _BLOCK * largest) and elements <= 2**31:
+    if elements <= max(_SMALL, _BLOCK * largest) and elements <= _LARGEST:
         return None
     return (
         f"with {elements / 1e6:.0f} million parameters what is around it is too large to be tried"
