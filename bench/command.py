@@ -203,6 +203,8 @@ def _measure(options: argparse.Namespace) -> Report:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; what was measured until then:", file=sys.stderr)
+    if device == "cpu" and (root := sources.root()):
+        report.sources = recording.cpu_sources(names, root)
     return report
 
 

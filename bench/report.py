@@ -23,6 +23,7 @@ class Report:
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     overheads: list[Overhead] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)  # hashes of the CPU kernels', by op
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +37,7 @@ def load(path: Path) -> Report:
         saved["machine"],
         [Result(**result) for result in saved["results"]],
         [Overhead(**line) for line in saved["overheads"]],
+        saved.get("sources", {}),
     )
 
 

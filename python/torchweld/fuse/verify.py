@@ -93,7 +93,7 @@ def _differs(
             try:
                 found = probe.run(twins.changed, inputs, dtype)
             except Exception as error:
-                return f"it raised {where}: {error}"
+                return f"it raised {where}: {probe.in_words(error)}"
         try:
             truth = probe.run(twins.exact, [_rounded(x, dtype) for x in inputs], torch.float64)
         except Exception:
