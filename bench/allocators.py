@@ -26,7 +26,7 @@ from torchweld.table import Table
 DEFAULT, KEPT = "glibc", "glibc, keep_pages()"
 # The names of their libraries, without lib and .so.
 PRELOADED = ("jemalloc", "tcmalloc_minimal")
-WIDTH, STEPS, WARM = 256, 5, 2
+WIDTH, STEPS, WARM = 256, 3, 1
 
 
 def main() -> None:
