@@ -18,6 +18,7 @@ from torchweld.bench import (
     limits,
     own_model,
     recording,
+    scatter,
     sources,
     stages,
     steps,
@@ -27,8 +28,9 @@ from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
+from torchweld.bench.plot import plot
 from torchweld.bench.refusal import Refusal, check_plot, device_of
-from torchweld.bench.report import Report, load, markdown, show, show_machine
+from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
 from torchweld.dispatch import evidence
@@ -45,6 +47,9 @@ NAMED_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+PLOTS = {"plot": plot, "roofline": scatter.roofline, "scaling": scatter.scaling}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +78,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="measure your own model instead: what build() returns is it and a batch of arguments",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw speeds over eager")
+    parser.add_argument(
+        "--roofline", type=Path, metavar="FILE.png", help="draw rates over operations a byte"
+    )
+    parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times over sizes")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each result")
     parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
     parser.add_argument(
         "--from",
@@ -203,6 +213,8 @@ def _measure(options: argparse.Namespace) -> Report:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; what was measured until then:", file=sys.stderr)
+    if device == "cpu" and (root := sources.root()):
+        report.sources = recording.cpu_sources(names, root)
     return report
 
 
@@ -262,11 +274,13 @@ def _deliver(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         report.save(options.json)
         print(f"results: {options.json}")
-    if options.plot:
-        from torchweld.bench.plot import plot
-
-        plot(report, options.plot)
-        print(f"plot: {options.plot}")
+    for kind, path in ((kind, getattr(options, kind)) for kind in PLOTS):
+        if path:
+            PLOTS[kind](report, path)
+            print(f"{kind}: {path}")
+    if options.csv:
+        options.csv.write_text(table_csv(report.results))
+        print(f"table: {options.csv}")
     if options.markdown:
         _write(markdown(report.results), options.markdown)
     return 1 if any(r.status == "refused" for r in report.results) else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweld.bench.runner import Result
-from torchweld.bench.sources import sources_hash
+from torchweld.bench.sources import files_of, sources_hash
 from torchweld.dispatch import cache, evidence
 from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.registry import BACKENDS, OPS, Op
@@ -143,6 +143,22 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
     for result in found:
         result.automatic = result.contender == _winner(found, result)
     return found
+
+
+def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
+    """The hash of the CPU kernels' sources, for each op that has any."""
+    ops = {name: PROVEN[name] for name in names if "cpu" in files_of(PROVEN[name])}
+    return {name: sources_hash(op, "cpu", root) for name, op in ops.items()}
+
+
+def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
+    """Results on a CPU, marked as stale if the sources were others `then`."""
+    results = list(results)
+    now = cpu_sources({result.op for result in results}, root)
+    for result in results:
+        if result.contender == "cpu" and then.get(result.op) != now.get(result.op):
+            result.contender = "cpu (stale)"
+    return results
 
 
 def _winner(results: Iterable[Result], like: Result) -> str | None:

@@ -22,5 +22,6 @@ def device_of(options: argparse.Namespace) -> str:
 
 def check_plot(options: argparse.Namespace) -> None:
     """Refuse a plot that could not be drawn, before anything is measured."""
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise Refusal("--plot needs matplotlib: pip install torchweld[bench]")
+    wanted = [name for name in ("plot", "roofline", "scaling") if getattr(options, name, None)]
+    if wanted and importlib.util.find_spec("matplotlib") is None:
+        raise Refusal(f"--{wanted[0]} needs matplotlib: pip install torchweld[bench]")

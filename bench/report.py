@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ class Report:
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     overheads: list[Overhead] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)  # hashes of the CPU kernels', by op
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +39,7 @@ def load(path: Path) -> Report:
         saved["machine"],
         [Result(**result) for result in saved["results"]],
         [Overhead(**line) for line in saved["overheads"]],
+        saved.get("sources", {}),
     )
 
 
@@ -158,6 +162,15 @@ def _overhead_table(overheads: Iterable[Overhead]) -> Table:
         name = f"{line.op} {shape}" if first else ""
         table.add(name, line.direction, f"{line.torch_us:.1f}", *ratios, group=first)
     return table
+
+
+def table_csv(results: Iterable[Result]) -> str:
+    """Every result on a line, with all that was measured."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [entry.name for entry in fields(Result)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(result) for result in results)
+    return text.getvalue()
 
 
 # --- Markdown ---------------------------------------------------------------------------------

@@ -26,13 +26,20 @@ def root() -> Path | None:
     return folder if (folder / "csrc").is_dir() and (folder / "tests").is_dir() else None
 
 
+def files_of(op: Op | Rule) -> dict[str, tuple[str, ...]]:
+    """The files of kernels by backend; a rule declares only those that need evidence."""
+    if isinstance(op, Rule):
+        return {"cpu": (f"csrc/cpu/{op.name}.cpp", "csrc/cpu/sum_of_squares.cpp"), **op.sources}
+    return {backend: tuple(files) for backend, files in op.sources.items()}
+
+
 def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
     """All files that decide what the backend's kernels do, derived from includes and imports.
 
     For native kernels these include the binding named like the kernel's file, and the compiler
     flags.
     """
-    roots = [folder / name for name in op.sources[backend]]
+    roots = [folder / name for name in files_of(op)[backend]]
     native = [path for path in roots if path.suffix != ".py"]
     roots += [folder / "csrc" / "bind" / f"{path.stem}.cpp" for path in native]
     roots += [folder / "csrc" / "flags.py"] if native else []

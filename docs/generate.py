@@ -1,4 +1,4 @@
-"""Writes docs/ops.md and parts of modules.md and optimizers.md: python docs/generate.py."""
+"""Writes docs/ops.md and parts of modules.md, optimizers.md and README.md: docs/generate.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from torchweld import functional, nn, optim
+from torchweld.bench import recording, report
+from torchweld.dispatch import evidence
 from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops
@@ -145,7 +147,36 @@ def modules() -> str:
     return _filled("modules.md", "signatures", signatures())
 
 
+CPU = Path(__file__).parent / "measured" / "cpu.json"
+NO_GPU = "No GPU has run this yet. `make gpu` writes `bench/evidence/` on one."
+
+
+def measured() -> str:
+    """Return the tables of times: the CPU's from docs/measured, GPUs' from bench/evidence."""
+    root, found = CPU.parents[2], report.load(CPU)
+    where = found.machine
+    parts = [
+        f"On the CPU: {where['name']}, {where['threads']} threads, {where['isa']}, torch"
+        f" {where['versions']['torch']}, {where['date']}; {where['conditions']}.",
+        report.markdown(recording.marked(found.results, found.sources, root)),
+    ]
+    for gpu, record in evidence.records().items():
+        results = recording.results(record, root)
+        timed = [result for result in results if result.direction in ("full", "step")]
+        about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
+        parts += [about, report.markdown(timed)]
+    if not evidence.records():
+        parts.append(NO_GPU + "\n")
+    return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def readme() -> str:
+    """Return README.md with current tables of times."""
+    return _filled("../README.md", "measured", measured())
+
+
 if __name__ == "__main__":
+    (Path(__file__).parents[1] / "README.md").write_text(readme())
     (Path(__file__).parent / "ops.md").write_text(table())
     (Path(__file__).parent / "optimizers.md").write_text(optimizers())
     (Path(__file__).parent / "modules.md").write_text(modules())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import dropout, gelu, linear, softmax
 from torch.nn.utils import parametrizations, prune
 
 import torchweld
@@ -191,6 +191,17 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
         {"act"},
         "",
     ),
+    "unknown activation": (
+        lambda: _pair(act=nn.Mish()),
+        set(),
+        "its activation is none of torchweld's",
+    ),
+    "softmax behind a linear layer": (lambda: _pair(act=nn.Softmax(dim=-1)), set(), ""),
+    "functional softmax and dropout": (
+        lambda: Calls(lambda m, x: dropout(softmax(m.fc(x), -1), 0.1, m.training), fc=_fc()).eval(),
+        set(),
+        "functions, which no class swap changes",
+    ),
     "functional activation": (
         lambda: Calls(lambda m, x: gelu(m.fc(x)), fc=_fc()),
         set(),
@@ -251,8 +262,8 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
         {"fc", "act"},
         "",
     ),
-    "leaky relu": (lambda: _pair(act=nn.LeakyReLU()), set(), ""),
-    "clipped gelu": (lambda: _pair(act=ClippedGELU()), set(), ""),
+    "leaky relu": (lambda: _pair(act=nn.LeakyReLU()), set(), "none of torchweld's"),
+    "clipped gelu": (lambda: _pair(act=ClippedGELU()), set(), "none of torchweld's"),
     "prelu": (lambda: _pair(act=nn.PReLU()), set(), ""),
     "glu": (lambda: nn.Sequential(_fc(128), nn.GLU()), set(), ""),
     "doubled norm": (lambda: Doubled(WIDTH), set(), "computes something else"),

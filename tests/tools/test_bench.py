@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Callable
@@ -267,6 +268,31 @@ def test_bench_prints_and_writes_what_it_found(
     assert report.load(saved).results[0].shape == [8, 16]
     assert cli.main(["bench", "--from", str(saved)]) == 0
     assert capsys.readouterr().out.strip() in printed
+
+
+def test_the_csv_and_the_plots_have_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each result; lines over sizes only where there are several."""
+    small, large = _result("cpu", 1.0), _result("cpu", 2.0)
+    small.flops = large.flops = 100
+    where = {"name": "a CPU", "date": "today", "device": "cpu", "threads": 2, "isa": "avx2"}
+    where |= {"conditions": "", "copy_gbps": 10.0, "versions": {"torch": "2", "cuda": None}}
+    where["versions"]["torchweld"] = "0"
+    saved, lines = tmp_path / "r.json", tmp_path / "r.csv"
+    Report(where, [small, large]).save(saved)
+    given = ["bench", "--from", str(saved), "--csv", str(lines)]
+    assert cli.main([*given, "--roofline", str(tmp_path / "roof.png")]) == 0
+    rows = list(csv.DictReader(lines.read_text().splitlines()))
+    assert [float(row["ms"]) for row in rows] == [small.ms, large.ms]
+    assert (tmp_path / "roof.png").stat().st_size > 10_000
+    scaling = ["--scaling", str(tmp_path / "scaling.png")]
+    assert cli.main([*given, *scaling]) == 2
+    assert "several sizes" in capsys.readouterr().err
+    large.elements *= 4
+    Report(where, [small, large]).save(saved)
+    assert cli.main([*given, *scaling]) == 0
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_the_readme_has_no_doubtful_figures() -> None:

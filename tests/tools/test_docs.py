@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import torchweld
+from torchweld.bench import recording
+from torchweld.dispatch import evidence
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +23,18 @@ def test_the_tables_are_current() -> None:
     assert (ROOT / "docs" / "ops.md").read_text() == generate["table"]()
     for name in ("optimizers", "modules"):
         assert (ROOT / "docs" / f"{name}.md").read_text() == generate[name]()
+    assert (ROOT / "README.md").read_text() == generate["readme"]()
+
+
+def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sources than those measured mark a row; without evidence the README says so."""
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    monkeypatch.setattr(evidence, "records", dict)
+    assert generate["NO_GPU"] in generate["measured"]()
+    monkeypatch.setattr(recording, "sources_hash", lambda *_: "another")
+    rows = [line for line in generate["measured"]().splitlines() if line.startswith("| `")]
+    assert rows
+    assert all("cpu (stale)" in row for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,7 @@ def test_the_tables_are_current() -> None:
         ("docs/modules.md", 2),
         ("docs/huggingface.md", 1),
         ("docs/fuse.md", 5),
+        ("docs/troubleshooting.md", 3),
         ("docs/migrating.md", 1),
         ("docs/offload.md", 1),
         ("docs/one-bit.md", 1),
@@ -50,6 +65,19 @@ def test_a_pages_python_runs(page: str, count: int) -> None:
     namespace = {"torchweld": torchweld, "model": torch.nn.Linear(8, 8)}
     for block in found:
         exec(block, namespace)
+
+
+def test_the_doctors_words_are_its_words() -> None:
+    """What docs/troubleshooting.md quotes is in a source file; its dots stand for what differs."""
+    files = [*(ROOT / "python" / "torchweld").rglob("*.py")]
+    joined = " ".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    joined = re.sub(r"\{[^{}]*\}", "", joined).replace("`", "")
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## When it is slower")[0]
+    rows = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
+    assert len(quotes) > 15
+    for quote in quotes:
+        assert quote.replace(" cuda ", "  ") in joined or quote in joined, quote
 
 
 def _anchors(page: Path) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from ctypes.util import find_library
 
 import pytest
 
@@ -55,6 +57,22 @@ def test_other_allocators_are_left_alone(name: str, monkeypatch: pytest.MonkeyPa
         assert not kept
         assert name in str(kept.reason)
     assert not calls
+
+
+@pytest.mark.parametrize("name", ["jemalloc", "tcmalloc_minimal", "mimalloc"])
+def test_a_preloaded_allocator_is_seen(name: str) -> None:
+    """The real library, where the machine has it."""
+    library = find_library(name)
+    if library is None:
+        pytest.skip(f"lib{name} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", "import torchweld; print(torchweld.keep_pages().reason)"],
+        env={**os.environ, "LD_PRELOAD": library},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f"{name.partition('_')[0]} serves malloc")
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,17 +64,22 @@ class WeldReport(Sequence[Weldable]):
 
     def table(self) -> Table:
         """A line for each group of modules that differ only in the numbers in their names."""
-        table = Table(["where", "what", "with", "traffic", ""], numbers_from=99)
+        told = any(row.gain is not None for row in self._rows)
+        headers = ["where", "what", "with", *(["traffic"] if told else []), ""]
+        table = Table(headers, numbers_from=99)
         groups: dict[Any, list[Weldable]] = {}
         for row in self._rows:
-            key = (re.sub(r"\d+", "*", row.where), row.what, row.becomes, row.welded, row.reason)
+            where = re.sub(r"\d+", "*", row.where)
+            key = (where, row.what, row.becomes, row.welded, row.reason)
             groups.setdefault(key, []).append(row)
-        for (where, what, becomes, welded, reason), rows in groups.items():
-            where = f"{where} ({len(rows)}x)" if len(rows) > 1 else rows[0].where or "(the model)"
+        for (_, what, becomes, welded, reason), rows in groups.items():
+            where = _common([row.where for row in rows]) or "(the model)"
+            where += f" ({len(rows)}x)" if len(rows) > 1 else ""
             note = f"left alone: {reason}" if reason else "welded" if welded else "to be welded"
             more = rows[0].gain
             less = "" if more is None else f"{more:.1f}x less" if more >= 1.05 else "the same"
-            table.add(where, what, becomes, less, note, style="dim" if reason else "")
+            cells = [where, what, becomes, *([less] if told else []), note]
+            table.add(*cells, style="dim" if reason else "")
         return table
 
     def __str__(self) -> str:
@@ -84,6 +89,12 @@ class WeldReport(Sequence[Weldable]):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _common(names: Sequence[str]) -> str:
+    """The names as one: a star where their numbers differ."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def rows_of_welds(model: torch.nn.Module) -> Iterator[Weldable]:
@@ -218,4 +229,4 @@ def _try(entry: Proposal, device: torch.device) -> tuple[str | None, float | Non
     except CannotCopyError as error:
         return str(error), None
     except Exception as error:
-        return f"it could not be tried ({type(error).__name__}: {error})", None
+        return f"it could not be tried ({probe.in_words(error)})", None

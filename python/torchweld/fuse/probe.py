@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchweld.dispatch.choice import use_backend
 
 _SEED = 21
+_LARGE = 2**22
 _GLOBAL_HOOKS = [
     value
     for name, value in vars(torch.nn.modules.module).items()
@@ -76,20 +77,17 @@ def run(
     dtype: torch.dtype,
     within: AbstractContextManager[Any] | None = None,
 ) -> Ran:
-    """Results and gradients of a module on inputs that are cast to this dtype.
+    """Results of a module on inputs that are cast to this dtype, and gradients of what wants them.
 
     Forward and backward run each `within` a context.
     """
     within = within or nullcontext()
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    numpy.random.seed(_SEED)
     given = [_leaf(value, dtype) for value in inputs]
     with within:
-        made = module(*given)
+        made = call(module, given)
     outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
     leaves = [value for value in given if isinstance(value, torch.Tensor)]
-    leaves += [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    leaves += [parameter for parameter in module.parameters() if parameter.requires_grad]
     graphs = [value for value in outputs if value.requires_grad]
     grads: list[torch.Tensor | None] = [None] * len(leaves)
     if graphs:
@@ -97,6 +95,21 @@ def run(
         with within:
             grads = list(torch.autograd.grad(graphs, leaves, heads, allow_unused=True))
     return Ran([y.detach() for y in outputs], [*grads, *module.buffers()])
+
+
+def freeze_large(module: torch.nn.Module) -> None:
+    """Want no gradients of large parameters of a twin: once in a dtype is enough for their time."""
+    for parameter in module.parameters():
+        if parameter.numel() > _LARGE:
+            parameter.requires_grad_(False)
+
+
+def call(module: torch.nn.Module, inputs: Sequence[Any]) -> Any:
+    """What a module returns; every call draws the same random numbers."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    numpy.random.seed(_SEED)
+    return module(*inputs)
 
 
 def _leaf(value: Any, dtype: torch.dtype) -> Any:
@@ -111,16 +124,17 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     names = required(module)
     if names is None or not names:
         return "it takes no input by position"
+    freeze_large(module)
     error = "nothing in it says how wide its input is"
     for width in _widths(module):
-        for shape in ((2, 5, width), (10, width), (2, 3, 4, width)):
+        for shape in ((2, 5, width), (10, width), (2, 3, 4, width), (2, width, 4, 4)):
             x = values(shape, device)
             rest = len(names) - 1
             for others in ([None] * rest, [x] * rest) if rest else ([],):
                 try:
                     run(module, [x, *others], torch.float32)
                 except Exception as raised:
-                    error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:80]}"
+                    error = in_words(raised)
                 else:
                     return [x, *others]
     return f"it did not run on a probe ({error})"
@@ -153,11 +167,20 @@ def _widths(module: torch.nn.Module) -> list[int]:
     return list(found)[:4]
 
 
+def in_words(error: Exception) -> str:
+    """An error in one short line."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first if len(first) <= 80 else first[:79] + '…'}"
+
+
 # --- What runs after what -------------------------------------------------------------------------
 
 
 class Edge(NamedTuple):
-    """A module and the consumer of its result: a module, or the name of a function."""
+    """A module and the consumer of its result: a module, or the name of a function.
+
+    Softmax and dropout as functions are edges of the module that calls them.
+    """
 
     producer: torch.nn.Module
     consumer: torch.nn.Module | str
@@ -165,8 +188,15 @@ class Edge(NamedTuple):
 
 _FUNCTIONS: dict[Any, str] = {
     getattr(torch.nn.functional, name): f"torch.nn.functional.{name}"
-    for name in ("gelu", "relu", "silu", "sigmoid", "tanh", "softmax", "dropout")
+    for name in ("gelu", "relu", "silu", "sigmoid", "tanh")
 } | {torch.relu: "torch.relu", torch.sigmoid: "torch.sigmoid", torch.tanh: "torch.tanh"}
+_OF_CALLER: dict[Any, str] = {
+    torch.nn.functional.softmax: "softmax",
+    torch.softmax: "softmax",
+    torch.Tensor.softmax: "softmax",
+    torch.nn.functional.dropout: "dropout",
+    torch.dropout: "dropout",
+}
 
 
 class _Watch(TorchFunctionMode):
@@ -177,25 +207,28 @@ class _Watch(TorchFunctionMode):
         self.makers: dict[int, torch.nn.Module] = {}
         self.edges: list[Edge] = []
         self._kept: list[Any] = []  # so that no address is used twice
-        self._in_leaf = 0
+        self._running: list[torch.nn.Module] = []
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in _FUNCTIONS and not self._in_leaf and args and id(args[0]) in self.makers:
-            self.edges.append(Edge(self.makers[id(args[0])], _FUNCTIONS[function]))
+        if self._running and not is_leaf(caller := self._running[-1]):
+            if function in _FUNCTIONS and args and id(args[0]) in self.makers:
+                self.edges.append(Edge(self.makers[id(args[0])], _FUNCTIONS[function]))
+            elif function in _OF_CALLER:
+                self.edges.append(Edge(caller, _OF_CALLER[function]))
         return function(*args, **(kwargs or {}))
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(module)
         if is_leaf(module):
-            self._in_leaf += 1
             for value in tree_leaves((args, kwargs)):
                 if id(value) in self.makers:
                     self.edges.append(Edge(self.makers[id(value)], module))
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._running.pop()
         if is_leaf(module):
-            self._in_leaf -= 1
             self._kept.append(output)
             if isinstance(output, torch.Tensor):
                 self.makers[id(output)] = module
@@ -211,7 +244,7 @@ def watch(module: torch.nn.Module, inputs: Sequence[Any]) -> list[Edge]:
     try:
         module.train()
         with watching:
-            run(module, inputs, torch.float32)
+            call(module, inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,15 @@ def gain(
     more = _MORE if sum(p.numel() for p in scope.parameters()) < _SMALL else 2
     rows = [x if x is None else torch.cat([x] * more) for x in inputs]
 
-    def moved(change: Callable[[Twin], None]) -> int:
-        twin = Twin(scope, device, torch.float32)
-        change(twin)
+    def moved(module: torch.nn.Module) -> int:
+        probe.freeze_large(module)  # their gradients are results of GEMMs
         count = _Count()
-        probe.run(twin.module.train(), rows, torch.float32, count)
+        probe.run(module.train(), rows, torch.float32, count)
         return count.moved
 
-    def changed(twin: Twin) -> None:
-        for change in changes:
-            change.of(twin.of(change.module)).apply()
-
-    before, after = moved(lambda twin: None), moved(changed)
+    original = Twin(scope, device, torch.float32)
+    changed = Twin(scope, device, torch.float32, original)
+    for change in changes:
+        change.of(changed.of(change.module)).apply()
+    before, after = moved(original.module), moved(changed.module)
     return before / after if after else None

@@ -30,17 +30,25 @@ class Twin:
         module: to be copied.
         device: where the copy lies.
         dtype: of its floating-point tensors; None: each keeps its own.
+        like: an earlier copy on the same device and in the same dtype, whose parameters it shares.
 
     The drawn values are rounded to the tensor's dtype in `module`, so that twins of different
     dtypes have the same values.
     """
 
     def __init__(
-        self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None = None
+        self,
+        module: torch.nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        like: Twin | None = None,
     ) -> None:
         self._device, self._dtype = device, dtype
         self._inside = {id(part) for part in module.modules()}
         self._memo: dict[int, Any] = {}
+        if like is not None:
+            shared = {id(parameter) for parameter in module.parameters()}
+            self._memo = {key: like._memo[key] for key in shared & like._memo.keys()}
         self._generator = torch.Generator().manual_seed(_SEED)
         self.module = self._of_module(module)
 
@@ -104,25 +112,25 @@ class Twin:
             real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
             return real if tensor.is_meta else real.copy_(tensor.detach())
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        if is_parameter or tensor.is_meta or is_one(tensor):
-            values = self._values(tensor.shape, is_parameter)
-        else:
-            values = tensor.detach().to("cpu", torch.float32)
-        values = values.to(tensor.dtype).to(self._device, self._dtype or tensor.dtype, copy=True)
+        dtype = self._dtype or tensor.dtype
+        if not (is_parameter or tensor.is_meta or is_one(tensor)):
+            return tensor.detach().to(self._device, dtype, copy=True)
+        drawn = self._values(tensor.shape, is_parameter).to(tensor.dtype).to(self._device, dtype)
+        count = tensor.shape.numel()
+        values = drawn.repeat(-(-count // _DRAWN))[:count].view(tensor.shape)
         return torch.nn.Parameter(values) if is_parameter else values
 
     def _values(self, shape: torch.Size, is_parameter: bool) -> torch.Tensor:
-        """Random values: for a buffer like variances; for a matrix so that products are about 1."""
+        """Random values, which are to be repeated until there are enough.
+
+        Those of a buffer are like variances; those of a matrix make its products about 1.
+        """
         low, high = 0.5, 1.5
         if is_parameter:
             high = math.sqrt(3 / min(shape[-2:])) if len(shape) > 1 and min(shape[-2:]) else 1.0
             low = -high
-        count = shape.numel()
-        values = torch.empty(min(count, _DRAWN), device="cpu", dtype=torch.float32)
-        values.uniform_(low, high, generator=self._generator)
-        return (
-            values.repeat(-(-count // _DRAWN))[:count].view(shape) if count else values.view(shape)
-        )
+        values = torch.empty(min(shape.numel(), _DRAWN), device="cpu", dtype=torch.float32)
+        return values.uniform_(low, high, generator=self._generator)
 
 
 def _closed_over(function: FunctionType) -> Iterable[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,31 +40,44 @@ def why_different(
     """
     own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
     for dtype in (torch.float32, *sorted(own, key=str)):
+        twins = _twins(scope, changes, device, dtype)
         for cast in (None, torch.bfloat16) if dtype == torch.float32 else (None,):
-            found = _differs(scope, changes, inputs, device, drops, dtype, cast)
+            found = _differs(twins, inputs, device, drops, dtype, cast)
             if found is not None:
                 return found
     return None
 
 
+class _Twins(NamedTuple):
+    """Copies of a scope: as it is, after the changes, and as it is in float64."""
+
+    original: torch.nn.Module
+    changed: torch.nn.Module
+    exact: torch.nn.Module
+
+
+def _twins(
+    scope: torch.nn.Module, changes: Sequence[Change], device: torch.device, dtype: torch.dtype
+) -> _Twins:
+    kept = None if dtype != torch.float32 else dtype
+    original = Twin(scope, device, kept)
+    changed, exact = Twin(scope, device, kept, original), Twin(scope, device, torch.float64)
+    for change in changes:
+        change.of(changed.of(change.module)).apply()
+    return _Twins(original.module, changed.module, exact.module)
+
+
 def _differs(
-    scope: torch.nn.Module,
-    changes: Sequence[Change],
+    twins: _Twins,
     inputs: Sequence[Any],
     device: torch.device,
     drops: bool,
     dtype: torch.dtype,
     cast: torch.dtype | None,
 ) -> str | None:
-    kept = None if dtype != torch.float32 else dtype
-    original, changed = Twin(scope, device, kept), Twin(scope, device, kept)
-    exact = Twin(scope, device, torch.float64)
-    for change in changes:
-        change.of(changed.of(change.module)).apply()
-    modules = (original.module, changed.module, exact.module)
     runs = ((True, 0.0), (True, 1.0), (False, 1.0)) if drops else ((True, None), (False, None))
     for training, p in runs:
-        for part in (part for module in modules for part in module.modules()):
+        for part in (part for twin in twins for part in twin.modules()):
             part.training = training
             if p is not None:
                 _set_dropout(part, p)
@@ -72,21 +85,23 @@ def _differs(
         as_cast = nullcontext() if cast is None else torch.autocast(device.type, cast)
         with as_cast:
             try:
-                expected = probe.run(original.module, inputs, dtype)
+                expected = probe.run(twins.original, inputs, dtype)
             except Exception:
                 if dtype == torch.float32 and cast is None:
                     raise
                 return None  # nothing to compare: the original does not run in this dtype
             try:
-                found = probe.run(changed.module, inputs, dtype)
+                found = probe.run(twins.changed, inputs, dtype)
             except Exception as error:
-                return f"it raised {where}: {error}"
+                return f"it raised {where}: {probe.in_words(error)}"
         try:
-            truth = probe.run(exact.module, [_rounded(x, dtype) for x in inputs], torch.float64)
+            truth = probe.run(twins.exact, [_rounded(x, dtype) for x in inputs], torch.float64)
         except Exception:
             truth = expected  # it has a dtype of its own inside
         if reason := _compare(expected, found, truth, cast or dtype):
             return f"{reason} {where}"
+        for twin in (twins.original, twins.exact):  # the changed one shares the original's
+            probe.freeze_large(twin)
     return None
 
 

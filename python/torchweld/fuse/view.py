@@ -104,6 +104,12 @@ class View:
         found: tuple[str, str] | None = self.once("act", module, lambda: _module_activation(module))
         return found
 
+    def is_unknown_activation(self, module: torch.nn.Module) -> bool:
+        """Whether it changes each element by itself, as none of torchweld's activations does."""
+        if is_welded(module) or module._modules or has_state(module) or self.activation(module):
+            return False
+        return bool(self.once("unknown act", module, lambda: _is_elementwise(module)))
+
     def linear(self, module: torch.nn.Module) -> str | None:
         """Whether a module is a linear layer: "plain", "transposed" as GPT-2's Conv1D, or None."""
         names = [name for name, value in module._parameters.items() if value is not None]
@@ -192,6 +198,8 @@ class View:
 # A twin with more elements of parameters is tried on the CPU; a scope with fewer is always allowed.
 _LARGE = 2**26
 _SMALL = 2**24
+# No scope has more: a copy of one with 2**30 takes 4 GiB.
+_LARGEST = 2**30
 # A scope is a block, not a model: it has at most this many times its largest parameter's elements.
 _BLOCK = 24
 
@@ -204,7 +212,7 @@ def why_too_large(module: torch.nn.Module) -> str | None:
     """Why no copy of a module is made."""
     elements = _elements(module)
     largest = max((p.numel() for p in module.parameters() if not is_lazy(p)), default=0)
-    if elements <= max(_SMALL, _BLOCK * largest) and elements <= 2**31:
+    if elements <= max(_SMALL, _BLOCK * largest) and elements <= _LARGEST:
         return None
     return (
         f"with {elements / 1e6:.0f} million parameters what is around it is too large to be tried"
@@ -265,6 +273,19 @@ def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
     except CannotCopyError:
         return None
     return _activation(copies)
+
+
+def _is_elementwise(module: torch.nn.Module) -> bool:
+    """Whether a part of x gives that part of the result, and it is not x."""
+    x = probe.values((5, 193), _CPU)
+    try:
+        copy = Twin(module, _CPU).module.train()
+        with torch.no_grad():
+            y, part = copy(x.clone()), copy(x[1:, :7].clone())
+    except Exception:
+        return False
+    same_shape = isinstance(y, torch.Tensor) and y.shape == x.shape
+    return same_shape and _is_near(part, y[1:, :7].double(), 1e-6) and not torch.equal(y, x)
 
 
 def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from torchweld import functional
-from torchweld.fuse.patterns.edges import pair_before, with_activation
+from torchweld.fuse.patterns.edges import Pair, pair_before, with_activation
 from torchweld.fuse.view import Left, Proposal, View, why_fixed
 from torchweld.fuse.weld import Weld
 
@@ -44,6 +44,9 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
     activations = [child for child in module.children() if view.activation(child)]
     for consumer in activations:
         yield from _with(consumer, module, view)
+    for consumer in module.children():
+        if view.is_unknown_activation(consumer):
+            yield from _before_unknown(consumer, module, view)
     if not activations and any(view.linear(child) for child in module.children()):
         yield from _functional(module, view)
 
@@ -72,13 +75,31 @@ def _with(
     )
 
 
+def _before_unknown(
+    consumer: torch.nn.Module, parent: torch.nn.Module, view: View
+) -> Iterator[Left]:
+    found = pair_before(consumer, parent, view)
+    if not isinstance(found, Pair) or not view.linear(found.producer):
+        return
+    what = f"{type(found.producer).__name__} + {type(consumer).__name__}"
+    yield Left(found.producer, what, "its activation is none of torchweld's")
+
+
 def _functional(module: torch.nn.Module, view: View) -> Iterator[Left]:
-    """Functions that the module calls on what a linear layer of its own returned."""
+    """Activations of a linear layer's result, softmax and dropout that a module calls as functions.
+
+    A linear layer is one of the module's own.
+    """
     scope = view.watched(module)
     if isinstance(scope, str):
         return
-    known = ("gelu", "relu", "silu", "sigmoid", "tanh")
+    own = [consumer for producer, consumer in scope.edges if producer is module]
+    if own:
+        what = " + ".join(dict.fromkeys(map(str, own)))
+        yield Left(
+            module, what, "functions, which no class swap changes: call torchweld.functional"
+        )
     for producer, consumer in scope.edges:
-        if isinstance(consumer, str) and consumer.endswith(known) and view.linear(producer):
+        if isinstance(consumer, str) and view.linear(producer):
             what = f"{type(producer).__name__} + {consumer}"
             yield Left(producer, what, "its activation is a function: there is no module to change")
