@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchweld import optim
-from torchweld.dispatch import choice, evidence, verdicts
+from torchweld.dispatch import bare_trial, choice, evidence, verdicts
 from torchweld.dispatch import trial as trials
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.verdicts import Verdicts
@@ -45,7 +45,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdicts:
     monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(trials, "verdicts", lambda index: kept)
     monkeypatch.setattr(trial, "_served", {})
-    monkeypatch.setattr(trial.StepTrial, "may_run", lambda _: True)
+    monkeypatch.setattr(bare_trial, "_served", {})
+    monkeypatch.setattr(trials.OnGpu, "may_run", lambda _: True)
     monkeypatch.setattr(evidence, "is_proven", lambda *_: False)
     monkeypatch.setattr(verdicts, "mode", "time")
     return kept

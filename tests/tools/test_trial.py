@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,14 @@ import pytest
 import torch
 
 import torchweld
-from torchweld.dispatch import choice, proof, trial, verdicts
+from torchweld.dispatch import bare_trial, choice, proof, trial, verdicts
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call
 from torchweld.dispatch.trial import OpTrial
 from torchweld.dispatch.verdicts import Verdicts
+from torchweld.ops import quantize_1bit, quantize_8bit
+from torchweld.ops.optimizer import sum_of_squares
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 
 LAYER_NORM = OPS["layer_norm"]
@@ -28,8 +34,9 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     monkeypatch.setattr(trial, "verdicts", lambda index: kept)
     monkeypatch.setattr(trial, "_served", {})
     monkeypatch.setattr(verdicts, "mode", "time")
-    monkeypatch.setattr(OpTrial, "may_run", lambda _: True)
-    monkeypatch.setattr(OpTrial, "preferred", lambda *_: None)
+    monkeypatch.setattr(bare_trial, "_served", {})
+    monkeypatch.setattr(trial.OnGpu, "may_run", lambda _: True)
+    monkeypatch.setattr(trial.OnGpu, "preferred", lambda *_: None)
 
     def clock(trial: OpTrial, backends: Sequence[str]) -> dict[str, float]:
         return {name: found[name] for name in (*backends, EAGER)}
@@ -150,3 +157,72 @@ def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> No
     torchweld.warmup(lambda: call(LAYER_NORM, *given))
     monkeypatch.setattr(OpTrial, "may_run", lambda _: False)  # a warning would be an error
     assert choice.choose(LAYER_NORM, given) == "cpu"
+
+
+# --- Bare ops -------------------------------------------------------------------------------------
+
+
+def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
+    """A call of each bare op that is tried at its first use, on rows with odd ends."""
+    x = torch.randn(3, 700)
+    codes, absmax = quantize_8bit.quantize_reference(x, True)
+    error, size, block = torch.randn_like(x), x.numel(), 64
+    new_error = torch.empty_like(x)
+    bits, scale = quantize_1bit.quantize_reference(x, error, new_error, block)
+    both = torch.stack([bits, bits]), torch.stack([scale, 2 * scale])
+    return {
+        "quantize_8bit": (quantize_8bit._QUANTIZE, (x, True)),
+        "dequantize_8bit": (quantize_8bit._DEQUANTIZE, (codes, absmax, True, torch.bfloat16)),
+        "quantize_1bit": (quantize_1bit._QUANTIZE, (x, error, error, block)),  # in place
+        "dequantize_mean": (quantize_1bit._MEAN, (*both, None, torch.empty(size), size, block)),
+        "dequantize_1bit": (
+            quantize_1bit._DEQUANTIZE,
+            (bits, scale, [3, 700], block, torch.float32),
+        ),
+        "sum_of_squares": (sum_of_squares._OP, ([x.bfloat16(), error.bfloat16()],)),
+    }
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    """The same arguments; what is one tensor stays one."""
+    return copy.deepcopy(list(inputs))
+
+
+@pytest.mark.parametrize("name", _bare_calls())
+@pytest.mark.parametrize("wrong", ["nothing", "results", "writes", "all"])
+def test_bare_ops_are_tried_once(
+    name: str, wrong: str, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong kernel is refused with one warning. Arguments are written to once, by who serves."""
+    op, inputs = _bare_calls()[name]
+    kernel, written = op.overload("cpu"), "(a!)" in str(op.overload("cpu")._schema)
+    if wrong == "writes" and not written:
+        pytest.skip("it writes to no argument")
+    runs = []
+
+    def planted(*given: Any) -> Any:
+        runs.append(given)
+        found = as_tuple(kernel(*given))
+        if wrong == "writes":
+            names = [argument.name for argument in kernel._schema.arguments]
+            given[names.index("new_error")].add_(0.01)
+        if wrong == "results":
+            found = (found[0] ^ 1 if found[0].dtype == torch.uint8 else found[0] * 1.01, *found[1:])
+        if wrong == "all":
+            raise RuntimeError("no kernel image")
+        return found if len(found) > 1 else found[0]
+
+    monkeypatch.setitem(op._overloads, "cpu", planted)
+    expected_inputs, mine = _copies(inputs), _copies(inputs)
+    expected = as_tuple(op.reference(*expected_inputs))
+    expects = pytest.warns(RuntimeWarning, match=f"cpu for {name}")
+    with expects if wrong != "nothing" else contextlib.nullcontext():
+        found = as_tuple(op.run(*mine))
+    assert len(runs) == (2 if wrong == "nothing" else 1)
+    numbers = [*found, *mine], [*expected, *expected_inputs]
+    for one, other in zip(*numbers, strict=True):
+        if not isinstance(one, torch.dtype):
+            torch.testing.assert_close(one, other)
+    again = _copies(inputs)
+    op.run(*again)  # a second warning would be an error
+    assert len(runs) == (3 if wrong == "nothing" else 1)

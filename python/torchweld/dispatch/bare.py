@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchweld.dispatch import bare_trial, choice
 from torchweld.dispatch.choice import choose
 from torchweld.dispatch.library import define_overload
 from torchweld.registry import BACKENDS, EAGER
@@ -18,8 +19,9 @@ from torchweld.registry import BACKENDS, EAGER
 class BareOp:
     """The definition of such an op; `fake` is left out if the op returns nothing.
 
-    `triton` is the file with its Triton kernel. `proof` names the rule whose evidence decides over
-    its GPU kernels; without it they serve only by name.
+    `triton` is the file with its Triton kernel. `reference` takes the same arguments; on a GPU the
+    kernels are tried against it at their first use. `proof` names the rule whose evidence decides
+    before that.
     """
 
     def __init__(
@@ -30,14 +32,27 @@ class BareOp:
         backends: tuple[str, ...] = ("cpu",),
         triton: str | None = None,
         proof: str | None = None,
+        reference: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
+        self.reference = reference
         self.proof = proof
         self.backends = (*backends, "triton") if triton else backends
         self._overloads = {
             backend: define_overload(name, backend, schema, fake, triton)
             for backend in self.backends
         }
+
+    def run(self, *inputs: Any) -> Any:
+        """The op, on the backend that serves these inputs; where none does, by its reference."""
+        first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
+        if choice.forced is None and choice.on_trial(first):
+            backend = bare_trial.proven(self, inputs)
+        else:
+            backend = choose(self, [first])
+        serving = self.overload(backend) or self.reference
+        assert serving is not None, f"{self.name} has no reference"
+        return serving(*inputs)
 
     def kernel(self, *inputs: Any) -> Any:
         """The overload that serves these inputs; None if the reference does.

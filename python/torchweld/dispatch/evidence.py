@@ -21,7 +21,7 @@ from torchweld.registry import Op
 from torchweld.registry.constant import assume_constant_result
 from torchweld.version import __version__
 
-_UNPROVEN = "it has run on no GPU; ask for it by name, eager serves until it is proven"
+UNPROVEN = "it has run on no GPU; ask for it by name, eager serves until it is proven"
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def against(op: Any, backend: str, inputs: Sequence[Any]) -> str | None:
     gpu = x.device.index if x.device.type == "cuda" else None
     if not isinstance(op, Op):
         proven = op.proof is not None and is_proven(op.proof, backend, gpu)
-        return None if proven else _UNPROVEN
+        return None if proven else UNPROVEN
     rivals = tuple(name for name in op.sources if op.refused(name, inputs) is None)
     # A size in a compiled graph may be symbolic, and must not become a guard.
     compiling = torch.compiler.is_compiling()
@@ -151,7 +151,7 @@ def _verdict(
     }
     speed_ups = {name: ratio for name, ratio in found.items() if ratio is not None}
     if backend not in speed_ups:
-        return _UNPROVEN
+        return UNPROVEN
     if speed_ups[backend] < 1:
         return f"measured at {speed_ups[backend]:.2f}x eager's speed"
     best = max(speed_ups, key=lambda name: speed_ups[name])

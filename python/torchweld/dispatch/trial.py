@@ -109,13 +109,35 @@ def verdicts(device_index: int) -> Verdicts:
     return Verdicts(cache.folder() / "verdicts.json", f"{gpu}, {software}")
 
 
-class OpTrial:
+class OnGpu:
+    """What trials on a GPU share: evidence comes first, and nothing runs during a capture."""
+
+    backends: Sequence[str]
+
+    def static(self) -> str:
+        """What evidence prefers; eager without any."""
+        return self.preferred(self.backends) or EAGER
+
+    def preferred(self, backends: Sequence[str]) -> str | None:
+        """What evidence prefers among them."""
+        return next((b for b in backends if self.against(b) is None), None)
+
+    def against(self, backend: str) -> str | None:
+        """Why evidence does not take this backend."""
+        raise NotImplementedError
+
+    def may_run(self) -> bool:
+        """Not while a graph is captured."""
+        return not torch.cuda.is_current_stream_capturing()
+
+
+class OpTrial(OnGpu):
     """The trial of an op on these inputs."""
 
     def __init__(self, op: Op, inputs: Sequence[Any]) -> None:
         self._op, self._inputs = op, inputs
         self.direction = evidence.direction(inputs)
-        self.backends: Sequence[str] = [b for b in op.backends if op.why_not(b, inputs) is None]
+        self.backends = [b for b in op.backends if op.why_not(b, inputs) is None]
         self._cast_to = self._autocast_dtype()
         self._judged: tuple[list[Any], proof.Judge] | None = None
 
@@ -128,18 +150,9 @@ class OpTrial:
         size = f"width {width}, below 2^{bits} elements"
         return f"{name} {self.direction}, {size}, {' '.join(words)}"
 
-    def static(self) -> str:
-        """What evidence prefers; eager without any."""
-        return self.preferred(self.backends) or EAGER
-
-    def preferred(self, backends: Sequence[str]) -> str | None:
-        """What evidence prefers among them."""
-        taken = (b for b in backends if evidence.against(self._op, b, self._inputs) is None)
-        return next(taken, None)
-
-    def may_run(self) -> bool:
-        """Not while a graph is captured."""
-        return not torch.cuda.is_current_stream_capturing()
+    def against(self, backend: str) -> str | None:
+        """Why evidence does not take this backend."""
+        return evidence.against(self._op, backend, self._inputs)
 
     def fault(self, backend: str) -> str | None:
         """What is wrong on some of the rows, forward and, where a gradient is wanted, backward."""

@@ -77,8 +77,8 @@ def dequantize_1bit(
     if dtype not in _FLOATS:
         raise ArgumentError(name, "dtype", dtype, checks.names(_FLOATS))
     with torch.no_grad():
-        kernel = None if dtype == torch.float64 else _DEQUANTIZE.kernel(bits)
-        return (kernel or dequantize_reference)(bits, scale, sizes, block, dtype)
+        dequantize = dequantize_reference if dtype == torch.float64 else _DEQUANTIZE.run
+        return dequantize(bits, scale, sizes, block, dtype)
 
 
 def dequantize_mean(
@@ -176,8 +176,8 @@ def quantize_into(
     x: torch.Tensor, error: torch.Tensor | None, new_error: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_1bit that writes the new error, into the old one if that is given for both."""
-    kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x)
-    return (kernel or quantize_reference)(x, error, new_error, block)
+    quantize = quantize_reference if x.dtype == torch.float64 else _QUANTIZE.run
+    return quantize(x, error, new_error, block)
 
 
 def mean_into(
@@ -189,7 +189,7 @@ def mean_into(
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dequantize_mean that writes the new error."""
-    return (_MEAN.kernel(bits) or mean_reference)(bits, scale, error, new_error, size, block)
+    return _MEAN.run(bits, scale, error, new_error, size, block)
 
 
 # --- Reference and fakes ------------------------------------------------------------------------
@@ -265,6 +265,7 @@ _QUANTIZE = BareOp(
     "(Tensor x, Tensor? error, Tensor(a!) new_error, int block) -> (Tensor bits, Tensor scale)",
     lambda x, error, new_error, block: _bits_and_scale(x, x.numel(), block),
     _BACKENDS,
+    reference=quantize_reference,
 )
 _MEAN = BareOp(
     "dequantize_mean",
@@ -272,10 +273,12 @@ _MEAN = BareOp(
     " -> (Tensor bits_of_mean, Tensor scale_of_mean)",
     lambda bits, scale, error, new_error, size, block: _bits_and_scale(bits, size, block),
     _BACKENDS,
+    reference=mean_reference,
 )
 _DEQUANTIZE = BareOp(
     "dequantize_1bit",
     "(Tensor bits, Tensor scale, int[] sizes, int block, ScalarType dtype) -> Tensor",
     lambda bits, scale, sizes, block, dtype: bits.new_empty(sizes, dtype=dtype),
     _BACKENDS,
+    reference=dequantize_reference,
 )

@@ -32,8 +32,8 @@ def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor
     checks.dense("quantize_8bit", "x", x, _FLOATS)
     checks.flag("quantize_8bit", "signed", signed)
     with torch.no_grad():
-        kernel = None if x.dtype == torch.float64 else _QUANTIZE.kernel(x)
-        return (kernel or quantize_reference)(x, signed)
+        quantize = quantize_reference if x.dtype == torch.float64 else _QUANTIZE.run
+        return quantize(x, signed)
 
 
 def dequantize_8bit(
@@ -65,8 +65,8 @@ def dequantize_8bit(
         names = " or ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
         raise ArgumentError("dequantize_8bit", "dtype", dtype, names)
     with torch.no_grad():
-        kernel = None if dtype == torch.float64 else _DEQUANTIZE.kernel(codes)
-        return (kernel or dequantize_reference)(codes, absmax, signed, dtype)
+        dequantize = dequantize_reference if dtype == torch.float64 else _DEQUANTIZE.run
+        return dequantize(codes, absmax, signed, dtype)
 
 
 def rows_and_width(shape: torch.Size) -> tuple[int, int]:
@@ -213,6 +213,7 @@ _QUANTIZE = BareOp(
     _quantize_fake,
     ("cpu", "cuda"),
     proof="adam",
+    reference=quantize_reference,
 )
 _DEQUANTIZE = BareOp(
     "dequantize_8bit",
@@ -220,4 +221,5 @@ _DEQUANTIZE = BareOp(
     _dequantize_fake,
     ("cpu", "cuda"),
     proof="adam",
+    reference=dequantize_reference,
 )

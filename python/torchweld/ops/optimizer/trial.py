@@ -59,12 +59,12 @@ def _class_of(rule: Rule, task: Task) -> tuple[Any, ...]:
     )
 
 
-class StepTrial:
+class StepTrial(trials.OnGpu):
     """The trial of a step like this one."""
 
     def __init__(self, rule: Rule, task: Task) -> None:
         self._rule, self._task = rule, task
-        self.backends: Sequence[str] = rule.backends(task.batch.params[0])
+        self.backends = rule.backends(task.batch.params[0])
         self._judged: tuple[Task, proof.Judge] | None = None
 
     @property
@@ -73,19 +73,10 @@ class StepTrial:
         name, _, *rest = _class_of(self._rule, self._task)
         return f"{name} step, {' '.join(str(word).removeprefix('torch.') for word in rest)}"
 
-    def static(self) -> str:
-        """What evidence prefers; eager without any."""
-        return self.preferred(self.backends) or EAGER
-
-    def preferred(self, backends: Sequence[str]) -> str | None:
-        """What evidence has proven among them."""
+    def against(self, backend: str) -> str | None:
+        """Why evidence does not take this backend."""
         gpu = self._task.batch.params[0].device.index
-        proven = (b for b in backends if evidence.is_proven(self._rule.name, b, gpu))
-        return next(proven, None)
-
-    def may_run(self) -> bool:
-        """Not while a graph is captured."""
-        return not torch.cuda.is_current_stream_capturing()
+        return None if evidence.is_proven(self._rule.name, backend, gpu) else evidence.UNPROVEN
 
     def fault(self, backend: str) -> str | None:
         """What is wrong with a step of clones of some parameters."""
