@@ -177,17 +177,20 @@ def table_csv(results: Iterable[Result]) -> str:
 
 
 def markdown(results: Iterable[Result]) -> str:
-    """A table for the README: the automatic choice against eager.
+    """A table for the README: the automatic choice against the fastest of torch's own ways.
 
     Cases measured on a busy machine are left out, since that flatters the faster contender.
     """
+    results = list(results)
+    dense = {_case(r): r.ms for r in results if r.contender == "sdpa" and r.ms}
     lines = [
-        "| op | shape | dtype | direction | eager | torchweld | on | speed-up | GB/s | limit |",
+        "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | limit |",
         "|---|---|---|---|--:|--:|---|--:|--:|--:|",
     ]
     for result in results:
         if not (result.automatic and result.reliable) or not result.ms or not result.eager_ms:
             continue
+        ms = min(result.eager_ms, dense.get(_case(result), result.eager_ms))
         share = "" if result.share is None else f"{result.share:.0%}"
         gbps = "" if result.gbps is None else f"{result.gbps:.0f}"
         cells = [
@@ -195,12 +198,16 @@ def markdown(results: Iterable[Result]) -> str:
             result.label.replace("x", " x ", len(result.shape) - 1),
             result.dtype,
             result.direction,
-            f"{_ms(result.eager_ms)} ms",
+            f"{_ms(ms)} ms",
             f"{_ms(result.ms)} ms",
             result.contender,
-            f"{result.eager_ms / result.ms:.2f}x",
+            f"{ms / result.ms:.2f}x",
             gbps,
             share,
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _case(result: Result) -> tuple[Any, ...]:
+    return result.op, tuple(result.shape), result.variant, result.dtype, result.direction

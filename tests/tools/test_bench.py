@@ -300,6 +300,9 @@ def test_the_readme_has_no_doubtful_figures() -> None:
     sound.automatic = doubtful.automatic = True
     doubtful.reliable = False
     assert report.markdown([sound, doubtful]).count("`layer_norm`") == 1
+    # Attention is compared with torch's own, which is faster than the reference.
+    dense = _result("sdpa", sound.eager_ms / 4)
+    assert f"| {sound.speed_up / 4:.2f}x |" in report.markdown([sound, dense])
 
 
 @pytest.mark.usefixtures("quick")
