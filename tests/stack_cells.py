@@ -214,6 +214,8 @@ TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
     "ZeRO-1": _zero1,
     "ZeRO-2 (FSDP2)": _sharded(_m // 2),
     "ZeRO-3 (FSDP2)": _sharded(_m),
+    "DDP, compiled": _ddp,
+    "ZeRO-3 (FSDP2), compiled": _sharded(_m),
     "TP": _tensor,
     "TP + SP": _sequence,
     "FSDP2 x TP + SP": _sharded_tensor,
