@@ -122,7 +122,7 @@ class Cell:
             dist.all_reduce(losses, group=over)
         modules = [self.model] if modules is None else modules
         parameters = {
-            name.removeprefix("module."): _whole(parameter)
+            name.removeprefix("module.").replace("_orig_mod.", ""): _whole(parameter)
             for module in modules
             for name, parameter in module.named_parameters()
         }
@@ -161,8 +161,19 @@ def one_process(name: str, dtype: torch.dtype) -> Run:
     return cell.left(counted)
 
 
-def _ddp(name: str, dtype: torch.dtype, sharded_states: bool = False) -> Run:
+def _compile(cell: Cell) -> None:
+    """Each block in one graph of its own, by Inductor."""
+    blocks = cell.model.blocks
+    for key, block in blocks.items():
+        blocks[key] = torch.compile(block, fullgraph=True)
+
+
+def _ddp(
+    name: str, dtype: torch.dtype, sharded_states: bool = False, compiled: bool = False
+) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    if compiled:
+        _compile(cell)
     model = DistributedDataParallel(cell.model)
     optimizer = (
         ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **_OPTIMIZER)
@@ -177,6 +188,10 @@ def _zero1(name: str, dtype: torch.dtype) -> Run:
     return _ddp(name, dtype, sharded_states=True)
 
 
+def _ddp_compiled(name: str, dtype: torch.dtype) -> Run:
+    return _ddp(name, dtype, compiled=True)
+
+
 def shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
     """By FSDP2, a block at a time; `keep` what was gathered until the backward has run."""
     for block in model.blocks.values():
@@ -184,8 +199,10 @@ def shard(model: Any, mesh: DeviceMesh, keep: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
 
 
-def _fsdp(name: str, dtype: torch.dtype, keep: bool) -> Run:
+def _fsdp(name: str, dtype: torch.dtype, keep: bool, compiled: bool = False) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    if compiled:
+        _compile(cell)
     shard(cell.model, init_device_mesh("cpu", (count,)), keep)
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
     return cell.left(cell.train(step, adamw(cell.model)), of=count)
@@ -197,6 +214,10 @@ def _zero2(name: str, dtype: torch.dtype) -> Run:
 
 def _zero3(name: str, dtype: torch.dtype) -> Run:
     return _fsdp(name, dtype, keep=False)
+
+
+def _zero3_compiled(name: str, dtype: torch.dtype) -> Run:
+    return _fsdp(name, dtype, keep=False, compiled=True)
 
 
 def _tensor(name: str, dtype: torch.dtype, sequence: bool = False) -> Run:
@@ -363,6 +384,8 @@ STRATEGIES = {
     "ZeRO-1": Strategy(2, _zero1),
     "ZeRO-2 (FSDP2)": Strategy(2, _zero2),
     "ZeRO-3 (FSDP2)": Strategy(2, _zero3),
+    "DDP, compiled": Strategy(2, _ddp_compiled),
+    "ZeRO-3 (FSDP2), compiled": Strategy(2, _zero3_compiled),
     "TP": Strategy(2, _tensor),
     "TP + SP": Strategy(2, _tensor_sequence),
     "ring SP": Strategy(2, _ring),

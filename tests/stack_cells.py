@@ -74,12 +74,14 @@ def _run(model: str, dtype: torch.dtype) -> Run:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model of float32: its parameters, a microbatch's stream and logits, in bytes."""
+    """Bytes of the parameters that a process trains, of a microbatch's stream and of its logits."""
 
     model: str
     parameters: int
     count: int
     stream: int
+    # The stream and the logits as linear layers compute them: in 16 bits under autocast.
+    computed: int
     logits: int
     layers: int
     norms: int  # of the parameters of norms inside blocks
@@ -90,6 +92,15 @@ Sent = dict[str, tuple[int, int]]  # kind to calls and bytes
 _m = MICROBATCHES
 
 
+def _both(some: Sent, more: Sent) -> Sent:
+    """What two strategies send together."""
+    total = dict(some)
+    for kind, (calls, size) in more.items():
+        before = total.get(kind, (0, 0))
+        total[kind] = (before[0] + calls, before[1] + size)
+    return total
+
+
 def _ddp(s: Sizes) -> Sent:
     return {"all-reduce": (1, s.parameters)}
 
@@ -98,11 +109,11 @@ def _zero1(s: Sizes) -> Sent:
     return {**_ddp(s), "broadcast": (s.count, s.parameters)}
 
 
-def _sharded(gathers: int) -> Callable[[Sizes], Sent]:
-    """Each block and the rest are gathered so many times for each microbatch."""
+def _sharded(times: int) -> Callable[[Sizes], Sent]:
+    """Each block and the rest are gathered so many times, and their gradients scattered once."""
 
     def sent(s: Sizes) -> Sent:
-        groups, times = s.layers + 1, gathers * _m // 2
+        groups = s.layers + 1
         return {
             "all-gather": (times * groups, times * s.parameters),
             "reduce-scatter": (groups, s.parameters),
@@ -112,32 +123,47 @@ def _sharded(gathers: int) -> Callable[[Sizes], Sent]:
 
 
 def _tensor(s: Sizes) -> Sent:
-    """Two all-reduces each way in each block; the embedding's, the head's, and the logits."""
+    """Two all-reduces each way in each block; the embedding's, the head's, and the logits.
+
+    Forward they sum what linear layers return, backward the gradient of the stream.
+    """
     reduces = 4 * s.layers + 2
+    size = (2 * s.layers + 2) * s.stream + 2 * s.layers * s.computed
+    return {"all-reduce": (_m * reduces, _m * size), "all-gather": (_m, _m * s.logits)}
+
+
+def _sequence(s: Sizes, microbatches: int = _m, first_stage: bool = False) -> Sent:
+    """An all-reduce is a gather and a reduce-scatter; gradients of norms are sums.
+
+    The first stage of two has the embedding but no head, and gathers the stream that it hands on.
+    """
+    n, halves, ends = microbatches, 2 * s.layers, 1 if first_stage else 2
+    logits, norms = (0, 0) if first_stage else (1, s.logits), 4 * s.layers
+    inside = halves * (s.stream + s.computed)
     return {
-        "all-reduce": (_m * reduces, _m * reduces * s.stream),
-        "all-gather": (_m, _m * s.logits),
+        "all-reduce": (n * (ends + norms), n * (ends * s.stream + s.norms)),
+        "all-gather": (
+            n * (2 * halves + 2 + logits[0]),
+            n * (inside + 2 * s.stream + logits[1]),
+        ),
+        "reduce-scatter": (n * 2 * halves, n * inside),
     }
 
 
-def _sequence(s: Sizes) -> Sent:
-    """An all-reduce is a gather and a reduce-scatter; gradients of norms are sums."""
-    gathers, norms = 4 * s.layers + 2, 4 * s.layers
-    return {
-        "all-reduce": (_m * (2 + norms), _m * (2 * s.stream + s.norms)),
-        "all-gather": (_m * (gathers + 1), _m * (gathers * s.stream + s.logits)),
-        "reduce-scatter": (_m * 4 * s.layers, _m * 4 * s.layers * s.stream),
-    }
+def _cut(s: Sizes) -> Sizes:
+    """What one of two devices of tensor parallelism has."""
+    return replace(s, parameters=(s.parameters + s.whole) // 2)
 
 
 def _sharded_tensor(s: Sizes) -> Sent:
-    """Half of the microbatches; what is gathered and scattered beside is half of what is cut."""
-    half = replace(s, parameters=(s.parameters + s.whole) // 2)
-    sent: dict[str, tuple[int, int]] = {}
-    for kind, (calls, size) in _sequence(s).items():
-        more = _sharded(2)(half).get(kind, (0, 0))
-        sent[kind] = (calls // 2 + more[0], size // 2 + more[1])
-    return sent
+    """Half of the microbatches, for each of which parameters are gathered twice."""
+    return _both(_sequence(s, _m // 2), _sharded(_m)(_cut(s)))
+
+
+def _three_dimensions(s: Sizes) -> Sent:
+    """Of the first stage; it keeps what was gathered for the first of its microbatches."""
+    inside = _both(_sequence(s, _m // 2, first_stage=True), _sharded(1)(_cut(s)))
+    return {**inside, "send": (_m // 2, _m // 2 * s.stream)}
 
 
 def _ring(s: Sizes) -> Sent:
@@ -148,7 +174,7 @@ def _ring(s: Sizes) -> Sent:
     sends = _m * s.layers * (2 if MODELS[s.model].causal else 3)  # of the first process
     return {
         "all-reduce": (_m * s.count, _m * s.parameters),
-        "send": (sends, sends * s.stream),  # halves of keys and of values
+        "send": (sends, sends * s.computed),  # halves of keys and of values
     }
 
 
@@ -157,37 +183,70 @@ def _pipeline(boundaries: int) -> Callable[[Sizes], Sent]:
     return lambda s: {"send": (_m * boundaries, _m * boundaries * s.stream)}
 
 
+def _deepspeed(reductions: int) -> Callable[[Sizes], Sent]:
+    """Gradients reduced so often, a flag of overflow, and the parameters after the step.
+
+    ZeRO-2 reduces for each of a process's microbatches, ZeRO-1 for the last.
+    """
+    return lambda s: {
+        "all-reduce": (reductions + 1, reductions * s.parameters + _FLAG),
+        "all-gather": (1, s.parameters),
+    }
+
+
+def _deepspeed3(s: Sizes) -> Sent:
+    """Gradients scattered for each microbatch; a flag of overflow in float64.
+
+    Parameters as small as these stay whole between steps, and each is gathered after a step.
+    """
+    times = _m // 2
+    return {
+        "reduce-scatter": (times, times * s.parameters),
+        "all-reduce": (1, 2 * _FLAG),
+        "all-gather": (s.count, s.parameters),
+    }
+
+
+_FLAG = 4
+
 TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
     "DDP": _ddp,
     "ZeRO-1": _zero1,
-    "ZeRO-2 (FSDP2)": _sharded(1),
-    "ZeRO-3 (FSDP2)": _sharded(2),
+    "ZeRO-2 (FSDP2)": _sharded(_m // 2),
+    "ZeRO-3 (FSDP2)": _sharded(_m),
+    "DDP, compiled": _ddp,
+    "ZeRO-3 (FSDP2), compiled": _sharded(_m),
     "TP": _tensor,
     "TP + SP": _sequence,
     "FSDP2 x TP + SP": _sharded_tensor,
+    "FSDP2 x TP + SP x PP": _three_dimensions,
     "ring SP": _ring,
     "PP GPipe": _pipeline(1),
     "PP 1F1B": _pipeline(1),
     "PP interleaved 1F1B": _pipeline(3),
     "PP ZBV": _pipeline(2),
     "PP DualPipeV": _pipeline(2),
+    "DeepSpeed ZeRO-1": _deepspeed(1),
+    "DeepSpeed ZeRO-2": _deepspeed(_m // 2),
+    "DeepSpeed ZeRO-3": _deepspeed3,
 }
 
 
-def sizes_of(model: str, one: dict[str, torch.Tensor]) -> Sizes:
-    """The sizes of a model with these parameters."""
-    s = MODELS[model]
-    size = {name: 4 * p.numel() for name, p in one.items()}
+def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
+    """The sizes in a process that trains these parameters."""
+    s, width = MODELS[cell.model], DTYPES[cell.dtype].itemsize
+    size = {name: 4 * p.numel() for name, p in parameters.items()}
     uncut = ("norm", "o_proj.bias", "fc2.bias", "place")
     return Sizes(
-        model,
-        sum(size.values()),
-        len(one),
-        4 * ROWS * s.length * s.width,
-        4 * ROWS * s.length * s.vocabulary,
-        s.layers,
-        sum(n for name, n in size.items() if ".norm" in name),
-        sum(n for name, n in size.items() if any(part in name for part in uncut)),
+        model=cell.model,
+        parameters=sum(size.values()),
+        count=len(size),
+        stream=4 * ROWS * s.length * s.width,
+        computed=width * ROWS * s.length * s.width,
+        logits=width * ROWS * s.length * s.vocabulary,
+        layers=len({name.split(".")[1] for name in size if name.startswith("blocks.")}),
+        norms=sum(n for name, n in size.items() if ".norm" in name),
+        whole=sum(n for name, n in size.items() if any(part in name for part in uncut)),
     )
 
 
@@ -227,13 +286,10 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     same_order = cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order
     if same_order and cell.dtype == "fp32":
         assert not off.any(), f"{cell}: not bitwise equal, {most:.2e}"
-    if cell.strategy in TEXTBOOK and rank == 0:
-        expected = TEXTBOOK[cell.strategy](sizes_of(cell.model, one["parameters"]))
-        calls = {kind: calls for kind, (calls, _) in expected.items()}
-        assert found["calls"] == calls, f"{cell}: {found['calls']}, by the textbook {calls}"
-        if cell.dtype == "fp32":
-            sent = {kind: size for kind, (_, size) in expected.items()}
-            assert found["bytes"] == sent, f"{cell}: {found['bytes']}, by the textbook {sent}"
+    if rank == 0:
+        expected = TEXTBOOK[cell.strategy](sizes_of(cell, found["parameters"]))
+        sent = {kind: (calls, found["bytes"][kind]) for kind, calls in found["calls"].items()}
+        assert sent == expected, f"{cell}: calls and bytes {sent}, by the textbook {expected}"
 
 
 def results_file() -> str | None:

@@ -41,6 +41,15 @@ class Differentiable:
         )
 
 
+def exports_a_derivative() -> bool:
+    """Whether torch.export is tracing what may be trained later.
+
+    Its tracer runs autograd functions and records only their forwards, so that they lose their
+    backwards: what it records has to have a derivative itself.
+    """
+    return torch.is_grad_enabled() and torch.compiler.is_exporting()
+
+
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     """An op's results: torch hands a single one over bare."""
     return results if isinstance(results, tuple) else (results,)

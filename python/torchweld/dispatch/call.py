@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from torchweld.dispatch import choice, dtensor
-from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose, use_backend
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
@@ -61,18 +60,11 @@ def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
     dtype = op.autocast.get(inputs[0].device.type)
     if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
         inputs = [_cast(value, dtype) for value in inputs]
-    kernel = op.kernels[backend]
-    if torch.is_grad_enabled() and any(_requires_grad(v) for v in inputs):
-        return kernel.function.apply(*inputs)
-    return kernel.public(as_tuple(kernel.forward(*inputs)))
+    return op.kernels[backend].run(inputs)
 
 
 def _is_dtensor(x: Any) -> bool:
     return type(x) not in _PLAIN and dtensor.is_one(x)
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

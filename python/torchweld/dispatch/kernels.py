@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torchweld.dispatch.autograd import Differentiable, autograd_function
-from torchweld.dispatch.library import define_overload
+from torchweld.dispatch.autograd import (
+    Differentiable,
+    as_tuple,
+    autograd_function,
+    exports_a_derivative,
+)
+from torchweld.dispatch.library import define_differentiable, define_overload
 from torchweld.registry import Op
 
 
@@ -29,12 +34,29 @@ class Kernel:
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self.function = autograd_function(Differentiable.of(op), self)
+        arguments, _ = op.forward.split(" -> ")
+        public = ", ".join(f"Tensor {name}" for name in op.public)
+        schema = f"{arguments} -> ({public})"
+        self._exported = define_differentiable(op.name, backend, schema, self._differentiable)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """The public results, in autograd's graph if a gradient is wanted."""
+        return (self._exported if exports_a_derivative() else self._differentiable)(*inputs)
+
+    def _differentiable(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(_requires_grad(value) for value in inputs):
+            return self.function.apply(*inputs)
+        return self.public(as_tuple(self.forward(*inputs)))
 
     def public(self, results: tuple[torch.Tensor, ...]) -> Any:
         """The forward's results that the public function returns."""
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
         return tuple([results[i] for i in self._public_at])
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

@@ -28,6 +28,17 @@ def define_overload(
     return getattr(getattr(torch.ops.torchweld, name), backend)
 
 
+def define_differentiable(name: str, backend: str, schema: str, run: Callable[..., Any]) -> Any:
+    """Define `torchweld::name.backend_differentiable`, which autograd follows into `run`.
+
+    Graphs that torch.export makes hold it: an overload of a kernel has no derivative of its own.
+    """
+    overload = f"{backend}_differentiable"
+    LIBRARY.define(f"{name}.{overload}{schema}")
+    LIBRARY.impl(f"{name}.{overload}", run, "CompositeImplicitAutograd")
+    return getattr(getattr(torch.ops.torchweld, name), overload)
+
+
 def _implement_in_triton(name: str, source: str) -> None:
     """The function of that name in `source`; the first call imports the module."""
 

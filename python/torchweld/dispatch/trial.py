@@ -226,10 +226,7 @@ def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
         return op.reference(*inputs)
     if isinstance(op, Composite):
         return op.fused(backend, *inputs)
-    kernel = op.kernels[backend]
-    if torch.is_grad_enabled():
-        return kernel.function.apply(*inputs)
-    return kernel.public(as_tuple(kernel.forward(*inputs)))
+    return op.kernels[backend].run(inputs)
 
 
 def _gradient(result: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ class CountCollectives(TorchDispatchMode):
         self.calls: dict[str, int] = defaultdict(int)
         self.bytes: dict[str, int] = defaultdict(int)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """So that torch compiles inside of it: a compiled graph's collectives come here as well."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does on this device's part comes here again

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.errors import ArgumentError
 from torchweld.sparse.layout import BlockLayout
@@ -32,10 +34,14 @@ class Layouts:
         key = (q.shape[-2], k.shape[-2], q.device)
         found = self._made.get(key)
         if found is None:
-            source = self.source
-            found = source if isinstance(source, BlockLayout) else source(key[:2])
-            found = found.to(q.device)
+            tracing = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+            # While torch.export traces, it would be made of tensors that only stand for others.
+            with _disable_current_modes() if tracing else nullcontext():
+                found = self._make(key[:2]).to(q.device)
             if len(self._made) == _KEPT:  # ragged batches would add more and more
                 self._made.pop(next(iter(self._made)))
             self._made[key] = found
         return found
+
+    def _make(self, lengths: tuple[int, int]) -> BlockLayout:
+        return self.source if isinstance(self.source, BlockLayout) else self.source(lengths)

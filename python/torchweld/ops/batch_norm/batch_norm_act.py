@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.autograd import Differentiable, autograd_function
+from torchweld.dispatch.autograd import (
+    Differentiable,
+    autograd_function,
+    exports_a_derivative,
+)
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
 from torchweld.dispatch.columns import added, added_with_gradient, gathered
@@ -171,6 +175,8 @@ def trained(
 ) -> torch.Tensor:
     """A training step's result on this backend; `offset` is only for the running mean."""
     given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
+    if exports_a_derivative():  # no one op could stand for the exchange and the update
+        return reference(OP, x if offset is None else x + offset, *given[1:])
     training = _TRAINING[backend]
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)

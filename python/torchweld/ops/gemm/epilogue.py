@@ -19,6 +19,7 @@ from torchweld.dispatch.autograd import (
     Differentiable,
     autograd_function,
     derivatives_of_reference,
+    exports_a_derivative,
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.proof import Results
@@ -274,6 +275,8 @@ def why_not(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> str | None:
     """Why one kernel cannot serve."""
+    if exports_a_derivative():
+        return "inside torch.export: its two nodes would lose their derivative"
     if reason := gemm.misfit(x, weight, bias):
         return reason
     given = [t for t in (x, weight, bias) if t is not None]
