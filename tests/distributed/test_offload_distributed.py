@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _fsdp2(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
 
-    def run(make: Any, on_host: bool = False) -> tuple[Any, Any, int]:
+    def run(make: Any, on_host: bool = False, saves: bool = False) -> tuple[Any, Any, int]:
         model = small_model(torch.float32)
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
         for layer in (model[0], model[2], model[4], model):
@@ -77,7 +78,11 @@ def _fsdp2(rank: int) -> None:
         optimizer = make(list(model.parameters()))
         ahead = 0
         for step in range(5):
-            backward(model, 10 * step + rank, micro=2)
+            # The weights that are gathered for a layer are none of the activations.
+            with optimizer.activations(1) if saves else contextlib.nullcontext():
+                losses = [loss_of(model, 100 * (10 * step + rank) + k) for k in range(2)]
+            for loss in losses:
+                loss.backward()
             drained(optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -109,8 +114,9 @@ def _fsdp2(rank: int) -> None:
     def adamw(params: Any) -> Any:
         return optim.AdamW(params, 1e-2)
 
-    for maker in (adamw, offloaded(adamw)):
-        found = run(maker, on_host=True)
+    for maker, saves in ((adamw, False), (offloaded(adamw), False), (offloaded(adamw), True)):
+        found = run(maker, on_host=True, saves=saves)
+        assert not saves or found[1].memory()["host"]["activations"] > 0
         expected = run(adamw)
         pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
         assert all(torch.equal(whole_of(p.detach()), whole_of(e.detach())) for p, e in pairs)

@@ -67,11 +67,13 @@ def test_bytes_for_a_parameter(
         "parameters": size * COUNT,
         "gradients": 0 if release else size * COUNT,
         "states": 0,
+        "activations": 0,
     }
     assert memory["host"] == {
         "parameters and gradients": 2 * size * COUNT,
         "states": states * COUNT + STEP,
         "states to go back to": ((states + size) * COUNT + STEP) * undoes,
+        "activations": 0,
     }
     # As they are measured: what torch holds for these tensors.
     held = [bucket._buffers for bucket in optimizer._store.buckets]

@@ -109,6 +109,7 @@ def test_parameters_return_after_what_reads_them(machine: Machine) -> None:
     assert machine.log == [
         "stream 2 waits for training",
         "copy on stream 2",
+        "memory stays for stream 2",
         "event on stream 2",
         "training waits for stream 2",
     ]

@@ -18,7 +18,7 @@ from torchweld.optim.offload._members import Member
 from torchweld.optim.offload._transfers import Arrival, Transfers
 
 HOST, DEVICE = "cpu", "cuda"
-_ALIGNMENT = 64  # bytes: a vector of the widest instruction set
+ALIGNMENT = 64  # bytes: a vector of the widest instruction set
 States = dict[torch.Tensor, State]
 
 
@@ -95,7 +95,7 @@ class Bucket:
     def _twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and gradients on the host, in two buffers."""
         parts = [local(m.param.detach()) for m in self.members]
-        sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
+        sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
         with host_memory("parameters and gradients", 2 * sum(sizes)):
             self._buffers = [
                 torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2)

@@ -18,6 +18,7 @@ from torchweld.optim._codecs import State
 from torchweld.optim._shards import is_one, local
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload import _report
+from torchweld.optim.offload._activations import Activations
 from torchweld.optim.offload._arguments import (
     check,
     check_host_only,
@@ -118,6 +119,9 @@ class Offload(torch.optim.Optimizer):
         self._steps = 0
         self._pending: list[Bucket] = []  # whose delayed step may still run
         self._tracer = Tracer()
+        self._activations = Activations(self._transfers, device, bucket_bytes)
+        if placement == DEVICE:
+            self._activations.keep_all()
         self._timeline = _report.Timeline()
         # Gradients of plain parameters are other processes' as well once they are reduced.
         self._is_alone = not has_processes()
@@ -154,6 +158,17 @@ class Offload(torch.optim.Optimizer):
             came, accepted = "with release_gradients", "without: DDP writes the gradients later"
             raise ArgumentError("Offload.overlap_with_ddp", "the optimizer", came, accepted)
         self._reductions.begin(ddp, self)
+
+    def activations(self, least_bytes: int = 1 << 20) -> contextlib.AbstractContextManager[None]:
+        """Place what autograd saves inside, as `placement` says: `with optimizer.activations():`.
+
+        Put the forward and the loss into it, and the backward after it. "cpu": all memory of at
+        least so many bytes leaves. "auto": the last of it stays as far as the device has room.
+        """
+        if least_bytes < 1:
+            came = repr(least_bytes)
+            raise ArgumentError("Offload.activations", "least_bytes", came, "a number > 0")
+        return self._activations.saving(least_bytes)
 
     # --- During the backward ------------------------------------------------------------------
 
@@ -338,7 +353,10 @@ class Offload(torch.optim.Optimizer):
     # --- Placement ----------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Keep states on the device as far as it has room besides all else."""
+        """Keep activations on the device, then states, as far as it has room besides all else.
+
+        Activations come first: for each byte of them that leaves, two are copied at each backward.
+        """
         capacity = min(self._transfers.capacity(), self._capacity or 1 << 62)
         for name, phase in self._timeline.phases.items():
             self._tracer.add(name, phase.peak, sum(phase.device.values()))
@@ -346,7 +364,7 @@ class Offload(torch.optim.Optimizer):
         fixed = sum(local(p.detach()).nbytes for p in self._store.members)
         fixed *= 2  # with gradients
         room = int(MARGIN * capacity) - self._tracer.largest() - fixed
-        chosen = resident(sizes, room)
+        chosen = resident(sizes, room - self._activations.keep(room))
         homes = [DEVICE if stays else HOST for stays in chosen]
         if homes == [bucket.home for bucket in self._store.buckets]:
             return
@@ -357,10 +375,11 @@ class Offload(torch.optim.Optimizer):
                     bucket.move(home)
 
     def relieve(self) -> None:
-        """Take all states to the host and begin to measure anew: after an OutOfMemoryError."""
+        """Take everything to the host and begin to measure anew: after an OutOfMemoryError."""
         self.synchronize()
         self._rewind()
         self._tracer.forget()
+        self._activations.keep(0)
         for bucket in self._store.buckets:
             bucket.move(HOST)
 

@@ -18,7 +18,10 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 @dataclass
 class Phase:
-    """A part of a step: its seconds, the bytes at its end, and the most on the device."""
+    """A part of a step: its seconds, the bytes at its end, and the most on the device.
+
+    Activations are counted at their most, because they come and go within a phase.
+    """
 
     seconds: float
     device: Bytes
@@ -44,6 +47,7 @@ class Timeline:
         """Note the end of a phase."""
         now = time.perf_counter()
         device, host = on_device(offload), on_host(offload)
+        device["activations"] = offload._activations.take_most()
         # The device forgets its peak when it is asked, which only "auto" has to do.
         peak = sum(device.values())
         if offload.placement == "auto":
@@ -60,6 +64,7 @@ def on_device(offload: Any) -> Bytes:
         "parameters": sum(local(p.detach()).nbytes for p in params),
         "gradients": sum(_of(local(p.grad)) for p in params if p.grad is not None),
         "states": sum(states),
+        "activations": offload._activations.on_device(),
     }
 
 
@@ -76,6 +81,7 @@ def on_host(offload: Any) -> Bytes:
         "parameters and gradients": sum(b.host_buffers() for b in buckets),
         "states": sum(b.state_bytes() for b in buckets),
         "states to go back to": sum(b.undo_bytes() for b in buckets),
+        "activations": offload._activations.on_host(),
     }
 
 

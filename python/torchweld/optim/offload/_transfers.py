@@ -94,6 +94,8 @@ class CudaTransfers:
         with torch.cuda.stream(self._back):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
+                # An activation may be freed before it has arrived, where a backward fails.
+                target.record_stream(self._back)
         return _recorded(self._back)
 
     def join(self) -> None:

@@ -1,0 +1,359 @@
+"""Activations that wait on the host: the same bits, the bytes by formula, and what fails."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import torchweld
+from offloading import assert_same_run, drained
+from torchweld import optim
+from torchweld.optim.offload import _chunks
+from torchweld.optim.offload._transfers import SimulatedTransfers
+from torchweld.optim.offload.policy import MARGIN, Residency, packed
+
+ADAMW = {"lr": 1e-2, "master_weights": True}
+LAYERS, ROWS, WIDTH = 6, 64, 32
+ONE = ROWS * WIDTH * 2  # bytes of one activation
+SAVED = [ONE] * (2 * LAYERS + 1)  # the input of each linear layer and each GELU, and the last
+
+
+class Deep(nn.Module):
+    """Layers whose activations are larger than their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.bfloat16()
+        self.made: list[tuple[StorageWeakRef, int]] = []
+        self.recomputes = self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = []
+        for at, layer in enumerate(self.layers):
+            if self.fails and at == 2:
+                x.register_hook(_break)
+            if self.recomputes:
+                x = checkpoint(layer, x, use_reentrant=False)  # type: ignore[assignment]
+            else:
+                x = self._noted(layer(self._noted(x)))
+            x = nn.functional.gelu(x)
+        return self._noted(x).square().mean()
+
+    def _noted(self, x: torch.Tensor) -> torch.Tensor:
+        self.made.append((StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()))
+        return x
+
+    def alive(self) -> int:
+        """The bytes of activations that the device holds, as torch's memory says."""
+        return sum(nbytes for storage, nbytes in self.made if not storage.expired())
+
+
+class _BrokenError(Exception):
+    pass
+
+
+def _break(_: Any) -> None:
+    raise _BrokenError
+
+
+def data(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def offload_of(model: nn.Module, **arguments: Any) -> optim.Offload:
+    settings = {"bucket_bytes": ONE, "threads": 1, "undo_bytes": 1 << 30} | arguments
+    return optim.Offload(optim.AdamW(model.parameters(), **ADAMW), **settings)
+
+
+def saving(optimizer: Any) -> Any:
+    ours = isinstance(optimizer, optim.Offload)
+    return optimizer.activations(least_bytes=ONE) if ours else contextlib.nullcontext()
+
+
+def forward(model: nn.Module, optimizer: Any, seed: int, rows: int = ROWS) -> torch.Tensor:
+    with saving(optimizer):
+        return model(data(seed, rows))
+
+
+def run(optimizer_of: Any, steps: int = 6, micro: int = 1, recomputes: bool = False) -> Any:
+    model = Deep()
+    model.recomputes = recomputes
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        for k in range(micro):
+            # Sequences of other lengths: what stays goes by the bytes that there are.
+            forward(model, optimizer, 10 * step + k, ROWS * (1 + step % 2)).backward()
+            drained(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def given(model: nn.Module, clip: float | None = None) -> Any:
+    return optim.AdamW(model.parameters(), **ADAMW, max_grad_norm=clip)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2])
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
+def test_the_same_bits(placement: str, micro: int, clip: float | None) -> None:
+    """With "auto", a part of the activations has room on the device."""
+    transfers = SimulatedTransfers(capacity=120_000)
+    expected = run(lambda model: given(model, clip), micro=micro)
+    found = run(
+        lambda model: offload_of(model, placement=placement, clip_norm=clip, transfers=transfers),
+        micro=micro,
+    )
+    assert_same_run(found, expected)
+    assert (found[1].memory()["host"]["activations"] > 0) == (placement != "cuda")
+
+
+def test_recomputed_activations() -> None:
+    """Only the inputs of what is recomputed leave."""
+    expected = run(given, recomputes=True)
+    found = run(offload_of, recomputes=True)
+    assert_same_run(found, expected)
+    assert found[1].memory()["host"]["activations"] > 0
+
+
+@pytest.mark.parametrize("stay", [0, 3, len(SAVED)])
+def test_bytes_of_activations(stay: int) -> None:
+    """As torch's own memory has them: the last ones are on the device, the others on the host."""
+    model = Deep()
+    optimizer = offload_of(model, placement="auto")
+    forward(model, optimizer, 0).backward()  # which tells the sizes
+    pair = 2 * ONE  # the piece that the backward reads, and the next one
+    optimizer._activations.keep(stay * ONE + pair * (0 < stay < len(SAVED)))
+    traffic = optimizer._transfers.fetched  # type: ignore[attr-defined]
+    loss = forward(model, optimizer, 1)
+    leaving = SAVED[stay:]
+    assert optimizer._transfers.fetched - traffic == sum(leaving)  # type: ignore[attr-defined]
+    # Nothing else keeps these tensors: the last one is the input of the square.
+    assert model.alive() == optimizer.memory()["device"]["activations"] == stay * ONE
+    alive = [not storage.expired() for storage, _ in model.made]
+    assert alive == [False] * (len(SAVED) - stay) + [True] * stay
+    waste = packed(leaving, optimizer._activations._chunks._size).waste
+    assert optimizer.memory()["host"]["activations"] == sum(leaving) + waste
+    loss.backward()
+    del loss
+    assert optimizer.memory()["device"]["activations"] == 0
+    most = optimizer._activations.take_most()
+    assert most == {0: pair, 3: (3 + 1) * ONE, len(SAVED): sum(SAVED)}[stay]
+
+
+def test_the_farthest_next_use_leaves() -> None:
+    """The policy for chunks in general lets the same pieces go, moment by moment."""
+    count, room = 7, 3
+    uses = [[at] for at in [*range(count), *reversed(range(count))]]
+    residency = Residency([1] * count, uses, [room] * len(uses))
+    for moment in range(count):
+        residency.enter(moment)
+    stays = [state.value != "free" for state in residency.states]
+    model = Deep()
+    optimizer = offload_of(model)
+    optimizer._activations._last = [1] * count
+    optimizer._activations.keep(room)
+    assert stays == [at >= optimizer._activations._first for at in range(count)]
+
+
+def test_activations_come_back_ahead_of_their_use() -> None:
+    """When the backward reads one, the next one is on its way; each returns once."""
+    model = Deep()
+    optimizer = offload_of(model)
+    order: list[tuple[str, int]] = []
+    activations = optimizer._activations
+    load, bring = activations._load, activations._bring
+
+    def noted_load(piece: Any) -> None:
+        if piece.device is None:
+            order.append(("load", piece.at))
+        load(piece)
+
+    def noted_bring(piece: Any, view: Any) -> Any:
+        order.append(("read", piece.at))
+        return bring(piece, view)
+
+    activations._load, activations._bring = noted_load, noted_bring  # type: ignore[method-assign]
+    forward(model, optimizer, 0).backward()
+    last = len(SAVED) - 1
+    reads = list(dict.fromkeys(at for what, at in order if what == "read"))
+    assert reads == list(range(last, -1, -1))
+    assert [at for what, at in order if what == "load"] == list(range(last, -1, -1))
+    for at in range(last):
+        # On its way before the backward goes on from the one that it reads before.
+        loads = order[: order.index(("read", at))].count(("load", at))
+        between = order[order.index(("read", at + 1)) + 1 : order.index(("load", at))]
+        assert loads == 1
+        assert all(what == "load" for what, _ in between)
+
+
+def test_auto_follows_the_pressure() -> None:
+    """The device raises an error where it has not enough: it never does, and the bits stay.
+
+    "cpu" needs the parameters, the gradients and two activations; others take all else, then less.
+    """
+    model = Deep()
+    fixed = 2 * sum(p.nbytes for p in model.parameters())
+    most = sum(SAVED)
+    capacity = int((fixed + 2 * ONE + most) / MARGIN)
+    others = [0]
+    transfers = SimulatedTransfers(capacity, lambda: others[0])
+    optimizer = offload_of(model, placement="auto", transfers=transfers)
+    pressure = [most, *range(most, 0, -2 * ONE), 0, 0, 0, ONE, 2 * ONE, 4 * ONE, 6 * ONE, most]
+    kept = []
+    for step, others[0] in enumerate(pressure):
+        if step == len(pressure) - 1:
+            optimizer.relieve()  # it came at once
+        loss = forward(model, optimizer, step)
+        kept.append(model.alive())
+        loss.backward()
+        del loss
+        drained(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert kept[0] == kept[1] == 0
+    assert max(kept) == most
+    assert 0 < kept[-2] < most
+    assert kept[-1] == 0
+    reference = Deep()
+    theirs = given(reference)
+    for step in range(len(pressure)):
+        forward(reference, theirs, step).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert_same_run((model, optimizer), (reference, theirs))
+
+
+def test_the_report_has_activations() -> None:
+    optimizer = run(offload_of)[1]
+    report = " ".join(optimizer.report().split())
+    assert f"device activations {4 * ONE / 1e6:.3f} MB" in report
+    assert f"host activations {optimizer.memory()['host']['activations'] / 1e6:.3f} MB" in report
+
+
+# --- What fails -----------------------------------------------------------------------------------
+
+
+def test_an_exception_in_the_backward() -> None:
+    """Its activations are given up, and the next step has the bits that it has without."""
+    runs = []
+    for make in (given, offload_of):
+        model, optimizer = run(make, steps=2)
+        model.fails = True
+        loss = forward(model, optimizer, 8)
+        with pytest.raises(_BrokenError):
+            loss.backward()
+        drained(optimizer)
+        del loss
+        model.fails = False
+        optimizer.zero_grad()
+        if make is offload_of:
+            assert optimizer.memory()["device"]["activations"] == 0
+            assert not any(c.tenants for c in optimizer._activations._chunks._chunks)
+        forward(model, optimizer, 9).backward()
+        optimizer.step()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+def test_a_gradient_is_missing() -> None:
+    runs = []
+    for make in (given, offload_of):
+        model, optimizer = run(make, steps=2)
+        for step in range(3):
+            forward(model, optimizer, 8 + step).backward()
+            drained(optimizer)
+            if step == 0:
+                model.layers[3].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("fails", ["memory", "lock"])
+def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward says so; nothing is lost, and it can be repeated."""
+
+    class Full(SimulatedTransfers):
+        is_full = False
+
+        def pin(self, buffer: torch.Tensor) -> None:
+            if self.is_full and len(self.pinned) > pinned + 3:
+                raise MemoryError("locked")
+            super().pin(buffer)
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    transfers = Full()
+    model = Deep()
+    optimizer = offload_of(model, transfers=transfers)
+    pinned = len(transfers.pinned)
+    with monkeypatch.context() as patched:
+        transfers.is_full = fails == "lock"
+        if fails == "memory":
+            patched.setattr(_chunks.torch, "empty", exhausted)
+        with pytest.raises(MemoryError, match=r"no room for activations \(\d+ bytes\)"):
+            forward(model, optimizer, 0)
+    transfers.is_full = False
+    assert not any(chunk.tenants for chunk in optimizer._activations._chunks._chunks)
+    reference = Deep()
+    theirs = given(reference)
+    for a, b in ((model, optimizer), (reference, theirs)):
+        forward(a, b, 1).backward()
+        b.step()
+    assert_same_run((model, optimizer), (reference, theirs))
+
+
+def test_writing_what_was_saved() -> None:
+    """What stays is guarded as autograd guards it; what has left is what it was."""
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    for placement in ("cuda", "cpu"):
+        optimizer = offload_of(Deep(), placement=placement)
+        with optimizer.activations(least_bytes=1):
+            hidden = x * 2
+            loss = hidden.square().sum()
+        hidden.detach().zero_()
+        if placement == "cuda":
+            with pytest.raises(RuntimeError, match="at version 1, expected version 0"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.full_like(x, 8))
+
+
+def test_shared_memory_leaves_once() -> None:
+    """Views of one tensor; parameters, small tensors and pieces of large ones stay."""
+    transfers = SimulatedTransfers()
+    model = Deep()
+    optimizer = offload_of(model, transfers=transfers)
+    x = torch.ones(ROWS, 3 * WIDTH, requires_grad=True)
+    dataset = torch.ones(100, ROWS, WIDTH)
+    before = transfers.fetched
+    with optimizer.activations(least_bytes=ROWS * WIDTH):
+        a, b, c = (x * 1).chunk(3, 1)
+        loss = (
+            (a * b * c).sum()
+            + (a[0] * dataset[3]).sum()
+            + (a @ model.layers[0].weight.float().t()).sum()
+        )
+    products = ROWS * WIDTH * 4  # a * b, which the product with c has saved
+    weight = WIDTH * WIDTH * 4  # its float32 copy is an activation
+    assert transfers.fetched - before == x.nbytes + products + weight
+    loss.backward()
+    assert torch.equal(x.grad[:, 2 * WIDTH :], torch.ones(ROWS, WIDTH))  # type: ignore[index]
+
+
+def test_the_argument_is_named() -> None:
+    with pytest.raises(torchweld.ArgumentError, match="least_bytes is 0"):
+        offload_of(Deep()).activations(least_bytes=0)
