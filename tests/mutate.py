@@ -349,11 +349,13 @@ def build() -> None:
 
 
 def caught_by(fault: Fault) -> str:
-    """The first test that fails, or nothing."""
+    """The first test that fails, or nothing. A fault may also end the process."""
     if fault.native:
         build()
     library = {"TORCHWELD_LIB": str(MUTANTS)} if fault.native else {}
     done = run(f"{sys.executable} -m pytest -x -q -p no:xdist {fault.tests}", **library)
+    if done.returncode > 128:  # as shells report it
+        return f"the end of the process, by signal {done.returncode - 128}"
     if done.returncode not in (0, 1):
         raise SystemExit(f"{fault}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
