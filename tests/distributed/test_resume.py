@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-import stack
 import stack_cells
 from processes import processes
 from stack import Cell, adamw
-from torchweld.distributed import checkpoint, tp_plan
+from torchweld.distributed import checkpoint, tp_plan, zero3
 
 TIMEOUT = 20.0  # seconds
 
@@ -46,7 +45,7 @@ def _go_on(rank: int, strategy: str, steps: tuple[int, int], folder: str) -> Non
     mesh = init_device_mesh("cpu", (count,))
     data = 1
     if strategy == "FSDP2":
-        stack.shard(cell.model, mesh, keep=False)
+        zero3(cell.model, mesh)
         data = count
     elif strategy == "TP":
         parallelize_module(cell.model, mesh, tp_plan(cell.model, True))
@@ -90,7 +89,7 @@ def _until_killed(rank: int, store: str, folder: str, end: Any) -> None:
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
     cell = Cell("GPT", torch.float32)
-    stack.shard(cell.model, init_device_mesh("cpu", (2,)), keep=False)
+    zero3(cell.model, init_device_mesh("cpu", (2,)))
     optimizer = adamw(cell.model)
     cell.seed(cell.model)
     for step in range(3):

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweld.distributed.plan import blocks_of, tp_plan
+from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.zero import zero2, zero3
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
@@ -93,13 +93,13 @@ class Parallel:
         return MODES[self.mode](model, mesh["tensor"], self.sequence) if self.tensor > 1 else model
 
     def wrap(self, model: Any, mesh: DeviceMesh) -> Any:
-        """Share the data of a model that was cut; FSDP2 shards a block at a time."""
+        """Share the data of a model that was cut.
+
+        In a pipeline ZeRO-3 is ZeRO-2: a schedule would gather for each microbatch.
+        """
         if self.data in ("zero2", "zero3"):
-            how: dict[str, Any] = {"mesh": mesh["data"]}
-            how["reshard_after_forward"] = self.data == "zero3" and self.pipeline == 1
-            for name in blocks_of(model):
-                fully_shard(model.get_submodule(name), **how)
-            return fully_shard(model, **how)
+            recipe = zero3 if self.data == "zero3" and self.pipeline == 1 else zero2
+            return recipe(model, mesh["data"])
         if self.replicas > 1:
             return DistributedDataParallel(model, process_group=mesh.get_group("data"))
         return model

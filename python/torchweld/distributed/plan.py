@@ -51,7 +51,7 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     found: Plan = {}
-    blocks = list(blocks_of(model))
+    blocks = list(_blocks(model))
     if not blocks:
         accepted = "a transformer whose attention has q_proj, query or c_attn layers"
         raise ArgumentError("tp_plan", "model", f"a {type(model).__name__} without one", accepted)
@@ -92,8 +92,8 @@ def sequence_plan(model: torch.nn.Module) -> Plan:
     return found
 
 
-def blocks_of(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the blocks, in order."""
+def _blocks(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the blocks that have attention, in order."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             for key, child in module.named_children():

@@ -150,4 +150,4 @@ def zero3(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModu
 def _sharded(model: Any, mesh: DeviceMesh, reshard: bool, **settings: Any) -> FSDPModule:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **settings)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **settings)
