@@ -55,8 +55,9 @@ def _step(forward: Forward, modules: Iterable[torch.nn.Module], batch: Any) -> d
     return found
 
 
-# torch's own, of pytrees.
+# torch's own: of pytrees, and torch 2.11's of the buffers that it loads.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("how", [_exported, _loaded, _compiled, _staged])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step(name: str, how: Callable[..., Recorded]) -> None:

@@ -47,7 +47,8 @@ def exports_a_derivative() -> bool:
     Its tracer runs autograd functions and records only their forwards, so that they lose their
     backwards: what it records has to have a derivative itself.
     """
-    return torch.is_grad_enabled() and torch.compiler.is_exporting()
+    # torch.compiler.is_exporting() returns this flag, but Dynamo of torch 2.11 takes it for true.
+    return torch.is_grad_enabled() and torch.compiler._is_exporting_flag
 
 
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
