@@ -161,7 +161,7 @@ def _sharded_tensor(s: Sizes) -> Sent:
 
 
 def _three_dimensions(s: Sizes) -> Sent:
-    """Of the first stage; it keeps what was gathered for the first of its microbatches."""
+    """The first stage's: it keeps what was gathered for the first of its microbatches."""
     inside = _both(_sequence(s, _m // 2, first_stage=True), _sharded(1)(_cut(s)))
     return {**inside, "send": (_m // 2, _m // 2 * s.stream)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch import evidence, proof, trial, verdicts
+from torchweld.dispatch import evidence, proof, trial
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.registry import EAGER
 
@@ -26,8 +26,7 @@ def proven(op: Any, inputs: Sequence[Any]) -> str:
     if not any(t.numel() for t in _tensors(inputs)):
         return EAGER  # which is no verdict on the class: there is nothing to judge by
     on_trial = BareTrial(op, inputs)
-    how = "check" if verdicts.mode == "time" else verdicts.mode
-    chosen = trial.verdicts(device.index).decide(on_trial, how)
+    chosen = trial.checked(on_trial, device.index)
     if on_trial.may_run():
         _served[of] = chosen
     return chosen

@@ -13,8 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchweld.dispatch import cache, clock, evidence, proof
+from torchweld.dispatch import verdicts as kept_verdicts
 from torchweld.dispatch.autograd import as_tuple
-from torchweld.dispatch.verdicts import Verdict, Verdicts
+from torchweld.dispatch.verdicts import Trial, Verdict, Verdicts
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import in_the_way
@@ -129,6 +130,13 @@ class OnGpu:
     def may_run(self) -> bool:
         """Not while a graph is captured."""
         return not torch.cuda.is_current_stream_capturing()
+
+
+def checked(trial: Trial, device_index: int) -> str:
+    """The backend that a trial finds right; for calls whose kernels are never timed."""
+    return verdicts(device_index).decide(
+        trial, "check" if kept_verdicts.mode == "time" else kept_verdicts.mode
+    )
 
 
 class OpTrial(OnGpu):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchweld.dispatch import evidence, proof, verdicts
+from torchweld.dispatch import evidence, proof
 from torchweld.dispatch import trial as trials
 from torchweld.dispatch.choice import use_backend
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors
@@ -38,8 +38,7 @@ def proven(rule: Rule, task: Task) -> str:
     if (known := _served.get(of)) is not None:
         return known
     trial = StepTrial(rule, task)
-    how = "check" if verdicts.mode == "time" else verdicts.mode
-    chosen = trials.verdicts(task.batch.params[0].device.index).decide(trial, how)
+    chosen = trials.checked(trial, task.batch.params[0].device.index)
     if trial.may_run():
         _served[of] = chosen
     return chosen
