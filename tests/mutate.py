@@ -221,9 +221,9 @@ FAULTS = [
     ),
     Fault(
         "python/torchweld/dispatch/autograd.py",
-        "if need and at is not None else None",
-        "if at is not None else None",
-        "tests/contract tests/pytorch -k 'frozen or schema or autograd'",
+        'named[ctx.same.get(name, f"grad_{name}")] if need',
+        'named[f"grad_{name}"] if need',
+        f"{GRADIENTS} {ORACLE}",
     ),
     Fault(
         "python/torchweld/dispatch/dtensor.py",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -82,6 +82,8 @@ def test_all_and_almost_nothing() -> None:
     p=st.floats(0.01, 0.99),
     seed=st.integers(0, 2**63 - 1),
 )
+# Row numbers on both sides of 2^32.
+@example(sizes=(2, 3, 9), before=(65535, 65532, 2), after=(1, 1, 5), p=0.5, seed=3)
 def test_a_part_drops_what_the_whole_would(
     target: Target,
     sizes: tuple[int, ...],
@@ -103,6 +105,24 @@ def test_a_part_drops_what_the_whole_would(
         for d, (o, n, a) in enumerate(zip(named["offset"], sizes, after, strict=True))
     ]
     assert_right(op, list(named.values()))
+
+
+@drawing
+def test_the_limit_itself_is_kept(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An element is dropped where its word is below round(p * 2**32): in each of four lanes."""
+    op = target.op
+    inputs = materialize(target.sized((2, 3), (64,)), torch.float32, target.device)
+    named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    named["seed"] = torch.tensor([7], device=target.device)
+    drawn: list[torch.Tensor] = []
+    words_of = random._words
+    with monkeypatch.context() as patch:
+        patch.setattr(random, "_words", lambda *a: drawn.append(words_of(*a)) or drawn[-1])
+        op.reference(*(named | {"p": 0.5}).values())
+    for lane in range(4):
+        words = drawn[0].flatten()[lane::4]
+        word = int(words[(words - 2**31).abs().argmin()])
+        assert_right(op, list((named | {"p": word / 2**32}).values()))
 
 
 def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
