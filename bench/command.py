@@ -15,6 +15,7 @@ import torch
 from torchweld.bench import (
     conditions,
     isolated,
+    kinds,
     limits,
     own_model,
     recording,
@@ -23,7 +24,8 @@ from torchweld.bench import (
     stages,
     steps,
 )
-from torchweld.bench.cases import DTYPES, MIDDLE, cases, name
+from torchweld.bench.blocks import BLOCKS
+from torchweld.bench.cases import DTYPES, MIDDLE, name
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
@@ -54,7 +56,7 @@ PLOTS = {"plot": plot, "roofline": scatter.roofline, "scaling": scatter.scaling}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
-    add_ops(parser)
+    add_ops(parser, [*recording.PROVEN, *BLOCKS])
     parser.add_argument(
         "--quick", action="store_true", help="in a minute: a shape and a dtype of each op"
     )
@@ -115,10 +117,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ops(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names ops."""
-    names = ", ".join(recording.PROVEN)
-    parser.add_argument("ops", nargs="*", metavar="op", type=_op, help=f"of {names}")
+def add_ops(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the argument that names ops."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(names)}")
+        return name
+
+    parser.add_argument("ops", nargs="*", metavar="op", type=known, help=f"of {', '.join(names)}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -139,15 +146,12 @@ def run(options: argparse.Namespace) -> int:
         return 2
 
 
-def _op(name: str) -> str:
-    if name not in recording.PROVEN:
-        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(recording.PROVEN)}")
-    return name
-
-
 def _record(options: argparse.Namespace) -> Report:
     """Take the stages of a run on a GPU."""
     since, root = time.monotonic(), sources.root()
+    names = stages.in_order(options.ops or recording.PROVEN)
+    if blocks := [name for name in names if name in BLOCKS]:
+        raise Refusal(f"--record takes ops and rules; {', '.join(blocks)}: measure without it")
     if not torch.cuda.is_available():
         raise Refusal("--record needs a GPU; torch sees none here")
     if root is None:
@@ -157,7 +161,6 @@ def _record(options: argparse.Namespace) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / evidence.file_name(report.machine["name"])
     record = recording.Record(path, report.machine, root)
-    names = stages.in_order(options.ops or recording.PROVEN)
     try:
         for stage in options.stage or stages.STAGES:
             report.results += stages.run(stage, names, stages.Machine(root), record, since)
@@ -181,7 +184,6 @@ def _measure(options: argparse.Namespace) -> Report:
         conditions.settle(default_allocator=options.default_allocator)
 
     report = _begun(device)
-    ops = [op for op in OPS.values() if not options.ops or op.name in options.ops]
     backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
     directions = options.direction or DIRECTIONS
     against = options.vs or [*rivals(device), *steps.peers()]
@@ -194,22 +196,18 @@ def _measure(options: argparse.Namespace) -> Report:
         dtypes, sizes = dtypes[:1], (MIDDLE,)
     if options.dtype:
         dtypes = tuple(NAMED_DTYPES[name] for name in options.dtype)
-    rules = _rules(options)
-    names = [op.name for op in ops] + rules
+    names = _names(options)
     try:
         if device == "cuda":
             given = Job("", plan, [name(d) for d in dtypes], sizes, None, options.quick, True)
             _in_processes(given, names, report)
         else:
-            wanted = [
-                *cases(ops, device, dtypes, sizes),
-                *steps.cases(rules, device, options.quick),
-            ]
+            wanted = kinds.cases(names, device, dtypes, sizes, quick=options.quick)
             clock = clock_for(device)
             for at in progress(wanted):
-                for found in steps.measure_either(wanted[at], plan, clock):
+                for found in kinds.measure(wanted[at], plan, clock):
                     report.results += found
-            for op in ops:
+            for op in [OPS[name] for name in names if name in OPS]:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; what was measured until then:", file=sys.stderr)
@@ -222,7 +220,7 @@ def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
     """Each op has a process, with all of its backends."""
     jobs = []
     for op in names:
-        served = recording.gpu_backends(recording.PROVEN[op])
+        served = recording.gpu_backends(recording.PROVEN[op]) if op in recording.PROVEN else []
         backends = [b for b in served if b in given.plan.backends]
         jobs.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
     for at in progress(jobs):
@@ -233,13 +231,19 @@ def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
         report.overheads += found.overheads
 
 
-def _rules(options: argparse.Namespace) -> list[str]:
-    """The optimizer rules to measure. A step has no direction, and one dtype."""
+def _names(options: argparse.Namespace) -> list[str]:
+    """The names to measure: those given, or all that have the directions and backends asked for.
+
+    An optimizer's step has no direction, and one dtype. A block has no backend of its own.
+    """
     if options.ops:
-        return [name for name in options.ops if name in RULES]
-    if options.direction or options.dtype:
-        return []
-    return ["adam"] if options.quick else list(RULES)
+        return list(options.ops)
+    rules = ["adam"] if options.quick else list(RULES)
+    return [
+        *OPS,
+        *(rules if not (options.direction or options.dtype) else []),
+        *(BLOCKS if not options.backend else []),
+    ]
 
 
 def _measure_model(options: argparse.Namespace) -> int:

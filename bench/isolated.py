@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from torchweld.bench import steps
-from torchweld.bench.cases import Case, cases
+from torchweld.bench import kinds, steps
 from torchweld.bench.overhead import Overhead, overhead
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import clock_for
@@ -26,7 +25,7 @@ SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """An op or a rule, and how it is measured."""
+    """An op, a rule or a block, and how it is measured."""
 
     op: str
     plan: Plan
@@ -40,15 +39,13 @@ class Job:
     def __str__(self) -> str:
         return f"{self.op} on {', '.join(self.plan.backends)}"
 
-    def cases(self) -> Sequence[Case | steps.StepCase]:
+    def cases(self) -> Sequence[kinds.AnyCase]:
         """What is measured."""
-        if self.op in OPS:
-            dtypes = [getattr(torch, name) for name in self.dtypes]
-            return cases([OPS[self.op]], self.device, dtypes, self.sizes)
         if self.step is None:
-            return steps.cases([self.op], self.device, self.quick)
-        kinds = [kind for kind in steps.KINDS if kind.rule == self.op]
-        return [steps.few(kind, self.device, tuple(self.step)) for kind in kinds]
+            dtypes = [getattr(torch, name) for name in self.dtypes]
+            return kinds.cases([self.op], self.device, dtypes, self.sizes, quick=self.quick)
+        shape = tuple(self.step)
+        return [steps.few(kind, self.device, shape) for kind in steps.KINDS if kind.rule == self.op]
 
 
 @dataclass
@@ -100,7 +97,7 @@ def measured(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
     """What is found in this process, as it is found: "results" and "overheads"."""
     clock = clock_for(job.device)
     for case in job.cases():
-        for results in steps.measure_either(case, job.plan, clock):
+        for results in kinds.measure(case, job.plan, clock):
             yield "results", results
     if job.overhead and job.op in OPS:
         plan = job.plan

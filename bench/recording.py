@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchweld.bench import blocks
 from torchweld.bench.runner import Result
 from torchweld.bench.sources import files_of, sources_hash
 from torchweld.dispatch import cache, evidence
@@ -146,9 +148,13 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
 
 
 def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
-    """The hash of the CPU kernels' sources, for each op that has any."""
-    ops = {name: PROVEN[name] for name in names if "cpu" in files_of(PROVEN[name])}
-    return {name: sources_hash(op, "cpu", root) for name, op in ops.items()}
+    """The hash of the CPU kernels' sources by op; a block depends on those of every op."""
+    hashes = {
+        name: sources_hash(op, "cpu", root) for name, op in PROVEN.items() if "cpu" in files_of(op)
+    }
+    every = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
+    found = {name: hashes.get(name, "" if name in PROVEN else every) for name in names}
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
@@ -156,8 +162,10 @@ def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[
     results = list(results)
     now = cpu_sources({result.op for result in results}, root)
     for result in results:
-        if result.contender == "cpu" and then.get(result.op) != now.get(result.op):
-            result.contender = "cpu (stale)"
+        if result.contender in ("cpu", *blocks.FUSED_WAYS) and then.get(result.op) != now.get(
+            result.op
+        ):
+            result.contender += " (stale)"
     return results
 
 

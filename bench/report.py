@@ -61,7 +61,6 @@ def show_machine(where: dict[str, Any]) -> None:
 
 def show(report: Report) -> None:
     """Print the table of results, the overheads, and remarks about them."""
-    on_gpu = report.machine["device"] == "cuda"
     headers = [
         "op",
         "shape",
@@ -73,8 +72,9 @@ def show(report: Report) -> None:
         "x eager",
         "GB/s",
         "limit",
+        "peak MB",
     ]
-    table = Table([*headers, "peak MB"] if on_gpu else headers, numbers_from=5)
+    table = Table(headers, numbers_from=5)
     previous: tuple[str, ...] = ()
     for result in report.results:
         if result.status == "absent":
@@ -83,8 +83,7 @@ def show(report: Report) -> None:
         group = keys[:3] != previous[:3]
         names = ("",) * 4 if keys == previous else keys if group else ("", "", "", result.direction)
         cells = [*names, result.contender + (" *" if result.automatic else ""), *_figures(result)]
-        if on_gpu:
-            cells.append("" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}")
+        cells.append("" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}")
         table.add(*cells, style=_style(result), group=group)
         previous = keys
     if table.rows:

@@ -13,7 +13,7 @@ import torchweld
 from torchweld.bench import limits, memory
 from torchweld.bench.cases import Case, Problem, name
 from torchweld.bench.check import Judge
-from torchweld.bench.contenders import Contender, contenders
+from torchweld.bench.contenders import COMPILE, Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
 from torchweld.dispatch.call import automatic
 from torchweld.dispatch.proof import in_a_line
@@ -62,7 +62,7 @@ class Result:
     gbps: float | None = None
     limit_ms: float | None = None  # of a stream with the same reads and writes
     share: float | None = None
-    peak_bytes: int | None = None  # beyond the inputs; only on CUDA
+    peak_bytes: int | None = None  # beyond the inputs
     automatic: bool = False  # whether the automatic choice takes it
 
     @property
@@ -151,10 +151,10 @@ def compare(
         if EAGER in runs:
             eager_ms = medians[list(runs).index(EAGER)]
             result.eager_ms, result.speed_up = eager_ms, eager_ms / median
-        result.gbps = traffic.total / median / 1e6
+        result.gbps = traffic.total / median / 1e6 or None
         if limit is not None:
             result.limit_ms, result.share = limit, limit / median
-        result.peak_bytes = _peak_bytes(run, device)
+        result.peak_bytes = _peak_bytes(run, device, contender)
         results.append(result)
     return results
 
@@ -170,9 +170,9 @@ def _run(problem: Problem, direction: str, contender: Contender, clock: Clock) -
         return clock(lambda: problem.backward(problem.forward(contender.function)))
 
 
-def _peak_bytes(run: Run, device: str) -> int | None:
-    """The peak of allocated memory. On the CPU, counting would be all that a small call does."""
-    if device != "cuda":
+def _peak_bytes(run: Run, device: str, contender: str) -> int | None:
+    """The peak of allocated memory. What a compiled graph makes on the CPU cannot be counted."""
+    if device != "cuda" and contender == COMPILE:
         return None
     peaks: list[int] = []
 

@@ -14,8 +14,6 @@ import torch
 
 import torchweld
 from torchweld import optim
-from torchweld.bench import runner
-from torchweld.bench.cases import Case
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
 from torchweld.ops.optimizer.rule import RULES
@@ -277,13 +275,6 @@ def peers() -> list[str]:
     """The installed peers."""
     roots = {name: peer.module.partition(".")[0] for name, peer in PEERS.items()}
     return [name for name, module in roots.items() if importlib.util.find_spec(module)]
-
-
-def measure_either(case: Case | StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
-    """A step's results, or an op's."""
-    if isinstance(case, StepCase):
-        return measure(case, plan, clock)
-    return runner.measure(case, plan, clock)
 
 
 class _Problem:

@@ -38,7 +38,7 @@ SECONDS_A_JOB = 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld tune`."""
-    add_ops(parser)
+    add_ops(parser, list(recording.PROVEN))
 
 
 def run(options: argparse.Namespace) -> int:

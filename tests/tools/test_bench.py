@@ -15,7 +15,17 @@ import torch
 import torchweld
 from torchweld import cli
 from torchweld.bench import cases as bench_cases
-from torchweld.bench import command, conditions, limits, recording, refusal, report, runner, sources
+from torchweld.bench import (
+    command,
+    conditions,
+    kinds,
+    limits,
+    recording,
+    refusal,
+    report,
+    runner,
+    sources,
+)
 from torchweld.bench.cases import MIDDLE, Case, cases
 from torchweld.bench.check import Judge
 from torchweld.bench.contenders import Contender
@@ -242,7 +252,7 @@ def _undisturbed(call: Callable[[], Any]) -> Sample:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torchweld bench` in this process, on one tiny case."""
     monkeypatch.setattr(conditions, "settle", lambda **_: None)
-    monkeypatch.setattr(command, "cases", lambda *_, **__: [CASE])
+    monkeypatch.setattr(kinds, "op_cases", lambda *_, **__: [CASE])
     monkeypatch.setattr(command, "clock_for", lambda device: _undisturbed)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(command, "overhead", lambda op, *_: overhead(op, "cpu", ["cpu"], 0.0))
