@@ -1,5 +1,5 @@
-// What bindings of ops with rows, masks and dropout share: sizes and strides become a RowMap, and
-// an op's arguments become a Dropout.
+// Shared by the bindings of ops with rows, masks and dropout: builds a RowMap from sizes and
+// strides, and a Dropout from an op's arguments.
 #pragma once
 
 #include "bind/tensor.h"
@@ -18,7 +18,7 @@ inline int64_t product(Sizes sizes) {
   return n;
 }
 
-// A map for rows of these sizes and strides, or nothing if too many dimensions remain after
+// A map for rows of these sizes and strides, or nullopt if too many dimensions remain after
 // merging.
 inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& strides,
                                      int64_t offset) {
@@ -39,7 +39,8 @@ inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& st
   return map;
 }
 
-// The position of x in a whole tensor of sizes `whole`. Without sizes and offset, x is the whole.
+// The position of x in a whole tensor of sizes `whole`. Without sizes and offset x is the whole
+// tensor.
 struct Place {
   Shape whole, offset;
 
@@ -49,7 +50,8 @@ struct Place {
   void check(const Tensor& x) const {
     const Sizes sizes = x.sizes();
     STD_TORCH_CHECK(whole.size() == offset.size(), "shard: sizes and offsets differ in length");
-    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(), "shard is not of x's rank");
+    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(),
+                    "shard: the sizes do not have x's rank");
     for (size_t i = 0; i < whole.size(); ++i) {
       STD_TORCH_CHECK(offset[i] >= 0 && offset[i] + sizes[i] <= whole[i],
                       "shard: x does not fit into the whole");
@@ -57,14 +59,14 @@ struct Place {
   }
 };
 
-// For an op whose last `trailing` dimensions form a row. Only the last dimension may be a part.
+// For an op whose last `trailing` dimensions form a row. Only the last of these may be sharded.
 inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const OptionalTensor& seed,
                           const Place& place) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "p is not between 0 and 1");
   place.check(x);
   Dropout dropout;
   if (p == 0) return dropout;
-  STD_TORCH_CHECK(seed, "p is not 0 but there is no seed");
+  STD_TORCH_CHECK(seed, "p is not 0, but seed is None");
   STD_TORCH_CHECK(
       seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && same_device(*seed, x),
       "seed is not one int64 on the device of x");
@@ -83,11 +85,11 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   }
   for (size_t i = leading.size(); i < whole.size(); ++i) {
     STD_TORCH_CHECK(i + 1 == whole.size() || whole[i] == x.sizes()[i],
-                    "shard: of the columns' dimensions only the last may be a part");
+                    "shard: only the last of the dimensions that form a row may be sharded");
   }
   if (!place.offset.empty()) dropout.column = place.offset.back();
   const auto rows = row_map(leading, strides, first);
-  STD_TORCH_CHECK(rows, "shard: x is a part in too many dimensions");
+  STD_TORCH_CHECK(rows, "shard: x is sharded in too many dimensions");
   dropout.rows = *rows;
   return dropout;
 }

@@ -1,4 +1,4 @@
-// What bindings of ops that end in a norm share: checks, sizes, parameter gradients.
+// Shared by the bindings of ops that end in a norm: checks, sizes, parameter gradients.
 #pragma once
 
 #include "bind/launch.h"
@@ -40,12 +40,12 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
   for (const OptionalTensor* param : {&weight, &bias}) {
     if (!*param) continue;
     const Tensor& p = **param;
-    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than x");
+    STD_TORCH_CHECK(same_device(p, x), "weight or bias is not on x's device");
     STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
-                    "weight or bias is not of normalized_shape");
+                    "weight or bias does not have normalized_shape");
     const DType given = dtype_of(p);
     STD_TORCH_CHECK(is_parameter_beside(given, dtype),
-                    "weight or bias is neither of x's dtype, nor are they float32 and 16 bits");
+                    "weight or bias is neither of x's dtype nor float32 beside a 16-bit x");
     STD_TORCH_CHECK(given == common.value_or(given), "weight and bias differ in dtype");
     common = given;
   }
@@ -67,7 +67,7 @@ class ParameterGradients {
   ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
                      const OptionalTensor& bias_in)
       : args_(args), like_(weight_in ? weight_in : bias_in) {
-    const DeviceGuard device(like);  // whose multiprocessors are counted
+    const DeviceGuard device(like);  // norm_chunks counts its multiprocessors
     args.chunks = norm_chunks(args.rows, args.width);
     const int64_t floats[] = {norm_workspace_bytes(args.rows, args.width) / 4};
     scratch_.push_back(empty(like, Sizes(floats, 1), ScalarType::Float));
@@ -96,7 +96,7 @@ class ParameterGradients {
   }
 
   const NormBackward& args_;
-  const OptionalTensor like_;  // have the parameters' own dtype
+  const OptionalTensor like_;  // the parameter that sets the gradients' dtype
   std::vector<Tensor> scratch_;
 };
 

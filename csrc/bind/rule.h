@@ -1,6 +1,7 @@
-// The passes of a rule for torch: its step, the new absmax of split blocks, and its measure.
+// The passes of a rule for torch: the step, the new absmax of split blocks, and the measuring of
+// norms.
 //
-// A binding makes a Work of the op's arguments and runs a kernel of its rule on it:
+// A binding makes a Work from the op's arguments and runs a kernel of its rule on it:
 //
 //   template <Pass pass>
 //   void lion(StepArguments& a, const LionSettings& settings) {
@@ -16,10 +17,10 @@ namespace torchweld {
 
 enum class Pass { step, absmaxes, squares };
 
-// What all rules share: the checked tensors' addresses.
+// What all rules share: the checked arguments as addresses.
 class Work {
  public:
-  // Tensors have `moments_each` moments that the pass reads.
+  // The pass reads `moments_each` moments per tensor.
   Work(StepArguments& a, Pass pass, size_t moments_each)
       : pass_(pass), like_(a.params[0]), count_(a.params.size()), fit_(a.params, a.masters) {
     if (pass == Pass::squares) a.rounding_offsets.clear();  // nothing is rounded
@@ -34,7 +35,7 @@ class Work {
     check_count(a.new_absmaxes, a.edges.empty() ? 0 : a.moments.size());
     check_count(a.steps, count_);
     STD_TORCH_CHECK(pass != Pass::absmaxes || !a.edges.empty(),
-                    "only the absmax of split rows are found in a pass of their own");
+                    "the absmax pass needs edges: only split rows have it");
     dtype_ = dtype_of(like_);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(a.moments, a.absmaxes);
@@ -47,11 +48,11 @@ class Work {
     found_inf_ = number_or(a.found_inf, 0, fit_.device);
     ratios_ = numbers_of_each(a.ratios, 1);
     sums_ = (double (*)[2])numbers_of_each(a.sums, 2);
-    STD_TORCH_CHECK(pass != Pass::squares || sums_, "a measure needs room for its sums");
+    STD_TORCH_CHECK(pass != Pass::squares || sums_, "the measuring pass needs `sums`");
     a.release_handles();
   }
 
-  // The pass, by a kernel of a rule with these settings.
+  // Runs the pass with a kernel of a rule with these settings.
   template <class Rule, class Kernel>
   void run(const Kernel& kernel, const typename Rule::Settings& settings) {
     Step<Rule> args{tensors_.data(),
@@ -88,7 +89,7 @@ class Work {
     tensors_.resize(count_ + 1);
     steps_.reserve(count_);
     const ScalarType moment_dtype = (moments_each ? a.moments : a.params)[0].scalar_type();
-    // Blocks and rounding offsets are those of rows.
+    // Blocks and rounding offsets refer to rows.
     const bool in_any_order = state_ != StateCodec::blocks && a.rounding_offsets.empty();
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
@@ -116,7 +117,7 @@ class Work {
       const int64_t own = !splits_.empty()               ? rows.rows * splits_[i].pieces
                           : state_ == StateCodec::blocks ? rows.blocks()
                                                          : quant_blocks(t.width);
-      // Beginning and ending a block is work too, which shows in rows of few elements.
+      // Every block has a fixed cost, which matters in narrow rows.
       constexpr int64_t kElementsOfBegin = 8;
       amounts_.add(own, elements + kElementsOfBegin * own);
       blocks += own;
@@ -131,18 +132,18 @@ class Work {
                     "absmax does not fit its codes");
     return (float*)t.mutable_data_ptr();
   }
-  // Null if there are none.
+  // Null if the tensor is absent.
   double* numbers_of_each(const OptionalTensor& t, int64_t each) const {
     if (!t) return nullptr;
     STD_TORCH_CHECK(device_of(*t) == fit_.device && t->is_contiguous() &&
                         t->scalar_type() == ScalarType::Double &&
                         t->numel() == (int64_t)count_ * each,
-                    "ratios or sums are not float64 numbers for each parameter");
+                    "ratios or sums are not contiguous float64 numbers, 1 or 2 per parameter");
     return (double*)t->mutable_data_ptr();
   }
 
 #if defined(TW_CUDA)
-  // The launcher makes the rules, counts the steps up, and adds up what is measured.
+  // The launcher makes the rules, increments the steps, and adds up the measured squares.
   int64_t parts() const { return square_pieces(tensors_); }
   template <class Rule, class Kernel>
   void launch_rules(const Kernel& kernel, Step<Rule>& args) {
@@ -169,7 +170,8 @@ class Work {
     for (size_t i = 0; i < count_; ++i) {
       const StepScalars now{args.lrs ? args.lrs[i] : args.lr.read(), args.steps[i].read() + 1,
                             args.ratios ? args.ratios[i] : 1};
-      // Mostly the same: two powers for each of a thousand tensors take a tenth of a millisecond.
+      // Usually equal to the previous tensor's. Two powers for each of a thousand tensors take 0.1
+      // ms.
       const bool alike =
           now.lr == before.lr && now.number == before.number && now.ratio == before.ratio;
       if (i > 0 && alike) {
@@ -202,16 +204,16 @@ class Work {
   void set_splits(const Tensors& edges) {
     if (edges.empty()) return;
     check_count(edges, count_);
-    STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
+    STD_TORCH_CHECK(state_ == StateCodec::blocks, "edges are only for moments in 8-bit blocks");
     for (const Tensor& of_row : edges) {
       STD_TORCH_CHECK(device_of(of_row) == fit_.device &&
                           of_row.scalar_type() == ScalarType::Long && of_row.is_contiguous() &&
                           of_row.dim() == 1 && of_row.numel() > 0,
-                      "edges are not int64 numbers beside the parameters");
+                      "edges are not a vector of int64 numbers on the parameters' device");
       splits_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, {}});
     }
   }
-  // On a GPU edges are not checked, since reading them would mean waiting for them.
+  // On a GPU edges are not checked: the host would have to wait for them.
   static void check_split([[maybe_unused]] const Tensor& edges,
                           [[maybe_unused]] const BlockRows& rows) {
 #if !defined(TW_CUDA)
@@ -226,7 +228,8 @@ class Work {
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
-    STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(), "codes come with absmax");
+    STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(),
+                    "codes need absmaxes, and other moments take none");
     if (dtype == ScalarType::Byte) return StateCodec::blocks;
     STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
                     "moments are not float32, bfloat16 or codes");
@@ -243,7 +246,7 @@ class Work {
   Amounts amounts_;  // of blocks
   std::vector<SplitRows> splits_;
   std::vector<Rounding> roundings_;
-  OptionalTensor room_;  // for them on a GPU
+  OptionalTensor room_;  // memory for the roundings, on a GPU
   DType dtype_;
   StateCodec state_;
   ParamCodec param_;
