@@ -151,7 +151,7 @@ def adamw(model: Any) -> Any:
     return optim.AdamW(parameters, **_OPTIMIZER)
 
 
-# --- Strategies: functions of a model's name and a dtype that return a run -------------------------
+# --- Strategies: functions of a model's name and a dtype that return a run ------------------------
 
 
 def one_process(name: str, dtype: torch.dtype) -> Run:
