@@ -72,8 +72,7 @@ def window(length: int, blocks: int) -> BlockLayout:
 
 
 def globals_and_equals(length: int, width: int = 8) -> tuple[BlockLayout, BlockLayout]:
-    """A band with two global rows, and a layout of as many blocks in rows of nearly equal
-    length."""
+    """A band with two global rows, and as many blocks in rows of nearly equal length."""
     rows = length // BLOCK
     at = torch.arange(rows)
     away = (at - at[:, None]) % rows

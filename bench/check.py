@@ -1,5 +1,4 @@
-"""Compares every contender with the float64 reference. A contender with a wrong result is not
-timed."""
+"""Compares contenders with the float64 reference; wrong results are not timed."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ class Job:
 
 @dataclass
 class Found:
-    """A job's results until its process ended. `fault` says what ended it early, if anything
-    did."""
+    """A job's results until its process ended, and the fault if it ended early."""
 
     results: list[list[Result]]
     overheads: list[Overhead]

@@ -1,5 +1,4 @@
-"""`torchweld bench --model pkg.module:build`: times the user's own model eager, compiled and
-fused."""
+"""`torchweld bench --model pkg.module:build`: times a model eager, compiled and fused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Evidence from a GPU: records the contract's outcomes and the times, and tells whether they are
-stale."""
+"""Evidence from a GPU: records the contract's outcomes and times, and marks stale ones."""
 
 from __future__ import annotations
 
@@ -153,8 +152,7 @@ def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
 
 
 def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
-    """Results on a CPU, marked as stale if their sources' hashes, `then`, differ from the present
-    ones."""
+    """Results on a CPU, marked as stale unless `then` has the present sources' hashes."""
     results = list(results)
     now = cpu_sources({result.op for result in results}, root)
     for result in results:

@@ -38,8 +38,7 @@ def roofline(report: Report, path: Path) -> None:
 
 
 def scaling(report: Report, path: Path) -> None:
-    """Draw milliseconds over the number of elements, with a line per case timed at several
-    sizes."""
+    """Draw time over the number of elements, a line per case timed at several sizes."""
     lines: dict[tuple[str, ...], list[Result]] = {}
     for result in report.results:
         if result.ms:

@@ -195,8 +195,7 @@ def _jobs(names: Iterable[str], plan: Plan, backends: Iterable[str]) -> list[Job
 
 
 def _checks(names: Iterable[str], backend: str) -> tuple[Job, ...]:
-    """Jobs that check every kernel at its smallest shape, forward and backward, and time it
-    once."""
+    """Jobs that check every kernel at its smallest shape, both ways, and time it once."""
     once = Plan(["full"], [], [], seconds=0.0, rounds=(1, 1))
     dtypes = ["bfloat16", "float32", "float16"]
     jobs = _jobs(names, once, [backend])

@@ -145,8 +145,7 @@ def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
 
 
 def _adapters(rank: int, width: int, elements: int) -> list[tuple[int, ...]]:
-    """The shapes of LoRA's parameters: pairs of matrices, one with long rows and one with very
-    short rows."""
+    """The shapes of LoRA's parameters: pairs of matrices, with long and with very short rows."""
     pairs = elements // (2 * rank * width)
     return [(rank, width), (width, rank)] * pairs
 

@@ -21,8 +21,7 @@ class Sample(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes disturbed it, by more than the microseconds that waking a thread
-        takes."""
+        """Whether other processes disturbed it, beyond the microseconds of waking a thread."""
         return self.waited > max(0.05 * self.ms, 0.02)
 
 

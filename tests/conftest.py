@@ -71,8 +71,7 @@ class Target:
         return [dtype for dtype in self.op.dtypes if dtype not in left_out]
 
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
-        """Arguments of this size, or with narrower rows if the backend does not support this
-        width."""
+        """Arguments of this size, or with narrower rows if the backend needs them."""
         arguments = self.op.sized(leading, row)
         while self.op.refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
@@ -183,8 +182,7 @@ def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Record in a test's report which op ran where. Workers of pytest-xdist send the report
-    along."""
+    """Record in a test's report which op ran where; pytest-xdist passes it on."""
     report = yield
     if report.when == "call" and "target" in getattr(item, "fixturenames", ()):
         target: Target = item.callspec.params["target"]

@@ -13,8 +13,7 @@ CYCLES_A_MS = 1_500_000
 
 
 class FakeGpu:
-    """The clocks of a host and of a GPU that runs the work that the host queues, in
-    milliseconds."""
+    """Clocks, in milliseconds, of a host and of a GPU that runs the work it queues."""
 
     def __init__(self) -> None:
         self.host = self.busy_until = 0.0

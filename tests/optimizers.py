@@ -62,8 +62,7 @@ def run(
 def lamb_in_float64(
     exact: list[torch.Tensor], of_steps: list[list[torch.Tensor]], lr: float, settings: Any
 ) -> tuple[list[torch.Tensor], float]:
-    """The paper's algorithm, with Apex's and DeepSpeed's variants, and the largest update of an
-    element."""
+    """The paper's algorithm with Apex's and DeepSpeed's variants, and the largest update."""
     exact = list(exact)
     beta1, beta2 = settings.get("betas", (0.9, 0.999))
     eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
@@ -105,8 +104,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def assert_a_saved_run_goes_on(
     make: Callable[[list[torch.Tensor]], Optimizer], dtype: torch.dtype, folder: Path
 ) -> Optimizer:
-    """Resume a run from a file, with the bits of an uninterrupted run. Returns the resumed
-    optimizer."""
+    """Resume from a file, with the bits of an uninterrupted run; returns the optimizer."""
     a, first = run(make, dtype=dtype)
     torch.save([first.state_dict(), a], folder / "saved.pt")
     state, b = torch.load(folder / "saved.pt", weights_only=True)

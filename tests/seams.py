@@ -124,8 +124,7 @@ def assert_recomputed_is_equal(seam: Composite) -> None:
 
 
 def assert_saves_no_more() -> None:
-    """Saves only x and the pre-activation; in a gated block gate, up and their product; or only
-    x."""
+    """Saves x and the pre-activation (gated: gate, up and their product), or only x."""
     leaves = inputs_of(OPS["linear_act"], requires_grad=True)[:3]
     hidden = [24, 7]
     assert saved(lambda: functional.linear_gelu(*leaves), leaves) == [hidden]

@@ -261,8 +261,7 @@ def _ring(name: str, dtype: torch.dtype) -> Run:
 def _pipeline(
     name: str, dtype: torch.dtype, schedule: Any, at: Callable[[int, int], tuple[int, ...]]
 ) -> Run:
-    """A pipeline in which at(rank, count) are a rank's stages. The last stage has the run's
-    losses."""
+    """A pipeline where at(rank, count) are a rank's stages; the last stage has the losses."""
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     return _staged(cell, dist.group.WORLD, rank, count, schedule, at)
 
@@ -320,8 +319,7 @@ def _staged(
 
 
 def _shapes(s: Settings, stages: int) -> list[torch.Tensor]:
-    """The shapes that enter each stage and leave the last; otherwise torch runs the stages to find
-    them."""
+    """The shapes that enter each stage and leave the last; else torch runs the stages for them."""
     tokens = torch.zeros((ROWS, s.length), dtype=torch.int64)
     stream, logits = (
         torch.zeros((ROWS, s.length, n), requires_grad=True) for n in (s.width, s.vocabulary)

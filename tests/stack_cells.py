@@ -111,8 +111,7 @@ def _zero1(s: Sizes) -> Sent:
 
 
 def _sharded(times: int) -> Callable[[Sizes], Sent]:
-    """Each block and the rest are gathered `times` times, and their gradients reduce-scattered
-    once."""
+    """Each block and the rest are gathered `times` times, and gradients reduce-scattered once."""
 
     def sent(s: Sizes) -> Sent:
         groups = s.layers + 1

@@ -19,7 +19,7 @@ DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   STD_TORCH_CHECK(same_device(*bias, x) && bias->dim() == 1 && bias->size(0) == Matrix(x).width,
                   "bias does not fit x");
   STD_TORCH_CHECK(fits_beside(given, dtype),
-                  "bias is neither of x's dtype nor float32 beside a 16-bit x");
+                  "bias is neither of x's dtype nor float32 under a 16-bit x");
   return given;
 }
 

@@ -14,7 +14,7 @@ inline Activation activation_of(const std::string& activation, const std::string
   if (activation == name && approximate == form) return Activation::Act;
   TW_ACTIVATIONS(TW_NAMED)
 #undef TW_NAMED
-  STD_TORCH_CHECK(false, "unknown activation, or unknown approximate for it");
+  STD_TORCH_CHECK(false, "there is no such activation, or it has no such approximate");
 }
 
 // The last size is the width; the others form the rows.

@@ -50,8 +50,7 @@ struct Place {
   void check(const Tensor& x) const {
     const Sizes sizes = x.sizes();
     STD_TORCH_CHECK(whole.size() == offset.size(), "shard: sizes and offsets differ in length");
-    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(),
-                    "shard: the sizes do not have x's rank");
+    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(), "shard is not of x's rank");
     for (size_t i = 0; i < whole.size(); ++i) {
       STD_TORCH_CHECK(offset[i] >= 0 && offset[i] + sizes[i] <= whole[i],
                       "shard: x does not fit into the whole");
@@ -66,7 +65,7 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   place.check(x);
   Dropout dropout;
   if (p == 0) return dropout;
-  STD_TORCH_CHECK(seed, "p is not 0, but seed is None");
+  STD_TORCH_CHECK(seed, "p is not 0 but there is no seed");
   STD_TORCH_CHECK(
       seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && same_device(*seed, x),
       "seed is not one int64 on the device of x");
@@ -85,11 +84,11 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   }
   for (size_t i = leading.size(); i < whole.size(); ++i) {
     STD_TORCH_CHECK(i + 1 == whole.size() || whole[i] == x.sizes()[i],
-                    "shard: only the last of the dimensions that form a row may be sharded");
+                    "shard: of the columns' dimensions only the last may be a part");
   }
   if (!place.offset.empty()) dropout.column = place.offset.back();
   const auto rows = row_map(leading, strides, first);
-  STD_TORCH_CHECK(rows, "shard: x is sharded in too many dimensions");
+  STD_TORCH_CHECK(rows, "shard: x is a part in too many dimensions");
   dropout.rows = *rows;
   return dropout;
 }

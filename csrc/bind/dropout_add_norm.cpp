@@ -17,7 +17,7 @@ Dropout whole_rows(const Tensor& x, const Shape& normalized_shape, double p,
                    const OptionalTensor& seed, const Place& place) {
   place.check(x);
   STD_TORCH_CHECK(place.whole.empty() || place.whole.back() == x.sizes().back(),
-                  "shard: x is sharded along its columns, but a norm needs whole rows");
+                  "shard: x lacks columns, and a norm needs whole rows");
   return dropout_of(x, normalized_shape.size(), p, seed, place);
 }
 

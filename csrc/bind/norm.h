@@ -40,12 +40,12 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
   for (const OptionalTensor* param : {&weight, &bias}) {
     if (!*param) continue;
     const Tensor& p = **param;
-    STD_TORCH_CHECK(same_device(p, x), "weight or bias is not on x's device");
+    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than x");
     STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
-                    "weight or bias does not have normalized_shape");
+                    "weight or bias is not of normalized_shape");
     const DType given = dtype_of(p);
     STD_TORCH_CHECK(is_parameter_beside(given, dtype),
-                    "weight or bias is neither of x's dtype nor float32 beside a 16-bit x");
+                    "weight or bias is neither of x's dtype, nor are they float32 and 16 bits");
     STD_TORCH_CHECK(given == common.value_or(given), "weight and bias differ in dtype");
     common = given;
   }

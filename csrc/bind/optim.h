@@ -101,7 +101,7 @@ void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
 inline Number number(const Tensor& t, const Device& of_params) {
   const bool beside = device_of(t) == of_params;
   STD_TORCH_CHECK(t.numel() == 1 && (beside || t.is_cpu()),
-                  "a scalar is not one number on the CPU or on the parameters' device");
+                  "a scalar is not one number, on the CPU or beside the parameters");
   const DType dtype = dtype_of(t);
   STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::f64,
                   "a scalar is neither float32 nor float64");
@@ -111,7 +111,7 @@ inline Number number(const Tensor& t, const Device& of_params) {
 // A tensor's step count, which a step increments in place.
 inline Number counter(const Tensor& step, const Device& of_params) {
   Number count = number(step, of_params);
-  STD_TORCH_CHECK(count.at, "steps are not on their parameters' device");
+  STD_TORCH_CHECK(count.at, "steps are not beside their parameters");
   count.at = step.mutable_data_ptr();
   return count;
 }
@@ -241,11 +241,11 @@ inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& 
     const Tensor& offset = offsets[i];
     STD_TORCH_CHECK(offset.is_cpu() && offset.scalar_type() == ScalarType::Long &&
                         offset.is_contiguous() && offset.numel() == (int64_t)sizes.size() + 2,
-                    "a rounding offset is not 2 + (one per dimension) int64 numbers on the CPU");
+                    "rounding offsets are not int64 numbers on the CPU, two and one a dimension");
     const auto* numbers = (const int64_t*)data(offset);
     const std::vector<int64_t> strides(numbers + 2, numbers + offset.numel());
     const auto elements = row_map(sizes, strides, numbers[1]);
-    STD_TORCH_CHECK(elements, "a parameter is sharded in too many dimensions");
+    STD_TORCH_CHECK(elements, "a parameter is a part in too many dimensions");
     const int last = elements->dims - 1;
     const bool side_by_side = last < 0 || elements->stride[last] == 1;
     const int64_t run = last >= 0 && side_by_side ? elements->size[last] : 1;
@@ -257,16 +257,16 @@ inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& 
 }
 inline ParamCodec param_codec(const Tensors& masters, const Tensors& offsets, DType dtype) {
   STD_TORCH_CHECK(offsets.empty() || (masters.empty() && dtype == DType::bf16),
-                  "stochastic rounding needs bfloat16 parameters without masters");
+                  "only bfloat16 without masters is rounded stochastically");
   if (!offsets.empty()) return ParamCodec::rounded;
   if (masters.empty()) return ParamCodec::plain;
   const ScalarType given = masters[0].scalar_type();
   if (given == ScalarType::Short) {
-    STD_TORCH_CHECK(dtype == DType::bf16, "int16 masters (remainders) need bfloat16 parameters");
+    STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
     return ParamCodec::remainder;
   }
   STD_TORCH_CHECK(given == ScalarType::Float && dtype != DType::f32,
-                  "masters are not float32 beside 16-bit parameters");
+                  "masters are float32, of 16-bit parameters");
   return ParamCodec::master;
 }
 

@@ -35,7 +35,7 @@ class Work {
     check_count(a.new_absmaxes, a.edges.empty() ? 0 : a.moments.size());
     check_count(a.steps, count_);
     STD_TORCH_CHECK(pass != Pass::absmaxes || !a.edges.empty(),
-                    "the absmax pass needs edges: only split rows have it");
+                    "only the absmax of split rows are found in a pass of their own");
     dtype_ = dtype_of(like_);
     STD_TORCH_CHECK(dtype_ != DType::f64, "float64 has no kernel");
     state_ = state_codec(a.moments, a.absmaxes);
@@ -48,7 +48,7 @@ class Work {
     found_inf_ = number_or(a.found_inf, 0, fit_.device);
     ratios_ = numbers_of_each(a.ratios, 1);
     sums_ = (double (*)[2])numbers_of_each(a.sums, 2);
-    STD_TORCH_CHECK(pass != Pass::squares || sums_, "the measuring pass needs `sums`");
+    STD_TORCH_CHECK(pass != Pass::squares || sums_, "a measure needs room for its sums");
     a.release_handles();
   }
 
@@ -138,7 +138,7 @@ class Work {
     STD_TORCH_CHECK(device_of(*t) == fit_.device && t->is_contiguous() &&
                         t->scalar_type() == ScalarType::Double &&
                         t->numel() == (int64_t)count_ * each,
-                    "ratios or sums are not contiguous float64 numbers, 1 or 2 per parameter");
+                    "ratios or sums are not float64 numbers for each parameter");
     return (double*)t->mutable_data_ptr();
   }
 
@@ -204,12 +204,12 @@ class Work {
   void set_splits(const Tensors& edges) {
     if (edges.empty()) return;
     check_count(edges, count_);
-    STD_TORCH_CHECK(state_ == StateCodec::blocks, "edges are only for moments in 8-bit blocks");
+    STD_TORCH_CHECK(state_ == StateCodec::blocks, "only codes have edges");
     for (const Tensor& of_row : edges) {
       STD_TORCH_CHECK(device_of(of_row) == fit_.device &&
                           of_row.scalar_type() == ScalarType::Long && of_row.is_contiguous() &&
                           of_row.dim() == 1 && of_row.numel() > 0,
-                      "edges are not a vector of int64 numbers on the parameters' device");
+                      "edges are not int64 numbers beside the parameters");
       splits_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, {}});
     }
   }
@@ -228,8 +228,7 @@ class Work {
   static StateCodec state_codec(const Tensors& moments, const Tensors& absmaxes) {
     if (moments.empty()) return StateCodec::f32;
     const ScalarType dtype = moments[0].scalar_type();
-    STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(),
-                    "codes need absmaxes, and other moments take none");
+    STD_TORCH_CHECK((dtype == ScalarType::Byte) == !absmaxes.empty(), "codes come with absmax");
     if (dtype == ScalarType::Byte) return StateCodec::blocks;
     STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
                     "moments are not float32, bfloat16 or codes");

@@ -45,7 +45,7 @@ struct BitsOf<double> {
 
 template <class To, class From>
 TW_HD To reinterpret(From from) {
-  static_assert(sizeof(To) == sizeof(From), "both types must have the same size");
+  static_assert(sizeof(To) == sizeof(From), "only bits of one size");
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;

@@ -55,8 +55,7 @@ TW_HD A softmax_inverse(A sum, const ScoreMask& mask, const Causal& causal) {
 struct SoftmaxForward {
   const void* scores;
   void* y;
-  void*
-      statistics;  // [rows, 2], Accumulate<dtype>: max z, 1 / sum (0 if no key is visible); or null
+  void* statistics;  // [rows, 2], Accumulate<dtype>: max z, 1 / sum (0: no visible keys); or null
   int64_t rows, width;
   double scale;
   DType dtype;

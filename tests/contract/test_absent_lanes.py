@@ -94,8 +94,7 @@ def test_zeros_in_gradients(
 
 
 def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
-    """The rules whose steps depend on sums, with a row of zeros and widths that leave lanes
-    empty."""
+    """Rules whose steps depend on sums, with a row of zeros and widths that leave lanes empty."""
     grads = [g.to(cuda_device) for g in _gradients()[: 4 * 40 : 7]]
     for kind, settings in KINDS[-9:]:
         make = maker(kind, settings)
@@ -110,8 +109,7 @@ def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
 
 
 def _rows(width: int, device: str) -> torch.Tensor:
-    """Rows of zeros, constant rows, rows so large that they overflow times rstd, and a zero
-    column."""
+    """Rows of zeros, constants, and numbers that overflow times rstd; and a zero column."""
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)).to(device)
     x[0], x[1], x[2] = 0, 3, 1e37 / width
     x[:, -1] *= (torch.arange(6, device=device) % 2) == 0

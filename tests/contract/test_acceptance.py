@@ -164,8 +164,7 @@ JAGGED = {
 def test_jagged_tensors_are_served_or_refused(
     op: Op, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager computes them, with the same numbers as packed rows. A kernel selected by name
-    refuses."""
+    """Eager gives the numbers of packed rows; a kernel selected by name refuses."""
     monkeypatch.setattr(call_module, "too_small", lambda *_: small)
     for sample in _samples(op):
         plain = _drawn(op, sample, DTYPES["float32"], True)

@@ -1,5 +1,4 @@
-"""Contract 4: parameters, statistics and residuals may have any memory layout, in every op and
-dtype."""
+"""Contract 4: parameters, statistics and residuals in any memory layout, in every op and dtype."""
 
 from __future__ import annotations
 

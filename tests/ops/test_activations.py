@@ -1,5 +1,4 @@
-"""Activations: the same list in every language, and values and gradients over a dtype's whole
-range."""
+"""Activations: the same list in every language, and errors over a dtype's whole range."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ def test_errors_from_end_to_end(place: str, kind: Any, monkeypatch: pytest.Monke
 def test_tanh_is_exact_near_zero(
     place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relative error where (1 - e) / (1 + e) cancels, from the smallest numbers up to the
-    switch."""
+    """The relative error where (1 - e) / (1 + e) cancels, down to the smallest numbers."""
     if dtype == torch.float64 and place != "cpu":
         pytest.skip("float64 has a kernel only on the CPU")
     z = torch.cat(

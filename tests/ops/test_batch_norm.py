@@ -1,5 +1,4 @@
-"""Batch normalisation in a step: running statistics, modules, edge cases. test_seams.py and the
-contract check the numbers."""
+"""Batch normalisation in a step: running statistics, modules, and edge cases."""
 
 from __future__ import annotations
 
@@ -179,8 +178,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_bias_before_training_is_cancelled(dtype: torch.dtype, affine: bool) -> None:
-    """The bias changes no bit of the result, its gradient is zero, and the running mean includes
-    it."""
+    """The result does not change, the bias's gradient is zero, the running mean includes it."""
     inputs = materialize(LAYER.samples[3], dtype)
     if not affine:
         inputs[5:7] = None, None

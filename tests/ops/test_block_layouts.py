@@ -25,8 +25,7 @@ def _blocks(rows: int, seen: Seen) -> torch.Tensor:
 
 
 def _fixed(r: int, c: int, n: int, local: int = 4, width: int = 2, head: int = 0) -> bool:
-    """DeepSpeed's pattern: the last blocks of each window of `local` blocks. A short last window
-    has its own."""
+    """DeepSpeed's pattern: the last blocks of each window, also of a short last window."""
     first = local - (1 + head) * width
     whole = n - n % local
     begins = list(range(first, whole, local))
@@ -204,8 +203,7 @@ def test_global_tokens_are_exact() -> None:
 
 
 def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
-    """It is called for a few blocks of a head at a time. Other memory is proportional to the blocks
-    found."""
+    """It is called for a few blocks at a time, and memory is proportional to the blocks found."""
     asked = []
 
     def mask_mod(
@@ -306,8 +304,7 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_lists_say_what_the_layout_says(name: str) -> None:
-    """Rows and columns have the same blocks, full before partial ones, and the longest lines
-    first."""
+    """Rows and columns have the same blocks: full before partial ones, longest lines first."""
     layout = LAYOUTS[name]()
     mask = layout.to_mask()
     assert mask.shape[2:] == _LENGTHS
@@ -352,8 +349,7 @@ def test_unions_and_intersections(one: str, two: str, seed: int) -> None:
 
 
 def test_equality_of_layouts() -> None:
-    """Layouts with equal arguments are equal; a layout from data equals only itself. No comparison
-    synchronises with a device."""
+    """Equal arguments make equal layouts; a layout from data equals only itself."""
     a, b = (BlockLayout.bigbird(512, block=64) for _ in range(2))
     assert a == b
     assert hash(a) == hash(b)

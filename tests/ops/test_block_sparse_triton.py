@@ -47,8 +47,7 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_samples(dtype: torch.dtype, at: int) -> None:
-    """Errors are within 16 roundings of the sum of terms, exactly the results are written, and
-    fakes are right."""
+    """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
     inputs = sample_inputs(OP, dtype, DEVICE, dtype)[at]
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}

@@ -113,8 +113,7 @@ def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets and expanded rows. The memory around the tensors is neither read nor
-    changed."""
+    """Strides, offsets, expanded rows; the surrounding memory is neither read nor changed."""
     x, w, bias = materialize(arguments((24,), 16, 32), torch.float32, device)
     expected = _kernel(x, w, bias)
 

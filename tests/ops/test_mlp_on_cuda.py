@@ -105,8 +105,7 @@ def test_both_results(device: str, dtype: torch.dtype, need_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets and expanded rows. The memory around the tensors is neither read nor
-    changed."""
+    """Strides, offsets, expanded rows; the surrounding memory is neither read nor changed."""
     given = _drawn((24,), 16, 32, device)
     expected = _kernel(*given)
 
@@ -313,8 +312,7 @@ def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -
 
 
 def test_memory(device: str, fused: None) -> None:
-    """It saves and holds no more than the unfused form; with `recompute` it saves only the
-    inputs."""
+    """It saves and holds no more than unfused; with `recompute` it saves only the inputs."""
     if GPU:
         pytest.skip("the memory of torch's GEMMs is not counted there")
     rows, hidden = 512, 256

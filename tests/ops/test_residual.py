@@ -118,8 +118,7 @@ def test_nothing_to_add_and_nothing_to_drop_is_the_norm(name: str) -> None:
 
 
 def test_saved_bytes() -> None:
-    """Saves no mask, x or residual: only the seed and the bias, and for norms z, statistics and
-    parameters."""
+    """Saves the seed and the bias, and for norms z, statistics and parameters; no mask or x."""
     x, bias, residual = _leaves(_drawn("bias_dropout_add", torch.bfloat16))
     seed, parameter, statistic = 8, 2 * 256, 4 * 64
     add = functional.bias_dropout_add

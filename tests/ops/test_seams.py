@@ -255,8 +255,7 @@ def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_gelu_is_linear_and_gelu(bias: bool, approximate: str) -> None:
-    """State dicts load both ways, and results and gradients are equal. The module is not a
-    torch.nn.Linear."""
+    """State dicts load both ways; results and gradients are equal; it is not a torch.nn.Linear."""
     torch.manual_seed(0)
     mine = torchweld.nn.LinearGELU(67, 31, bias, approximate=approximate)
     torch.manual_seed(0)

@@ -27,8 +27,7 @@ _GLOBAL_HOOKS = [
 
 @contextmanager
 def isolated(devices: Collection[torch.device]) -> Iterator[None]:
-    """Shield the run from the caller's random states, global hooks and modes, and keep these
-    unchanged."""
+    """Run without the caller's random states, global hooks and modes, and restore them."""
     hooks = [dict(found) for found in _GLOBAL_HOOKS]
     python, arrays = random.getstate(), numpy.random.get_state()
     # Use kernels for small inputs too.
@@ -99,8 +98,7 @@ def run(
 
 
 def freeze_large(module: torch.nn.Module) -> None:
-    """Take no gradients of a twin's large parameters: these are slow, and checked once per
-    dtype."""
+    """Skip gradients of a twin's large parameters, which are slow; one check per dtype suffices."""
     for parameter in module.parameters():
         if parameter.numel() > _LARGE:
             parameter.requires_grad_(False)

@@ -87,8 +87,7 @@ def _bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) ->
 
 
 def set_class(module: torch.nn.Module, cls: Any) -> None:
-    """Change the class, and the methods of the old class that accelerate's hooks call or left
-    behind."""
+    """Change the class, and the old class's methods that accelerate's hooks call or left behind."""
     for name in _OWN_FORWARDS:
         if _is_own_forward(module, name):
             object.__setattr__(module, name, MethodType(cls.forward, module))

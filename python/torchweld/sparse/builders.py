@@ -43,8 +43,7 @@ def is_unidirectional(attention: str) -> bool:
 def seen_by_all(
     grid: Grid, chosen: Sequence[int], backward_only: bool, horizontal: bool
 ) -> list[torch.Tensor]:
-    """Blocks that all rows see, or, with `backward_only`, rows from their own on. With `horizontal`
-    they also see all columns."""
+    """Blocks that all rows see, or only rows from their own on; horizontal ones also see all."""
     column = torch.tensor(chosen, dtype=torch.int64, device=grid.device)
     first = column if backward_only else torch.zeros_like(column)
     found = [
@@ -179,8 +178,7 @@ class Builders:
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Sparse Transformer's strided pattern: blocks nearer than `stride`, and every `stride`-th
-        one."""
+        """Sparse Transformer's strided pattern: near blocks, and those at multiples of `stride`."""
         grid = grid_of(seq_len, block, device)
         at_least(1, stride=stride)
         numbers = [patterns.window(grid, 2 * stride - 1), patterns.strides(grid, stride)]

@@ -91,8 +91,7 @@ class Compounds(Builders):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Local windows of given sizes, the last size repeated, with global blocks and random
-        blocks."""
+        """Local windows of given sizes (the last one repeats), global blocks and random blocks."""
         grid = grid_of(seq_len, block, device)
         at_least(0, num_random_blocks=num_random_blocks)
         sizes = list(local_window_blocks)
@@ -151,8 +150,7 @@ class Compounds(Builders):
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Longformer's pattern: a sliding window, and global blocks, which see all and are seen by
-        all."""
+        """Longformer's pattern: a sliding window, and blocks that see all and are seen by all."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         chosen = _indices(global_block_indices, global_block_end_indices, grid.columns)

@@ -1,5 +1,4 @@
-"""The lists that kernels read: for every row of blocks its columns, and for every column its
-rows."""
+"""The lists that kernels read: the columns of every row of blocks, the rows of every column."""
 
 from __future__ import annotations
 
@@ -221,8 +220,7 @@ def _mask(blocks: Blocks) -> torch.Tensor:
 
 
 def tidy(blocks: Blocks, block: int) -> Blocks:
-    """The same blocks with duplicate masks merged. Full masks are dropped, and empty blocks left
-    out."""
+    """The same blocks with each mask once, without full masks and empty blocks."""
     assert blocks.mask is not None
     whole = packed(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
     every = torch.cat([whole, torch.zeros_like(whole), blocks.masks])
@@ -239,8 +237,7 @@ def tidy(blocks: Blocks, block: int) -> Blocks:
 
 
 def repeated(blocks: Blocks, own: torch.Tensor, each: int) -> Blocks:
-    """Repeat heads' blocks: position i gets those of head own[i]. A head has `each` block
-    numbers."""
+    """The blocks of heads own[0], own[1], ... in order; a head has `each` block numbers."""
     bounds = torch.searchsorted(blocks.number, torch.stack([own, own + 1]) * each)
     lengths = bounds[1] - bounds[0]
     position = ranges(bounds[0], lengths)

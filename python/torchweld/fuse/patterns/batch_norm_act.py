@@ -18,8 +18,7 @@ _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class BatchNormAct(Weld):
-    """A batch norm of a matrix's columns with its activation. Other inputs take two separate
-    steps."""
+    """A batch norm of a matrix's columns with its activation; two steps for other inputs."""
 
     weld_activation: str
     weld_approximate: str

@@ -35,8 +35,7 @@ def add_and_normalize(
     norm: Any,
     return_residual: bool = False,
 ) -> Any:
-    """norm(dropout(x) + residual) in one pass, with the settings and parameters of these
-    modules."""
+    """norm(dropout(x) + residual) in one pass, with these modules' settings and parameters."""
     return functional.dropout_add_layer_norm(
         x,
         residual,

@@ -53,8 +53,7 @@ def with_activation(
     kind: tuple[str, str],
     **settings: Any,
 ) -> Proposal:
-    """Make the producer compute the activation too, with this op, and the activation an
-    identity."""
+    """Compute the activation in the producer with this op; the activation becomes an identity."""
     producer = pair.producer
     settings |= {"activation": kind[0], "approximate": kind[1]}
     return Proposal(

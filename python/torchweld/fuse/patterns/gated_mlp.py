@@ -50,8 +50,7 @@ def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module that consists of two or three linear layers, an activation and optionally a
-    dropout."""
+    """A module of two or three linear layers, an activation and optionally a dropout."""
     children = dict(module.named_children())
     if is_welded(module) or not 3 <= len(children) <= 5:
         return

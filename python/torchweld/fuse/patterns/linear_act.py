@@ -13,8 +13,7 @@ from torchweld.fuse.weld import Weld
 
 
 class LinearAct(Weld, torch.nn.Module):
-    """A linear layer with its activation. Like torchweld.nn.LinearAct it is not a
-    torch.nn.Linear."""
+    """A linear layer with its activation; like torchweld.nn.LinearAct, not a torch.nn.Linear."""
 
     weld_keeps_class = False
     weld_activation: str

@@ -20,8 +20,7 @@ _Block = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Layer(Weld):
-    """Blocks with the additions, dropouts and norms between them. linear1 includes the
-    activation."""
+    """Blocks with the additions, dropouts and norms between them; linear1 has the activation."""
 
     linear1: torch.nn.Module
     linear2: torch.nn.Module
