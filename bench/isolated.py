@@ -1,4 +1,4 @@
-"""Measures an op in a process of its own: a kernel's fault breaks the GPU for that process only."""
+"""Measures an op in its own process: a kernel's fault breaks the GPU for that process only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import clock_for
 from torchweld.registry import OPS
 
-# A process that hangs is ended; torch.compile takes minutes over the largest of ops.
+# A process that takes longer is killed. torch.compile takes minutes for the largest ops.
 SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """An op or a rule, and how it is measured."""
+    """An op or a rule, and how to measure it."""
 
     op: str
     plan: Plan
@@ -41,7 +41,7 @@ class Job:
         return f"{self.op} on {', '.join(self.plan.backends)}"
 
     def cases(self) -> Sequence[Case | steps.StepCase]:
-        """What is measured."""
+        """The cases to measure."""
         if self.op in OPS:
             dtypes = [getattr(torch, name) for name in self.dtypes]
             return cases([OPS[self.op]], self.device, dtypes, self.sizes)
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class Found:
-    """What came of a job, as far as its process got; `fault` is what ended that."""
+    """A job's results until its process ended, and the fault if it ended early."""
 
     results: list[list[Result]]
     overheads: list[Overhead]
@@ -61,7 +61,7 @@ class Found:
 
 
 def run(job: Job, seconds: float = SECONDS) -> Found:
-    """Run the job in a process of its own."""
+    """Run the job in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told"
         told.touch()
@@ -80,7 +80,7 @@ def run(job: Job, seconds: float = SECONDS) -> Found:
 
 
 def refused(job: Job, found: Found) -> list[Result]:
-    """That a job's process ended early, as a result of each of its backends."""
+    """A refused result for each backend of a job whose process ended early."""
     return [
         Result(job.op, [], "", "", backend, 0, 0, status="refused", reason=found.fault)
         for backend in job.plan.backends
@@ -88,7 +88,7 @@ def refused(job: Job, found: Found) -> list[Result]:
 
 
 def main(given: str, told: str) -> None:
-    """The process of a job, which writes a line of JSON after every case and direction."""
+    """Run a job in this process, and write a line of JSON after every case and direction."""
     values: dict[str, Any] = json.loads(given)
     job = Job(**values | {"plan": Plan(**values["plan"])})
     with Path(told).open("a") as file:
@@ -97,7 +97,7 @@ def main(given: str, told: str) -> None:
 
 
 def measured(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
-    """What is found in this process, as it is found: "results" and "overheads"."""
+    """Measure in this process, and yield "results" and "overheads" as they are found."""
     clock = clock_for(job.device)
     for case in job.cases():
         for results in steps.measure_either(case, job.plan, clock):

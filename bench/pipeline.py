@@ -1,7 +1,7 @@
 """Bubble and overhead of pipeline schedules: python -m torchweld.bench.pipeline --ranks 2.
 
-Stages are layers that compute, or with --sleep layers that sleep for a known time: then it is the
-schedule that is measured, also where there are fewer cores than ranks.
+Stages consist of layers that compute, or with --sleep of layers that sleep for a known time.
+Sleeping measures only the schedule, even with fewer cores than ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _Asleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         to_x, to_weight, _ = where_it_goes(ctx)
-        # Where nothing takes the gradient of x, in the first stage, the time passes all the same.
+        # In the first stage x needs no gradient, but its time passes all the same.
         time.sleep(ctx.seconds * (to_x + to_weight + (not ctx.needs_input_grad[0])))
         return grad if to_x else None, grad.sum(0) if to_weight else None, None
 
 
 class Sleeper(nn.Module):
-    """A layer whose forward and two halves of a backward take so long each, and no processor."""
+    """A layer whose forward and both halves of whose backward sleep for `seconds` each."""
 
     def __init__(self, seconds: float, width: int = 4) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Sleeper(nn.Module):
 
 
 class Layer(nn.Module):
-    """The feed-forward half of a transformer's layer, with dropout."""
+    """The feed-forward half of a transformer layer, with dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 def measure(schedule: stages.Name, options: argparse.Namespace) -> Timeline:
-    """The shortest step of several, after one that warms up."""
+    """The shortest of several steps, after one warm-up step."""
     device = torch.device("cuda" if options.cuda else "cpu")
     width, layers = options.width, 2 * options.layers * dist.get_world_size()
     blocks: list[nn.Module] = [
@@ -118,12 +118,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schedules", nargs="+", default=get_args(stages.Name))
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=1, help="half of those of a rank")
+    parser.add_argument("--layers", type=int, default=1, help="half of a rank's layers")
     parser.add_argument("--rows", type=int, default=512, help="of a microbatch")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--sleep", type=float, default=0.0, help="ms, instead of computing")
+    parser.add_argument(
+        "--sleep", type=float, default=0.0, help="milliseconds to sleep instead of computing"
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--plot", type=Path, help="a folder for the timelines")
+    parser.add_argument("--plot", type=Path, help="folder for the timelines")
     options = parser.parse_args()
     options.cuda = torch.cuda.device_count() >= options.ranks
     os.environ["OMP_NUM_THREADS"] = "1"

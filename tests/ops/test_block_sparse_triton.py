@@ -1,7 +1,8 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract pools the errors of all samples. One of them has ten thousand heads: as many programs
-here, one after another. The other samples run here, with tests that only these kernels need.
+The contract pools the errors of all samples. One of them has ten thousand heads, which the
+interpreter would run one after another. This file runs the other samples, and tests that only these
+kernels need.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_samples(dtype: torch.dtype, at: int) -> None:
-    """Within 16 roundings of the sum of terms; all is written, nothing else; fakes are right."""
+    """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
     inputs = sample_inputs(OP, dtype, DEVICE, dtype)[at]
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
     terms = OP.numerics.terms(*inputs, **grads)
     info = torch.finfo(dtype)
     unit = info.eps / 2
-    # A weight below the normal numbers is off by at most half of the smallest one.
+    # A subnormal weight is off by at most half of the smallest subnormal number.
     subnormal = info.smallest_normal * unit
     floor = subnormal * grads["grad_y"].abs().sum().item()
     for name, value in watched(OP, "triton", inputs).items():
@@ -62,7 +63,7 @@ def test_samples(dtype: torch.dtype, at: int) -> None:
 
 
 def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) -> None:
-    """The kernels' results and gradients are the reference's."""
+    """The kernels' results and gradients equal the reference's."""
 
     def results(function: Any) -> Any:
         inputs = [x.detach().clone().requires_grad_() for x in (q, k, k + 1)]
@@ -81,14 +82,14 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def test_heads_that_share_keys_with_layouts_of_their_own() -> None:
-    """The lists of a column are at other places in the tables of other heads."""
+    """The lists of a column have different positions in the tables of different heads."""
     layout = BlockLayout.random(
         (48, 80), 2, block=16, num_heads=4, different_layout_per_head=True, device=DEVICE
     )
     _assert_as_reference(layout, _random(1, 4, 48, 8), _random(1, 2, 80, 8))
 
 
-def test_rows_that_see_nothing_and_columns_that_nothing_sees() -> None:
+def test_empty_rows_and_columns() -> None:
     blocks = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     blocks[..., 1, 2] = blocks[..., 3, 0] = True
     layout = BlockLayout.from_blocks(blocks, block=16, seq_len=60).to(DEVICE)
@@ -109,7 +110,7 @@ def test_lists_with_room_for_more() -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_tiles_that_are_not_the_layouts_blocks(block: int) -> None:
-    """Several entries to a tile and several tiles to an entry, across the causal diagonal."""
+    """Several entries per tile and several tiles per entry, across the causal diagonal."""
     layout = BlockLayout.strided(200, 2, block=block, device=DEVICE)
     q = _random(1, 1, 200, 16).transpose(2, 3).contiguous().transpose(2, 3)
     _assert_as_reference(layout, q, _random(1, 1, 200, 16), causal=True, scale=-0.3)
@@ -128,7 +129,7 @@ def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
 
 
 def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
-    """Queries see the last keys only, which a shard may begin with."""
+    """Queries see only the last keys, with which a shard may begin."""
     layout = BlockLayout.block_local(96, 2, block=16, device=DEVICE)
     q, k = (_random(1, 2, 96, 8).requires_grad_() for _ in range(2))
     whole = block_sparse_attention(q, k, k, layout, dropout_p=0.4, seed=7)
@@ -146,7 +147,7 @@ def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
 
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
 def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
-    """Infinity meets the zeros of keys past the last one, under a soft cap too."""
+    """Infinity is multiplied by the zeros past the last key, also with a soft cap."""
     inputs = materialize(OP.sized((33,), (16,)), torch.float32, DEVICE)
     inputs[0][3, 7] = inputs[0][32, 15] = special
     ours = run(OP, inputs)
@@ -156,7 +157,7 @@ def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
 
 
 def test_wide_heads_are_refused() -> None:
-    """The interpreter's place asks for Triton by name."""
+    """The interpreter's place selects Triton by name."""
     q = _random(1, 1, 4, 300)
     with pytest.raises(BackendError, match="wider than 256"):
         block_sparse_attention(q, q, q, BlockLayout.dense(4, device=DEVICE))
