@@ -9,7 +9,8 @@
 //   grad_sink = -sum exp(sink - lse) * delta
 //
 // kept is 0 where dropout drops, else 1 / (1 - p). Dropout's row is that of the scores
-// [batch, heads, queries, keys]. A query that sees nothing has y = 0 and lse = -inf.
+// [batch, heads, queries, keys]. A query that sees nothing has y = 0 and lse = -inf. A distance is
+// that of tokens' numbers in the whole tensor.
 #pragma once
 
 #include "core/dropout.h"
@@ -47,6 +48,7 @@ struct BlockSparse {
   int64_t batch, heads, key_heads, queries, keys, width;
   int64_t block, group;
   int64_t first_head;  // of q's, among those that the keys' heads are counted by
+  int64_t ahead;       // the number of the first query less that of the first key, for slopes
   double scale, softcap;
   bool causal;
   DType dtype;
