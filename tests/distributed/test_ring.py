@@ -121,7 +121,7 @@ def test_balanced_processes_have_equal_work() -> None:
 
 
 class _Sinking(torch.nn.Module):
-    """Attention with sinks that it learns, and with slopes."""
+    """Attention with sinks that it learns, with slopes, and a dropout of torch's behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,12 +129,13 @@ class _Sinking(torch.nn.Module):
         self.sinks = torch.nn.Parameter(torch.randn(4))
         self.register_buffer("slopes", SLOPES[0])
         layout = partial(BlockLayout.dense, block=16)
+        self.drop = torch.nn.Dropout(0.2)
         self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
         y = self.attention(*parts, alibi_slopes=self.slopes, sinks=self.sinks)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
 
 def _learns_its_sinks(rank: int) -> None:
