@@ -1,13 +1,15 @@
 """Bubble and overhead of pipeline schedules: python -m torchweld.bench.pipeline --ranks 2.
 
-Stages consist of layers that compute, or with --sleep of layers that sleep for a known time.
-Sleeping measures only the schedule, even with fewer cores than ranks.
+Stages consist of layers that compute, one thread each, or with --sleep of layers that sleep for a
+known time. Sleeping measures only the schedule, even with fewer cores than ranks. The table has the
+shortest step, and the median of all steps' idle shares.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -64,8 +66,8 @@ class Layer(nn.Module):
         return self.add(self.mlp(self.norm(x)), None, x)
 
 
-def measure(schedule: stages.Name, options: argparse.Namespace) -> Timeline:
-    """The shortest of several steps, after one warm-up step."""
+def measure(schedule: stages.Name, options: argparse.Namespace) -> list[Timeline]:
+    """Several steps, the shortest first, after one warm-up step."""
     device = torch.device("cuda" if options.cuda else "cpu")
     width, layers = options.width, 2 * options.layers * dist.get_world_size()
     blocks: list[nn.Module] = [
@@ -88,7 +90,7 @@ def measure(schedule: stages.Name, options: argparse.Namespace) -> Timeline:
             given = (batch,) if pipe.is_first else ()
             pipe.schedule.step(*given, target=batch if pipe.is_last else None)
         found.append(timeline)
-    return min(found[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
+    return sorted(found[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
 
 
 def _work(rank: int, store: str, options: argparse.Namespace) -> None:
@@ -97,12 +99,14 @@ def _work(rank: int, store: str, options: argparse.Namespace) -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if options.cuda else "gloo"
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=options.ranks)
-    columns = ("schedule", "step ms", "idle", "(p-1)/(m+p-1)", "overhead")
+    columns = ("schedule", "step ms", "idle", "median idle", "(p-1)/(m+p-1)", "overhead")
     table, expected = Table(columns, 1), bubble_of(options.ranks, options.microbatches)
     for schedule in options.schedules:
-        timeline = measure(schedule, options)
+        found = measure(schedule, options)
+        timeline, median = found[0], statistics.median(t.bubble() for t in found)
         begin, end = timeline.span
-        shares = [f"{share:.1%}" for share in (timeline.bubble(), expected, timeline.overhead())]
+        every = (timeline.bubble(), median, expected, timeline.overhead())
+        shares = [f"{share:.1%}" for share in every]
         table.add(schedule, f"{1e3 * (end - begin):.1f}", *shares)
         if rank == 0 and options.plot:
             options.plot.mkdir(parents=True, exist_ok=True)

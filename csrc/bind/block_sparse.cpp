@@ -116,6 +116,7 @@ struct Arguments {
     a.batch = query.size[0], a.heads = query.size[1], a.queries = query.size[2];
     a.width = query.size[3], a.key_heads = key.size[1], a.keys = key.size[2];
     check_heads(a, q, place);
+    a.ahead = ahead_of(a, place.offset);
     a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
     fill_lists(a);
     fill_beside(a);
@@ -131,6 +132,13 @@ struct Arguments {
     Dropout dropout = dropout_of(q, 1, p, seed, place);
     dropout.column = first_key;
     return dropout;
+  }
+
+  // The last query stands beside the last key; `offset` moves either.
+  static int64_t ahead_of(const BlockSparse& a, const Shape& offset) {
+    const size_t rank = offset.size();
+    const int64_t query = rank > 1 ? offset[rank - 2] : 0, key = rank > 0 ? offset[rank - 1] : 0;
+    return a.keys - a.queries + query - key;
   }
 
   static void check_heads(BlockSparse& a, const Tensor& q, const Place& place) {

@@ -9,7 +9,8 @@
 //   grad_sink = -sum exp(sink - lse) * delta
 //
 // kept is 0 where an element is dropped, else 1 / (1 - p). Dropout rows are the rows of the scores
-// [batch, heads, queries, keys]. A query that sees no key has y = 0 and lse = -inf.
+// [batch, heads, queries, keys]. A query that sees no key has y = 0 and lse = -inf. Distances are
+// between the tokens' numbers in the whole tensor.
 #pragma once
 
 #include "core/dropout.h"
@@ -47,6 +48,7 @@ struct BlockSparse {
   int64_t batch, heads, key_heads, queries, keys, width;
   int64_t block, group;
   int64_t first_head;  // of q, in the numbering that `group` divides
+  int64_t ahead;       // number of the first query minus that of the first key, for slopes
   double scale, softcap;
   bool causal;
   DType dtype;

@@ -159,7 +159,7 @@ class Scores {
       const int64_t row = tile.row.first + r;
       // The signed distance from the row to lane 0. It grows by one per lane.
       const A first =
-          (A)(keys_in_lanes ? tile.lane.first - row - after_ : tile.lane.first - row + after_);
+          (A)(keys_in_lanes ? tile.lane.first - row - a_.ahead : tile.lane.first - row + a_.ahead);
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const Vec<A> distance = magnitude(counting() + (first + (A)i));
         store(z + r * lanes + i, load(z + r * lanes + i) - distance * slope_);

@@ -220,6 +220,32 @@ def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
     torch.testing.assert_close(own, whole[1:, 3:])
 
 
+@pytest.mark.parametrize(("first_query", "first_key"), [(48, 0), (0, 48), (48, 48)])
+def test_a_part_of_the_sequence_is_that_of_the_whole(
+    backend: str, first_query: int, first_key: int
+) -> None:
+    """Distances and drops, of keys that lie before, after or beside the queries."""
+    lines, columns = slice(first_query, first_query + 48), slice(first_key, first_key + 48)
+    seen = torch.zeros(1, 1, 96, 96, dtype=torch.bool)
+    seen[..., lines, columns] = True
+    whole = _drawn(*[(2, 3, 96, 8)] * 3)
+    slopes, given_ = torch.tensor([0.5, 0.25, -0.1]), {"dropout_p": 0.4, "seed": 5}
+    distance = (torch.arange(96)[:, None] - torch.arange(96)).abs()
+    bias = (-slopes[:, None, None] * distance).masked_fill(~seen, -torch.inf)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        z = (q @ k.mT * 8**-0.5 + bias)[:, :, lines]
+        return z.softmax(-1) * kept((2, 3, 96, 96), 0.4, 5)[:, :, lines] / 0.6 @ v
+
+    def part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shard = torchweld.random.Shard([2, 3, 96, 8], [0, 0, first_query, first_key])
+        q, k, v = q[:, :, lines], k[:, :, columns], v[:, :, columns]
+        layout = BlockLayout.dense(48, block=16)
+        return attention(q, k, v, layout, alibi_slopes=slopes, shard=shard, **given_)
+
+    _assert_same(_with_gradients(part, *whole), _with_gradients(plain, *whole))
+
+
 # --- Heads and layers -----------------------------------------------------------------------------
 
 

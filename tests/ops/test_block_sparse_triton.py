@@ -128,21 +128,21 @@ def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
     torch.testing.assert_close(part, whole[1:, 2:])
 
 
-def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
-    """Queries see only the last keys, with which a shard may begin."""
-    layout = BlockLayout.block_local(96, 2, block=16, device=DEVICE)
-    q, k = (_random(1, 2, 96, 8).requires_grad_() for _ in range(2))
-    whole = block_sparse_attention(q, k, k, layout, dropout_p=0.4, seed=7)
-    assert isinstance(whole, torch.Tensor)
-    wanted = torch.autograd.grad(whole[:, :, 64:].square().sum(), [q, k])
-    shard = random.Shard(q.shape, (0, 0, 64, 64))
-    part = BlockLayout.block_local(32, 2, block=16, device=DEVICE)
-    ends = [x[:, :, 64:].detach().requires_grad_() for x in (q, k)]
-    y = block_sparse_attention(*ends, ends[1], part, dropout_p=0.4, seed=7, shard=shard)
-    assert isinstance(y, torch.Tensor)
-    torch.testing.assert_close(y, whole[:, :, 64:])
-    for found, grad in zip(torch.autograd.grad(y.square().sum(), ends), wanted, strict=True):
-        torch.testing.assert_close(found, grad[:, :, 64:])
+@pytest.mark.parametrize(("first_query", "first_key"), [(32, 0), (0, 32), (32, 32)])
+def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, first_key: int) -> None:
+    """It drops the same weights, and has the same distances: keys are before, after or beside."""
+    q, k = _random(1, 2, 32, 8), _random(1, 2, 32, 8)
+    shard = random.Shard((1, 2, 64, 8), (0, 0, first_query, first_key))
+    slopes = torch.tensor([0.5, 0.1], device=DEVICE)
+    layout = BlockLayout.dense(32, block=16, device=DEVICE)
+    options = {"alibi_slopes": slopes, "dropout_p": 0.4, "seed": 7, "shard": shard}
+    _assert_as_reference(layout, q, k, **options)
+    lines, columns = (slice(i, i + 32) for i in (first_query, first_key))
+    distance = (torch.arange(64)[:, None] - torch.arange(64)).abs().to(DEVICE)[lines, columns]
+    z = q @ k.mT * 8**-0.5 - slopes[:, None, None] * distance
+    factors = random.kept((1, 2, 64, 64), 0.4, 7, device=DEVICE)[:, :, lines, columns] / 0.6
+    y = block_sparse_attention(q, k, k + 1, layout, **options)
+    torch.testing.assert_close(y, z.softmax(-1) * factors @ (k + 1))
 
 
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
