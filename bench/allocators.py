@@ -1,7 +1,7 @@
 """A training step on the CPU under each allocator: `python -m torchweld.bench.allocators`.
 
-glibc as it is, with keep_pages(), and jemalloc and tcmalloc preloaded where they are installed.
-Each runs in a process of its own, since a process has one allocator.
+The allocators are plain glibc, glibc with keep_pages(), and jemalloc and tcmalloc, preloaded if
+they are installed. Each runs in its own process, since a process has one allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchweld.bench.training import Learner
 from torchweld.table import Table
 
 DEFAULT, KEPT = "glibc", "glibc, keep_pages()"
-# The names of their libraries, without lib and .so.
+# Library names without lib and .so.
 PRELOADED = ("jemalloc", "tcmalloc_minimal")
 WIDTH, STEPS, WARM = 256, 3, 1
 
@@ -55,7 +55,7 @@ def _in_a_process(allocator: str, model: str) -> list[str]:
 
 
 def _measure(allocator: str, name: str) -> list[str]:
-    """The median step in ms, its page faults, the process's largest and last resident size."""
+    """The median step in ms, its page faults, and the process's peak and final resident size."""
     if allocator != DEFAULT:
         kept = torchweld.keep_pages()
         assert bool(kept) == (allocator == KEPT), kept.reason

@@ -1,4 +1,4 @@
-"""block_sparse_attention by torch's own attention: dense, and by FlexAttention."""
+"""block_sparse_attention's rivals from torch: dense attention and FlexAttention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = OPS["block_sparse_attention"].forward_signature.arguments
 
 
 def dense(functional: Any) -> Callable[..., Any]:
-    """Attention to every key: what a layout saves is the difference."""
+    """Attention to every key. The difference to it is what a layout saves."""
 
     def attention(*arguments: Any) -> Any:
         given = dict(zip(_NAMES, arguments, strict=True))
@@ -31,7 +31,7 @@ def dense(functional: Any) -> Callable[..., Any]:
 
 
 def flex(module: Any) -> Callable[..., Any]:
-    """FlexAttention, compiled, with a BlockMask that is made once for a layout."""
+    """Compiled FlexAttention, with a BlockMask that is made once per layout."""
     compiled = torch.compile(module.flex_attention, dynamic=False)
     made: dict[int, Any] = {}
 
@@ -40,7 +40,7 @@ def flex(module: Any) -> Callable[..., Any]:
         key = id(given["rows"])
         if key not in made:
             made[key] = block_mask(module, given)
-        on_cpu = given["q"].device.type == "cpu"  # where it returns no sums of exponentials
+        on_cpu = given["q"].device.type == "cpu"  # FlexAttention returns no log-sum-exp there
         options = {"BLOCK_M": given["block"], "BLOCK_N": given["block"]}
         found = compiled(
             *arguments[:3],
@@ -56,7 +56,7 @@ def flex(module: Any) -> Callable[..., Any]:
 
 
 def block_mask(module: Any, given: dict[str, Any]) -> Any:
-    """A layout's blocks, of which none has a mask of its own, and the causal mask."""
+    """A BlockMask of a layout without partial blocks, and of the causal mask."""
     rows, entries, block = given["rows"], given["row_entries"], given["block"]
     queries, keys = given["q"].shape[-2], given["k"].shape[-2]
     lines, columns = rows.shape[2], given["columns"].shape[2]
@@ -88,6 +88,6 @@ def block_mask(module: Any, given: dict[str, Any]) -> Any:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks rows have, and which, those first."""
+    """The number of blocks in each row, and the columns with these blocks sorted to the front."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)

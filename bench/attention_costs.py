@@ -1,8 +1,8 @@
 """What block-sparse attention costs on a CPU: python -m torchweld.bench.attention_costs.
 
-Beside dense attention and FlexAttention at 4096 tokens; a training pass and a layout that changes
-at every step at 16384; how long layouts take to build; and time against the number of blocks. The
-contenders of a table take turns. It takes some minutes on two cores.
+It measures training against dense attention and FlexAttention at 4096 tokens, training at 16384
+tokens, also with a new layout at every step, the time to build layouts, and time over the number of
+blocks. The contenders of a table take turns. It takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _sparse(layout: BlockLayout) -> Callable[..., Any]:
 
 
 def milliseconds(calls: dict[str, Call], seconds: float, rounds: int) -> dict[str, float]:
-    """Medians of calls that take turns."""
+    """The median time of each call; calls take turns."""
     runs = [lambda clock, call=call: clock(call) for call in calls.values()]
     with torchweld.use_backend("cpu"):
         times = interleaved(runs, CpuClock(), seconds=seconds, at_least=rounds, at_most=101)
@@ -72,7 +72,7 @@ def window(length: int, blocks: int) -> BlockLayout:
 
 
 def globals_and_equals(length: int, width: int = 8) -> tuple[BlockLayout, BlockLayout]:
-    """A band with two global rows, and as many blocks in rows of nearly one length."""
+    """A band with two global rows, and as many blocks in rows of nearly equal length."""
     rows = length // BLOCK
     at = torch.arange(rows)
     away = (at - at[:, None]) % rows
@@ -87,7 +87,7 @@ def globals_and_equals(length: int, width: int = 8) -> tuple[BlockLayout, BlockL
 
 
 def ratios(seconds: float) -> None:
-    """Beside dense attention and FlexAttention."""
+    """Time block-sparse attention against dense attention and FlexAttention."""
     length = 4096
     inputs, blocks = _inputs(length), length // BLOCK
     dense = "dense SDPA"
@@ -101,16 +101,16 @@ def ratios(seconds: float) -> None:
     calls |= {name: _training(_sparse(layout), inputs) for name, layout in layouts.items()}
     _show(f"forward + backward, {length} tokens", milliseconds(calls, seconds, 5), dense)
     calls = {
-        "rows of one length": _training(_sparse(even), inputs),
+        "rows of equal length": _training(_sparse(even), inputs),
         "two global rows": _training(_sparse(banded), inputs),
     }
     found = milliseconds(calls, seconds, 11)
-    _show(f"forward + backward, {even.count} blocks", found, "rows of one length")
+    _show(f"forward + backward, {even.count} blocks", found, "rows of equal length")
     flex = attention.flex(flex_attention)
     calls = {}
     for name, layout in layouts.items():
         given = _sparse(layout)
-        if layout.lists is None:  # FlexAttention's blocks are made from lists
+        if layout.lists is None:  # block_mask needs the lists
             layout = BlockLayout.from_blocks(torch.ones(blocks, blocks).bool(), block=BLOCK)
         assert OP.inputs is not None
         arguments = OP.inputs(*[x.detach() for x in inputs], layout)
@@ -124,7 +124,7 @@ def ratios(seconds: float) -> None:
 
 
 def long(seconds: float) -> None:
-    """Training at 16384 tokens, and a layout from scores at every step."""
+    """Time training at 16384 tokens, and a new layout from scores at every step."""
     length = 16384
     inputs, blocks = _inputs(length), length // BLOCK
     dense = "dense SDPA"
@@ -145,7 +145,7 @@ def long(seconds: float) -> None:
 
 
 def building() -> None:
-    """Time and peak memory of building layouts."""
+    """Measure the time and peak memory of building layouts."""
     length, heads, shape = 2**17, 64, (49152, 245760)
     step = shape[1] // shape[0]
     builders: dict[str, Call] = {
@@ -180,7 +180,7 @@ def building() -> None:
 
 
 def curves(seconds: float) -> dict[str, dict[int, float]]:
-    """Milliseconds by blocks a row at 4096 tokens, and by tokens at 9 blocks a row."""
+    """Milliseconds over blocks per row at 4096 tokens, and over tokens at 9 blocks per row."""
     length = 4096
     inputs = _inputs(length)
     numbers = (1, 3, 5, 9, 17, 33, 63)
@@ -204,13 +204,13 @@ def curves(seconds: float) -> dict[str, dict[int, float]]:
 
 
 def rows_of(length: int, blocks: int) -> BlockLayout:
-    """A band around the diagonal that goes on at the other end: rows of one length."""
+    """A band along the diagonal that wraps around, so that all rows have the same length."""
     at = torch.arange(length // BLOCK)
     return BlockLayout.from_blocks((at - at[:, None]) % len(at) < blocks, block=BLOCK)
 
 
 def plot(found: dict[str, dict[int, float]], path: Path) -> None:
-    """Time against blocks and against tokens: both are to be straight lines through zero."""
+    """Plot time over blocks and over tokens. Both should be straight lines through zero."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,8 +233,10 @@ def plot(found: dict[str, dict[int, float]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parts = ("ratios", "long", "building", "curves")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="append", choices=parts, help="may recur; default: all")
-    parser.add_argument("--seconds", type=float, default=10, help="at least, for each table")
+    parser.add_argument(
+        "--part", action="append", choices=parts, help="may be repeated; default: all"
+    )
+    parser.add_argument("--seconds", type=float, default=10, help="minimum for each table")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     options = parser.parse_args(arguments)
     if arguments is None:

@@ -1,4 +1,4 @@
-"""What is measured: an op's declared shapes, in a dtype and in three directions."""
+"""The benchmark's cases: an op's declared shapes, in a dtype and in three directions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torchweld.registry import Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 
-# Elements of the first argument that are judged in float64, beside some tensors as large.
+# The most elements of the first argument to check in float64, with several tensors of that size.
 MOST_JUDGED = 2**26
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def variant(self) -> str:
-        """What distinguishes it from the op's other cases of this shape: "mask, scale 0.125"."""
+        """How it differs from the op's other cases of this shape: "mask, scale 0.125"."""
         everywhere = set.intersection(*[set(_in_words(self.op, a)) for a in self.op.benchmarks])
         return ", ".join(
             word for word in _in_words(self.op, self.arguments) if word not in everywhere
@@ -42,7 +42,7 @@ class Case:
         return next(a.shape for a in self.arguments if isinstance(a, TensorSpec))
 
     def draw(self) -> Problem:
-        """The arguments filled with numbers, and a gradient for each public result."""
+        """Random values for the arguments, and a gradient for each public result."""
         inputs = materialize(self.arguments, self.dtype, self.device, requires_grad=True)
         problem = Problem(self, inputs, [])
         generator = torch.Generator(self.device).manual_seed(1)
@@ -53,7 +53,7 @@ class Case:
         return problem
 
     def part(self) -> Case:
-        """The same with so few rows that it can be judged in float64; itself if it has as few."""
+        """The case with few enough rows to check in float64, or itself if it has few enough."""
         shape = self.shape
         while torch.Size(shape).numel() > MOST_JUDGED and max(shape[:-1], default=1) > 1:
             at = next(at for at, size in enumerate(shape) if size > 1)
@@ -70,13 +70,13 @@ class Case:
 
 
 def _like(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor that has or broadcasts to the old shape, beside one of the new."""
+    """Resize a shape that equals or broadcasts to `old` so that it fits `new`."""
     beside = zip(shape, old[-len(shape) :], new[-len(shape) :], strict=True)
     return tuple(changed if size == was else size for size, was, changed in beside)
 
 
 def _in_words(op: Op, arguments: Sequence[Any]) -> list[str]:
-    """The arguments in words, without those that are absent, off or implied by the shape."""
+    """The arguments in words, without those that are None, off or implied by the shape."""
     words = []
     for name, value in zip(op.forward_signature.arguments, arguments, strict=True):
         if isinstance(value, TensorSpec) or value is True:
@@ -103,7 +103,7 @@ class Problem:
         return self.case.op
 
     def part(self) -> Problem:
-        """The problem that is judged: itself, or another with fewer rows."""
+        """The problem to check in float64: itself, or one with fewer rows."""
         case = self.case.part()
         return self if case is self.case else case.draw()
 
@@ -113,7 +113,7 @@ class Problem:
         return results if isinstance(results, tuple) else (results,)
 
     def backward(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The gradients of every tensor that went in. A peer may return a result without one."""
+        """The gradients of every input tensor. A peer may return a result without a gradient."""
         pairs = zip(results, self.grads, strict=True)
         made, grads = zip(*[(y, grad) for y, grad in pairs if y.requires_grad], strict=True)
         return torch.autograd.grad(made, list(self.leaves().values()), grads)
@@ -124,11 +124,11 @@ class Problem:
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The tensors that get a gradient."""
+        """The tensors that require gradients."""
         return {name: value for name, value in self.tensors().items() if value.requires_grad}
 
     def double(self) -> Problem:
-        """The same problem with its numbers in float64."""
+        """The same problem in float64."""
         wide = [
             v.detach().double().requires_grad_(v.requires_grad)
             if isinstance(v, torch.Tensor) and v.is_floating_point()

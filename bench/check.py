@@ -1,4 +1,4 @@
-"""A wrong result is not timed: every contender is compared with the reference in float64."""
+"""Compares contenders with the float64 reference; wrong results are not timed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Results = dict[str, torch.Tensor]
 
 
 class Judge:
-    """The exact results of a problem, and the errors that a contender may have.
+    """The exact results of a problem, and the error bounds for contenders.
 
-    Of a problem larger than some millions of elements, whose float64 would not fit a GPU, it judges
-    a part of the rows, and asks of the whole that no element is NaN.
+    A problem of more than MOST_JUDGED elements may not fit a GPU in float64. Of such a problem it
+    checks some of the rows, and that no element of the whole is NaN.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -26,7 +26,7 @@ class Judge:
         self._judge = proof.Judge(exact, results(self._part, problem.op.reference))
 
     def fault(self, function: Callable[..., Any]) -> str | None:
-        """What is wrong with the function's results; None if nothing is."""
+        """What is wrong with the function's results, or None."""
         fault = self._judge.fault(results(self._part, function))
         if fault is None and self._part is not self._whole:
             found = results(self._whole, function)
@@ -45,5 +45,5 @@ def results(problem: Problem, function: Callable[..., Any]) -> Results:
 
 
 def _has_nan(value: torch.Tensor) -> bool:
-    """By its sum, which needs no memory of the tensor's size."""
+    """Check the sum, which needs no temporary of the tensor's size."""
     return bool(value.sum(dtype=torch.float32).isnan())

@@ -1,4 +1,4 @@
-"""The command `torchweld bench`: its options, and the run that they start."""
+"""The command `torchweld bench`: its options and its run."""
 
 from __future__ import annotations
 
@@ -58,62 +58,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
     add_ops(parser, [*recording.PROVEN, *BLOCKS])
     parser.add_argument(
-        "--quick", action="store_true", help="in a minute: a shape and a dtype of each op"
+        "--quick", action="store_true", help="take a minute: one shape and one dtype of each op"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+        "--dtype", action="append", choices=NAMED_DTYPES, metavar="DTYPE", help="may be repeated"
     )
-    parser.add_argument(
-        "--dtype", action="append", choices=NAMED_DTYPES, metavar="DTYPE", help="may recur"
-    )
-    parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="may recur")
-    parser.add_argument("--backend", action="append", choices=BACKENDS, help="may recur")
+    parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="may be repeated")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="may be repeated")
     parser.add_argument(
         "--vs",
         action="append",
         choices=(COMPILE, *PEERS, *steps.PEERS),
-        help="measure beside these; default: all that are installed, with --quick none",
+        help="rivals to measure; default: all installed ones, none with --quick",
     )
     parser.add_argument(
         "--model",
         metavar="pkg.module:build",
-        help="measure your own model instead: what build() returns is it and a batch of arguments",
+        help="measure your own model instead: build() returns it and a batch of arguments",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw speeds over eager")
     parser.add_argument(
-        "--roofline", type=Path, metavar="FILE.png", help="draw rates over operations a byte"
+        "--plot", type=Path, metavar="FILE.png", help="draw speeds relative to eager"
+    )
+    parser.add_argument(
+        "--roofline", type=Path, metavar="FILE.png", help="draw rates over operations per byte"
     )
     parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times over sizes")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each result")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per result")
     parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
     parser.add_argument(
         "--from",
         dest="source",
         type=Path,
         metavar="FILE",
-        help="measure nothing: show what --json, or --record, wrote",
+        help="measure nothing: show a file that --json or --record wrote",
     )
-    parser.add_argument("--record", action="store_true", help="on a GPU: write evidence, by stages")
+    parser.add_argument(
+        "--record", action="store_true", help="on a GPU: record evidence, in stages"
+    )
     parser.add_argument(
         "--stage",
         action="append",
         choices=stages.STAGES,
-        help="with --record, may recur; default: all, in this order. The first takes ten minutes",
+        help="with --record, may be repeated; default: all, in order. The first takes ten minutes",
     )
     parser.add_argument(
         "--evidence",
         type=Path,
         metavar="DIR",
-        help="of --record; default: bench/evidence",
+        help="where --record writes; default: bench/evidence",
     )
     parser.add_argument(
-        "--check-evidence", action="store_true", help="what bench/evidence is worth"
+        "--check-evidence", action="store_true", help="say which of bench/evidence is stale"
     )
     parser.add_argument(
         "--default-allocator",
         action="store_true",
-        help="leave the C allocator as it is: large CPU blocks may fault in at every call",
+        help="keep the C allocator's settings: large CPU blocks may fault in at every call",
     )
 
 
@@ -147,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(options: argparse.Namespace) -> Report:
-    """Take the stages of a run on a GPU."""
+    """Run the stages that record evidence on a GPU."""
     since, root = time.monotonic(), sources.root()
     names = stages.in_order(options.ops or recording.PROVEN)
     if blocks := [name for name in names if name in BLOCKS]:
@@ -166,12 +168,12 @@ def _record(options: argparse.Namespace) -> Report:
             report.results += stages.run(stage, names, stages.Machine(root), record, since)
             since = None
     except KeyboardInterrupt:
-        print(f"interrupted; what was found until then: {path}", file=sys.stderr)
+        print(f"interrupted; the results so far are in {path}", file=sys.stderr)
     return report
 
 
 def _begun(device: str) -> Report:
-    """A report of nothing yet but the machine, whose copy bandwidth is measured."""
+    """A report with only the machine and its measured copy bandwidth."""
     copy_gbps = limits.copy_gbps(clock_for(device), device)
     report = Report(machine(device) | {"copy_gbps": copy_gbps})
     show_machine(report.machine)
@@ -210,14 +212,14 @@ def _measure(options: argparse.Namespace) -> Report:
             for op in [OPS[name] for name in names if name in OPS]:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
-        print("interrupted; what was measured until then:", file=sys.stderr)
+        print("interrupted; the results so far:", file=sys.stderr)
     if device == "cpu" and (root := sources.root()):
         report.sources = recording.cpu_sources(names, root)
     return report
 
 
 def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
-    """Each op has a process, with all of its backends."""
+    """Measure each op, with all its backends, in its own process."""
     jobs = []
     for op in names:
         served = recording.gpu_backends(recording.PROVEN[op]) if op in recording.PROVEN else []

@@ -1,4 +1,4 @@
-"""`torchweld bench compare A.json B.json`: what became slower between two runs."""
+"""`torchweld bench compare A.json B.json`: list the cases that became slower between two runs."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ Key = tuple[str, str, str, str, str]
 class Change:
     """A contender's speed over eager in one case, in both runs.
 
-    Two runs meet different machines or different hours of one machine. Eager is measured beside
-    every contender, and so its time is the unit.
+    Two runs differ in machine or in the load of one machine. Eager is timed with every contender,
+    so its time is the unit.
     """
 
     key: Key
     before: float
     after: float
-    noise: float  # half the distance from p20 to p80, in the run where it is larger
+    noise: float  # half of p80 - p20, in the noisier run
 
     @property
     def ratio(self) -> float:
-        """Above 1: faster than before."""
+        """The new speed over the old one; above 1 is faster."""
         return self.after / self.before
 
     def slower(self, tolerance: float) -> bool:
-        """Whether it lost more than the tolerance and more than the times scatter."""
+        """Whether it lost more than the tolerance and more than the noise."""
         return self.ratio < 1 - max(tolerance, self.noise)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command. Its exit status is 1 if anything became slower."""
     parser = argparse.ArgumentParser(prog="torchweld bench compare", description=__doc__)
-    parser.add_argument("before", type=Path, metavar="A.json", help="what --json wrote before")
-    parser.add_argument("after", type=Path, metavar="B.json", help="and what it wrote afterwards")
+    parser.add_argument("before", type=Path, metavar="A.json", help="a file of --json, before")
+    parser.add_argument("after", type=Path, metavar="B.json", help="a file of --json, after")
     parser.add_argument(
-        "--tolerance", type=float, default=0.05, help="a loss to ignore; default: 0.05"
+        "--tolerance", type=float, default=0.05, help="the loss to ignore; default: 0.05"
     )
-    parser.add_argument("--all", action="store_true", help="show what did not change, too")
+    parser.add_argument("--all", action="store_true", help="also show cases that did not change")
     options = parser.parse_args(arguments)
     try:
         before, after = load(options.before), load(options.after)
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        print(f"torchweld bench compare: not a file of --json: {error}", file=sys.stderr)
+        print(f"torchweld bench compare: not a file that --json wrote: {error}", file=sys.stderr)
         return 2
     found = list(changes(before.results, after.results))
     if not found:
@@ -72,12 +72,12 @@ def run(arguments: Sequence[str]) -> int:
         table.show()
     only = [f"{len(a - b)} only {when}" for a, b, when in _alone(before.results, after.results)]
     print(f"{len(found)} cases in both, {', '.join(only)}; {len(lost)} became slower")
-    print("before and after: times as fast as eager, which was measured beside them")
+    print("before and after: speed over eager, which was timed in the same run")
     return 1 if lost else 0
 
 
 def changes(before: Iterable[Result], after: Iterable[Result]) -> Iterator[Change]:
-    """Every contender but eager that was timed in both runs."""
+    """Every contender except eager that was timed in both runs."""
     earlier = _timed(before)
     for key, result in _timed(after).items():
         if key in earlier:

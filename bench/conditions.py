@@ -1,4 +1,4 @@
-"""The conditions for CPU times, which are the same for every contender."""
+"""Conditions for CPU times, the same for every contender."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import platform
 import sys
 
-# By default glibc maps a large block anew for every call, and its pages fault in one by one. That
-# takes longer than a norm does. A training process reuses its blocks.
+# By default glibc maps every large block anew, and its pages fault in one by one. That takes longer
+# than a norm. A training process reuses its blocks.
 RESIDENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
@@ -20,7 +20,7 @@ UNWANTED = "TORCHWELD_POISON"
 
 
 def settle(*, default_allocator: bool) -> None:
-    """Start this command again with its environment set: a process reads it only when it starts."""
+    """Restart this command with the environment set: a process reads it only at its start."""
     wanted = BOUND | ({} if default_allocator else RESIDENT)
     here = {name: value for name, value in os.environ.items() if name != UNWANTED}
     settled = {**here, **wanted} if platform.libc_ver()[0] == "glibc" else here

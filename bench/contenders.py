@@ -1,4 +1,4 @@
-"""Who is measured: eager, torchweld's backends, torch.compile, and installed peers."""
+"""The contenders: eager, torchweld's backends, torch.compile, and installed peers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Contender:
-    """A function of the forward's arguments, and the torchweld backend that it asks for, if any."""
+    """A function of the forward's arguments, and the torchweld backend that it uses, if any."""
 
     name: str
     function: Callable[..., Any]
     backend: str | None = None
-    judged: bool = True  # False if it drops other elements than the reference
+    judged: bool = True  # False if it drops different elements than the reference
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Peer:
     functions: dict[str, Callable[[Any], Callable[..., Any]]]
     devices: Sequence[str] = ("cuda",)
     drops: bool = True  # whether it has dropout
-    judged: bool = True  # whether it computes the same
+    judged: bool = True  # whether its results should equal the reference's
 
     def missing(self) -> str | None:
-        """Why it cannot take part."""
+        """Why it cannot take part, or None."""
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"not installed: pip install {self.package}"
         return None
@@ -66,7 +66,7 @@ PEERS = {
         "liger_kernel.transformers.functional",
         {
             "layer_norm": lambda m: lambda x, shape, w, b, eps: m.liger_layer_norm(x, w, b, eps),
-            # in_place would overwrite the gradient that every contender is given.
+            # in_place would overwrite the gradient that all contenders share.
             "rms_norm": lambda m: (
                 lambda x, shape, w, eps: m.liger_rms_norm(x, w, eps, in_place=False)
             ),
@@ -98,7 +98,7 @@ def rivals(device: str) -> list[str]:
 def contenders(
     op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Eager first, then everyone asked for who can take part, and why the others cannot."""
+    """Eager and the requested contenders that can take part, and why the others cannot."""
     plain = op.plain or op.reference
     judged = op.plain is None or not op.draws(inputs)
     found = [Contender(EAGER, plain, judged=judged)]
@@ -110,16 +110,16 @@ def contenders(
             found.append(Contender(backend, partial(call, op), backend))
     for name in rivals:
         if name == COMPILE:
-            torch.compiler.reset()  # each shape is compiled afresh, as if it came first
+            torch.compiler.reset()  # compile each shape afresh, as if it came first
             found.append(Contender(name, torch.compile(plain), judged=judged))
         elif name not in PEERS:
-            continue  # it has optimizers
+            continue  # a peer of the optimizers
         elif reason := PEERS[name].missing():
             absent[name] = reason
         elif op.name not in PEERS[name].functions:
             absent[name] = f"it has no {op.name}"
         elif inputs[0].device.type not in PEERS[name].devices:
-            absent[name] = "it runs on GPUs alone"
+            absent[name] = "it runs only on GPUs"
         elif op.draws(inputs) and not PEERS[name].drops:
             absent[name] = "it has no dropout"
         else:

@@ -1,7 +1,7 @@
-"""Runs the contract tests on a GPU, each op and backend in a process of its own.
+"""Runs the contract tests on a GPU, each op and backend in its own process.
 
-A fault in a kernel breaks the GPU for its process: whatever comes after it there fails as well. A
-process that hangs is ended.
+A fault in a kernel breaks the GPU for its process: all later tests in it fail too. A process that
+hangs is killed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from torchweld.registry import OPS
 
 Target = tuple[str, str]  # the name of an op or a rule, and a backend
 
-# A line of pytest's as it runs a test, and what comes of it; a test that killed the process has
-# only the first part.
+# A line of pytest's output: a test and its outcome. A test that killed the process has no outcome.
 _LINE = re.compile(r"^(?P<test>\S+\.py::\S.*?) +(?:(?P<outcome>[A-Z]+)\b.*)?$")
 _GPU = re.compile(r"\[(?:[^\]]*-)?gpu-[a-z]+\b")
 _COUNTED = {"PASSED": True, "FAILED": False, "ERROR": False}
-# Each of these tests covers what rules share, or the rule that its name or parameters have.
+# Each of these tests covers code that all rules share, or the rule in its name or parameters.
 _OF_RULES = "tests/optim/test_optim_cuda*.py"
 _MOST_RESTARTS = 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A test on the GPU that ended, or that ended its process."""
+    """A test on the GPU that ended, or that killed its process."""
 
     test: str
     passed: bool
@@ -56,22 +55,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limit:
-    """When a process is ended: it hangs, or the time of the whole run is over."""
+    """When to kill a process: when it hangs, or when the whole run's time is up."""
 
     seconds: float = 600
     until: float = float("inf")  # on the monotonic clock
 
     def left(self) -> float:
-        """Seconds that a process may take that starts now."""
+        """The seconds that a process started now may take."""
         return min(self.seconds, self.until - time.monotonic())
 
     def is_over(self) -> bool:
-        """Whether no time is left for anything."""
+        """Whether the whole run's time is up."""
         return time.monotonic() >= self.until
 
 
 def contract(root: Path, targets: set[Target], limit: Limit | None = None) -> Iterator[Verdict]:
-    """The outcomes for each op, rule and backend, test by test as they end."""
+    """The outcomes for each op, rule and backend, as the tests end."""
     limit = limit or Limit()
     ops = sorted(target for target in targets if target[0] in OPS)
     rules = sorted(targets - set(ops))
@@ -79,7 +78,7 @@ def contract(root: Path, targets: set[Target], limit: Limit | None = None) -> It
 
     def of_op(target: Target) -> None:
         name, backend = target
-        # "layer_norm" is part of the name of another op.
+        # "layer_norm" also matches other ops, whose names end in it.
         others = [op for op in OPS if op != name and op.endswith(name)]
         words = " and not ".join(f"{op}-gpu-{backend}" for op in (name, *others))
         for outcome in _tests(root, ["-k", words, "tests"], limit):
@@ -92,7 +91,7 @@ def contract(root: Path, targets: set[Target], limit: Limit | None = None) -> It
 
     jobs = [(of_op, target) for target in ops]
     jobs += [(of_rules, file) for file in sorted(root.glob(_OF_RULES)) if rules]
-    # Most of the time goes to compilers on the CPU.
+    # Compilers on the CPU take most of the time.
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         done = [pool.submit(*job) for job in jobs]
         threading.Thread(target=lambda: ([d.exception() for d in done], found.put(None))).start()
@@ -118,19 +117,19 @@ def _one_failure_at_a_time(root: Path, file: Path, limit: Limit) -> Iterator[Out
 def _concerned(outcome: Outcome, rules: Sequence[Target]) -> Sequence[Target]:
     """The rules that a test names.
 
-    One that names none has passed for all of them, and has failed for what they share: each rule
-    has tests of its own.
+    If it names none, a pass counts for all rules, and a failure for the code that they share: each
+    rule has its own tests.
     """
     named = [target for target in rules if target[0] in outcome.test.lower()]
     return named or (rules if outcome.passed else [(OPTIMIZERS, rules[0][1])])
 
 
 def _tests(root: Path, selected: Sequence[str], limit: Limit) -> Iterator[Outcome]:
-    """The outcomes of the selected tests on the GPU. What else they print goes to stderr."""
+    """The outcomes of the selected tests on the GPU. Their other output goes to stderr."""
     if limit.is_over():
         return
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-vv", "--tb=short", *selected]
-    # Inductor would start processes of its own.
+    # Keep Inductor from starting processes.
     serial = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "COLUMNS": "1000"}
     with subprocess.Popen(
         command, cwd=root, env=serial, stdout=subprocess.PIPE, text=True, errors="replace"

@@ -1,6 +1,6 @@
 """A small GPT trained with each state codec: python -m torchweld.bench.convergence.
 
-The text is the Python library's own documentation and source, read byte by byte. Every codec starts
+The text is the Python library's documentation and source, read byte by byte. Every codec starts
 from the same weights and sees the same batches. The result is the mean loss of the last steps.
 """
 
@@ -22,8 +22,8 @@ from torchweld.table import Table, progress
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 64, 16
 LAST = 50  # steps whose mean is the final loss
 
-# Name -> the parameters' dtype, and AdamW's settings. Codecs are compared with the first one of
-# their dtype.
+# Name -> the parameters' dtype and AdamW's settings. The baseline is the first codec with the same
+# dtype.
 CODECS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 def text() -> torch.Tensor:
-    """A few megabytes that every Python installation has."""
+    """A few megabytes of text that every Python installation has."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
@@ -116,7 +116,7 @@ def final(losses: Sequence[float]) -> float:
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """The losses of the first seed, and the distance of each codec from its baseline."""
+    """Plot the losses of the first seed, and each codec's distance from its baseline."""
     import matplotlib
 
     matplotlib.use("Agg")

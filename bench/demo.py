@@ -1,7 +1,7 @@
 """`torchweld demo`: a small GPT learns the text of Python's library, eager and fused.
 
-Every contender starts from the same weights and sees the same batches. The baseline is what torch
-offers: scaled_dot_product_attention and torch.optim.AdamW(fused=True).
+Every contender starts from the same weights and sees the same batches. The baseline is torch's
+best: scaled_dot_product_attention and torch.optim.AdamW(fused=True).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchweld.table import Table, progress
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
 WIDTH = {"cpu": 256, "cuda": 1024}
 LEARNING_RATE = 1e-3
-TIMED = 12.0  # seconds of steps for a table
+TIMED = 12.0  # seconds of steps for the table
 EAGER = "eager"
 THREE_LINES = """\
 import torchweld
@@ -41,7 +41,7 @@ optimizer = torchweld.optim.AdamW8bit(model.parameters(), lr=1e-3)  # or AdamW
 
 
 class GPT(nn.Module):
-    """A GPT on bytes, of torch's own layers."""
+    """A GPT on bytes, made of torch's layers."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders have in common."""
+    """The settings that all contenders share."""
 
     device: str
     dropout: float = 0.1
@@ -80,7 +80,7 @@ class Setting:
         return f"{precision}, dropout {self.dropout:g}"
 
     def learners(self, names: Sequence[str], seed: int) -> list[Learner]:
-        """The contenders of these names, before their first step."""
+        """The contenders with these names, before their first step."""
         data = text()
         starts = torch.Generator().manual_seed(seed)
         batches: list[torch.Tensor] = []
@@ -140,7 +140,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
     parser.add_argument(
-        "--seconds", type=float, default=90.0, help="to train for the curves; default: 90"
+        "--seconds", type=float, default=90.0, help="how long to train for the curves; default: 90"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -207,7 +207,7 @@ def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, A
 
 
 def _learn(learners: Sequence[Learner], seconds: float) -> None:
-    """Train all in turn for this long, from where they are, by as many steps each."""
+    """Continue training all learners in turn for this long, with as many steps each."""
     start = time.monotonic()
     for turn in progress([f"learning, at most {seconds:.0f} s"] * 1000):
         if turn >= 5 and time.monotonic() - start > seconds:
@@ -242,7 +242,7 @@ def plot(
     about: dict[str, Any],
     path: Path,
 ) -> None:
-    """Losses by step and by time, which is where the contenders differ."""
+    """Plot losses over steps and over time. Only over time do the contenders differ."""
     import matplotlib
 
     matplotlib.use("Agg")

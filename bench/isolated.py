@@ -1,4 +1,4 @@
-"""Measures an op in a process of its own: a kernel's fault breaks the GPU for that process only."""
+"""Measures an op in its own process: a kernel's fault breaks the GPU for that process only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import clock_for
 from torchweld.registry import OPS
 
-# A process that hangs is ended; torch.compile takes minutes over the largest of ops.
+# A process that takes longer is killed. torch.compile takes minutes for the largest ops.
 SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """An op, a rule or a block, and how it is measured."""
+    """An op, a rule or a block, and how to measure it."""
 
     op: str
     plan: Plan
@@ -40,7 +40,7 @@ class Job:
         return f"{self.op} on {', '.join(self.plan.backends)}"
 
     def cases(self) -> Sequence[kinds.AnyCase]:
-        """What is measured."""
+        """The cases to measure."""
         if self.step is None:
             dtypes = [getattr(torch, name) for name in self.dtypes]
             return kinds.cases([self.op], self.device, dtypes, self.sizes, quick=self.quick)
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Found:
-    """What came of a job, as far as its process got; `fault` is what ended that."""
+    """A job's results until its process ended, and the fault if it ended early."""
 
     results: list[list[Result]]
     overheads: list[Overhead]
@@ -58,7 +58,7 @@ class Found:
 
 
 def run(job: Job, seconds: float = SECONDS) -> Found:
-    """Run the job in a process of its own."""
+    """Run the job in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told"
         told.touch()
@@ -77,7 +77,7 @@ def run(job: Job, seconds: float = SECONDS) -> Found:
 
 
 def refused(job: Job, found: Found) -> list[Result]:
-    """That a job's process ended early, as a result of each of its backends."""
+    """A refused result for each backend of a job whose process ended early."""
     return [
         Result(job.op, [], "", "", backend, 0, 0, status="refused", reason=found.fault)
         for backend in job.plan.backends
@@ -85,7 +85,7 @@ def refused(job: Job, found: Found) -> list[Result]:
 
 
 def main(given: str, told: str) -> None:
-    """The process of a job, which writes a line of JSON after every case and direction."""
+    """Run a job in this process, and write a line of JSON after every case and direction."""
     values: dict[str, Any] = json.loads(given)
     job = Job(**values | {"plan": Plan(**values["plan"])})
     with Path(told).open("a") as file:
@@ -94,7 +94,7 @@ def main(given: str, told: str) -> None:
 
 
 def measured(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
-    """What is found in this process, as it is found: "results" and "overheads"."""
+    """Measure in this process, and yield "results" and "overheads" as they are found."""
     clock = clock_for(job.device)
     for case in job.cases():
         for results in kinds.measure(case, job.plan, clock):

@@ -1,4 +1,4 @@
-"""What memory allows: streams with an op's own mix of reads and writes, timed beside the op."""
+"""The limit that memory sets: streams with an op's mix of reads and writes, timed with the op."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torchweld.bench.timing import Clock, interleaved, last_level_cache
 from torchweld.registry.cost import Traffic
 
-# A smaller stream measures the calls of its two or three torch ops, not the memory.
+# A smaller stream measures the overhead of its two or three torch calls, not memory.
 LEAST_BYTES = 2**20
 
 
 def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
-    """Move as many bytes as the op has to, in the best mix of torch's simplest loops.
+    """A call that moves as many bytes as the op must, with the best mix of torch's simplest loops.
 
-    Three loops make any mix: a + b -> c (2 reads for a write), a copy (1:1), and a sum (reads) or a
-    fill (writes) for the rest. In place, a CPU does not fetch what it overwrites. The loops are
-    then a + 1 -> a (1:1) and a sum.
+    Three loops make any mix: a + b -> c (2 reads per write), a copy (1:1), and a sum (reads) or a
+    fill (writes) for the rest. In place, a CPU has already read the lines that it writes and need
+    not fetch them. The loops are then a + 1 -> a (1:1) and a sum.
     """
     if traffic.total < LEAST_BYTES:
         return None
@@ -31,7 +31,7 @@ def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
     added, copied, summed, filled = mix(reads, writes)
     source = torch.ones(reads, device=device)
     target = torch.empty(writes, device=device)
-    # Disjoint pieces, so that nothing is in a cache already.
+    # Disjoint pieces, so that no loop finds data in a cache.
     a, b, c, s = source.split([added, added, copied, summed])
     a_b, c_c, f = target.split([added, copied, filled])
 
@@ -49,7 +49,7 @@ def stream(traffic: Traffic, device: str) -> Callable[[], Any] | None:
 
 
 def mix(reads: int, writes: int) -> tuple[int, int, int, int]:
-    """Elements to add (two reads and a write each), to copy, to sum and to fill."""
+    """The numbers of elements to add (two reads and a write each), to copy, to sum and to fill."""
     added = max(0, min(reads - writes, writes))
     copied = min(reads - 2 * added, writes - added)
     return added, copied, reads - 2 * added - copied, writes - added - copied

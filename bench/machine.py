@@ -13,7 +13,7 @@ from torchweld.machine import cpu_name, versions
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Everything that a time depends on, and when it was taken."""
+    """The facts that a time depends on, and the date."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,

@@ -1,4 +1,4 @@
-"""Peak memory of torch's ops: counted on the CPU, asked of the allocator on a GPU."""
+"""Peak memory of torch's ops: counted on the CPU, read from the allocator on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of what torch's ops make, for as long as it lives; `peak` is the most at a time."""
+    """Counts the live bytes that torch's ops allocate; `peak` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """The most that a call holds at a time, beyond what was there before."""
+    """The most bytes that a call holds beyond those allocated before it."""
     if device != "cuda":
         with LiveBytes() as live:
             call()

@@ -1,8 +1,9 @@
-"""What offloading costs on the host: python -m torchweld.bench.offload.
+"""The host's cost of offloading: python -m torchweld.bench.offload.
 
 The step kernel writes float32 masters, moments and the 16-bit parameters in one pass. DeepSpeed's
-CPUAdam steps float32 parameters, which are then copied to 16 bits. Turns alternate in one process.
-The hooks are timed in the backward of a model of 100 million parameters, without the copies.
+CPUAdam steps float32 parameters, which are then copied to 16 bits. The contenders take turns in one
+process. The hooks are timed in the backward pass of a model of 100 million parameters, without the
+copies.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _params(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def steps() -> dict[str, Callable[[], Any]]:
-    """A step of each contender that is installed, the parameters in bfloat16 at its end."""
+    """A step of each installed contender. Each ends with bfloat16 parameters."""
     ours = optim.AdamW(_params(torch.bfloat16), 1e-3, master_weights=True)
     found: dict[str, Callable[[], Any]] = {"torchweld, one pass": ours.step}
     eight_bit = optim.AdamW(
@@ -56,8 +57,8 @@ def steps() -> dict[str, Callable[[], Any]]:
 
         cpu_adam = DeepSpeedCPUAdam(masters, 1e-3, weight_decay=1e-2)
         theirs.append(("DeepSpeed's CPUAdam, and a copy", cpu_adam))
-    except Exception as error:  # its op is compiled when it is first made
-        print(f"DeepSpeed's CPUAdam is not here: {error}")
+    except Exception as error:  # its op is compiled at first use
+        print(f"DeepSpeed's CPUAdam is not available: {error}")
     for name, optimizer in theirs:
 
         def step_and_copy(optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -71,7 +72,7 @@ def steps() -> dict[str, Callable[[], Any]]:
 
 
 def compare_steps() -> Table:
-    """The median of each contender's time, and of its ratio to ours in the same turn."""
+    """Each contender's median time, and its median ratio to ours in the same turn."""
     contenders = steps()
     for call in contenders.values():
         for _ in range(3):
@@ -87,9 +88,9 @@ def compare_steps() -> Table:
 
 
 def hook_share(layers: int = 14, width: int = 768, tokens: int = 128) -> tuple[int, float, float]:
-    """Parameters, the seconds of a step, and those of its hooks, copies left out.
+    """The number of parameters, and the seconds of a step and of its hooks, without the copies.
 
-    Seconds of the thread that runs the backward: what else the machine does counts in neither.
+    Both are CPU seconds of the thread that runs the backward pass.
     """
     torch.manual_seed(0)
     blocks = [nn.TransformerEncoderLayer(width, 12, 4 * width, 0.0) for _ in range(layers)]
@@ -104,7 +105,7 @@ def hook_share(layers: int = 14, width: int = 768, tokens: int = 128) -> tuple[i
         in_hooks[0] += _seconds(lambda: accumulated(p), time.thread_time)
 
     def queued(copies: Any) -> Any:
-        # A device only takes them into a queue.
+        # A device would only queue them.
         return fetch(copies if copies_are_made else ())
 
     offload._accumulated = timed  # type: ignore[method-assign]
@@ -128,7 +129,7 @@ def hook_share(layers: int = 14, width: int = 768, tokens: int = 128) -> tuple[i
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, help="of the steps; by default torch's")
+    parser.add_argument("--threads", type=int, help="threads for the steps; default: torch's")
     asked = parser.parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)

@@ -1,4 +1,5 @@
-"""A small GPT by Adam and by 1-bit Adam, on two processes: python -m torchweld.bench.one_bit.
+"""A small GPT trained with Adam and with 1-bit Adam on two processes: python -m
+torchweld.bench.one_bit.
 
 All start from the same weights and see the same batches. 1-bit Adam runs with error feedback and
 without it. The result is the mean loss of the last steps, over both processes.
@@ -29,7 +30,7 @@ ADAM, KEPT, DROPPED = "Adam", "1-bit Adam", "1-bit Adam without error feedback"
 
 
 class WithoutFeedback(optim.OneBitAdam):
-    """What a quantisation leaves out is lost."""
+    """1-bit Adam that discards quantisation errors."""
 
     def _reduce(self, owned: Sequence[Any]) -> Any:
         found = super()._reduce(owned)
@@ -51,7 +52,7 @@ def _optimizer(name: str, model: torch.nn.Module, whole: Any, steps: int) -> Any
 
 
 def _train(name: str, seed: int, steps: int) -> list[float]:
-    """The loss of every step, the mean of both processes."""
+    """The loss of every step, averaged over both processes."""
     torch.manual_seed(seed)
     model = GPT()
     whole = DistributedDataParallel(model)
@@ -91,7 +92,7 @@ def _work(rank: int, folder: str, seeds: int, steps: int) -> None:
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """The losses of all seeds, and how far above Adam's they are."""
+    """Plot the losses of all seeds, and their excess over Adam's."""
     import matplotlib
 
     matplotlib.use("Agg")

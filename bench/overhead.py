@@ -1,4 +1,4 @@
-"""What a call costs beside its work, measured on tensors so small that nothing else is left."""
+"""The overhead of a call, measured on tensors so small that the work itself takes no time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchweld.dispatch.call import call
 from torchweld.registry import Composite, Op
 
 DIRECTIONS = ("no gradients", "with gradients", "and backward")
-CALLS = 50  # in a block, which is timed as a whole
+CALLS = 50  # timed together, as one sample
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Overhead:
 
 
 def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
-    """Measured on the host's clock, from warm caches, on one thread."""
+    """Measure on the host's clock, with warm caches, on one thread."""
     problem = Case(op, op.tiny, torch.float32, device).draw()
     ours = _as_users_call(op)
     calls: list[tuple[Callable[..., Any], str | None]] = [
@@ -56,7 +56,7 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
 
 
 def _as_users_call(op: Op) -> Callable[..., Any]:
-    """The public function on the forward's arguments; it draws a seed at every call."""
+    """The public function on the forward's arguments. It draws a seed at every call."""
     if op.inputs is None and not isinstance(op, Composite):
         return getattr(torchweld.functional, op.name)
 
@@ -92,7 +92,7 @@ def _block(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread: waking a second one varies by more than a call takes."""
+    """Use one thread: the time to wake a second one varies by more than a call takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""`torchweld bench --model pkg.module:build`: the user's own model eager, compiled and fused."""
+"""`torchweld bench --model pkg.module:build`: times a model eager, compiled and fused."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Built = tuple[nn.Module, Any]
 
 
 def built(name: str) -> Built:
-    """What `pkg.module:build` returns: a model, and a batch of its arguments."""
+    """Import and call `pkg.module:build`, which returns a model and a batch of its arguments."""
     module, colon, function = name.partition(":")
     if not colon:
         raise Refusal(f"--model: {name!r} is not of the form pkg.module:build")
-    sys.path.insert(0, os.getcwd())  # where the user's own module is
+    sys.path.insert(0, os.getcwd())  # the user's module is here
     try:
         found = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
@@ -50,14 +50,14 @@ CONTENDERS = (EAGER, COMPILE, "fused", EIGHT_BIT)
 
 
 def chosen(against: Sequence[str] | None) -> list[str]:
-    """The contenders, where --vs names some; None: all."""
+    """The contenders that --vs names, or all for None."""
     return [c for c in CONTENDERS if against is None or c != COMPILE or c in against]
 
 
 def measure(
     model: nn.Module, batch: Any, device: str, contenders: Sequence[str] = CONTENDERS
 ) -> list[dict[str, Any]]:
-    """Print what fuse() changes, and the times of every contender. Return those."""
+    """Print what fuse() changes and every contender's times, and return the times."""
     model, batch = model.to(device).train(), _moved(batch, device)
     fused = copy.deepcopy(model)
     torchweld.fuse(fused)
@@ -87,7 +87,7 @@ def _learner(name: str, model: nn.Module, batch: Any) -> Learner:
 
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The model's own loss, if it returns one; else the mean square of what it returns."""
+    """The model's own loss, if it returns one; else the mean square of its results."""
     if isinstance(batch, Mapping):
         result = model(**batch)
     elif isinstance(batch, torch.Tensor):

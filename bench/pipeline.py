@@ -1,13 +1,15 @@
 """Bubble and overhead of pipeline schedules: python -m torchweld.bench.pipeline --ranks 2.
 
-Stages are layers that compute, or with --sleep layers that sleep for a known time: then it is the
-schedule that is measured, also where there are fewer cores than ranks.
+Stages consist of layers that compute, one thread each, or with --sleep of layers that sleep for a
+known time. Sleeping measures only the schedule, even with fewer cores than ranks. The table has the
+shortest step, and the median of all steps' idle shares.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -35,13 +37,13 @@ class _Asleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         to_x, to_weight, _ = where_it_goes(ctx)
-        # Where nothing takes the gradient of x, in the first stage, the time passes all the same.
+        # In the first stage x needs no gradient, but its time passes all the same.
         time.sleep(ctx.seconds * (to_x + to_weight + (not ctx.needs_input_grad[0])))
         return grad if to_x else None, grad.sum(0) if to_weight else None, None
 
 
 class Sleeper(nn.Module):
-    """A layer whose forward and two halves of a backward take so long each, and no processor."""
+    """A layer whose forward and both halves of whose backward sleep for `seconds` each."""
 
     def __init__(self, seconds: float, width: int = 4) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class Sleeper(nn.Module):
 
 
 class Layer(nn.Module):
-    """The feed-forward half of a transformer's layer, with dropout."""
+    """The feed-forward half of a transformer layer, with dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,8 +66,8 @@ class Layer(nn.Module):
         return self.add(self.mlp(self.norm(x)), None, x)
 
 
-def measure(schedule: stages.Name, options: argparse.Namespace) -> Timeline:
-    """The shortest step of several, after one that warms up."""
+def measure(schedule: stages.Name, options: argparse.Namespace) -> list[Timeline]:
+    """Several steps, the shortest first, after one warm-up step."""
     device = torch.device("cuda" if options.cuda else "cpu")
     width, layers = options.width, 2 * options.layers * dist.get_world_size()
     blocks: list[nn.Module] = [
@@ -88,7 +90,7 @@ def measure(schedule: stages.Name, options: argparse.Namespace) -> Timeline:
             given = (batch,) if pipe.is_first else ()
             pipe.schedule.step(*given, target=batch if pipe.is_last else None)
         found.append(timeline)
-    return min(found[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
+    return sorted(found[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
 
 
 def _work(rank: int, store: str, options: argparse.Namespace) -> None:
@@ -97,12 +99,14 @@ def _work(rank: int, store: str, options: argparse.Namespace) -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if options.cuda else "gloo"
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=options.ranks)
-    columns = ("schedule", "step ms", "idle", "(p-1)/(m+p-1)", "overhead")
+    columns = ("schedule", "step ms", "idle", "median idle", "(p-1)/(m+p-1)", "overhead")
     table, expected = Table(columns, 1), bubble_of(options.ranks, options.microbatches)
     for schedule in options.schedules:
-        timeline = measure(schedule, options)
+        found = measure(schedule, options)
+        timeline, median = found[0], statistics.median(t.bubble() for t in found)
         begin, end = timeline.span
-        shares = [f"{share:.1%}" for share in (timeline.bubble(), expected, timeline.overhead())]
+        every = (timeline.bubble(), median, expected, timeline.overhead())
+        shares = [f"{share:.1%}" for share in every]
         table.add(schedule, f"{1e3 * (end - begin):.1f}", *shares)
         if rank == 0 and options.plot:
             options.plot.mkdir(parents=True, exist_ok=True)
@@ -118,12 +122,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schedules", nargs="+", default=get_args(stages.Name))
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=1, help="half of those of a rank")
+    parser.add_argument("--layers", type=int, default=1, help="half of a rank's layers")
     parser.add_argument("--rows", type=int, default=512, help="of a microbatch")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--sleep", type=float, default=0.0, help="ms, instead of computing")
+    parser.add_argument(
+        "--sleep", type=float, default=0.0, help="milliseconds to sleep instead of computing"
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--plot", type=Path, help="a folder for the timelines")
+    parser.add_argument("--plot", type=Path, help="folder for the timelines")
     options = parser.parse_args()
     options.cuda = torch.cuda.device_count() >= options.ranks
     os.environ["OMP_NUM_THREADS"] = "1"

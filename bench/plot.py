@@ -1,4 +1,4 @@
-"""The results as a picture: speed over eager, with the speed of a stream of as many bytes."""
+"""A picture of the results: speed over eager, with the speed of a stream of as many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = tuple[str, str]  # shape and variant, and direction
 
 
 def plot(report: Report, path: Path) -> None:
-    """One panel for each op and dtype; a group of bars for each shape and direction."""
+    """Draw one panel per op and dtype, with a group of bars per shape and direction."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def plot(report: Report, path: Path) -> None:
     names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
     groups = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
     width = max(4.5, max(map(_width, groups.values())) + 1.2)
-    # An op's dtypes stay side by side.
+    # Keep an op's dtypes side by side.
     across = min(len(ops), max(1, int(WIDTH / (width * len(dtypes)))))
     rows, columns = -(-len(ops) // across), across * len(dtypes)
     figure, axes = pyplot.subplots(
@@ -68,7 +68,7 @@ def _groups(results: Sequence[Result], op: str, dtype: str) -> dict[Group, dict[
 
 
 def _width(groups: dict[Group, dict[str, Result]]) -> float:
-    """Inches that the bars take, with the names of shapes below them."""
+    """The width in inches of the bars and the shapes' names below them."""
     labels = [label for label, _ in groups]
     longest = {label: max(map(len, _lines(label).split("\n"))) for label in labels}
     return sum(max(0.62, 0.085 * longest[label] / labels.count(label)) for label in labels)
@@ -98,7 +98,7 @@ def _panel(panel: Any, groups: dict[Group, dict[str, Result]], names: Sequence[s
 
 
 def _mark(panel: Any, at: int, limit: float, top: float) -> None:
-    """Mark a limit. One far above every bar becomes a number, so that the bars stay tall."""
+    """Mark a limit. A limit far above every bar becomes a number, so that the bars stay tall."""
     if limit > top:
         panel.annotate(
             f"limit {limit:.0f}",
@@ -133,7 +133,7 @@ def _bar(
 
 
 def _limit(group: dict[str, Result]) -> float | None:
-    """Speed over eager of the stream that moves as many bytes."""
+    """The speed over eager of the stream that moves as many bytes."""
     result = next(iter(group.values()))
     if result.limit_ms is None or result.eager_ms is None:
         return None
@@ -141,12 +141,12 @@ def _limit(group: dict[str, Result]) -> float | None:
 
 
 def _lines(label: str) -> str:
-    """A shape on one line, and its variant on lines of its own."""
+    """A shape on one line, and its variant on further lines."""
     return label.replace(", ", "\n").replace(" ", "\n", 1)
 
 
 def _name_shapes(panel: Any, labels: Sequence[str]) -> None:
-    """Write each name once, below its directions."""
+    """Write each shape's name once, below its directions."""
     for label in dict.fromkeys(labels):
         places = [at for at, other in enumerate(labels) if other == label]
         panel.annotate(

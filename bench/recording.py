@@ -1,4 +1,4 @@
-"""Evidence from a GPU: record the contract's count and the times, and tell whether it is stale."""
+"""Evidence from a GPU: records the contract's outcomes and times, and marks stale ones."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torchweld.registry import BACKENDS, OPS, Op
 
 Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
-# The parts of a result that the evidence keeps.
+# The fields of a result that the evidence keeps.
 _KEPT = ("shape", "variant", "dtype", "direction", "elements", "bytes", "flops", "peak_bytes")
-# The parts that tell one case and direction from another.
+# The fields that identify a case and direction.
 _CASE = ("shape", "variant", "dtype", "direction")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 
-# What tests of rules count for that name none of them.
+# Tests of optimizers that name no rule count for this.
 OPTIMIZERS = "optimizers"
-# How kernels are proven: beside the benchmark's times, and by the contract's tests.
+# How kernels are checked: by the benchmark before it times them, and by the contract's tests.
 JUDGED, TESTED = "judged", "tested"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was found wrong: a test or a case by name, and the dtype if it concerns only one."""
+    """A failure: the name of a test or a case, and the dtype if it concerns only one."""
 
     what: str
     dtype: str | None
 
     @classmethod
     def of(cls, result: Result) -> Fault:
-        """A refused result's."""
+        """The fault of a refused result."""
         return cls(f"{result.label}: {result.reason}".lstrip(": "), result.dtype or None)
 
 
@@ -48,14 +48,14 @@ class Record:
     """The evidence file of a GPU, written after every step, so that an interrupted run keeps its
     steps.
 
-    Nothing older is lost before something takes its place. `root` is the repository with the
-    sources; an installed package has none.
+    Older entries stay until new ones replace them. `root` is the repository with the sources; an
+    installed package has none.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any], root: Path | None) -> None:
         self.path, self._root = path, root
         self._begun: set[tuple[str, str, str]] = set()
-        # Unreadable evidence is an error: the first step would overwrite it.
+        # Raise for unreadable evidence: the first step would overwrite it.
         self._content: dict[str, Any] = (
             json.loads(path.read_text()) if path.exists() else {"ops": {}}
         )
@@ -68,7 +68,7 @@ class Record:
         }
 
     def begin(self, op: str, backend: str, how: str) -> None:
-        """The next outcome of this kind takes the place of those of an earlier run."""
+        """Let the next outcome of this kind replace those of an earlier run."""
         self._begun.add((op, backend, how))
 
     def add_outcome(self, op: str, backend: str, how: str, fault: Fault | None) -> None:
@@ -84,7 +84,7 @@ class Record:
         cache.write(self.path, self._content)
 
     def add_results(self, results: Iterable[Result]) -> None:
-        """Times of one case and direction: each backend's, with its rivals' beside them."""
+        """Record one case and direction: each backend's times, with its rivals' times."""
         timed = {result.contender: result for result in results if result.ms is not None}
         rivals = {name: r.ms for name, r in timed.items() if name not in BACKENDS}
         for backend, result in timed.items():
@@ -97,7 +97,7 @@ class Record:
         cache.write(self.path, self._content)
 
     def _proof(self, op: str, backend: str) -> dict[str, Any]:
-        """What is recorded of a backend's kernels as their sources are now."""
+        """The entry for a backend's kernels with their present sources."""
         proofs: dict[str, Any] = self._content["ops"].setdefault(op, {})
         known = self._root is not None and op in PROVEN
         sources = sources_hash(PROVEN[op], backend, self._root) if known else None
@@ -132,7 +132,7 @@ def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, 
 
 
 def results(record: dict[str, Any], root: Path | None) -> list[Result]:
-    """The times of an evidence file, marked as stale if the sources here differ."""
+    """The times in an evidence file, marked as stale if the present sources differ."""
     found = []
     for op, proofs in record["ops"].items():
         for backend, proof in proofs.items() if op in PROVEN else ():
@@ -158,7 +158,7 @@ def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
 
 
 def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
-    """Results on a CPU, marked as stale if the sources were others `then`."""
+    """Results on a CPU, marked as stale unless `then` has the present sources' hashes."""
     results = list(results)
     now = cpu_sources({result.op for result in results}, root)
     for result in results:
@@ -172,7 +172,7 @@ def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[
 def _winner(results: Iterable[Result], like: Result) -> str | None:
     """The automatic choice at this shape: the backend that is fastest in both directions, if any.
 
-    For a rule it is the rule's kernel, however fast torch's optimizer is.
+    For a rule it is always the rule's kernel.
     """
     if like.op in RULES:
         return like.contender

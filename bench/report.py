@@ -25,7 +25,9 @@ class Report:
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     overheads: list[Overhead] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)  # hashes of the CPU kernels', by op
+    sources: dict[str, str] = field(
+        default_factory=dict
+    )  # hashes of the CPU kernels' sources, by op
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def load(path: Path) -> Report:
 
 
 def show_machine(where: dict[str, Any]) -> None:
-    """Print what the reader has to know before the figures."""
+    """Print the versions, the machine and the conditions."""
     made_of = where["versions"]
     device = where["name"]
     if where["device"] == "cpu":
@@ -121,7 +123,7 @@ def _style(result: Result) -> str:
 
 
 def _remarks(results: Sequence[Result]) -> list[str]:
-    """Explain how to read the table, and list who is not in it."""
+    """Explain how to read the table, and list the absent contenders."""
     lines = ["* what the automatic choice takes"]
     if any(result.share for result in results):
         lines.append("limit: % of what a plain stream reached with the same reads and writes")
@@ -130,7 +132,7 @@ def _remarks(results: Sequence[Result]) -> list[str]:
         lines.append(f"{disturbed} of {calls} calls met other processes on their cores")
     if any(not result.reliable for result in results):
         lines.append(
-            "~ so many that they had to be counted in: measure again on a quiet machine, or with"
+            "~ too many to leave out, so they count: measure again on a quiet machine, or with"
             " OMP_NUM_THREADS=1"
         )
     where: dict[tuple[str, str, str | None], list[str]] = defaultdict(list)
@@ -164,7 +166,7 @@ def _overhead_table(overheads: Iterable[Overhead]) -> Table:
 
 
 def table_csv(results: Iterable[Result]) -> str:
-    """Every result on a line, with all that was measured."""
+    """One line per result, with every measurement."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [entry.name for entry in fields(Result)], lineterminator="\n")
     writer.writeheader()
@@ -176,9 +178,9 @@ def table_csv(results: Iterable[Result]) -> str:
 
 
 def markdown(results: Iterable[Result]) -> str:
-    """A table for the README: the automatic choice against the fastest of torch's own ways.
+    """A table for the README: the automatic choice against torch's fastest way.
 
-    Cases measured on a busy machine are left out, since that flatters the faster contender.
+    Leaves out cases measured on a busy machine, which flatters the faster contender.
     """
     results = list(results)
     dense = {_case(r): r.ms for r in results if r.contender == "sdpa" and r.ms}

@@ -1,4 +1,4 @@
-"""Measure a case: check every contender's results, then time them in turn."""
+"""Measures a case: checks every contender's results, then times them in turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Plan:
     backends: Sequence[str]
     rivals: Sequence[str]
     seconds: float
-    rounds: tuple[int, int] = (11, 201)  # at least and at most
+    rounds: tuple[int, int] = (11, 201)  # minimum and maximum
 
 
 @dataclass
@@ -48,22 +48,22 @@ class Result:
     elements: int
     bytes: int
     flops: int = 0
-    variant: str = ""  # what distinguishes it from others of its shape
+    variant: str = ""  # how it differs from other cases of its shape
     status: str = "timed"
     reason: str | None = None
     ms: float | None = None
     p20: float | None = None
     p80: float | None = None
-    calls: int = 0  # that were timed
-    disturbed: int = 0  # calls during which other processes held a core
+    calls: int = 0  # timed calls
+    disturbed: int = 0  # timed calls during which other processes held a core
     reliable: bool = True  # False if disturbed calls had to be counted in
     eager_ms: float | None = None
     speed_up: float | None = None
     gbps: float | None = None
-    limit_ms: float | None = None  # of a stream with the same reads and writes
+    limit_ms: float | None = None  # the time of a stream with the same reads and writes
     share: float | None = None
     peak_bytes: int | None = None  # beyond the inputs
-    automatic: bool = False  # whether the automatic choice takes it
+    automatic: bool = False  # whether it is the automatic choice
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     faults = {c.name: _fault(judge, c) if c.judged else None for c in taking_part}
     del judge
     if case.part() is not case:
-        torch.compiler.reset()  # what is timed is compiled for the whole, as if it came first
+        torch.compiler.reset()  # compile for the whole problem, as if it came first
     with torchweld.use_backend(None):
         chosen = automatic(case.op, problem.inputs)
     for direction in plan.directions:
@@ -132,7 +132,7 @@ def compare(
     clock: Clock,
     blank: Callable[[str], Result],
 ) -> list[Result]:
-    """Contenders' times and the stream's. `blank` has each contender's other facts."""
+    """Time contenders and the stream. `blank` makes a contender's result without times."""
     timed = list(runs.values())
     stream = limits.stream(traffic, device)
     if stream is not None:

@@ -38,7 +38,7 @@ def roofline(report: Report, path: Path) -> None:
 
 
 def scaling(report: Report, path: Path) -> None:
-    """Milliseconds over the number of elements, a line where a case was timed at several sizes."""
+    """Draw time over the number of elements, a line per case timed at several sizes."""
     lines: dict[tuple[str, ...], list[Result]] = {}
     for result in report.results:
         if result.ms:
@@ -78,7 +78,7 @@ def _drawn(report: Report, path: Path, draw: Callable[[Any], None]) -> None:
     axes.set_yscale("log")
     axes.grid(which="major", color="lightgrey", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    # Beside the axes, so that it hides no point.
+    # Outside the axes, so that it hides no point.
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     axes.set_title(f"{report.machine['name']}, {report.machine['date']}", loc="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _scatter(axes: Any, results: Sequence[Result], points: dict[int, tuple[float
 
 
 def _legend(axes: Any, contenders: dict[str, str], ops: dict[str, str]) -> None:
-    """Colours are contenders, marks are ops."""
+    """A legend: colours are contenders, marks are ops."""
     for name, colour in contenders.items():
         axes.plot([], [], color=colour, linewidth=4, label=name)
     for name, mark in ops.items():
@@ -108,6 +108,6 @@ def _colours(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _marks(results: Sequence[Result]) -> dict[str, str]:
-    """A mark for each op; past the last they begin again."""
+    """A mark for each op; marks repeat if there are more ops."""
     names = dict.fromkeys(r.op for r in results)
     return {name: MARKS[at % len(MARKS)] for at, name in enumerate(names)}

@@ -1,7 +1,7 @@
 """Training over a link of 200 Mbit/s: python -m torchweld.bench.slow_link.
 
-Two processes in a network namespace each, with a link between them that `tc` limits. They train a
-model of 30 M parameters, with DDP and torch's fused AdamW, and with OneBitAdam before and after its
+Two processes run in separate network namespaces, over a link that `tc` limits. They train a model
+of 30 M parameters with DDP and torch's fused AdamW, and with OneBitAdam before and after its
 freeze. It needs root and the tools ip and tc, and takes about two minutes.
 """
 
@@ -26,16 +26,16 @@ from torchweld import optim
 from torchweld.table import Table
 
 WIDTH, LAYERS, WORDS, LENGTH = 512, 9, 4096, 16
-SECONDS = 400  # after which it is given up
+SECONDS = 400  # timeout
 _HOST = "10.213.7."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The benchmark, or one of its processes."""
+    """Run the benchmark, or one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mbit", type=int, default=200, help="of the link, a second")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed, of each kind")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--mbit", type=int, default=200, help="speed of the link, Mbit/s")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank is not None:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names(rank: int) -> tuple[str, str]:
-    """The namespace and the device of a rank."""
+    """The names of a rank's namespace and network device."""
     return f"torchweld{rank}", f"twlink{rank}"
 
 
@@ -133,7 +133,7 @@ def _model() -> nn.Module:
 
 
 def _sent(rank: int) -> int:
-    """Bytes that have left this namespace."""
+    """The bytes sent from this namespace so far."""
     return int(Path(f"/sys/class/net/{_names(rank)[1]}/statistics/tx_bytes").read_text())
 
 
@@ -168,7 +168,7 @@ def _work(rank: int, steps: int) -> None:
 
 
 def _timed(step: Callable[[int], None], rank: int, count: int) -> dict[str, float]:
-    """The median of so many steps after one that is not timed, and the bytes of a step."""
+    """The median time of `count` steps after a warm-up step, and the bytes sent per step."""
     step(0)
     seconds, began = [], _sent(rank)
     for number in range(1, count + 1):

@@ -1,4 +1,4 @@
-"""Kernel sources and their hash, which tells whether evidence fits the present code."""
+"""Kernel sources and their hashes, which tell whether evidence fits the present code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.registry import Op
 
-# Strings and character literals are kept: they may hold what looks like a comment.
+# Strings and character literals are matched too: they may contain what looks like a comment.
 _C_TOKEN = re.compile(
     r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
 )
@@ -27,17 +27,16 @@ def root() -> Path | None:
 
 
 def files_of(op: Op | Rule) -> dict[str, tuple[str, ...]]:
-    """The files of kernels by backend; a rule declares only those that need evidence."""
+    """Kernel files by backend. A rule declares only backends that need evidence."""
     if isinstance(op, Rule):
         return {"cpu": (f"csrc/cpu/{op.name}.cpp", "csrc/cpu/sum_of_squares.cpp"), **op.sources}
     return {backend: tuple(files) for backend, files in op.sources.items()}
 
 
 def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
-    """All files that decide what the backend's kernels do, derived from includes and imports.
+    """All files that affect the backend's kernels, derived from includes and imports.
 
-    For native kernels these include the binding named like the kernel's file, and the compiler
-    flags.
+    Native kernels add the binding with the same name as the kernel's file, and the compiler flags.
     """
     roots = [folder / name for name in files_of(op)[backend]]
     native = [path for path in roots if path.suffix != ".py"]
@@ -53,7 +52,7 @@ def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
 
 
 def _uses(path: Path, folder: Path) -> list[Path]:
-    """What a file includes or imports from this repository's kernels."""
+    """This repository's files that a file includes or imports."""
     text = stripped(path)
     if path.suffix == ".py":
         return [path.parent / f"{module}.py" for module in _IMPORT.findall(text)]

@@ -1,8 +1,8 @@
-"""A run on a GPU that is there for minutes: facts in the order of their value.
+"""Records evidence on a GPU that may be available for minutes only, most valuable facts first.
 
-A stage is a list of steps with a share of its seconds each. What a step leaves over goes to the
-next ones; a job that no time is left for is left out, and said. Every job runs in a process of its
-own, and the record is whole after each.
+A stage is a list of steps, each with a share of the stage's seconds. Time that a step leaves over
+goes to the next steps. Jobs for which no time is left are skipped and printed. Every job runs in
+its own process, and the record is complete after each.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torchweld.bench.isolated import Found, Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.ops.optimizer.rule import RULES
 
-# The most used come first.
+# Most used first.
 _FIRST = ("layer_norm", "rms_norm", "softmax_dropout", "linear_act", "mlp", "bias_act")
 _LAST = ("linear_batch_norm_act", "batch_norm_act", "normalize_act")
-# Seconds that a process takes to start and to draw its inputs, and that it takes for an op.
+# Seconds that a process takes to start and draw its inputs, and seconds per job of each kind.
 STARTS = 7.0
 CHECKS, COMPILES, TIMES = STARTS + 3, STARTS + 20, STARTS + 5
-# A job that takes this many times what was expected hangs.
+# A job that takes this many times its expected time counts as hanging.
 _PATIENCE = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """Jobs of one kind: how long they may take together, and how many run at once.
+    """Jobs of one kind, with their total time and the number that run at once.
 
-    `at_once`: None for as many as there are cores, where compilers take the time; one where the
-    jobs measure. Without jobs the step runs the contract's tests.
+    `at_once` is None for one job per core, if compilers take most of the time. Jobs that measure
+    run one at a time. Without jobs the step runs the contract's tests.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Step:
     each: float = TIMES
 
     def predicted(self, cores: int) -> float:
-        """Seconds that it is expected to take."""
+        """The expected seconds."""
         if not self.jobs:
             return self.seconds
         return math.ceil(len(self.jobs) / (self.at_once or cores)) * self.each
 
 
 class Lab(Protocol):
-    """Where jobs run: a machine with a GPU, or what imitates one."""
+    """Where jobs run: a machine with a GPU, or a test's imitation of one."""
 
     cores: int
 
@@ -63,7 +63,7 @@ class Lab(Protocol):
         """Seconds on a clock that never goes back."""
 
     def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
-        """Each job and what came of it, as they end; None if it was not begun until then."""
+        """Yield each job and its results as it ends, or None if it had not started by `until`."""
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
         """The outcomes of the contract's tests that end in time."""
@@ -96,7 +96,7 @@ class Machine:
 
 
 def first(names: Sequence[str]) -> list[Step]:
-    """Ten minutes: every kernel once, the times that matter most, then the tests."""
+    """Ten minutes: every kernel once, the most important times, then the tests."""
     return [
         Step("CUDA kernels, smallest shapes", 60, _checks(names, "cuda"), 4, CHECKS),
         Step("Triton kernels, compiled", 120, _checks(names, "triton"), None, COMPILES),
@@ -107,7 +107,7 @@ def first(names: Sequence[str]) -> list[Step]:
 
 
 def second(names: Sequence[str]) -> list[Step]:
-    """Ten more: the other dtype, direction and rules, and the rest of the tests."""
+    """Ten more minutes: the other dtype and rules, and the rest of the tests."""
     others = [rule for rule in RULES if rule != "adam"]
     return [
         Step("optimizers", 120, _steps(names, others), each=STARTS + 10),
@@ -117,7 +117,7 @@ def second(names: Sequence[str]) -> list[Step]:
 
 
 def third(names: Sequence[str]) -> list[Step]:
-    """As long as it takes: beside torch.compile and other packages, and what a call costs."""
+    """No time limit: times of torch.compile, and the overhead of calls."""
     jobs = [
         replace(job, plan=replace(job.plan, rivals=["compile"], seconds=0.3), overhead=True)
         for job in _times(names, ("bfloat16", "float32"), ("fwd", "bwd", "full"))
@@ -131,7 +131,7 @@ STAGES = {"first": first, "second": second, "third": third}
 def run(
     stage: str, names: Sequence[str], lab: Lab, record: recording.Record, since: float | None = None
 ) -> list[Result]:
-    """Take a stage's steps, and record what is found. `since`: when its time began."""
+    """Run a stage's steps and record the results. `since` is when its time began."""
     start = lab.now() if since is None else since
     until, results = start, dict[tuple[str, ...], Result]()
     for step in STAGES[stage](names):
@@ -145,7 +145,7 @@ def run(
                 if found is None:
                     left_out.append(str(job))
                 else:
-                    for r in keep(job, found, record):  # eager is measured beside each backend
+                    for r in keep(job, found, record):  # eager is measured with each backend
                         results.setdefault((r.op, r.label, r.dtype, r.direction, r.contender), r)
             if left_out:
                 print(f"         no time was left for {', '.join(left_out)}", flush=True)
@@ -165,7 +165,7 @@ def _test(names: Sequence[str], lab: Lab, record: recording.Record, until: float
 
 
 def keep(job: Job, found: Found, record: recording.Record) -> list[Result]:
-    """Record a job's results: which were right, and the times of those that were timed."""
+    """Record a job's results: which were correct, and their times."""
     (backend,) = job.plan.backends
     results = [result for results in found.results for result in results]
     if found.fault:
@@ -183,19 +183,19 @@ def keep(job: Job, found: Found, record: recording.Record) -> list[Result]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Ops and rules, the most used first."""
+    """Ops and rules, most used first."""
     rank = {name: at - len(_FIRST) for at, name in enumerate(_FIRST)} | dict.fromkeys(_LAST, 1)
     return sorted(names, key=lambda name: rank.get(name, 0))
 
 
 def _jobs(names: Iterable[str], plan: Plan, backends: Iterable[str]) -> list[Job]:
-    """A job for each op and each of its backends on a GPU."""
+    """One job for each op and GPU backend."""
     pairs = [(n, b) for n in names for b in recording.gpu_backends(recording.PROVEN[n])]
     return [Job(n, replace(plan, backends=[b])) for n, b in pairs if b in backends]
 
 
 def _checks(names: Iterable[str], backend: str) -> tuple[Job, ...]:
-    """Every kernel is judged at its smallest shape, forward and backward, and timed once."""
+    """Jobs that check every kernel at its smallest shape, both ways, and time it once."""
     once = Plan(["full"], [], [], seconds=0.0, rounds=(1, 1))
     dtypes = ["bfloat16", "float32", "float16"]
     jobs = _jobs(names, once, [backend])

@@ -1,4 +1,4 @@
-"""Optimizer steps beside torch's and other packages', as cases of the benchmark."""
+"""Optimizer steps against torch's and other packages', as cases of the benchmark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[Params], Any]
 
 
 class _Clipped:
-    """The steps that max_grad_norm replaces: clipping, then the optimizer."""
+    """The two steps that max_grad_norm replaces: clipping, then the optimizer."""
 
     def __init__(self, params: Params) -> None:
         self._params, self._optimizer = params, torch.optim.AdamW(params, fused=True)
@@ -37,7 +37,7 @@ class _Clipped:
 
 
 class _Reference:
-    """A step in eager torch, for a rule that torch has no optimizer for."""
+    """A step in eager torch, for a rule that torch lacks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -49,7 +49,7 @@ class _Reference:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another package's step of this kind: made from its module, on these devices."""
+    """Another package's optimizer of this kind: how to make it from its module, and its devices."""
 
     module: str
     make: Callable[[Any], Make]
@@ -58,16 +58,16 @@ class Peer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A rule's step with one way to keep its states, and what it is compared with."""
+    """A rule's step with one codec for its states, and the steps that it is compared with."""
 
     rule: str
-    reads: int  # bytes per parameter that have to move
+    reads: int  # bytes read per parameter
     writes: int
-    eager: Make  # torch's own step, in the fastest of its variants
+    eager: Make  # torch's own step, in its fastest variant
     ours: Make
     variant: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    of_block: tuple[int, int] = (0, 0)  # bytes read and written per block besides
+    of_block: tuple[int, int] = (0, 0)  # additional bytes read and written per block
 
 
 def _fused(params: Params) -> torch.optim.Optimizer:
@@ -81,7 +81,7 @@ _DEEPSPEED = Peer(
     lambda m: lambda params: m.DeepSpeedCPUAdam(params, weight_decay=1e-2, bias_correction=True),
     ("cpu",),
 )
-# A norm reads the gradients once more. A ratio adds a pass over all that a step reads.
+# A norm reads the gradients once more. A ratio adds a pass that reads as much as a step.
 KINDS = (
     Kind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
     Kind("adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"),
@@ -134,7 +134,7 @@ PEERS = {name: peer for kind in KINDS for name, peer in kind.peers.items()}
 
 
 def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
-    """Parameters as in a model: half vectors, half matrices of all sizes, with so many elements."""
+    """The shapes of a model's parameters: half vectors, half matrices of all sizes."""
     choose = random.Random(0).choice
     vectors = [(choose((64, 256, 1024, 4096)),) for _ in range(count // 2)]
     matrices = [(choose((64, 256, 512)), choose((64, 128, 256))) for _ in range(count // 2 - 1)]
@@ -143,15 +143,15 @@ def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
 
 
 def _adapters(rank: int, width: int, elements: int) -> list[tuple[int, ...]]:
-    """Parameters as in LoRA: pairs of matrices, one of long rows and one of very short ones."""
+    """The shapes of LoRA's parameters: pairs of matrices, with long and with very short rows."""
     pairs = elements // (2 * rank * width)
     return [(rank, width), (width, rank)] * pairs
 
 
 class Grouped:
-    """An optimizer with a group for each parameter, each at a learning rate of its own.
+    """An optimizer with one group per parameter, each with its own learning rate.
 
-    Layer-wise decayed rates look like this. It shows what a step takes per group besides its bytes.
+    Layer-wise learning rate decay makes such groups. It shows the overhead of a step per group.
     """
 
     def __init__(self, make: Make) -> None:
@@ -164,11 +164,11 @@ class Grouped:
 
 @dataclass(frozen=True)
 class StepCase:
-    """A kind of step over tensors of these shapes."""
+    """A kind of step on tensors of these shapes."""
 
     kind: Kind
     device: str
-    name: str  # of the shapes, if `shape` does not say it
+    name: str  # of the shapes, if `shape` does not tell
     shape: tuple[int, ...]
     shapes: Sequence[tuple[int, ...]]
 
@@ -180,7 +180,7 @@ class StepCase:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def traffic(self) -> Traffic:
-        """Bytes that have to move."""
+        """The bytes that have to move."""
         blocks = sum(scales_shape(torch.Size(shape)).numel() for shape in self.shapes)
         return Traffic(
             self.kind.reads * self.elements + self.kind.of_block[0] * blocks,
@@ -189,7 +189,7 @@ class StepCase:
         )
 
     def blank(self, contender: str) -> Result:
-        """A result without figures."""
+        """A contender's result without times."""
         return Result(
             op=self.kind.rule,
             shape=list(self.shape),
@@ -203,7 +203,7 @@ class StepCase:
 
 
 def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
-    """What to measure; quick: a few large tensors."""
+    """The cases to measure; if `quick`, only a few large tensors."""
     found = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
     if not quick:
         mixed = _mixed(600, 2**24)
@@ -222,12 +222,12 @@ def _of_groups(kind: Kind, device: str) -> StepCase:
 
 
 def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:
-    """Tensors of one shape; the first dimension counts them."""
+    """Tensors of one shape: the first dimension is their number."""
     return StepCase(kind, device, "", shape, [shape[1:]] * shape[0])
 
 
 def _shape_on(device: str) -> tuple[int, ...]:
-    """A billion elements if a GPU holds them with the states of all contenders."""
+    """A billion elements, if the GPU can hold them with the states of all contenders."""
     if device == "cpu":
         return (16, 1024, 1024)
     memory = torch.cuda.get_device_properties().total_memory
@@ -235,7 +235,7 @@ def _shape_on(device: str) -> tuple[int, ...]:
 
 
 def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
-    """Every contender's results. Its first step is checked against torch's."""
+    """Time every contender, after its first step is checked against torch's."""
     problem = _Problem(case)
     runs: dict[str, Run] = {}
     not_timed: list[Result] = []
@@ -290,7 +290,7 @@ class _Problem:
         self._elements = case.elements
 
     def enter(self, make: Make, backend: str | None) -> Run:
-        """Add a contender after its first step was found right."""
+        """Add a contender, after checking its first step."""
         grads = [g.clone() for g in self._grads]
         with torch.no_grad():
             for p, start in zip(self._params, self._start, strict=True):
@@ -303,7 +303,7 @@ class _Problem:
             (p.detach() - e).abs().sum().item()
             for p, e in zip(self._params, self._expected, strict=True)
         )
-        # At most lr = 1e-3 per step; tiny clipped gradients feel eps.
+        # A step moves at most lr = 1e-3; eps matters for tiny clipped gradients.
         if not off < 1e-6 * self._elements:
             raise ValueError(f"wrong result: off by {off / self._elements:.1e} after a step")
         return run

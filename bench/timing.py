@@ -1,4 +1,4 @@
-"""How long calls take: each from the same state of the caches, in turn with its contenders."""
+"""Times calls: each from the same state of the caches, in turn with its rivals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.dispatch.clock import DeviceClock
 
 
 class Sample(NamedTuple):
-    """Milliseconds that a call took, and that its threads meanwhile waited for a core."""
+    """The milliseconds that a call took, and that its threads waited for a core meanwhile."""
 
     ms: float
     waited: float = 0.0
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 # Times a call from neutral caches.
 Clock = Callable[[Callable[[], Any]], Sample]
-# Prepares a call, untimed, and hands it to the clock.
+# Prepares a call, untimed, and passes it to the clock.
 Run = Callable[[Clock], Sample]
 
 
@@ -38,8 +38,8 @@ REST = 0.01
 class CpuClock:
     """Wall time. Each timed call starts from caches full of another, clean buffer.
 
-    Otherwise a contender would find some of its inputs in the cache, and would pay for writing back
-    what its predecessor left there.
+    Otherwise a contender would find some of its inputs in the cache, and would have to write back
+    its predecessor's dirty lines.
     """
 
     def __init__(self) -> None:
@@ -56,21 +56,21 @@ class CpuClock:
 
 
 def wall_time(call: Callable[[], Any]) -> Sample:
-    """Wall time, from the caches as they are."""
+    """Wall time, without touching the caches."""
     waited = _waited()
     start = time.perf_counter()
     kept = call()
     stop = time.perf_counter()
     waited = _waited() - waited
-    del kept  # only now: freeing is not timed
+    del kept  # free the result after the clock has stopped
     return Sample((stop - start) * 1e3, waited)
 
 
 class CudaClock:
     """Device time between two events, from an L2 full of another, clean buffer.
 
-    The GPU waits until the host has queued the call; where it did not wait long enough, the call
-    was disturbed. `bench/overhead.py` measures the host's time.
+    The GPU waits until the host has queued the call. If it did not wait long enough, the call was
+    disturbed. `bench/overhead.py` measures the host's time.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def last_level_cache() -> int:
 
 
 def _waited() -> float:
-    """Milliseconds for which threads of this process were ready to run but had no core."""
+    """The milliseconds in which threads of this process were ready to run but had no core."""
     files = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(path.read_text().split()[1]) for path in files) / 1e6
 
@@ -105,7 +105,7 @@ def _waited() -> float:
 class Times(NamedTuple):
     """A run's milliseconds, and how many of its calls were disturbed.
 
-    Disturbed calls are left out unless too few others remain. Then they count, for every contender.
+    Disturbed calls are left out, unless too few others remain. Then they count for every contender.
     """
 
     ms: list[float]
@@ -119,7 +119,7 @@ class Times(NamedTuple):
 def interleaved(
     runs: Sequence[Run], clock: Clock, *, seconds: float, at_least: int, at_most: int
 ) -> list[Times]:
-    """Times of every run, in rounds, so that drift of the machine affects all runs alike.
+    """Time every run in rounds, so that drift of the machine affects all runs alike.
 
     Takes `seconds`, or up to twice that on a busy machine, until each run has `at_least`
     undisturbed calls.

@@ -1,4 +1,4 @@
-"""Whole training steps: models that learn the same batches, timed in turn."""
+"""Times whole training steps: models that learn the same batches take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torchweld.bench.memory import peak_bytes
 from torchweld.table import Table, progress
 
-# The loss of a model on the batch of a step.
+# The loss of a model on the batch of a given step.
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Learner:
-    """A model, its optimizer, and what it has learnt so far."""
+    """A model, its optimizer and its losses so far."""
 
     name: str
     model: nn.Module
@@ -63,7 +63,7 @@ class Learner:
     def peak_bytes(self) -> int | None:
         """The most that a step holds beyond parameters, gradients and states.
 
-        On the CPU a compiled step cannot be counted: its memory is not torch's ops'.
+        On the CPU the memory of a compiled step cannot be counted: torch's ops do not allocate it.
         """
         if self.device != "cuda" and hasattr(self.model, "_orig_mod"):
             return None
@@ -71,7 +71,7 @@ class Learner:
         return peak_bytes(self.learn, self.device)
 
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's tensors."""
+        """The bytes of the optimizer's tensors."""
         states = [v for state in self.optimizer.state.values() for v in state.values()]
         tensors = [v for v in states if isinstance(v, torch.Tensor)]
         return sum(t.numel() * t.itemsize for t in tensors)
@@ -90,7 +90,7 @@ class Learner:
 def take_turns(
     learners: Sequence[Learner], *, seconds: float, at_least: int, at_most: int
 ) -> list[list[Step]]:
-    """The steps of every learner, in rounds, so that drift of the machine affects all alike."""
+    """Run every learner's steps in rounds, so that drift of the machine affects all alike."""
     taken: list[list[Step]] = [[] for _ in learners]
     start = time.monotonic()
     for turn in range(at_most):
@@ -105,7 +105,7 @@ def take_turns(
 def measure(
     learners: Sequence[Learner], *, seconds: float, at_least: int = 3, at_most: int = 200
 ) -> list[dict[str, Any]]:
-    """Warm up and take turns. What was found of each learner, the first of which is the unit."""
+    """Warm up, take turns, and return a row per learner. The first learner is the unit."""
     for at in progress([f"{learner.name}: warming up" for learner in learners]):
         learners[at].learn()
         learners[at].learn()
@@ -122,7 +122,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]], **more: Callable[[dict[str, Any]], str]) -> Table:
-    """The rows for a terminal, with more columns where they are given."""
+    """The rows as a table for the terminal, with additional columns if given."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "forward": lambda row: f"{row['forward']:.1f}",
         "backward": lambda row: f"{row['backward']:.1f}",

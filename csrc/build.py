@@ -1,15 +1,15 @@
 """Builds the native libraries with ninja; setup.py calls this module, which is also a command.
 
-    python csrc/build.py                                  the libraries, into python/torchweld/lib
-    python csrc/build.py --sanitize address,undefined --out build/asan python csrc/build.py
-    --emulator --out build/emulator  the CUDA kernels for tests/emulator
+    python csrc/build.py                                   the libraries, into python/torchweld/lib
+    python csrc/build.py --sanitize address,undefined --out build/asan
+    python csrc/build.py --emulator --out build/emulator   the CUDA kernels for tests/emulator
 
-libtorchweld_cpu.so            bindings, registers the CPU ops with torch libtorchweld_cpu_<isa>.so
-CPU kernels, one library per instruction set libtorchweld_cuda.so           bindings and CUDA
-kernels, if nvcc 12.1 or newer is found
+libtorchweld_cpu.so         bindings; registers the CPU ops with torch
+libtorchweld_cpu_<isa>.so   CPU kernels, one library per instruction set
+libtorchweld_cuda.so        bindings and CUDA kernels, if nvcc 12.1 or newer is found
 
-Only torch's headers are needed. The stable ABI's symbols come from the torch that is running, so
-the libraries are linked to empty stand-ins with torch's library names.
+The build needs only torch's headers. At run time the stable ABI's symbols come from the loaded
+torch, so the libraries are linked to empty stand-ins with the names of torch's libraries.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ CSRC = ROOT / "csrc"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
-# One core takes this long, measured with nvcc 13.0.
+# Measured on one core with nvcc 13.0.
 MINUTES_PER_ARCHITECTURE = 2
 
 
 class BuildError(RuntimeError):
-    """The build cannot go on. The message says what is missing and what installs it."""
+    """The build failed. The message says what is missing and how to install it."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Library:
 def torch_include() -> Path:
     """Torch's headers, found without importing torch.
 
-    Under build isolation the environment's own torch cannot be imported, but its headers are in
-    their usual place.
+    Under build isolation the environment's torch cannot be imported, but its headers are in their
+    usual place.
     """
     spec = importlib.util.find_spec("torch")
     places = list(spec.submodule_search_locations or []) if spec else []
@@ -108,9 +108,9 @@ def nvcc() -> str | None:
 
 
 def architectures() -> list[str]:
-    """What to compile for, from TORCH_CUDA_ARCH_LIST, in the format of torch's extensions.
+    """The architectures to compile for, from TORCH_CUDA_ARCH_LIST, as in torch's extensions.
 
-    "all" is what a wheel is built for. Without the variable: the GPUs at hand, if there are any.
+    "all" means the architectures of a wheel. Without the variable it is the GPUs present, if any.
     """
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(gpus_here()) or "all"
     listed = DEFAULT_ARCHITECTURES if listed == "all" else listed
@@ -118,7 +118,7 @@ def architectures() -> list[str]:
 
 
 def gpus_here() -> list[str]:
-    """The compute capabilities of this machine's GPUs, as its driver tells them."""
+    """The compute capabilities of this machine's GPUs, from the driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -140,7 +140,7 @@ def architecture_flags() -> str:
 
 def _bindings(rule: str, flags: str) -> tuple[tuple[Path, str, str], ...]:
     sources = sorted((CSRC / "bind").glob("*.cpp"))
-    if "-DTW_CUDA" in flags:  # ops with a CUDA kernel; the others have Triton's
+    if "-DTW_CUDA" in flags:  # only ops with a CUDA kernel; the others use Triton
         sources = [s for s in sources if (CSRC / "cuda" / s.name).with_suffix(".cu").exists()]
     sources += sorted((CSRC / "bind" / "compat").glob("*.cpp"))
     include = f"{TORCH_FLAGS} -I{CSRC / 'bind' / 'compat'} -isystem {torch_include()} {flags}"
@@ -162,7 +162,7 @@ def cpu_libraries(isa: str = "") -> list[Library]:
 
 
 def cuda_library() -> Library:
-    """CUDA kernels and bindings; cudart is static, torch's libraries are resolved when loaded."""
+    """CUDA kernels and bindings. cudart is static; torch's libraries are resolved at load time."""
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     told = f"""'-DTW_ARCHITECTURES="{";".join(architectures())}"'"""
     more = {"version.cu": told}
@@ -178,14 +178,14 @@ def cuda_library() -> Library:
 def _emulated(sources: list[Path], sanitize: str) -> tuple[tuple[Path, str, str], ...]:
     """CUDA sources compiled for the host, with tests/emulator in place of CUDA."""
     flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} -g1 -Wno-unknown-pragmas"
-    # Not compiled with TSan: the scheduler switches between fibers that TSan takes for threads.
+    # Compile the scheduler without TSan: it switches between fibers, which TSan treats as threads.
     runtime = f"{flags} -fno-sanitize=thread -DTW_TSAN" if sanitize == "thread" else flags
     kernels = tuple((s, "cxx", f"{flags} {flags_of(s, 'g++')}") for s in sources)
     return (*kernels, (EMULATOR / "runtime.cpp", "cxx", runtime))
 
 
 def emulated_cuda_library(sanitize: str) -> Library:
-    """The unmodified CUDA kernels and their bindings; its ops are those of the CUDA library."""
+    """The unmodified CUDA kernels and their bindings. It has the same ops as the CUDA library."""
     sources = [*sorted((CSRC / "cuda").glob("*.cu")), EMULATOR / "cublaslt.cpp"]
     return Library(
         "torchweld_emulated_cuda",
@@ -279,7 +279,7 @@ def write_ninja(build_dir: Path, out: Path, libraries: list[Library], sanitize: 
 def glibc_tag(platform_tag: str, tree: Path) -> str:
     """The wheel's platform tag: the oldest glibc that can load the libraries under `tree`.
 
-    It is never older than 2.28, torch's own floor.
+    It is never older than 2.28, torch's own minimum.
     """
     libraries = [str(path) for path in tree.rglob("*.so")]
     if not libraries or not platform_tag.startswith("linux"):
@@ -302,7 +302,7 @@ def ninja_command() -> list[str]:
 
 
 def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = "") -> None:
-    """Build the libraries into `out`. Unchanged sources are not compiled again."""
+    """Build the libraries into `out`. Only changed sources are compiled."""
     build_dir = ROOT / "build" / "-".join(filter(None, [name, *sanitize.split(",")]))
     ninja_file = write_ninja(build_dir, out.resolve(), libraries, sanitize)
     result = subprocess.run([*ninja_command(), "-f", str(ninja_file)], check=False)
@@ -310,12 +310,12 @@ def run_ninja(name: str, out: Path, libraries: list[Library], sanitize: str = ""
         raise BuildError(f"ninja failed with exit code {result.returncode}; see above")
 
 
-# What the libraries beside it were built from, for another machine that they are carried to.
+# A file that records the libraries' sources, in case they are copied to another machine.
 STAMP = "built.json"
 
 
 def sources_digest() -> str:
-    """A hash of everything in csrc that the libraries are made from."""
+    """A hash of all sources of the libraries in csrc."""
     digest = hashlib.sha256()
     for path in sorted(CSRC.rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".map", ".py"):
@@ -324,9 +324,9 @@ def sources_digest() -> str:
 
 
 def carried(out: Path) -> list[str]:
-    """The libraries in `out` that were built elsewhere, from these very sources.
+    """The libraries in `out` that were built elsewhere from the same sources.
 
-    A GPU's library has to have been built for the GPUs that are asked for.
+    A CUDA library must have been built for the requested GPUs.
     """
     stamp = out / STAMP
     if not stamp.exists() or (ROOT / "build" / "native").exists():
@@ -359,7 +359,7 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
     if not sanitize and (there := carried(out)):
         wanted = cpu_names() + (["torchweld_cuda"] if cuda and nvcc() else [])
         if set(wanted) <= set(there):
-            print(f"torchweld: {', '.join(there)} were built elsewhere, from these sources")
+            print(f"torchweld: {', '.join(there)} were built elsewhere from the same sources")
             return
     libraries = cpu_libraries(isa)
     if cuda and nvcc():
@@ -381,7 +381,7 @@ def cpu_names() -> list[str]:
 
 
 def _say_how_long() -> None:
-    """Before minutes of silence."""
+    """Announce how long the compilation takes."""
     wanted = architectures()
     cores = os.cpu_count() or 1
     minutes = math.ceil(MINUTES_PER_ARCHITECTURE * len(wanted) / cores)
@@ -400,7 +400,7 @@ def main() -> None:
     parser.add_argument("--emulator", action="store_true", help="the CUDA kernels on the CPU")
     parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
     parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
-    parser.add_argument("--isa", default="", help="of the CPU, beside the baseline; default: all")
+    parser.add_argument("--isa", default="", help="CPU kernels beside the baseline; default: all")
     given = parser.parse_args()
     try:
         if given.emulator:

@@ -1,4 +1,4 @@
-"""Where each op's kernels run in this session, and a summary of that at the end."""
+"""Determines where each op's kernels run in this session, and prints a summary at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Threads that wait sleep: with a test on every core, spinning takes the time of what they wait for.
+# Waiting threads sleep: with a test on every core, spinning would slow the threads that they wait
+# for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
@@ -19,9 +20,9 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-# Tests ask for kernels by name; those of the trial at first use switch it on.
+# Tests ask for kernels by name. Tests of the trial at first use switch it on.
 os.environ.setdefault("TORCHWELD_TUNE", "off")
-os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN where a kernel left something unwritten
+os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN in elements that a kernel left unwritten
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -34,7 +35,7 @@ settings.register_profile(
     deadline=None,
     max_examples=25,
     derandomize=True,
-    # `target` only says where to run, which is the same for every example.
+    # `target` only determines where to run, which is the same for every example.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("torchweld")
@@ -49,7 +50,7 @@ EMULATED = Path(
 
 @dataclass(frozen=True)
 class Target:
-    """An op on a backend, and the place where that backend runs here."""
+    """An op, a backend, and the place where the backend runs here."""
 
     op: Op
     backend: str
@@ -70,7 +71,7 @@ class Target:
         return [dtype for dtype in self.op.dtypes if dtype not in left_out]
 
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
-        """Arguments of this size, or with narrower rows if the backend serves none so wide."""
+        """Arguments of this size, or with narrower rows if the backend needs them."""
         arguments = self.op.sized(leading, row)
         while self.op.refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
@@ -80,7 +81,7 @@ class Target:
 
 
 def _places() -> dict[str, tuple[str, str, str | None]]:
-    """Place -> backend, device, and why it is not there."""
+    """Place -> backend, device, and the reason if the place is not available."""
     no_gpu = None if GPU else "no GPU"
     emulator = None if EMULATED.exists() else f"{EMULATED} is not built (make emulator)"
     return {
@@ -97,9 +98,9 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 
 PLACES = _places()
-# A composite has no kernel of its own. Most of its tests are in tests/ops/test_seams.py. What the
-# interpreter and the emulator could find is found in the ops' own tests, and so is what a backend
-# with kernels for only some of the samples could.
+# A composite has no kernel of its own. Most of its tests are in tests/ops/test_seams.py. The tests
+# of its ops cover the interpreter, the emulator, and backends with kernels for only some of the
+# samples.
 KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
 TARGETS = [
     Target(op, backend, place, device)
@@ -111,9 +112,10 @@ TARGETS = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`target` is every op in every place; `op` every op; `dtype` every dtype of the target.
+    """Parametrise `target` (every op in every place), `op`, and `dtype` (every dtype of the
+    target).
 
-    `@pytest.mark.targets` chooses among them with the arguments of `_chosen`.
+    `@pytest.mark.targets` takes the arguments of `_chosen`.
     """
     names = set(metafunc.fixturenames)
     marker = metafunc.definition.get_closest_marker("targets")
@@ -131,10 +133,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _chosen(
     *names: str, composites: bool = False, drawing: bool = False, not_at: Sequence[str] = ()
 ) -> tuple[list[Op], list[Target]]:
-    """Every op with kernels of its own, and where each of them runs.
+    """Every op with its own kernels, and the places where they run.
 
-    Or the ops of these names; with `composites` these too; with `drawing` only ops that drop
-    elements; in every place but `not_at`.
+    `names` selects ops, `composites` adds composites, `drawing` keeps only ops that drop elements,
+    and `not_at` excludes places.
     """
     ops = [
         op
@@ -148,7 +150,7 @@ def _chosen(
 
 @pytest.fixture
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    """The target, with its backend asked for by name."""
+    """The target, with its backend selected by name."""
     target: Target = request.param
     with running_at(target.place, monkeypatch):
         yield target
@@ -156,7 +158,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @contextmanager
 def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A context in which the place's backend is asked for by name, and runs there."""
+    """A context in which the place's backend is selected by name and runs there."""
     backend = PLACES[place][0]
     if place == "emulator":
         torch.ops.load_library(str(EMULATED))
@@ -169,7 +171,7 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that fill a GPU wait for each other, in whichever process they are."""
+    """Tests that fill a GPU wait for each other, also across processes."""
     if not (GPU and request.node.get_closest_marker("xdist_group")):
         yield
         return
@@ -180,7 +182,7 @@ def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """A test's report says which op it ran where; workers of pytest-xdist send it along."""
+    """Record in a test's report which op ran where; pytest-xdist passes it on."""
     report = yield
     if report.when == "call" and "target" in getattr(item, "fixturenames", ()):
         target: Target = item.callspec.params["target"]
@@ -189,7 +191,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many kernels ran where, and how many did not run."""
+    """Print how many kernels ran in each place, and how many did not run."""
     passed = terminalreporter.stats.get("passed", [])
     properties = [
         value for report in passed for name, value in report.user_properties if name == "ran"
@@ -198,14 +200,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for place, (backend, _, missing) in PLACES.items():
         ops = [op.name for op in KERNELS if backend in op.sources]
         ran = {op for where, op in properties if where == place and op in ops}
-        # Forward and backward are a kernel each.
+        # Forward and backward are one kernel each.
         line = f"{place:12} {2 * len(ran):3} kernels ran, {2 * (len(ops) - len(ran)):3} did not run"
         lines.append(line + (f": {missing}" if missing else ""))
     terminalreporter.section("kernels")
     terminalreporter.write_line("\n".join(lines))
 
 
-# Tests of ops outside the registry name the places where they run.
+# Fixtures for ops outside the registry, whose tests name the places where they run.
 
 
 def _place(name: str) -> Any:
@@ -215,7 +217,7 @@ def _place(name: str) -> Any:
 
 @pytest.fixture(params=["cpu", "eager", _place("emulator")])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Asked for by name; it serves CPU tensors."""
+    """A backend that runs on CPU tensors here, selected by name."""
     if request.param == "emulator":
         with running_at(request.param, monkeypatch):
             yield request.param
@@ -226,6 +228,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=[_place("emulator"), _place("gpu-cuda")])
 def cuda_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device whose tensors the CUDA kernels serve here, asked for by name."""
+    """The device on whose tensors the CUDA kernels run here, with the backend selected by name."""
     with running_at(request.param, monkeypatch):
         yield PLACES[request.param][1]

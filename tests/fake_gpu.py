@@ -1,4 +1,4 @@
-"""A GPU that only keeps time: launches, events and sleeps on one stream, and a host's clock."""
+"""A fake GPU that only keeps time: launches, events and sleeps on one stream, and a host clock."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CYCLES_A_MS = 1_500_000
 
 
 class FakeGpu:
-    """Milliseconds of the host and of the GPU, which works off what the host has queued."""
+    """Clocks, in milliseconds, of a host and of a GPU that runs the work it queues."""
 
     def __init__(self) -> None:
         self.host = self.busy_until = 0.0
 
     def launch(self, ms: float, host_ms: float = 0.005) -> None:
-        """A kernel of this many milliseconds; the host takes `host_ms` to queue it."""
+        """Queue a kernel of `ms` milliseconds, which takes the host `host_ms`."""
         self.host += host_ms
         self.busy_until = max(self.busy_until, self.host) + ms
 
@@ -27,7 +27,7 @@ class FakeGpu:
         return lambda: self.launch(ms, host_ms)
 
     def patch(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-        """Replace torch's GPU by it, and these modules' clock by its host's."""
+        """Replace torch's GPU by this one, and these modules' clock by its host clock."""
         gpu = self
 
         class Event:

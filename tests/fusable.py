@@ -11,7 +11,7 @@ WIDTH = 64
 
 
 class PlainRMSNorm(nn.Module):
-    """Llama's, or Gemma's with `offset`."""
+    """Llama's RMSNorm, or Gemma's with `offset`."""
 
     def __init__(self, offset: float = 0.0) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class PlainRMSNorm(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated MLP with names of its own, and with dropout as T5 has it."""
+    """A gated MLP with unusual names, and with dropout as in T5."""
 
     def __init__(self, activation: nn.Module, p: float | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Packed(nn.Module):
 
 
 class NewGELU(nn.Module):
-    """gelu by tanh in eight passes, as in transformers."""
+    """gelu with tanh in eight passes, as in transformers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         inner = 0.7978845608028654 * (input + 0.044715 * torch.pow(input, 3.0))
@@ -77,7 +77,7 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Softmax and dropout are modules."""
+    """Attention with softmax and dropout as modules."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class Output(nn.Module):
-    """BERT's."""
+    """The end of BERT's block: linear, dropout, addition, norm."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Normalized(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Calls a module of several inputs with the same one for all."""
+    """Calls a module with the same tensor for all its inputs."""
 
     def __init__(self, module: nn.Module, times: int, **named: Any) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Plants faults one by one, and says which tests notice: python tests/mutate.py [--native] [words].
+"""Plants faults one at a time and reports the tests that notice: python tests/mutate.py [--native]
+[words].
 
-A fault that no test notices is a hole in the suite. Faults in Python and Triton need no build.
-Those in C++ (--native) are built for one instruction set into build/mutants. A file with a planted
-fault is restored, also after an interruption.
+A fault that no test notices is a gap in the suite. Faults in Python and Triton need no build.
+Faults in C++ (--native) are built for one instruction set into build/mutants. Files are always
+restored, also after an interruption.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHARDS = "tests/distributed"
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new`, once; the tests are pytest's arguments."""
+    """Replaces one occurrence of `old` by `new`. `tests` are pytest's arguments."""
 
     file: str
     old: str
@@ -315,7 +316,7 @@ FAULTS = [
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """The fault is in the file."""
+    """Plant the fault, and restore the file at the end."""
     path = ROOT / fault.file
     sound = path.read_text()
     if sound.count(fault.old) < 1:
@@ -340,7 +341,7 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def build() -> None:
-    """The CPU library of the best instruction set, with what is planted."""
+    """Build the CPU library for the best instruction set, with the planted fault."""
     ask = "from torchweld.dispatch import native; print(native.supported_isas()[0])"
     isa = run(f'{sys.executable} -c "{ask}"').stdout.strip()
     done = run(f"{sys.executable} csrc/build.py --no-cuda --out {MUTANTS} --isa {isa}")
@@ -349,12 +350,12 @@ def build() -> None:
 
 
 def caught_by(fault: Fault) -> str:
-    """The first test that fails, or nothing. A fault may also end the process."""
+    """The first test that fails, or an empty string. A fault may also kill the process."""
     if fault.native:
         build()
     library = {"TORCHWELD_LIB": str(MUTANTS)} if fault.native else {}
     done = run(f"{sys.executable} -m pytest -x -q -p no:xdist {fault.tests}", **library)
-    if done.returncode > 128:  # as shells report it
+    if done.returncode > 128:  # as shells report signals
         return f"the end of the process, by signal {done.returncode - 128}"
     if done.returncode not in (0, 1):
         raise SystemExit(f"{fault}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -364,8 +365,10 @@ def caught_by(fault: Fault) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--native", action="store_true", help="the faults in C++, which are built")
-    parser.add_argument("words", nargs="*", help="only faults with one of these in their file")
+    parser.add_argument("--native", action="store_true", help="plant the faults in C++")
+    parser.add_argument(
+        "words", nargs="*", help="only faults whose file name contains one of these"
+    )
     options = parser.parse_args()
     wanted = [
         fault

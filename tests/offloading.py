@@ -1,4 +1,4 @@
-"""Small models that train with an optimizer and with an offloaded one, for comparison."""
+"""Trains small models with an optimizer and with its offloaded version, for comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKET = 20000  # bytes: the model has four buckets
 
 
 def small_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Matrices, vectors, and a row that is no multiple of a block."""
+    """A model with matrices, vectors, and a row that is not a multiple of a block."""
     torch.manual_seed(0)
     layers = nn.Linear(40, 300), nn.GELU(), nn.Linear(300, 64), nn.LayerNorm(64), nn.Linear(64, 90)
     return nn.Sequential(*layers).to(dtype)
@@ -33,7 +33,7 @@ def backward(model: nn.Module, step: int, micro: int = 1, scale: float = 1.0) ->
 
 
 def drained(optimizer: Any) -> None:
-    """Let steps that began during the backward end, so that a test meets them always."""
+    """Wait for steps that began during the backward, so that tests are deterministic."""
     if isinstance(optimizer, optim.Offload):
         optimizer._worker.call(lambda: None)
 
@@ -41,7 +41,7 @@ def drained(optimizer: Any) -> None:
 def train(
     make: Make, dtype: torch.dtype = torch.bfloat16, steps: int = 4, micro: int = 1
 ) -> tuple[nn.Module, Any, int]:
-    """The model, its optimizer, and how many buckets stepped ahead of a step."""
+    """The model, its optimizer, and the number of buckets that stepped before step()."""
     model = small_model(dtype)
     optimizer = make(list(model.parameters()))
     ahead = 0
@@ -64,7 +64,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def assert_same_run(found: tuple[nn.Module, Any], expected: tuple[nn.Module, Any]) -> None:
-    """Parameters, and state_dicts in keys, dtypes and bits."""
+    """Compare parameters, and the keys, dtypes and bits of the state_dicts."""
     pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     a, b = found[1].state_dict(), expected[1].state_dict()

@@ -1,6 +1,6 @@
 """1-bit Adam and 1-bit LAMB in numpy, from the papers' and DeepSpeed's published algorithms.
 
-All ranks in one process, in float32 with sums in float64, and nothing of torchweld.
+All ranks run in one process, in float32 with float64 sums, and without torchweld.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Arrays = list[np.ndarray]
 
 
 def compress(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is sent of x, and the error: the scale times the sign, where the sign of 0 is 1."""
+    """The quantised x, scale times sign, and its error. The sign of 0 is 1."""
     scale = F(np.sqrt(np.square(x.astype(np.float64)).sum() / x.size)) if x.size else F(0)
     sent = np.where(x >= 0, scale, -scale).astype(F)
     return sent, x - sent
 
 
 class Compressed:
-    """Error-compensated 1-bit averaging over W workers, each of which serves a chunk."""
+    """Error-compensated 1-bit averaging over W workers, each of which averages one chunk."""
 
     def __init__(self, workers: int, size: int) -> None:
         chunk = max(8, 8 * -(-size // (8 * workers)))
@@ -47,14 +47,14 @@ class Compressed:
 
 
 class Adam:
-    """OneBitAdam's arguments; step() takes each worker's gradients."""
+    """Takes OneBitAdam's arguments. step() takes each worker's gradients."""
 
     def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
         self.s = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | s
         self.params, self.t, self.workers = params, 0, workers
         self.m, self.v = ([np.zeros_like(p) for p in params] for _ in range(2))
         self.reducers = self.make_reducers()
-        self.rounded = lambda x: x  # to what parameters and mean gradients are stored in
+        self.rounded = lambda x: x  # rounds to the storage dtype of parameters and mean gradients
 
     def make_reducers(self) -> list[Compressed]:
         return [Compressed(self.workers, p.size) for p in self.params]
@@ -89,7 +89,7 @@ class Adam:
         return self.m[i] * F(b1) + grads[w][i].astype(F) * F(1 - b1)
 
     def freeze(self) -> None:
-        """An element that never had a gradient stays where it is."""
+        """Elements that never had a gradient do not move."""
         self.v = [np.where(v == 0, F(np.inf), v) for v in self.v]
 
     def compressed(self, grads: list[Arrays]) -> None:
@@ -101,7 +101,7 @@ class Adam:
 
 
 class Lamb(Adam):
-    """OneBitLAMB's arguments."""
+    """Takes OneBitLAMB's arguments."""
 
     def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
         own = {"trust_clip": (0.01, 10.0), "coeff_beta": 0.9, "factor_clip": (0.5, 4.0)}

@@ -1,4 +1,4 @@
-"""Runs of an optimizer, for the tests of optimizers."""
+"""Runs optimizers, for their tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.ops.optimizer.reference import read_param
 
 U = 2.0**-24
 SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))
-# Matrices in matrices, a row, a column, and rows past a piece of a vector.
+# Batches of matrices, a row, a column, an empty tensor, and a vector longer than kVectorRow.
 MATRICES = (*SHAPES, (9000,), (6, 5, 3, 3), (1, 300), (300, 1), (3, 0, 4))
 Optimizer = torch.optim.Optimizer
 
@@ -34,7 +34,7 @@ def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> Non
 
 
 def draw_grads_by_row(params: list[torch.Tensor], seed: int) -> None:
-    """Rows unlike their neighbours: none of a gradient, subnormal, large, with one not finite."""
+    """Rows of different scales: zeros, subnormal, large, and with a non-finite element."""
     draw_grads(params, seed)
     for p in params:
         assert p.grad is not None
@@ -62,7 +62,7 @@ def run(
 def lamb_in_float64(
     exact: list[torch.Tensor], of_steps: list[list[torch.Tensor]], lr: float, settings: Any
 ) -> tuple[list[torch.Tensor], float]:
-    """The paper's algorithm, with Apex's and DeepSpeed's variants; and the largest move of all."""
+    """The paper's algorithm with Apex's and DeepSpeed's variants, and the largest update."""
     exact = list(exact)
     beta1, beta2 = settings.get("betas", (0.9, 0.999))
     eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
@@ -92,7 +92,7 @@ def lamb_in_float64(
 
 
 def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Tensor]:
-    """Parameters and all that is kept of them."""
+    """Clones of the parameters and their states."""
     state = [v for p in params for v in optimizer.state[p].values()]
     return [t.detach().clone() for t in [*params, *state]]
 
@@ -104,7 +104,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def assert_a_saved_run_goes_on(
     make: Callable[[list[torch.Tensor]], Optimizer], dtype: torch.dtype, folder: Path
 ) -> Optimizer:
-    """Through a file, with the bits that it would have had; returns the optimizer that went on."""
+    """Resume from a file, with the bits of an uninterrupted run; returns the optimizer."""
     a, first = run(make, dtype=dtype)
     torch.save([first.state_dict(), a], folder / "saved.pt")
     state, b = torch.load(folder / "saved.pt", weights_only=True)
@@ -121,7 +121,7 @@ def assert_a_saved_run_goes_on(
 def assert_same_but_for_ties(
     found: tuple[list[torch.Tensor], Optimizer], expected: Any, masters: Any
 ) -> None:
-    """Runs of Adafactor of a few steps: the same bits but for sums that meet a tie."""
+    """Compare short runs of Adafactor: the same bits, except where sums round at a tie."""
     for p, e in zip(found[0], expected[0], strict=True):
         a, b = found[1].state[p], expected[1].state[e]
         assert list(a) == list(b)
@@ -145,7 +145,7 @@ CODECS = list(
         [False, True, "remainder"],
     )
 )
-# With each of a rule's branches.
+# Settings that cover each branch of each rule.
 RULES: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {}),
     (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
@@ -161,6 +161,6 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
 def maker(
     kind: Any, settings: dict[str, Any], state_dtype: Any = torch.float32, masters: Any = False
 ) -> Callable[[list[torch.Tensor]], Optimizer]:
-    """Makes optimizers that store every matrix like this, however small."""
+    """Make optimizers that store every matrix this way, even small ones."""
     stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
     return lambda params: kind(params, **{"lr": 1e-2} | stored | settings)

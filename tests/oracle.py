@@ -21,7 +21,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def run(op: Op, inputs: list[Any], function: Callable[..., Any] | None = None) -> Results:
     """Public results and gradients by name, with a fixed random gradient of every result.
 
-    `function` takes the forward's arguments; None: the op, on the backend in force.
+    `function` takes the forward's arguments. None means the op, on the selected backend.
     """
     named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     tensors = {
@@ -58,12 +58,12 @@ def saved_bytes(function: Callable[[], Any]) -> int:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether it is a floating-point tensor: no mask, no seed."""
+    """Whether it is a floating-point tensor, and so not a mask or a seed."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def incoming(result: torch.Tensor) -> torch.Tensor:
-    """A gradient for this result: random, the same at every call, exact in every dtype."""
+    """A random gradient for this result: the same at every call, and exact in every dtype."""
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(result.shape, generator=generator).bfloat16().half()
     return grad.to(result.device, result.dtype)
@@ -72,7 +72,7 @@ def incoming(result: torch.Tensor) -> torch.Tensor:
 def exact(op: Op, inputs: list[Any]) -> Results:
     """The reference in float64 on the same values."""
     wide = [v.detach().double() if is_floating(v) else v for v in inputs]
-    # torch's default epsilon is that of the dtype in which the original values are computed.
+    # torch's default epsilon depends on the dtype, so take that of the original values.
     defaults = dict(zip(op.forward_signature.arguments, wide, strict=True))
     if defaults.get("eps", 0) is None:
         at = op.forward_signature.arguments.index("eps")
@@ -82,7 +82,7 @@ def exact(op: Op, inputs: list[Any]) -> Results:
 
 
 def assert_right(op: Op, inputs: list[Any]) -> None:
-    """Close to the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
+    """Compare with the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
     oracle = exact(op, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
     terms = op.numerics.terms(*inputs, **grads)
@@ -94,9 +94,9 @@ def assert_right(op: Op, inputs: list[Any]) -> None:
 def assert_bounded(
     op: Op, samples: list[list[Any]], ours: Callable[[list[Any]], Results] | None = None
 ) -> None:
-    """Errors pooled over these inputs, result by result; docs/numerics.md derives the bounds.
+    """Pool errors over these inputs, result by result. docs/numerics.md derives the bounds.
 
-    `ours` runs the op; None: `run`.
+    `ours` runs the op; by default it is `run`.
     """
     ours = ours or functools.partial(run, op)
     pools: dict[Any, dict[str, Pool]] = defaultdict(lambda: defaultdict(Pool))

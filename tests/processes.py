@@ -1,4 +1,4 @@
-"""Processes with gloo between them. Tests share them, since starting them is slow."""
+"""Processes connected by gloo. Tests share them, since starting them is slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import torchweld
 
-SECONDS = 300  # after which a scenario hangs
+SECONDS = 300  # timeout of a scenario
 
 
 class Processes:
@@ -33,24 +33,26 @@ class Processes:
         ]
         for process, end in zip(self._started, theirs, strict=True):
             process.start()
-            end.close()  # so that the death of the one who has it shows
+            end.close()  # so that recv fails if the process dies
 
     def run(self, backend: str | None, scenario: Callable[..., None], *given: Any) -> None:
-        """Run scenario(rank, *given) in each of them, on this backend, and raise what it raises."""
+        """Run scenario(rank, *given) in every process, on this backend, and re-raise its error."""
         for end in self._ends:
             end.send((backend, scenario, given))
         at_work = {end: rank for rank, end in enumerate(self._ends)}
         while at_work:
             answered = wait(list(at_work), SECONDS)
             if not answered:
-                raise TimeoutError(f"ranks {sorted(at_work.values())} work for {SECONDS} s")
+                raise TimeoutError(
+                    f"ranks {sorted(at_work.values())} did not finish within {SECONDS} s"
+                )
             for end in answered:
                 rank = at_work.pop(end)
                 if failure := end.recv():
                     raise AssertionError(f"rank {rank}: {failure}")
 
     def stop(self) -> None:
-        """Kill them: a process that waits for a failed one does not end by itself."""
+        """Kill them: a process that waits for a failed one never ends."""
         for process in self._started:
             process.terminate()
             process.join()
@@ -78,7 +80,7 @@ _kept: dict[int, Processes] = {}
 
 @contextmanager
 def processes(count: int) -> Iterator[Processes]:
-    """The last test's processes; new ones after a failure."""
+    """The processes of the last test, or new ones after a failure."""
     if count not in _kept:
         _kept[count] = Processes(count)
     try:

@@ -1,4 +1,4 @@
-"""What composites promise on every backend, as assertions, and what tests of them share."""
+"""Assertions about composites on every backend, and helpers for their tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ splits_backwards = pytest.mark.skipif(
 
 
 def inputs_of(seam: Composite, rows: int = 24, **kwargs: Any) -> list[Any]:
-    """Inputs with the widths of the op's second sample, which are odd."""
+    """Inputs with the odd widths of the op's second sample."""
     x, *rest = seam.samples[1]
     kwargs = {"dtype": torch.float32, **kwargs}
     return materialize([type(x)((rows, x.shape[-1]), x.kind), *rest], **kwargs)
@@ -45,12 +45,12 @@ class Counting(TorchDispatchMode):
 
 
 def saved(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> list[list[int]]:
-    """Shapes of what is saved for the backward beside the leaves and vectors, which are small."""
+    """The shapes saved for the backward, without leaves and small vectors."""
     known = {leaf.untyped_storage().data_ptr() for leaf in leaves}
     found: dict[int, list[int]] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        # Before torch 2.13 a checkpoint saves an empty tensor in a tensor's place.
+        # Before torch 2.13 a checkpoint saves an empty tensor as a placeholder.
         if t.ndim > 1 and t.numel() and t.untyped_storage().data_ptr() not in known:
             found[t.untyped_storage().data_ptr()] = list(t.shape)
         return t
@@ -65,7 +65,7 @@ def saved(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> l
 
 
 def assert_compiled_equals_eager(seam: Composite, compiler: str = "aot_eager") -> None:
-    """One graph with eager's bits. Inductor may give a GEMM to another library."""
+    """Compiles to one graph with eager's bits. Inductor may use another library for a GEMM."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda *given: call(seam, *given), fullgraph=True, backend=compiler)
     inputs = inputs_of(seam)
@@ -77,7 +77,7 @@ def assert_compiled_equals_eager(seam: Composite, compiler: str = "aot_eager") -
 
 
 def assert_compiled_once(seam: Composite) -> None:
-    """A dynamic graph serves any number of rows."""
+    """One dynamic graph serves any number of rows."""
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *given: call(seam, *given), fullgraph=True, backend="aot_eager", dynamic=True
@@ -88,7 +88,7 @@ def assert_compiled_once(seam: Composite) -> None:
 
 
 def assert_autocast_as_eager(seam: Composite, dtype: torch.dtype = torch.float16) -> None:
-    """Eager's dtypes, and no larger an error."""
+    """Autocast gives eager's dtypes, and errors no larger than eager's."""
     sample = next(s for s in seam.samples if s[0].shape[:1] == (256,))
     inputs = materialize(sample, torch.float32)
     oracle = exact(seam, inputs)
@@ -101,7 +101,7 @@ def assert_autocast_as_eager(seam: Composite, dtype: torch.dtype = torch.float16
 
 
 def assert_transposed_is_equal(seam: Composite) -> None:
-    """x and the weights may each have columns that are not one element apart."""
+    """x and the weights may each be transposed."""
     inputs = inputs_of(seam)
     plain = run(seam, inputs)
     for at, matrix in enumerate(inputs):
@@ -112,7 +112,7 @@ def assert_transposed_is_equal(seam: Composite) -> None:
 
 
 def assert_recomputed_is_equal(seam: Composite) -> None:
-    """Recomputing changes no bit of the result or of a gradient."""
+    """Recomputing does not change a bit of results or gradients."""
     inputs = inputs_of(seam, requires_grad=True)
     leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
     named = dict(zip(seam.forward_signature.arguments, inputs, strict=True))
@@ -124,7 +124,7 @@ def assert_recomputed_is_equal(seam: Composite) -> None:
 
 
 def assert_saves_no_more() -> None:
-    """x and the pre-activation; in a gated block gate, up and their product; or only x."""
+    """Saves x and the pre-activation (gated: gate, up and their product), or only x."""
     leaves = inputs_of(OPS["linear_act"], requires_grad=True)[:3]
     hidden = [24, 7]
     assert saved(lambda: functional.linear_gelu(*leaves), leaves) == [hidden]
@@ -146,9 +146,9 @@ _OURS = (
 
 
 def assert_split(seam: Op, inputs: list[Any]) -> None:
-    """A backward in two runs, as zero-bubble schedules have it, runs nothing twice.
+    """A backward in two runs, as in zero-bubble schedules, computes nothing twice.
 
-    The first run has the gradients of what flows, the second those of the parameters.
+    The first run computes the gradients of activations, the second those of parameters.
     """
     leaves = [v for v in inputs if isinstance(v, torch.Tensor)]
     with Counting() as whole:
@@ -167,7 +167,7 @@ def assert_split(seam: Op, inputs: list[Any]) -> None:
 
 
 def assert_kept(y: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-    """A kept graph gives every gradient again, also after a run that wanted only some of them."""
+    """A retained graph gives every gradient again, also after a run for only some of them."""
     grad = torch.randn_like(y)
     expected = torch.autograd.grad(y, leaves, grad, retain_graph=True)
     for wanted in ((0,), (2,), (0, 2), (1,), (0, 1, 2), (2,)):
@@ -193,7 +193,7 @@ CUBLASLT = [place for place in ("emulator", "gpu-cuda") if PLACES[place][2] is N
 
 
 def running_cublaslt(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where tensors are at that place, with the backend asked for by name."""
+    """The device for tensors at that place, with the backend selected by name."""
     if place == "emulator":  # the CPU's passes: Triton's interpreter truncates to bfloat16
         monkeypatch.setitem(common.PASSES, "cuda", "cpu")
         backward = bias_act.OP.kernels["cpu"].backward
@@ -203,7 +203,7 @@ def running_cublaslt(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 
 
 def force_epilogues(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
-    """The activation is in the GEMM, or in a pass, whatever is faster."""
+    """Force the activation into the GEMM or into a pass, whichever is faster."""
     tiles = [epilogue._PLAIN if fused else None for fused in (forward, backward)]
     monkeypatch.setattr(epilogue, "tile_for", lambda *_: tiles[0])
     monkeypatch.setattr(act_linear, "_why_not", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Runs of optimizers on sharded parameters, and what they are compared with."""
+"""Runs optimizers on sharded parameters, and compares them with whole ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from optimizers import U
 from torchweld import optim
 
-# A row of 300 is two blocks, which shards of rows cut; 65 rows do not divide by two; a single row,
-# column or matrix is left to one process, three of anything to three.
+# A row of 300 is two blocks, which column shards cut. 65 rows do not divide by two. Some dimensions
+# are shorter than the number of processes.
 SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100), (1, 5, 6))
 CODECS: tuple[dict[str, Any], ...] = (
     {},
@@ -42,7 +42,7 @@ def run(
     saved: Any = None,
     kind: Any = optim.AdamW,
 ) -> tuple[list[torch.Tensor], Any]:
-    """A run, or its second half from what was saved: parameters and optimizer."""
+    """Run all steps, or resume from a saved state. Returns parameters and optimizer."""
     dtype = dtype_of(settings)
     params = [torch.nn.Parameter(place(v)) for v in (saved[0] if saved else drawn(0, dtype))]
     optimizer = kind(params, 1e-2, **settings)
@@ -60,7 +60,7 @@ def whole_of(t: Any) -> Any:
         return t
     if t.dtype != torch.int16:
         return t.full_tensor()
-    # Which neither gloo nor NCCL can gather.
+    # Neither gloo nor NCCL can gather these.
     from torch.distributed.tensor import DTensor
 
     layout = {"shape": t.shape, "stride": t.stride()}
@@ -71,7 +71,7 @@ def whole_of(t: Any) -> Any:
 
 
 def assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
-    """Parameters and all that is kept of them, bit for bit."""
+    """Compare parameters and states bit for bit."""
     for p, e in zip(found[0], expected[0], strict=True):
         assert torch.equal(whole_of(p.detach()), e)
         for name, value in expected[1].state[e].items():
@@ -81,7 +81,7 @@ def assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
 
 
 def placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Sharded in these dimensions, or the last one where there are fewer; None is replicated."""
+    """Shard tensors in these dimensions, or in the last one if they have fewer. None replicates."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def place(t: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tenso
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[Any]]:
-    """The operations of those that are made inside."""
+    """Record the operations of the all-reduces made inside."""
     made: list[Any] = []
     all_reduce = torch.distributed.all_reduce
 
@@ -116,10 +116,10 @@ FACTORED: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 def assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
-    """Adafactor's results differ by the order of its sums in float64, which round to float32.
+    """Adafactor's results differ by the order of its float64 sums, which are rounded to float32.
 
     A step is at most lr times the root mean square of the parameter, times an element's direction
-    relative to the mean one, which is less than 10 here. It takes some ten roundings.
+    relative to the mean one, which is less than 10 here. It takes about ten roundings.
     """
     for p, e in zip(found[0], expected[0], strict=True):
         state, given = found[1].state[p], expected[1].state[e]

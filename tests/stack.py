@@ -1,7 +1,7 @@
-"""Cells of the matrix: one model trained by one strategy of parallelism, and by one process.
+"""Cells of the matrix: one model trained with a parallel strategy, and in one process.
 
-All runs have the same microbatches. A process of data parallelism takes some of them, and one
-process takes all of them in turn; what a layer drops in a microbatch is a function of both.
+All runs have the same microbatches. Each data-parallel process takes some of them; a single process
+takes all of them in turn. The elements that a layer drops depend on the layer and the microbatch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODELS = {
     "sparse GPT": replace(_SIZES, sparse=True, length=64, window=1),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Adam's: its square roots of small gradients would amplify how they were rounded.
+# A large eps: with a small one Adam amplifies the rounding errors of small gradients.
 _OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "eps": 1e-4}
 
 
 @dataclass
 class Run:
-    """What a run leaves: losses of its steps, its parameters, and what its last step sent."""
+    """A run's losses, final parameters, and the collectives of its last step."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -60,22 +60,22 @@ class Cell:
         self.losses: list[float] = []
 
     def autocast(self) -> Any:
-        """For 16 bits."""
+        """Autocast for 16 bits."""
         wanted = self.dtype == torch.bfloat16
         return torch.autocast("cpu", self.dtype) if wanted else nullcontext()
 
     def microbatch(self, step: int, number: int) -> tuple[torch.Tensor, ...]:
-        """Tokens and targets."""
+        """The tokens and targets of a microbatch."""
         return batch_of(self.settings, ROWS, STEPS * number + step)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """In float64 where the model is."""
+        """The loss, in float64 if the model is."""
         if self.dtype == torch.float64:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss_of(logits, targets)
 
     def seed(self, *modules: Any) -> None:
-        """Their layers drop what they would drop in one process."""
+        """Make their layers drop the same elements as in one process."""
         self.seeds += [LayerSeeds(module.blocks.items(), seed=1) for module in modules]
 
     def begin(self, step: int, microbatch: int = 0) -> None:
@@ -83,7 +83,7 @@ class Cell:
             seeds.begin(step, microbatch)
 
     def accumulate(self, model: Any, step: int, rank: int = 0, count: int = 1) -> torch.Tensor:
-        """Forward and backward of this process's microbatches; their mean loss."""
+        """Run forward and backward of this process's microbatches, and return their mean loss."""
         each = MICROBATCHES // count
         self.begin(step, rank * each)
         total = torch.zeros(())
@@ -100,7 +100,7 @@ class Cell:
     def train(
         self, step: Callable[[int], torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> CountCollectives:
-        """All steps; what the last one sent."""
+        """Run all steps, and count the collectives of the last one."""
         if not self.seeds:
             self.seed(self.model)
         counted = CountCollectives()
@@ -115,7 +115,7 @@ class Cell:
     def left(
         self, counted: CountCollectives, modules: Any = None, over: Any = None, of: int = 1
     ) -> Run:
-        """The run's end; losses are means over `of` processes of the group `over`."""
+        """The finished run. Losses are averaged over the `of` processes of the group `over`."""
         losses = torch.stack([torch.as_tensor(loss).double() for loss in self.losses])
         if of > 1:
             dist.all_reduce(losses, group=over)
@@ -131,7 +131,7 @@ class Cell:
 
 @contextmanager
 def _without_exchange(model: Any, wanted: bool) -> Iterator[None]:
-    """Gradients are only added up, where DDP or FSDP2 would exchange them."""
+    """Only accumulate gradients, without DDP's or FSDP2's communication."""
     if isinstance(model, DistributedDataParallel) and wanted:
         with model.no_sync():
             yield
@@ -151,7 +151,7 @@ def adamw(model: Any) -> Any:
     return optim.AdamW(parameters, **_OPTIMIZER)
 
 
-# --- Strategies: a model's name and a dtype to a run ----------------------------------------------
+# --- Strategies: functions of a model's name and a dtype that return a run ------------------------
 
 
 def one_process(name: str, dtype: torch.dtype) -> Run:
@@ -161,9 +161,9 @@ def one_process(name: str, dtype: torch.dtype) -> Run:
 
 
 def _compile(cell: Cell) -> None:
-    """Each block in one graph of its own, by Inductor."""
+    """Compile each block to one graph with Inductor."""
     with torch.no_grad():
-        cell.model(cell.microbatch(0, 0)[0])  # makes the layout, which is no part of a graph
+        cell.model(cell.microbatch(0, 0)[0])  # makes the layout, outside the graph
     blocks = cell.model.blocks
     for key, block in blocks.items():
         blocks[key] = torch.compile(block, fullgraph=True)
@@ -238,7 +238,7 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
 
 
 def _ring(name: str, dtype: torch.dtype) -> Run:
-    """Each process has its slice of every sequence, and its part of the mean."""
+    """Each process has a slice of every sequence, and its part of the mean loss."""
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     parallelize_module(cell.model, init_device_mesh("cpu", (count,)), sequence_plan(cell.model))
     first = rank * cell.settings.length // count
@@ -261,7 +261,7 @@ def _ring(name: str, dtype: torch.dtype) -> Run:
 def _pipeline(
     name: str, dtype: torch.dtype, schedule: Any, at: Callable[[int, int], tuple[int, ...]]
 ) -> Run:
-    """Stages `at` a rank of so many; the last one's losses are those of the run."""
+    """A pipeline where at(rank, count) are a rank's stages; the last stage has the losses."""
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     return _staged(cell, dist.group.WORLD, rank, count, schedule, at)
 
@@ -276,7 +276,7 @@ def _staged(
     wrap: Callable[..., Any] = lambda part: part,
     data: tuple[Any, int, int] = (None, 0, 1),
 ) -> Run:
-    """Stages `at` this rank of a pipeline; `data`: group, rank and size of data parallelism."""
+    """Train stages `at` of a pipeline. `data` is the group, rank and size of data parallelism."""
     numbers = at(rank, count)
     total = count * len(numbers)
     modules = []
@@ -311,7 +311,7 @@ def _staged(
         return count * torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
     counted = cell.train(step, optimizer)
-    if of > 1:  # each loss is its part's
+    if of > 1:  # each loss is that of its part of the batch
         losses = torch.stack([torch.as_tensor(loss).double() for loss in cell.losses]) / of
         dist.all_reduce(losses, group=over)
         cell.losses = list(losses)
@@ -319,7 +319,7 @@ def _staged(
 
 
 def _shapes(s: Settings, stages: int) -> list[torch.Tensor]:
-    """What goes into each stage, and out of the last: else torch would run them to find out."""
+    """The shapes that enter each stage and leave the last; else torch runs the stages for them."""
     tokens = torch.zeros((ROWS, s.length), dtype=torch.int64)
     stream, logits = (
         torch.zeros((ROWS, s.length, n), requires_grad=True) for n in (s.width, s.vocabulary)
@@ -363,11 +363,11 @@ def _fsdp_tensor_pipeline(name: str, dtype: torch.dtype) -> Run:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How so many processes train a model."""
+    """A way to train a model on a number of processes."""
 
     processes: int
     run: Callable[[str, torch.dtype], Run]
-    # Whether each sum has one process's summands in its order, so that all is equal bit by bit.
+    # Whether every sum has the order of one process, so that results are bitwise equal.
     same_order: bool = False
     in_ci: bool = True
 

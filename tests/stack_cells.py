@@ -1,4 +1,4 @@
-"""The matrix as data: which cells there are, and what each is held to."""
+"""The matrix as data: its cells, and the bounds and traffic expected of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 import torchweld
 from stack import DTYPES, MICROBATCHES, MODELS, ROWS, STRATEGIES, Run, one_process
 
-# Two runs whose roundings are independent differ by sqrt(2) times what either differs from the
-# exact run; one process in float64 is that. The most that an element differs is not a mean.
+# Two runs with independent rounding errors differ by sqrt(2) times the error of either. The exact
+# run is one process in float64. The largest difference of an element needs a larger bound than the
+# mean.
 RMS, MOST = 2.0, 4.0
 
 
@@ -36,13 +37,13 @@ ALL = [Cell(s, m, d) for s in STRATEGIES for m in MODELS for d in DTYPES]
 
 
 def covering() -> list[Cell]:
-    """Each strategy once, each model with each dtype, for CI."""
+    """Cells for CI: each strategy once, and each model with each dtype."""
     kinds = [(m, d) for d in DTYPES for m in MODELS]
     names = [name for name, strategy in STRATEGIES.items() if strategy.in_ci]
     return [Cell(name, *kinds[i % len(kinds)]) for i, name in enumerate(names)]
 
 
-# --- What one process makes -----------------------------------------------------------------------
+# --- The run of one process -----------------------------------------------------------------------
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def reference(model: str, dtype: str) -> str:
-    """A file with the run of one process and the exact one."""
+    """A file with the run of one process and the exact run."""
     path = str(Path(_folder().name) / f"{model}-{dtype}.pt")
     torch.save([asdict(_run(model, kind)) for kind in (DTYPES[dtype], torch.float64)], path)
     return path
@@ -61,7 +62,7 @@ def reference(model: str, dtype: str) -> str:
 @functools.cache
 def _run(model: str, dtype: torch.dtype) -> Run:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
+    torch.set_num_threads(1)  # as in the other processes
     try:
         with torchweld.use_backend("cpu"):
             return one_process(model, dtype)
@@ -74,7 +75,7 @@ def _run(model: str, dtype: torch.dtype) -> Run:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the parameters that a process trains, of a microbatch's stream and of its logits."""
+    """The bytes of a process's parameters, and of a microbatch's stream and logits."""
 
     model: str
     parameters: int
@@ -84,8 +85,8 @@ class Sizes:
     computed: int
     logits: int
     layers: int
-    norms: int  # of the parameters of norms inside blocks
-    whole: int  # of the parameters that tensor parallelism does not cut
+    norms: int  # parameters of norms inside blocks
+    whole: int  # parameters that tensor parallelism does not shard
 
 
 Sent = dict[str, tuple[int, int]]  # kind to calls and bytes
@@ -93,7 +94,7 @@ _m = MICROBATCHES
 
 
 def _both(some: Sent, more: Sent) -> Sent:
-    """What two strategies send together."""
+    """The sum of what two strategies send."""
     total = dict(some)
     for kind, (calls, size) in more.items():
         before = total.get(kind, (0, 0))
@@ -110,7 +111,7 @@ def _zero1(s: Sizes) -> Sent:
 
 
 def _sharded(times: int) -> Callable[[Sizes], Sent]:
-    """Each block and the rest are gathered so many times, and their gradients scattered once."""
+    """Each block and the rest are gathered `times` times, and gradients reduce-scattered once."""
 
     def sent(s: Sizes) -> Sent:
         groups = s.layers + 1
@@ -123,9 +124,9 @@ def _sharded(times: int) -> Callable[[Sizes], Sent]:
 
 
 def _tensor(s: Sizes) -> Sent:
-    """Two all-reduces each way in each block; the embedding's, the head's, and the logits.
+    """Two all-reduces each way per block, and those of the embedding, the head and the logits.
 
-    Forward they sum what linear layers return, backward the gradient of the stream.
+    The forward ones sum linear layers' results, the backward ones gradients of the stream.
     """
     reduces = 4 * s.layers + 2
     size = (2 * s.layers + 2) * s.stream + 2 * s.layers * s.computed
@@ -133,9 +134,10 @@ def _tensor(s: Sizes) -> Sent:
 
 
 def _sequence(s: Sizes, microbatches: int = _m, first_stage: bool = False) -> Sent:
-    """An all-reduce is a gather and a reduce-scatter; gradients of norms are sums.
+    """An all-gather and a reduce-scatter replace each all-reduce; gradients of norms are
+    all-reduced.
 
-    The first stage of two has the embedding but no head, and gathers the stream that it hands on.
+    The first of two stages has the embedding but no head, and gathers the stream that it sends on.
     """
     n, halves, ends = microbatches, 2 * s.layers, 1 if first_stage else 2
     logits, norms = (0, 0) if first_stage else (1, s.logits), 4 * s.layers
@@ -151,27 +153,28 @@ def _sequence(s: Sizes, microbatches: int = _m, first_stage: bool = False) -> Se
 
 
 def _cut(s: Sizes) -> Sizes:
-    """What one of two devices of tensor parallelism has."""
+    """The sizes on one of two tensor-parallel devices."""
     return replace(s, parameters=(s.parameters + s.whole) // 2)
 
 
 def _sharded_tensor(s: Sizes) -> Sent:
-    """Half of the microbatches, for each of which parameters are gathered twice."""
+    """Half of the microbatches; parameters are gathered twice for each."""
     return _both(_sequence(s, _m // 2), _sharded(_m)(_cut(s)))
 
 
 def _three_dimensions(s: Sizes) -> Sent:
-    """The first stage's: it keeps what was gathered for the first of its microbatches."""
+    """The first stage's traffic. Parameters stay gathered after its first microbatch."""
     inside = _both(_sequence(s, _m // 2, first_stage=True), _sharded(1)(_cut(s)))
     return {**inside, "send": (_m // 2, _m // 2 * s.stream)}
 
 
 def _ring(s: Sizes) -> Sent:
-    """Sums of all gradients; keys and values, once each way, and their gradients.
+    """All-reduced gradients; keys and values, once each way, and their gradients.
 
-    Of two slices of a causal sequence the first is sent on, and the second one's gradients back.
+    In a causal sequence of two slices only the first slice is sent on, and its gradients are sent
+    back.
     """
-    sends = _m * s.layers * (2 if MODELS[s.model].causal else 3)  # of the first process
+    sends = _m * s.layers * (2 if MODELS[s.model].causal else 3)  # from the first process
     return {
         "all-reduce": (_m * s.count, _m * s.parameters),
         "send": (sends, sends * s.computed),  # halves of keys and of values
@@ -179,14 +182,14 @@ def _ring(s: Sizes) -> Sent:
 
 
 def _pipeline(boundaries: int) -> Callable[[Sizes], Sent]:
-    """Streams or their gradients over so many boundaries that this process is before."""
+    """Streams or their gradients, over the given number of this process's stage boundaries."""
     return lambda s: {"send": (_m * boundaries, _m * boundaries * s.stream)}
 
 
 def _deepspeed(reductions: int) -> Callable[[Sizes], Sent]:
-    """Gradients reduced so often, a flag of overflow, and the parameters after the step.
+    """Gradients reduced `reductions` times, an overflow flag, and the parameters after the step.
 
-    ZeRO-2 reduces for each of a process's microbatches, ZeRO-1 for the last.
+    ZeRO-2 reduces for every microbatch of a process, ZeRO-1 only for the last.
     """
     return lambda s: {
         "all-reduce": (reductions + 1, reductions * s.parameters + _FLAG),
@@ -195,9 +198,9 @@ def _deepspeed(reductions: int) -> Callable[[Sizes], Sent]:
 
 
 def _deepspeed3(s: Sizes) -> Sent:
-    """Gradients scattered for each microbatch; a flag of overflow in float64.
+    """Gradients reduce-scattered for each microbatch, and an overflow flag in float64.
 
-    Parameters as small as these stay whole between steps, and each is gathered after a step.
+    Parameters as small as these stay whole between steps, and are gathered after a step.
     """
     times = _m // 2
     return {
@@ -233,7 +236,7 @@ TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
 
 
 def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
-    """The sizes in a process that trains these parameters."""
+    """The sizes for a process that trains these parameters."""
     s, width = MODELS[cell.model], DTYPES[cell.dtype].itemsize
     size = {name: 4 * p.numel() for name, p in parameters.items()}
     uncut = ("norm", "o_proj.bias", "fc2.bias", "place")
@@ -254,19 +257,19 @@ def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
 
 
 def differences(a: Any, b: Any, names: Any) -> torch.Tensor:
-    """Of all elements of two runs' parameters of these names."""
+    """The differences of all elements of the named parameters in two runs."""
     found = [(a["parameters"][n].double() - b["parameters"][n].double()).flatten() for n in names]
     return torch.cat(found)
 
 
 def run(rank: int, cell: Cell, path: str, results: str | None) -> None:
-    """Run a cell and hold it to one process."""
+    """Run a cell and compare it with one process."""
     strategy = STRATEGIES[cell.strategy]
     hold(rank, cell, strategy.run(cell.model, DTYPES[cell.dtype]), path, results)
 
 
 def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> None:
-    """Hold a run to that of one process; rank 0 writes what it found."""
+    """Compare a run with that of one process. Rank 0 writes the result."""
     found = asdict(made)
     one, exact = torch.load(path)
     names = found["parameters"].keys()
@@ -281,17 +284,17 @@ def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> No
     assert rms <= RMS, f"{cell}: parameters differ by {rms:.2f} times their rounding"
     assert most <= MOST * unit.abs().max(), f"{cell}: a parameter differs by {most:.2e}"
     assert loss <= MOST, f"{cell}: losses differ by {loss:.2f} times their rounding"
-    # Autocast casts a stage's input once for all of its uses, as a leaf, and sums its gradients in
-    # 16 bits, which inside of a model it does not.
+    # A stage's input is a leaf, so autocast casts it once for all uses and sums its gradients in 16
+    # bits. Inside a model it does not.
     same_order = cell.strategy in STRATEGIES and STRATEGIES[cell.strategy].same_order
     if same_order and cell.dtype == "fp32":
         assert not off.any(), f"{cell}: not bitwise equal, {most:.2e}"
     if rank == 0:
         expected = TEXTBOOK[cell.strategy](sizes_of(cell, found["parameters"]))
         sent = {kind: (calls, found["bytes"][kind]) for kind, calls in found["calls"].items()}
-        assert sent == expected, f"{cell}: calls and bytes {sent}, by the textbook {expected}"
+        assert sent == expected, f"{cell}: calls and bytes {sent}, expected {expected}"
 
 
 def results_file() -> str | None:
-    """Where `make stack` wants results."""
+    """The file for `make stack`'s results."""
     return os.environ.get("TORCHWELD_STACK")

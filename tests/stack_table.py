@@ -12,7 +12,7 @@ BEGIN, END = "<!-- matrix -->", "<!-- end -->"
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each strategy, a column for each model and dtype."""
+    """One row per strategy, one column per model and dtype."""
     found = {(r["strategy"], r["model"], r["dtype"]): r for r in rows}
     strategies = list(dict.fromkeys(r["strategy"] for r in rows))
     kinds = [(m, d) for m in ("GPT", "BERT", "sparse GPT") for d in ("fp32", "bf16")]

@@ -1,7 +1,7 @@
-"""Runs an op as `oracle.run` does, and watches what its kernels do besides computing numbers.
+"""Runs an op like `oracle.run`, and watches which memory its kernels read and write.
 
-Running every sample is expensive where kernels are imitated. One run therefore serves three tests:
-the bounds of errors, what is written, and what the fakes promise.
+Running every sample is expensive in the emulator and the interpreter. One run therefore serves
+three tests: the error bounds, the memory written, and the fakes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CANARY, _BEFORE, _AFTER = 7.0, 33, 34
 
 
 def watched(op: Op, backend: str, inputs: list[Any]) -> Results:
-    """The results of a run that reads and writes only what it should.
+    """The results of a run, after checking the memory that it reads and writes.
 
     Inputs are views into larger buffers; neither they nor the memory around them may change. New
     memory is full of NaN, and none may remain: torchweld's bindings fill it in tests, and this does
@@ -45,7 +45,7 @@ def watched(op: Op, backend: str, inputs: list[Any]) -> Results:
 
 
 def _inside_buffers(inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Each tensor in the middle of a buffer of its own, and the buffers."""
+    """Each tensor as a view into the middle of its own buffer, and the buffers."""
     buffers: list[torch.Tensor] = []
 
     def view(value: Any) -> Any:
@@ -94,7 +94,7 @@ class _Calls(TorchDispatchMode):
         """Compare every fake with the result."""
         assert {function for function, _, _ in self.seen} == set(self.kernels)
         for function, args, real in self.seen:
-            # Detached, since a fake of a tensor in a graph looks for its gradient.
+            # Detach, since a fake of a non-leaf tensor looks for its gradient.
             given = [v.detach() if isinstance(v, torch.Tensor) else v for v in args]
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 fake = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]

@@ -134,6 +134,7 @@ def attention_query_gradient(
     lines_head_stride,
     slopes_batch_stride,
     slopes_head_stride,
+    apart,
     inner,
     outer,
     threshold,
@@ -175,7 +176,7 @@ def attention_query_gradient(
     if padding_ptr is not None:
         padding_ptr += batch * keys
     slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-    scoring = (inner, outer, slopes_ptr, slope)
+    scoring = (inner, outer, slopes_ptr, slope, apart)
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
@@ -282,6 +283,7 @@ def attention_key_gradients(
     lines_head_stride,
     slopes_batch_stride,
     slopes_head_stride,
+    apart,
     inner,
     outer,
     threshold,
@@ -346,7 +348,7 @@ def attention_key_gradients(
             width,
         )
         slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-        scoring = (inner, outer, slopes_ptr, slope)
+        scoring = (inner, outer, slopes_ptr, slope, apart)
         number = first_number + batch * number_batch_stride + head * number_head_stride
         dropout = (seed_ptr, number, threshold, kept_scale, first_group)
         for start in tl.range(0, unchecked[3] * BLOCK, ROWS):

@@ -88,6 +88,7 @@ def attention_forward(
     lines_head_stride,
     slopes_batch_stride,
     slopes_head_stride,
+    apart,
     inner,
     outer,
     threshold,
@@ -123,7 +124,7 @@ def attention_forward(
     if padding_ptr is not None:
         padding_ptr += batch * keys
     slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-    scoring = (inner, outer, slopes_ptr, slope)
+    scoring = (inner, outer, slopes_ptr, slope, apart)
     number = first_number + batch * number_batch_stride + head * number_head_stride + query
     sources = (k_ptr, k_stride, v_ptr, v_stride, width)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)

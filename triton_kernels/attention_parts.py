@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 UNSPECIALIZED = [
     *("planes", "heads", "first_head", "queries", "keys", "lines", "lines_batch_stride"),
     *("lines_head_stride", "threshold", "first_group", "first_number", "number_batch_stride"),
-    *("number_head_stride", "slopes_batch_stride", "slopes_head_stride"),
+    *("number_head_stride", "slopes_batch_stride", "slopes_head_stride", "apart"),
 ]
 
 
@@ -49,8 +49,11 @@ def store_head_rows(ptr, value, row, inside, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
-    """Scores in units of log 2, -inf where a key is not seen; and, capped, the tanh."""
-    inner, outer, slopes_ptr, slope = scoring
+    """Scores in units of log 2, -inf where a key is not seen; and, capped, the tanh.
+
+    `distance` is that of a query and a key here; their first ones are `apart` in the whole tensor.
+    """
+    inner, outer, slopes_ptr, slope, apart = scoring
     z = product * inner
     capped = z
     if SOFTCAP:
@@ -58,7 +61,7 @@ def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
         capped = tl.where(seen, _tanh(z), 0)
         z = capped * outer
     if slopes_ptr is not None:
-        z -= slope * tl.abs(distance)
+        z -= slope * tl.abs(distance + apart)
     return tl.where(seen, z, -float("inf")), capped
 
 

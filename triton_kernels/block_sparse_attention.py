@@ -130,7 +130,7 @@ class _Call(NamedTuple):
     beside: tuple[torch.Tensor | None, ...]  # masks, padding, slopes, seed
     group: int
     first_head: int
-    slope_strides: tuple[int, int]
+    sloping: tuple[int, int, int]  # strides, and how far the first query is from the first key
     scale: float
     scoring: tuple[float, float]
     dropout: tuple[Any, ...]
@@ -160,7 +160,7 @@ class _Call(NamedTuple):
             *(planes, q.shape[1], self.group, self.first_head, q.shape[2], k.shape[2], q.shape[3]),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             *((0, 0, 0) if grad is None else grad.stride()[:3]),
-            *(lists.lines, *lists.strides, *self.slope_strides, *self.scoring, *self.dropout),
+            *(lists.lines, *lists.strides, *self.sloping, *self.scoring, *self.dropout),
             **self.options,
             **dict(zip(names, tile[:2], strict=True)),
             num_warps=tile.warps,
@@ -226,9 +226,10 @@ def _call(
         block = _DENSE_BLOCK
     else:
         _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
-    slope_strides = (0, 0)
+    sloping = (0, 0, offsets[2] - offsets[3])
     if slopes is not None:
-        slope_strides = (slopes.stride(0) if slopes.dim() == 4 else 0, slopes.stride(-3))
+        strides = (slopes.stride(0) if slopes.dim() == 4 else 0, slopes.stride(-3))
+        sloping = (*strides, sloping[2])
     seed_, threshold, kept_scale, *_ = dropout_arguments(p, seed, (1, 1), None, None)
     number_strides = (sizes[1] * sizes[2], sizes[2])
     first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1] + offsets[2]
@@ -244,7 +245,7 @@ def _call(
             slopes,
             seed_,
         ),
-        *(group, first_head, slope_strides, scale),
+        *(group, first_head, sloping, scale),
         (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 1.0),
         (threshold, kept_scale, first_key // 4, first_number, *number_strides),
         {

@@ -48,8 +48,8 @@ void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
   bias_act_into(x, x, bias, activation, approximate);
 }
 
-// Writes to grad_x, which is contiguous and may be grad_y. Returns grad_bias, empty if it is not
-// wanted.
+// Writes to grad_x, which is contiguous and may be grad_y. Returns grad_bias, or an empty tensor if
+// it is not wanted.
 Tensor bias_act_grads_into(const Tensor& grad_x, const Tensor& grad_y_in, const Tensor& x_in,
                            const OptionalTensor& bias_in, const std::string& activation,
                            const std::string& approximate, bool need_bias) {
@@ -96,8 +96,8 @@ Tensor bias_act_grads_in_place(Tensor grad_y, Tensor x, OptionalTensor bias, std
   return bias_act_grads_into(grad_y, grad_y, x, bias, activation, approximate, need_bias);
 }
 
-// The distance between rows in elements, if t is a matrix or the left or right half of a wider one.
-// Any other tensor must be packed first.
+// The row stride in elements, if t is a matrix or the left or right half of one. Any other tensor
+// must be packed first.
 std::optional<int64_t> pitch_of(const Tensor& t, const Matrix& shape) {
   if (t.is_contiguous()) return shape.width;
   const int64_t rank = t.dim();

@@ -1,4 +1,4 @@
-// What bindings of ops with an activation share.
+// Shared by the bindings of ops with an activation.
 #pragma once
 
 #include "core/act.h"

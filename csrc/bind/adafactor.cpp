@@ -20,18 +20,19 @@ TW_KERNEL(adafactor_prepare, Adafactor);
 namespace torchweld {
 namespace {
 
-// The sums of squares over rows and columns, of averages over columns, of squares over all; the step.
+// What a pass computes: sums of g^2 over rows and columns, sums of row averages, sums of squares of
+// parameters and directions, or the step.
 enum class FactoredPass { squares, averages, directions, step };
 
-// An average may have the shape that torch gives it, or the one of transformers.
+// Averages may have torch's shape or that of transformers.
 void check_average(const Tensor& t, const Tensor& param, int64_t count) {
   STD_TORCH_CHECK(t.numel() == count && same_device(t, param) && t.is_contiguous() &&
                       t.scalar_type() == ScalarType::Float,
                   "an average does not fit its parameter, or is not contiguous and float32");
 }
 
-// The passes of a step. `whole_sizes` has the rows, columns and elements of each whole parameter,
-// where other devices have parts of it.
+// The passes of a step. For sharded parameters `whole_sizes` holds the rows, columns and elements
+// of each whole parameter.
 class Factoring {
  public:
   Factoring(StepArguments& a, const AdafactorSettings& settings)
@@ -40,7 +41,7 @@ class Factoring {
         tensors_(a.params.size()),
         roundings_(roundings_of(a.params, a.rounding_offsets)) {
     STD_TORCH_CHECK(a.absmaxes.empty() && a.edges.empty() && !a.ratios,
-                    "averages are not kept in blocks, and steps have no ratios");
+                    "Adafactor takes no absmaxes, edges or ratios");
     Tensors &params = a.params, &grads = a.grads, &masters = a.masters, &moments = a.moments;
     const Shape& wholes = a.whole_sizes;
     const size_t count = params.size();
@@ -51,7 +52,7 @@ class Factoring {
     check_count(moments, (averages + with_momentum) * count);
     check_count(a.steps, count);
     STD_TORCH_CHECK(wholes.empty() || wholes.size() == 3 * count,
-                    "whole_sizes are not three for each parameter");
+                    "whole_sizes does not hold three numbers per parameter");
     const DType dtype = dtype_of(like_);
     STD_TORCH_CHECK(dtype != DType::f64, "float64 has no kernel");
     args_.given = tensors_.data();
@@ -66,13 +67,13 @@ class Factoring {
     for (size_t i = 0; i < count; ++i) {
       packing_.pack(params, grads, masters, moments, i, /*in_any_order=*/false);
       const Tensor& p = params[i];
-      STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors are steps of their own");
+      STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors need separate calls");
       steps_.push_back(counter(a.steps[i], fit_.device));
       FactoredTensor& t = tensors_[i];
       t.lr = rates[i];
       fit_.set_param(t, params, grads, masters, i);
       lay_out(t, p.sizes(), p.numel(), wholes.empty() ? nullptr : &wholes[3 * i]);
-      if (t.whole_elements == 0) continue;  // there is nothing to average
+      if (t.whole_elements == 0) continue;  // nothing to average
       if (factored) {
         check_average(moments[i], p, t.matrices * t.height);
         check_average(moments[count + i], p, t.matrices * t.columns);
@@ -91,7 +92,7 @@ class Factoring {
   }
   Factoring(const Factoring&) = delete;
 
-  // A step of whole parameters.
+  // A whole step, for unsharded parameters.
   void step() {
     if (is_left_out()) return;
     const Tensor sums = room(sums_, ScalarType::Double);
@@ -103,12 +104,12 @@ class Factoring {
     finish();
     packing_.write_back();
   }
-  // One of its passes over parts. It takes all devices' sums from the passes before it, and leaves the
-  // sums of what is here among them.
+  // One pass over shards. Reads the all-reduced sums of the earlier passes from `sums`, and writes
+  // its own local sums there.
   void pass(FactoredPass pass, const OptionalTensor& sums) {
     STD_TORCH_CHECK(sums && same_device(*sums, like_) && sums->is_contiguous() &&
                         sums->numel() == sums_ && sums->scalar_type() == ScalarType::Double,
-                    "sums are not float64 numbers, as many as the passes have");
+                    "sums do not match the passes, or are not contiguous float64 numbers");
     if (is_left_out()) return;
     begin((double*)sums->mutable_data_ptr(), /*is_last=*/pass == FactoredPass::step);
     switch (pass) {
@@ -161,7 +162,7 @@ class Factoring {
   Tensor room(int64_t elements, ScalarType dtype) const {
     return empty(like_, Sizes(&elements, 1), dtype);
   }
-  // Before any pass: the place of each tensor's sums, scales and partial sums.
+  // Before each pass: assigns memory for each tensor's sums, scales and partial sums.
   void begin(double* sums, bool is_last) {
     partials_of_all_ = room(partials_, ScalarType::Double);
     scales_of_all_ = room(args_.averages, ScalarType::Float);
@@ -191,9 +192,9 @@ class Factoring {
   }
 
 #if defined(TW_CUDA)
-  // Kernels see it, and the host waits for nothing.
+  // The kernels read found_inf, so that the host need not wait for it.
   static bool is_left_out() { return false; }
-  // What depends on the numbers of steps is made on the device.
+  // A kernel fills in the step numbers.
   void set_roundings() {
     if (roundings_.empty()) return;
     args_.roundings = roundings_.data();

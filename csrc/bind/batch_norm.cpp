@@ -95,7 +95,7 @@ struct Gradients {
   }
 };
 
-// grad_x, grad_weight and grad_bias for given statistics; each is empty if it is not wanted.
+// grad_x, grad_weight and grad_bias for given statistics. Each is empty if it is not wanted.
 std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, Tensor mean,
                                                        Tensor var, OptionalTensor weight,
                                                        OptionalTensor bias, double eps,
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
   NormalizeActBackward& args = gradients.args;
   Tensor grad_x = need_x ? empty(x, x.sizes(), x.scalar_type()) : nothing(x);
   if (need_x) args.grad_x = grad_x.mutable_data_ptr();
-  std::vector<Tensor> partials;  // alive until the last launch
+  std::vector<Tensor> partials;  // kept alive until the last launch
   const auto wanted = [&](bool needed, const OptionalTensor& param, void*& grad, void*& partial) {
     if (!needed || !param) return nothing(x);
     partials.push_back(rows_of_columns(x, args.chunks));
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
   return {grad_x, grad_weight, grad_bias};
 }
 
-// grad_x for statistics of x itself, or of a larger tensor that x is a part of.
+// grad_x for statistics of x itself, or of a larger tensor of which x is a shard.
 Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
                              OptionalTensor weight, OptionalTensor bias, Tensor mean_g_in,
                              Tensor mean_g_x_hat_in, double eps, std::string activation,

@@ -16,13 +16,14 @@ TW_KERNEL(block_sparse_grad_sinks, BlockSparseBackward);
 namespace torchweld {
 namespace {
 
-// Sizes and strides of [*, length, width] with the leading dimensions that were left out.
+// Sizes and strides of [*, length, width], padded to four dimensions with leading ones.
 struct Four {
   int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
 
   explicit Four(const Tensor& x) {
     const size_t rank = x.sizes().size();
-    STD_TORCH_CHECK(rank >= 1 && rank <= 4, "block_sparse_attention: 1 to 4 dimensions");
+    STD_TORCH_CHECK(rank >= 1 && rank <= 4,
+                    "block_sparse_attention: tensors need 1 to 4 dimensions");
     for (size_t i = 0; i < rank; ++i) {
       size[4 - rank + i] = x.sizes()[i];
       stride[4 - rank + i] = x.strides()[i];
@@ -30,7 +31,7 @@ struct Four {
   }
 };
 
-// The tensor, or a copy of it, whose tokens have adjacent elements.
+// The tensor, or a copy of it in which the elements of a token are contiguous.
 Tensor adjacent(const Tensor& x) {
   const size_t rank = x.sizes().size();
   const bool is = rank > 0 && (x.sizes()[rank - 1] < 2 || x.strides()[rank - 1] == 1);
@@ -42,7 +43,7 @@ Heads heads_of(const Tensor& x) {
   return {data(x), four.stride[0], four.stride[1], four.stride[2]};
 }
 
-// The integers of a list, which is replaced by a copy if they are not adjacent.
+// The integers of a list. Replaces the list by a copy if it is not contiguous.
 const int32_t* integers(Tensor& x, const Tensor& like) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && same_device(x, like),
                   "the layout's lists are not int32 on the device of q");
@@ -50,9 +51,9 @@ const int32_t* integers(Tensor& x, const Tensor& like) {
   return (const int32_t*)data(x);
 }
 
-// Whether the lines of every head are each of `count` lines once, with entries that exist, whose
-// partners are below `partners` and whose masks are below `masks`. Anything else would lead a kernel
-// out of its tensors. A block's entry takes a nanosecond here, and its products some microseconds.
+// Whether every head has each of `count` lines once, and every line's entries exist, with partners
+// below `partners` and masks below `masks`. Otherwise a kernel would access memory out of bounds.
+// The check takes a nanosecond per block; the block's products take some microseconds.
 bool are_sound(const Lines& lines, int64_t entries, int64_t partners, int64_t masks) {
   std::vector<uint8_t> seen(lines.count);
   for (int64_t head = 0; head < lines.batches * lines.heads; ++head) {
@@ -86,11 +87,11 @@ Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count, i
                   "the layout's entries are not pairs");
   const Lines found{integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
   STD_TORCH_CHECK(are_sound(found, entries.sizes()[0], partners, masks),
-                  "the layout's lists lead out of its blocks or masks");
+                  "the layout's lists refer to blocks or masks that do not exist");
   return found;
 }
 
-// The arguments of both directions, and the tensors that their pointers lead to.
+// The arguments of both directions, and the tensors that own the memory.
 struct Arguments {
   Tensor q, k, v;
   OptionalTensor sinks, slopes, padding, rows, row_entries, columns, column_entries, masks;
@@ -104,7 +105,7 @@ struct Arguments {
       STD_TORCH_CHECK(key.size[i] == value.size[i], "k and v differ in shape");
     }
     STD_TORCH_CHECK(query.size[0] == key.size[0] && query.size[3] == key.size[3],
-                    "k does not go with q");
+                    "k does not fit q in batch or width");
     for (const Tensor& x : {k, v}) {
       STD_TORCH_CHECK(x.scalar_type() == q.scalar_type() && same_device(x, q),
                       "k and v are not of q's dtype and device");
@@ -115,27 +116,36 @@ struct Arguments {
     a.batch = query.size[0], a.heads = query.size[1], a.queries = query.size[2];
     a.width = query.size[3], a.key_heads = key.size[1], a.keys = key.size[2];
     check_heads(a, q, place);
+    a.ahead = ahead_of(a, place.offset);
     a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
     fill_lists(a);
     fill_beside(a);
   }
 
  private:
-  // The last offset is that of the keys.
+  // The last offset is the first key.
   static Dropout dropout_at(const Tensor& q, double p, const OptionalTensor& seed, Place place) {
     const int64_t first_key = place.offset.empty() ? 0 : place.offset.back();
-    STD_TORCH_CHECK(first_key >= 0 && first_key % 4 == 0, "shard: the first key is no fourth one");
+    STD_TORCH_CHECK(first_key >= 0 && first_key % 4 == 0,
+                    "shard: the first key is not a multiple of 4");
     if (!place.offset.empty()) place.offset.back() = 0;
     Dropout dropout = dropout_of(q, 1, p, seed, place);
     dropout.column = first_key;
     return dropout;
   }
 
+  // The last query stands beside the last key; `offset` moves either.
+  static int64_t ahead_of(const BlockSparse& a, const Shape& offset) {
+    const size_t rank = offset.size();
+    const int64_t query = rank > 1 ? offset[rank - 2] : 0, key = rank > 0 ? offset[rank - 1] : 0;
+    return a.keys - a.queries + query - key;
+  }
+
   static void check_heads(BlockSparse& a, const Tensor& q, const Place& place) {
     STD_TORCH_CHECK(a.group > 0, "group is not positive");
     const size_t rank = q.sizes().size();
     STD_TORCH_CHECK(place.whole.empty() || place.whole.back() == a.width,
-                    "shard: q lacks columns of its heads");
+                    "shard: q is split along its width");
     a.first_head = 0;
     if (a.heads == a.key_heads * a.group) return;
     if (rank > 2 && !place.offset.empty()) a.first_head = place.offset[rank - 3];
@@ -151,7 +161,7 @@ struct Arguments {
     STD_TORCH_CHECK(row_entries && columns && column_entries && masks, "the layout lacks lists");
     const int64_t words = a.block < 32 ? 1 : a.block / 32;
     STD_TORCH_CHECK(masks->sizes().size() == 2 && masks->sizes()[1] == a.block * words,
-                    "the layout's masks are not of its block");
+                    "the layout's masks do not fit its block size");
     const int64_t count = masks->sizes()[0], down = a.rows.count, across = a.columns.count;
     a.rows = lines_of(*rows, *row_entries, q, down, across, count);
     a.columns = lines_of(*columns, *column_entries, q, across, down, count);
@@ -186,7 +196,7 @@ struct Arguments {
   }
 };
 
-// Tiles of 64 tokens in all blocks.
+// The number of tiles of at most 64 tokens in all blocks.
 int64_t tiles(const BlockSparse& a, int64_t count, int64_t heads) {
   return count * (a.block > 64 ? a.block / 64 : 1) * a.batch * heads;
 }

@@ -1,5 +1,5 @@
-// The CPU kernels in use. There is one shared object per instruction set. Python chooses among them
-// and hands over the handles from dlopen.
+// The CPU kernels in use. There is one shared object per instruction set. Python chooses one and
+// passes the handles from dlopen.
 #include <dlfcn.h>
 
 #include "bind/launch.h"
@@ -27,7 +27,7 @@ void* cpu_symbol(const char* name, bool baseline) {
   void* kernels = baseline ? baseline_kernels : selected_kernels;
   STD_TORCH_CHECK(kernels, "no CPU kernels are loaded");
   void* address = dlsym(kernels, name);
-  STD_TORCH_CHECK(address, "the CPU kernels lack ", name);
+  STD_TORCH_CHECK(address, "the CPU kernels have no ", name);
   return address;
 }
 

@@ -1,5 +1,5 @@
-// What bindings of ops with rows, masks and dropout share: sizes and strides become a RowMap, and
-// an op's arguments become a Dropout.
+// Shared by the bindings of ops with rows, masks and dropout: builds a RowMap from sizes and
+// strides, and a Dropout from an op's arguments.
 #pragma once
 
 #include "bind/tensor.h"
@@ -18,7 +18,7 @@ inline int64_t product(Sizes sizes) {
   return n;
 }
 
-// A map for rows of these sizes and strides, or nothing if too many dimensions remain after
+// A map for rows of these sizes and strides, or nullopt if too many dimensions remain after
 // merging.
 inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& strides,
                                      int64_t offset) {
@@ -39,7 +39,8 @@ inline std::optional<RowMap> row_map(Sizes sizes, const std::vector<int64_t>& st
   return map;
 }
 
-// The position of x in a whole tensor of sizes `whole`. Without sizes and offset, x is the whole.
+// The position of x in a whole tensor of sizes `whole`. Without sizes and offset x is the whole
+// tensor.
 struct Place {
   Shape whole, offset;
 
@@ -57,7 +58,7 @@ struct Place {
   }
 };
 
-// For an op whose last `trailing` dimensions form a row. Only the last dimension may be a part.
+// For an op whose last `trailing` dimensions form a row. Only the last of these may be sharded.
 inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const OptionalTensor& seed,
                           const Place& place) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "p is not between 0 and 1");

@@ -12,7 +12,7 @@ TW_KERNEL(dropout_add_rms_norm_backward, DropoutAddNormBackward);
 namespace torchweld {
 namespace {
 
-// Refuses a part of a row, since a norm needs whole rows.
+// Refuses shards of rows, since a norm needs whole rows.
 Dropout whole_rows(const Tensor& x, const Shape& normalized_shape, double p,
                    const OptionalTensor& seed, const Place& place) {
   place.check(x);

@@ -5,9 +5,9 @@
 //   launch(layer_norm_forward, args, like, items, elements_per_item);
 //   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm)); }
 //
-// Each binding is compiled once for each library. A CPU kernel works through a range of its items
-// and comes from the shared object of the instruction set in use. A CUDA kernel is a launcher
-// linked into this library.
+// Each binding is compiled once for each library. A CPU kernel processes a range of items and comes
+// from the shared object of the instruction set in use. A CUDA kernel is a launcher linked into
+// this library.
 #pragma once
 
 #include "bind/tensor.h"
@@ -75,12 +75,12 @@ void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, 
 
 namespace torchweld {
 
-// The CPU is one device.
+// Does nothing: the CPU is one device.
 struct DeviceGuard {
   explicit DeviceGuard(const Tensor&) {}
 };
 
-// The address of `name` in the kernels of the instruction set in use, or in the baseline's.
+// The address of kernel `name` for the instruction set in use, or for the baseline.
 void* cpu_symbol(const char* name, bool baseline);
 
 template <class Signature>
@@ -91,7 +91,7 @@ class Symbol<Result(Args...)> {
   explicit constexpr Symbol(const char* name) : name_(name) {}
   Result operator()(Args... args) const { return get(false)(args...); }
   Result (*get(bool baseline) const)(Args...) {
-    // Resolved at first use. Racing threads resolve the same address.
+    // Resolved at first use. Threads that race resolve the same address.
     void*& address = addresses_[baseline];
     if (!address) address = cpu_symbol(name_, baseline);
     return reinterpret_cast<Result (*)(Args...)>(address);
@@ -102,11 +102,11 @@ class Symbol<Result(Args...)> {
   mutable void* addresses_[2] = {};
 };
 
-// Smaller tasks do not pay for another thread.
+// Smaller tasks are not worth another thread.
 constexpr int64_t kElementsPerTask = 16384;
 
-// For items of unequal work: `item(amount)` is the first item that begins beyond that amount of
-// work.
+// For items of unequal work: threads split the work by amount, and item(amount) is the first item
+// that begins at or after that amount.
 template <class Args, class Item>
 void launch_amounts(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
                     int64_t amounts, int64_t grain, Item&& item) {
@@ -122,8 +122,8 @@ void launch(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Arg
   launch_amounts(kernel, args, items, grain, [](int64_t item) { return item; });
 }
 
-// For items of unequal work in order of falling work: every thread takes the next item when it is
-// done with one, so that a long item holds up nobody.
+// For items of unequal work, longest first: each thread takes the next item when it has finished
+// one.
 template <class Args>
 void launch_queue(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
                   int64_t items, int64_t elements) {

@@ -1,5 +1,5 @@
-// linear_act as one GEMM for torch, and the fused GEMM of the next layer's backward, only on CUDA.
-// The schemas are in epilogue.py and act_linear.py of python/torchweld/ops/gemm.
+// linear_act as one GEMM for torch, and the fused GEMM of the next layer's backward. Only for CUDA.
+// The schemas are in python/torchweld/ops/gemm: epilogue.py and act_linear.py.
 #if defined(TW_CUDA)
 
 #include "cuda/linear_act.h"
@@ -26,10 +26,11 @@ Tensor aten(const char* name, const Arguments&... given) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Algorithm 1 multiplies float32 as tf32, 0 does not.
+// Algorithm 1 allows tf32 for float32 products, 0 does not.
 bool check_how(const std::string& activation, const std::string& approximate, int64_t algorithm) {
-  STD_TORCH_CHECK(activation_of(activation, approximate) == Activation::GeluTanh,
-                  "activation is not gelu by tanh, which alone cuBLASLt's epilogues have");
+  STD_TORCH_CHECK(
+      activation_of(activation, approximate) == Activation::GeluTanh,
+      "activation is not gelu with approximate=tanh, the only one in cuBLASLt's epilogues");
   STD_TORCH_CHECK(algorithm == 0 || algorithm == 1, "algorithm is not 0 or 1");
   return algorithm == 1;
 }
@@ -44,7 +45,7 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty(x, sizes, x.scalar_type());
 }
 
-// Memory for the GEMM, or nothing if none is left.
+// Workspace for the GEMM, or nothing if memory is exhausted.
 OptionalTensor workspace_of(int64_t bytes, const Tensor& like) {
   try {
     return empty(like, Shape{bytes}, ScalarType::Byte);
@@ -53,8 +54,8 @@ OptionalTensor workspace_of(int64_t bytes, const Tensor& like) {
   }
 }
 
-// Whether cuBLASLt served. Its errors are not raised: the user did not ask for cuBLASLt, and torch's
-// GEMM can do the same. If both fail, torch raises.
+// Whether cuBLASLt computed the product. Its errors are not raised, since torch's GEMM can do the
+// same. If both fail, torch raises.
 template <class Args>
 bool multiply(bool (*plan)(const Args&, int64_t*), bool (*gemm)(const Args&, void*, cudaStream_t),
               const Args& args, const Tensor& like) {

@@ -1,4 +1,4 @@
-// What bindings of ops that end in a norm share: checks, sizes, parameter gradients.
+// Shared by the bindings of ops that end in a norm: checks, sizes, parameter gradients.
 #pragma once
 
 #include "bind/launch.h"
@@ -67,7 +67,7 @@ class ParameterGradients {
   ParameterGradients(const Tensor& like, NormBackward& args, const OptionalTensor& weight_in,
                      const OptionalTensor& bias_in)
       : args_(args), like_(weight_in ? weight_in : bias_in) {
-    const DeviceGuard device(like);  // whose multiprocessors are counted
+    const DeviceGuard device(like);  // norm_chunks counts its multiprocessors
     args.chunks = norm_chunks(args.rows, args.width);
     const int64_t floats[] = {norm_workspace_bytes(args.rows, args.width) / 4};
     scratch_.push_back(empty(like, Sizes(floats, 1), ScalarType::Float));
@@ -96,7 +96,7 @@ class ParameterGradients {
   }
 
   const NormBackward& args_;
-  const OptionalTensor like_;  // have the parameters' own dtype
+  const OptionalTensor like_;  // the parameter that sets the gradients' dtype
   std::vector<Tensor> scratch_;
 };
 

@@ -24,7 +24,7 @@ OneBitShape shape_of(int64_t size, int64_t block) {
   return {size, block};
 }
 
-// Blocks whose bits and scales these are, `rows` times.
+// Checks `rows` sets of bits and scales.
 void check_bits(const Tensor& bits, const Tensor& scale, const OneBitShape& shape, int64_t rows) {
   STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Byte && bits.numel() == rows * shape.bytes(),
                   "bits do not fit the size");
@@ -33,15 +33,15 @@ void check_bits(const Tensor& bits, const Tensor& scale, const OneBitShape& shap
                   "scale does not fit bits");
 }
 
-// Fills in what is common to both sources, and quantises.
+// Fills in the arguments that both sources share, and quantises.
 std::tuple<Tensor, Tensor> quantize(Quantize1& a, const OptionalTensor& error, Tensor& new_error,
                                     const Tensor& like) {
   STD_TORCH_CHECK(new_error.numel() == a.shape.size && new_error.is_contiguous() &&
                       same_device(new_error, like),
-                  "new_error does not fit");
+                  "new_error does not fit the size");
   STD_TORCH_CHECK(!error || (error->numel() == a.shape.size && same_device(*error, like) &&
                              error->scalar_type() == new_error.scalar_type()),
-                  "error does not fit");
+                  "error does not fit the size");
   const OptionalTensor packed_error = packed(error);
   const int64_t bytes = a.shape.bytes(), blocks = a.shape.blocks(), pieces = a.shape.pieces();
   Tensor bits = empty(like, Sizes(&bytes, 1), ScalarType::Byte);
@@ -81,7 +81,8 @@ std::tuple<Tensor, Tensor> of_given(Tensor x_in, OptionalTensor error, Tensor ne
 
 std::tuple<Tensor, Tensor> of_mean(Tensor bits_in, Tensor scale_in, OptionalTensor error,
                                    Tensor new_error, int64_t size, int64_t block) {
-  STD_TORCH_CHECK(bits_in.dim() == 2 && bits_in.sizes()[0] > 0, "bits have no workers");
+  STD_TORCH_CHECK(bits_in.dim() == 2 && bits_in.sizes()[0] > 0,
+                  "bits are not [workers, bytes] with at least one worker");
   const Tensor bits = packed(bits_in), scale = packed(scale_in);
   Quantize1 args{};
   args.dtype = DType::f32;

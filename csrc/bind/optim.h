@@ -1,4 +1,4 @@
-// What all optimizer ops for torch share: their arguments, numbers that are tensors, and checks.
+// Shared by all optimizer ops for torch: arguments, scalars that are tensors, and checks.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,17 @@ __asm__(".symver pow,pow@GLIBC_2.2.5");
 
 namespace torchweld {
 
-// The arguments of every pass of every rule, in the order of its schema, before the rule's settings.
-// Lists have an entry for each parameter. python/torchweld/ops/optimizer/batch.py says what they hold.
+// The arguments of every pass of every rule, in the order of the schema. The rule's settings
+// follow. Lists have one entry per parameter; python/torchweld/ops/optimizer/batch.py describes
+// them.
 struct StepArguments {
   Tensors params, grads, masters, moments, absmaxes, new_absmaxes, steps, edges, rounding_offsets;
   Tensor lr;
   OptionalTensor ratios, grad_factor, found_inf, sums;
   Shape whole_sizes;
 
-  // Once their addresses are known. Whoever sees what is written holds the tensors too. Releasing
-  // thousands of handles takes longer after a step, when they are no longer in the cache.
+  // Call this when all addresses are known; the caller keeps the tensors alive. After a step,
+  // releasing thousands of handles takes longer, because they have left the cache.
   void release_handles() {
     for (Tensors* list : {&params, &masters, &moments, &absmaxes, &new_absmaxes, &steps}) {
       list->clear();
@@ -41,7 +42,7 @@ class Stack {
   T take() {
     return torch::stable::detail::to<T>(*next_++);
   }
-  // A struct of settings, field by field.
+  // Takes a struct of settings, field by field.
   template <class Settings>
   Settings take_settings() {
     return take_fields<Settings>(std::make_index_sequence<fields_of<Settings>()>());
@@ -56,7 +57,7 @@ class Stack {
   }
 
  private:
-  // Converts to the type of the struct's field, whatever it is.
+  // Converts to the type of any field.
   struct Field {
     Stack& stack;
     template <class T>
@@ -80,7 +81,7 @@ class Stack {
   const StableIValue* next_;
 };
 
-// An op with these arguments and a rule's settings, as torch calls it.
+// A boxed op with these arguments and a rule's settings.
 template <class Settings, void (*run)(StepArguments&, const Settings&)>
 void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
   constexpr uint64_t kArguments = 15 + Stack::fields_of<Settings>();
@@ -95,8 +96,8 @@ void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
   if (!arguments.params.empty()) run(arguments, settings);
 }
 
-// A number that is kept as a tensor, since it changes every step. One beside the parameters is read
-// during the step, so that nothing waits for a GPU.
+// A number that changes every step, in a tensor. If the tensor is on the parameters' device, the
+// step reads it there, so that the host need not wait for a GPU.
 inline Number number(const Tensor& t, const Device& of_params) {
   const bool beside = device_of(t) == of_params;
   STD_TORCH_CHECK(t.numel() == 1 && (beside || t.is_cpu()),
@@ -107,7 +108,7 @@ inline Number number(const Tensor& t, const Device& of_params) {
   const Number there{0, const_cast<void*>(data(t)), dtype == DType::f64};
   return beside ? there : Number{there.read(), nullptr, false};
 }
-// The steps of a tensor, which are counted up in place.
+// A tensor's step count, which a step increments in place.
 inline Number counter(const Tensor& step, const Device& of_params) {
   Number count = number(step, of_params);
   STD_TORCH_CHECK(count.at, "steps are not beside their parameters");
@@ -119,7 +120,7 @@ inline Number number_or(const OptionalTensor& t, double otherwise, const Device&
   return t ? number(*t, of_params) : known(otherwise);
 }
 
-// One number for all of `count` tensors, or a number for each.
+// One learning rate for all tensors, or one per tensor.
 class Rates {
  public:
   Rates() = default;
@@ -135,7 +136,7 @@ class Rates {
     each_.assign(each, each + count);
   }
   Number operator[](size_t i) const { return each_.empty() ? of_all_ : known(each_[i]); }
-  // Null if there is one for all.
+  // Null if all tensors share one.
   const double* each() const { return each_.empty() ? nullptr : each_.data(); }
   const Number& of_all() const { return of_all_; }
 
@@ -144,7 +145,7 @@ class Rates {
   std::vector<double> each_;
 };
 
-// How many items each tensor has, and how much work they are.
+// The number of items of each tensor, and the amount of work in them.
 class Amounts {
  public:
   void add(int64_t items, int64_t amount) {
@@ -152,7 +153,7 @@ class Amounts {
   }
   int64_t all() const { return begins_.back().amount; }
   int64_t items() const { return begins_.back().item; }
-  // The first item beyond this much work.
+  // The item at this amount of work.
   int64_t item(int64_t amount) const {
     const auto next = std::upper_bound(begins_.begin(), begins_.end(), Begin{0, amount});
     if (next == begins_.end()) return items();
@@ -180,7 +181,7 @@ void launch(const Kernel& kernel, const Args& args, const Tensor& like, const Am
 }
 
 #if defined(TW_CUDA)
-// At most this many pieces, each within a tensor; narrow rows make fewer.
+// An upper bound on the number of pieces, each within one tensor. Narrow rows make fewer.
 inline int64_t square_pieces(const std::vector<StepTensor>& tensors) {
   int64_t pieces = 0;
   for (size_t i = 0; i + 1 < tensors.size(); ++i) {
@@ -195,7 +196,8 @@ inline void check_count(const Tensors& list, size_t count) {
   STD_TORCH_CHECK(list.size() == count, "lists of tensors differ in length");
 }
 
-// Whether tensors fit their parameters. There may be thousands, so common properties are asked once.
+// Checks tensors against their parameters. There may be thousands, so shared properties are read
+// once.
 class Fit {
  public:
   Fit(const Tensors& params, const Tensors& masters)
@@ -208,7 +210,7 @@ class Fit {
         same_sizes(t.sizes(), sizes) && device_of(t) == device && t.scalar_type() == dtype,
         "a tensor does not fit its parameter");
   }
-  // The addresses of parameter i, its gradient and its master.
+  // Sets the addresses of parameter i, its gradient and its master.
   void set_param(StepTensor& t, const Tensors& params, const Tensors& grads, const Tensors& masters,
                  size_t i) const {
     const Sizes sizes = params[i].sizes();
@@ -227,8 +229,9 @@ class Fit {
   ScalarType dtype_, master_;
 };
 
-// How parameters with these offsets are rounded. An offset is the number of the parameter, the number
-// of its first element in the whole tensor, and the whole tensor's strides. Steps are not known yet.
+// How parameters with these rounding offsets are rounded. An offset holds the parameter's number,
+// the position of its first element in the whole tensor, and the whole tensor's strides. Step
+// numbers are filled in later.
 inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& offsets) {
   std::vector<Rounding> roundings;
   if (offsets.empty()) return roundings;

@@ -1,4 +1,5 @@
-// Tensors that an optimizer step processes together, element by element of their storage.
+// Makes the layouts of a parameter and its state equal, since a step walks through their storage
+// together.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +31,8 @@ inline bool is_dense(Sizes sizes, Sizes strides) {
 // Replaces tensors by contiguous copies if a parameter and its state differ in layout.
 class Packing {
  public:
-  // Packs parameter i and its state. With `in_any_order` any dense layout will do if all tensors
-  // share it.
+  // Packs parameter i and its state. With `in_any_order` any dense layout is accepted if all
+  // tensors share it.
   void pack(Tensors& params, Tensors& grads, Tensors& masters, Tensors& moments, size_t i,
             bool in_any_order) {
     const auto with_each = [&](auto&& act) {

@@ -1,4 +1,4 @@
-// How a tensor's sizes divide into blocks.
+// Divides a tensor's elements into blocks.
 #pragma once
 
 #include "bind/tensor.h"

@@ -1,6 +1,7 @@
-// The passes of a rule for torch: its step, the new absmax of split blocks, and its measure.
+// The passes of a rule for torch: the step, the new absmax of split blocks, and the measuring of
+// norms.
 //
-// A binding makes a Work of the op's arguments and runs a kernel of its rule on it:
+// A binding makes a Work from the op's arguments and runs a kernel of its rule on it:
 //
 //   template <Pass pass>
 //   void lion(StepArguments& a, const LionSettings& settings) {
@@ -16,10 +17,10 @@ namespace torchweld {
 
 enum class Pass { step, absmaxes, squares };
 
-// What all rules share: the checked tensors' addresses.
+// What all rules share: the checked arguments as addresses.
 class Work {
  public:
-  // Tensors have `moments_each` moments that the pass reads.
+  // The pass reads `moments_each` moments per tensor.
   Work(StepArguments& a, Pass pass, size_t moments_each)
       : pass_(pass), like_(a.params[0]), count_(a.params.size()), fit_(a.params, a.masters) {
     if (pass == Pass::squares) a.rounding_offsets.clear();  // nothing is rounded
@@ -51,7 +52,7 @@ class Work {
     a.release_handles();
   }
 
-  // The pass, by a kernel of a rule with these settings.
+  // Runs the pass with a kernel of a rule with these settings.
   template <class Rule, class Kernel>
   void run(const Kernel& kernel, const typename Rule::Settings& settings) {
     Step<Rule> args{tensors_.data(),
@@ -88,7 +89,7 @@ class Work {
     tensors_.resize(count_ + 1);
     steps_.reserve(count_);
     const ScalarType moment_dtype = (moments_each ? a.moments : a.params)[0].scalar_type();
-    // Blocks and rounding offsets are those of rows.
+    // Blocks and rounding offsets refer to rows.
     const bool in_any_order = state_ != StateCodec::blocks && a.rounding_offsets.empty();
     int64_t blocks = 0;
     for (size_t i = 0; i < count_; ++i) {
@@ -116,7 +117,7 @@ class Work {
       const int64_t own = !splits_.empty()               ? rows.rows * splits_[i].pieces
                           : state_ == StateCodec::blocks ? rows.blocks()
                                                          : quant_blocks(t.width);
-      // Beginning and ending a block is work too, which shows in rows of few elements.
+      // Every block has a fixed cost, which matters in narrow rows.
       constexpr int64_t kElementsOfBegin = 8;
       amounts_.add(own, elements + kElementsOfBegin * own);
       blocks += own;
@@ -131,7 +132,7 @@ class Work {
                     "absmax does not fit its codes");
     return (float*)t.mutable_data_ptr();
   }
-  // Null if there are none.
+  // Null if the tensor is absent.
   double* numbers_of_each(const OptionalTensor& t, int64_t each) const {
     if (!t) return nullptr;
     STD_TORCH_CHECK(device_of(*t) == fit_.device && t->is_contiguous() &&
@@ -142,7 +143,7 @@ class Work {
   }
 
 #if defined(TW_CUDA)
-  // The launcher makes the rules, counts the steps up, and adds up what is measured.
+  // The launcher makes the rules, increments the steps, and adds up the measured squares.
   int64_t parts() const { return square_pieces(tensors_); }
   template <class Rule, class Kernel>
   void launch_rules(const Kernel& kernel, Step<Rule>& args) {
@@ -169,7 +170,8 @@ class Work {
     for (size_t i = 0; i < count_; ++i) {
       const StepScalars now{args.lrs ? args.lrs[i] : args.lr.read(), args.steps[i].read() + 1,
                             args.ratios ? args.ratios[i] : 1};
-      // Mostly the same: two powers for each of a thousand tensors take a tenth of a millisecond.
+      // Usually equal to the previous tensor's. Two powers for each of a thousand tensors take 0.1
+      // ms.
       const bool alike =
           now.lr == before.lr && now.number == before.number && now.ratio == before.ratio;
       if (i > 0 && alike) {
@@ -211,7 +213,7 @@ class Work {
       splits_.push_back({(const int64_t*)data(of_row), of_row.numel() - 1, {}});
     }
   }
-  // On a GPU edges are not checked, since reading them would mean waiting for them.
+  // On a GPU edges are not checked: the host would have to wait for them.
   static void check_split([[maybe_unused]] const Tensor& edges,
                           [[maybe_unused]] const BlockRows& rows) {
 #if !defined(TW_CUDA)
@@ -243,7 +245,7 @@ class Work {
   Amounts amounts_;  // of blocks
   std::vector<SplitRows> splits_;
   std::vector<Rounding> roundings_;
-  OptionalTensor room_;  // for them on a GPU
+  OptionalTensor room_;  // memory for the roundings, on a GPU
   DType dtype_;
   StateCodec state_;
   ParamCodec param_;

@@ -5,8 +5,8 @@
 //               grad_up = grad_y * act(gate)
 //
 // The functions take a value V: a float, a double, or a compiler's vector of either. They are
-// branch-free and use core/exp.h, so that loops over them vectorise. NaN and infinity come out as
-// from the formulas in torch's documentation.
+// branch-free and use core/exp.h, so that loops over them vectorise. NaN and infinity give what the
+// formulas in torch's documentation give.
 #pragma once
 
 #include "core/exp.h"
@@ -138,8 +138,8 @@ struct TanhNearZero<double> {
 
 }  // namespace detail
 
-// 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The exponential's argument is never positive:
-// it cannot overflow, and nothing cancels on either side.
+// 1 / (1 + exp(-x)) and its derivative, s * (1 - s). The argument of exp is never positive, so exp
+// cannot overflow, and neither branch cancels.
 template <class V>
 struct Logistic {
   V value, slope;
@@ -157,8 +157,8 @@ TW_HD V gaussian(V z) {
   return exp_nonpositive(z * z * (Element<V>)-0.5);
 }
 
-// The normal distribution's integral, from the gaussian of z. Below zero nothing cancels here,
-// while (1 + erf(z / sqrt(2))) / 2 cancels.
+// The normal distribution's integral, from the gaussian of z. Unlike (1 + erf(z / sqrt(2))) / 2,
+// this does not cancel below zero.
 template <class V>
 TW_HD V normal_integral(V z, V gaussian) {
   using T = detail::Tail<Element<V>>;
@@ -261,7 +261,7 @@ struct Sigmoid {
   }
 };
 
-// The quotient cancels near zero. The polynomial does not, and it also receives NaN.
+// The quotient cancels near zero. The polynomial does not, and NaN takes its branch.
 struct Tanh {
   template <class V>
   static TW_HD V value(V z) {

@@ -1,6 +1,6 @@
 // Adam and AdamW, with torch's order of operations: decay, moments, then the update.
 //
-// A rule is written for whatever has arithmetic and square_root(): floats, or vectors of them.
+// A rule works on any type with arithmetic and square_root(): floats or vectors of floats.
 #pragma once
 
 #include "core/optim.h"

@@ -16,7 +16,8 @@
 
 TW_NAMESPACE_BEGIN
 
-// Statistics are [width] of Accumulate<dtype>. Chunks are [chunks, width] of it, see core/chunks.h.
+// Statistics and chunk sums have type Accumulate<dtype>, with shapes [width] and [chunks, width];
+// see core/chunks.h.
 struct ColumnStatistics {
   const void* x;  // [rows, width], dtype
   void* mean;

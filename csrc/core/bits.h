@@ -1,4 +1,4 @@
-// Floats, doubles and compilers' vectors of them as bits: integers as wide as their elements.
+// The bits of floats, doubles and compiler vectors of them, as integers of the same element width.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 TW_NAMESPACE_BEGIN
 
-// The float or double that a value is or consists of.
+// The element type of a value or vector: float or double.
 template <class V>
 struct ElementOf {
   using type = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<V&>()[0])>>;
@@ -25,8 +25,8 @@ struct ElementOf<double> {
 template <class V>
 using Element = typename ElementOf<V>::type;
 
-// The integers for a value's bits. A comparison of two vectors results in Signed, all bits set for
-// true.
+// The integer types that hold a value's bits. Comparing two vectors gives Signed, with all bits set
+// for true.
 template <class V>
 struct BitsOf {
   typedef typename BitsOf<Element<V>>::Signed Signed __attribute__((vector_size(sizeof(V))));

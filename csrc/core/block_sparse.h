@@ -8,15 +8,16 @@
 //   grad_q = scale * sum g * k;  grad_k = scale * sum g * q;  grad_v = sum w * kept * grad_y
 //   grad_sink = -sum exp(sink - lse) * delta
 //
-// kept is 0 where dropout drops, else 1 / (1 - p). Dropout's row is that of the scores
-// [batch, heads, queries, keys]. A query that sees nothing has y = 0 and lse = -inf.
+// kept is 0 where an element is dropped, else 1 / (1 - p). Dropout rows are the rows of the scores
+// [batch, heads, queries, keys]. A query that sees no key has y = 0 and lse = -inf. Distances are
+// between the tokens' numbers in the whole tensor.
 #pragma once
 
 #include "core/dropout.h"
 
 TW_NAMESPACE_BEGIN
 
-// [batch, heads, tokens, width]; elements of a token are adjacent. Strides are in elements.
+// [batch, heads, tokens, width]. The elements of a token are contiguous. Strides are in elements.
 struct Heads {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, token = 0;
@@ -29,7 +30,7 @@ struct Lines {
   int64_t batches = 1, heads = 1;
   int64_t count = 0;
 
-  // Line `slot` of a head: which, begin, partial, end.
+  // Line `slot` of a head: {block row or column, begin, first partial entry, end}.
   TW_HD const int32_t* at(int64_t batch, int64_t head, int64_t slot) const {
     const int64_t own = (batches > 1 ? batch : 0) * heads + (heads > 1 ? head : 0);
     return lines + 4 * (own * count + slot);
@@ -41,12 +42,13 @@ struct BlockSparse {
   const void* sinks;       // [heads], Accumulate<dtype>, or null
   const void* slopes;      // Accumulate<dtype>: [heads] or [batch, heads], or null
   int64_t slopes_batch;    // stride between batches: 0 or heads
-  const uint8_t* padding;  // [batch, keys], not 0: ignored; or null
-  Lines rows, columns;     // lines are null for a layout of all blocks
+  const uint8_t* padding;  // [batch, keys], nonzero: key ignored; or null
+  Lines rows, columns;     // `lines` is null if the layout has every block
   const int32_t* masks;    // [masks, block * words]
   int64_t batch, heads, key_heads, queries, keys, width;
   int64_t block, group;
-  int64_t first_head;  // of q's, among those that the keys' heads are counted by
+  int64_t first_head;  // of q, in the numbering that `group` divides
+  int64_t ahead;       // number of the first query minus that of the first key, for slopes
   double scale, softcap;
   bool causal;
   DType dtype;

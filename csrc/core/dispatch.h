@@ -1,5 +1,5 @@
 // Turns the DType of an argument into a C++ type, in one place. A library compiles only the types
-// that it serves: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck.
+// that it supports: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck.
 #pragma once
 
 #include "core/dtype.h"
@@ -14,7 +14,7 @@ struct Type {
   using type = T;
 };
 
-// call(Type<P>{}), where P is float or T as `dtype` says. Only a 16-bit T has the choice.
+// call(Type<P>{}), where P is the type of `dtype`: T, or float if T has 16 bits.
 template <class T, class Call>
 inline void dispatch_beside(DType dtype, Call&& call) {
   if constexpr (sizeof(T) == 2) {
@@ -24,7 +24,7 @@ inline void dispatch_beside(DType dtype, Call&& call) {
 }
 
 // call(Type<T>{}, Type<P>{}), where T is the tensors' type and P the parameters': T itself, or
-// float if T has 16 bits. Calls nothing for a type that is not compiled.
+// float if T has 16 bits. Does nothing for a type that is not compiled.
 template <class Call>
 inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
   const auto with = [&](auto t) {

@@ -1,4 +1,4 @@
-// The element types that kernels are compiled for. The two 16-bit floats are plain bits.
+// The element types that kernels are compiled for. The two 16-bit floats are stored as bits.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ TW_NAMESPACE_BEGIN
 
 enum class DType : int32_t { f32, bf16, f16, f64 };
 
-// Storage only; cpu/ and cuda/ bring their own conversions.
+// Storage only; cpu/ and cuda/ have their own conversions.
 struct BFloat16 {
   uint16_t bits;
 };

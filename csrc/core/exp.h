@@ -1,5 +1,5 @@
-// exp for arguments that are not positive: all that softmax, sigmoid, tanh and gelu need. They give
-// it minus a magnitude or a distance from a maximum, so that it cannot overflow.
+// exp for arguments <= 0, where it cannot overflow. Softmax, sigmoid, tanh and gelu need no more:
+// they pass the negative of a magnitude, or the difference from a maximum.
 #pragma once
 
 #include "core/bits.h"
@@ -10,7 +10,7 @@ constexpr double kLog2E = 1.4426950408889634074;
 
 namespace detail {
 
-// A polynomial's coefficients are listed from the lowest.
+// Coefficients are listed from the lowest power.
 template <class Polynomial, class V>
 TW_HD V evaluate(V x) {
   V sum = V{} + Polynomial::term(Polynomial::kTerms - 1);
@@ -65,14 +65,15 @@ TW_HD V exp_nonpositive(V x) {
   using E = detail::Exp<A>;
   using Bits = typename BitsOf<V>::Unsigned;
   using Word = typename BitsOf<A>::Unsigned;
-  // Adding it rounds to an integer, which the sum holds in its low bits.
+  // Adding kMagic rounds to an integer, which then sits in the low bits of the sum.
   constexpr A kMagic = (A)1.5 * (A)((Word)1 << E::kMantissaBits);
   const V shifted = x * (A)kLog2E + kMagic;
   const V n = shifted - kMagic;
   const V r = (x - n * E::kLn2High) - n * E::kLn2Low;
   const V fraction = (detail::evaluate<E>(r) * r + (A)1) * r + (A)1;
   const Bits power = (reinterpret<Bits>(shifted) + (Word)E::kBias) << E::kMantissaBits;
-  // A product, not a sum of exponents: it keeps NaN whatever bits of x reach `power`.
+  // Multiply rather than add exponents: the product keeps NaN, whatever bits of x end up in
+  // `power`.
   const V result = fraction * reinterpret<V>(power);
   return x < E::kLowest ? V{} : result;
 }

@@ -1,4 +1,4 @@
-// LAMB: Adam's step, weight decay included, at each tensor's own scale.
+// LAMB: Adam's step, including weight decay, scaled for each tensor.
 //
 //   step   u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
 //   then   p = p - lr ratio u,  ratio = |p| / |u| over the whole tensor
@@ -11,7 +11,7 @@ TW_NAMESPACE_BEGIN
 struct LambSettings {
   double beta1, beta2, eps, weight_decay;
   bool bias_correction;
-  bool averaged;  // whether a gradient comes into the first moment by 1 - beta1, or as it is
+  bool averaged;  // scale gradients by 1 - beta1 in the first moment
 };
 
 struct Lamb {

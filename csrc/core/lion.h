@@ -1,4 +1,4 @@
-// Lion: the sign of a momentum that is half a step ahead of the one it keeps.
+// Lion: steps by the sign of an interpolation between the momentum and the gradient.
 #pragma once
 
 #include "core/optim.h"

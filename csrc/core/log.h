@@ -21,7 +21,7 @@ struct Log<double> {
 }  // namespace detail
 
 // x = 2^n * m with m within a factor of sqrt(2) of 1; log(m) = 2 atanh(t), t = (m - 1) / (m + 1).
-// The series' next term is below 2^-28 and 2^-58 of the first.
+// The first omitted term is below 2^-28 (float) and 2^-58 (double) of the first term.
 template <class A>
 TW_HD A log_positive(A x) {
   using L = detail::Log<A>;
@@ -32,7 +32,7 @@ TW_HD A log_positive(A x) {
   const A t = (m - 1) / (m + 1), square = t * t;
   A series = 0;
   for (int k = L::kTerms; k >= 0; --k) series = series * square + (A)2 / (A)(2 * k + 1);
-  return (A)n * (A)0.69314718055994530942 + t * series + (x - x);  // infinite or NaN as x is
+  return (A)n * (A)0.69314718055994530942 + t * series + (x - x);  // keeps infinity and NaN
 }
 
 TW_NAMESPACE_END

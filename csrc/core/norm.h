@@ -5,8 +5,8 @@
 //              x_hat = (x - mean) * rstd;  grad_weight = sum over rows of grad_y * x_hat,
 //              grad_bias = sum over rows of grad_y
 //
-// RMSNorm is the same with mean = 0 and without the mean(g) term: kernels take `Centered` as a
-// template argument (true: LayerNorm) and are written once.
+// RMSNorm is the same with mean = 0 and without the mean(g) term. One kernel template serves both:
+// `Centered` is true for LayerNorm.
 #pragma once
 
 #include "core/chunks.h"

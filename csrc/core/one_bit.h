@@ -11,11 +11,11 @@
 
 TW_NAMESPACE_BEGIN
 
-// Sums are made of pieces of this many elements. A piece lies within a block.
+// Partial sums cover pieces of this many elements. A piece lies within one block.
 constexpr int64_t kOneBitPiece = 8192;
 
-// How elements divide into blocks, and blocks into pieces. There is always a block, even if it has
-// no elements. `block` is a multiple of 8.
+// How elements divide into blocks, and blocks into pieces. There is always at least one block, even
+// without elements. `block` is a multiple of 8.
 struct OneBitShape {
   int64_t size, block;
 
@@ -36,7 +36,7 @@ struct OneBitShape {
   TW_HD int64_t pieces() const { return first_piece(blocks()); }
 };
 
-// A piece's elements: [begin, begin + count) of all, and the block that they are of.
+// The elements [begin, begin + count) of a piece, and the block that it lies in.
 struct OneBitPiece {
   int64_t begin, count, block;
 
@@ -54,7 +54,7 @@ TW_HD float one_bit_scale(double sum_of_squares, int64_t count) {
   return count == 0 ? 0.0f : (float)sqrt(sum_of_squares / (double)count);
 }
 
-// What is quantised: x, or the mean of what workers sent.
+// The bits and scales that workers sent. Their mean can be quantised in place of x.
 struct Votes {
   const uint8_t* bits;  // [workers, bytes]
   const float* scale;   // [workers, blocks]
@@ -62,13 +62,13 @@ struct Votes {
 };
 
 struct Quantize1 {
-  const void* x;  // dtype; or null, where votes are averaged
+  const void* x;  // dtype; or null to quantise the mean of the votes
   Votes votes;
-  const void* error;  // added first, error_dtype; or null
-  void* new_error;    // what the bits do not say of the sum; may be `error`
+  const void* error;  // error_dtype, added to the source before quantising; or null
+  void* new_error;    // the quantisation error; may be `error`
   uint8_t* bits;
   float* scale;
-  double* sums;  // each piece's squares
+  double* sums;  // of squares, one per piece
   OneBitShape shape;
   DType dtype, error_dtype;
 };

@@ -1,18 +1,19 @@
 // A step of an optimizer: a rule, a state codec and a parameter codec, in one pass over a list of
 // tensors.
 //
-// A rule computes on floats. It takes a parameter, its gradient and its moments, and leaves the new
-// ones in their place. Codecs say how parameters and moments are stored. Moments are float32,
-// bfloat16, or codes of 8-bit blocks. A parameter is stored in one of four ways: as it is, as the
-// rounded copy of a float32 master, as a bfloat16 and the 16 bits that complete it to a float32, or
-// as a bfloat16 that is rounded stochastically.
+// A rule computes on floats. It takes a parameter, its gradient and its moments, and updates
+// parameter and moments in place. Codecs say how parameters and moments are stored. Moments are
+// float32, bfloat16, or codes of 8-bit blocks. A parameter is stored in one of four ways: plainly,
+// as the rounded copy of a float32 master, as a bfloat16 plus the 16 bits that complete it to a
+// float32, or as a bfloat16 with stochastic rounding.
 //
-// An adaptive rule scales the step of each tensor by a ratio of norms, which a pass before the step
-// measures. That pass computes the step too and writes nothing. Writing the moments there would cost
-// their memory traffic twice, and the ratio of what 8 bits keep of them is another one.
+// An adaptive rule scales the step of each tensor by a ratio of norms, which an earlier pass
+// measures. That pass also computes the step but writes only norms. If it wrote the moments, they
+// would be read and written twice, and with 8-bit codecs the ratio would be that of rounded
+// moments.
 //
-// The work is counted in blocks of 256 elements, from the first block of the first tensor to the last
-// one of the last tensor. So equal ranges are equal amounts of work, whatever the tensors' sizes.
+// Work is counted in blocks of 256 elements over all tensors. Equal ranges of blocks are equal
+// amounts of work, whatever the tensors' sizes.
 #pragma once
 
 #include <cmath>
@@ -27,7 +28,8 @@ enum class ParamCodec : int32_t { plain, master, remainder, rounded };
 
 constexpr int kMaxMoments = 3;
 
-// Blocks lie within rows of `width` elements; where moments are not in blocks, all is one row.
+// Blocks lie within rows of `width` elements. If moments are not stored in blocks, the tensor is
+// one row.
 struct StepTensor {
   void* param;                // dtype
   const void* grad;           // dtype
@@ -39,26 +41,26 @@ struct StepTensor {
 };
 
 // Rows split across devices. The local part of a block is a piece. A step decodes a piece with the
-// whole block's absmax as it was, and encodes it with the absmax that the block has from now on.
+// whole block's old absmax and encodes it with the whole block's new absmax.
 struct SplitRows {
-  const int64_t* edges;  // [pieces + 1], elements of a row
+  const int64_t* edges;  // [pieces + 1], in elements of a row
   int64_t pieces;
-  float* new_absmax[kMaxMoments];  // [rows, pieces]: found by a pass of its own, read by the step
+  float* new_absmax[kMaxMoments];  // [rows, pieces]: an earlier pass finds it, the step reads it
 };
 // The elements of a piece.
-template <class Count>  // as quant_block's
+template <class Count>  // as in quant_block
 TW_HD QuantBlock piece_of(const SplitRows& rows, Count piece, int64_t width) {
   const Count row = piece / (Count)rows.pieces;
   const int64_t* edge = rows.edges + (piece - row * (Count)rows.pieces);
   return {(int64_t)row * width + edge[0], edge[1] - edge[0]};
 }
 
-// A number that changes from step to step. It is known already, or in memory that the device of the
-// step reads.
+// A number that changes from step to step: a value that the host knows, or one in the memory of the
+// device that runs the step.
 struct Number {
   double value;
-  void* at;        // or null, where it is known
-  bool is_double;  // what lies there; otherwise it is a float
+  void* at;        // null if `value` is known
+  bool is_double;  // the type at `at`; otherwise float
 
   TW_HD double read() const {
     return !at ? value : is_double ? *(const double*)at : (double)*(const float*)at;
@@ -68,37 +70,38 @@ struct Number {
   }
 };
 
-// The numbers that the rule of a tensor is made from.
+// The per-tensor numbers that a rule's constructor takes.
 struct StepScalars {
   double lr;
-  double number;  // of this step of the tensor, from 1
-  double ratio;   // an adaptive rule's, or 1
+  double number;  // of the tensor's steps, from 1
+  double ratio;   // for adaptive rules, else 1
 };
 
 template <class Rule>
 struct Step {
-  const StepTensor* tensors;  // and one more, whose first_block is the number of all blocks
-  Rule* rules;                // each tensor's; on a GPU room for them, since they are made there
+  const StepTensor* tensors;  // plus a sentinel, whose first_block is the number of blocks
+  Rule* rules;                // one per tensor; on a GPU uninitialised, a kernel makes them
   int64_t count;
   typename Rule::Settings settings;
   Number lr;
-  const double* lrs;     // each tensor's, in the host's memory, or null where it is the same
-  const Number* steps;   // taken by each tensor
-  const double* ratios;  // each tensor's, or null
-  Number grad_factor;    // multiplies gradients before anything else
-  Number found_inf;      // where it is not zero, nothing changes
-  double (*squares)[2];  // of a measure: sums for each block or piece, of parameters and of steps
-  double (*sums)[2];     // of a measure: sums for each tensor
+  const double* lrs;     // one per tensor, in host memory; or null: all use lr
+  const Number* steps;   // steps taken by each tensor
+  const double* ratios;  // one per tensor, or null
+  Number grad_factor;    // multiplies gradients first
+  Number found_inf;      // if not zero, nothing changes
+  double (*squares)[2];  // measuring pass: sums per block or piece, of parameters and of steps
+  double (*sums)[2];     // measuring pass: sums per tensor
   DType dtype;
   StateCodec state;
   ParamCodec param;
-  const SplitRows* splits;  // each tensor's, or null where rows are whole
-  bool only_absmaxes;       // of split rows: find new_absmax of the pieces, and write nothing else
-  // Each tensor's, or null; on a GPU the tensors' masters are room for them and the steps.
+  const SplitRows* splits;  // one per tensor; or null if rows are whole
+  bool only_absmaxes;       // split rows: write new_absmax of the pieces and nothing else
+  // One per tensor, or null. On a GPU a kernel writes them, with the step numbers, to the tensors'
+  // masters.
   const Rounding* roundings;
 };
 
-// The last of `count` ordered things for which begun(i) holds; it holds for the first one.
+// The last index below `count` for which begun(i) holds. begun is monotonic and holds for index 0.
 template <class Index, class Begun>
 TW_HD Index last_begun(Index count, Begun&& begun) {
   Index low = 0, high = count;
@@ -108,7 +111,7 @@ TW_HD Index last_begun(Index count, Begun&& begun) {
   }
   return low;
 }
-// The tensor that a block lies in; with another `first`, an item of another kind. Tensors without
+// The tensor that a block lies in. Another `first` looks up another kind of item. Tensors without
 // elements have no blocks.
 template <class Tensor>
 TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
@@ -116,9 +119,9 @@ TW_HD int64_t step_tensor(const Tensor* tensors, int64_t count, int64_t block,
   return last_begun(count, [=](int64_t i) { return tensors[i].*first <= block; });
 }
 
-// Skip an element whose last moment is not finite, and start its moments anew. Blocks have no room
-// for such a moment, and it would spoil its neighbours. No other moment of a rule is infinite before
-// the last one is. For one element or a vector of them.
+// Skip an element whose last moment is not finite, and reset its moments to zero. A block cannot
+// store such a moment: the block's absmax would become infinite or NaN for all its elements. In
+// every rule the last moment overflows first. Works on one element or on a vector.
 template <int N, class V, class Sound>
 TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
   p = sound ? p : before;
@@ -126,8 +129,8 @@ TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
 }
 
 // The bits of a float32 are those of its bfloat16 followed by 16 zeros, plus the remainder, a signed
-// number. The bfloat16 is the nearest one, and the larger in magnitude of two that are as near: the
-// remainder of the other one would be 2^15, one too many.
+// number. The bfloat16 is the nearest one, and of two equally near the larger in magnitude: the
+// other one's remainder would be 2^15, which does not fit.
 template <class Bits>
 TW_HD Bits completed(Bits half, Bits remainder) {
   return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);
@@ -137,14 +140,14 @@ TW_HD Bits nearest_half(Bits bits) {
   return (bits + 0x8000u) >> 16;
 }
 
-// Sums of squared gradients over pieces of the work, the same at any number of threads. On a GPU a
-// piece lies within a tensor.
+// Sums of squared gradients over pieces of the work, so that the result is the same at any number
+// of threads. On a GPU a piece lies within one tensor.
 constexpr int64_t kSquarePiece = 64;  // blocks
 struct GradSquares {
   const StepTensor* tensors;
   int64_t count;
-  double* sums;   // of each piece
-  double* total;  // on a GPU: of all
+  double* sums;   // one per piece
+  double* total;  // on a GPU: their sum
   DType dtype;
 };
 

@@ -15,7 +15,7 @@ struct PhiloxWords {
 };
 
 // The high half of a product. __umulhi compiles to one instruction on a GPU. A 64-bit product would
-// add a useless addition to each multiplication.
+// cost one more addition per multiplication.
 TW_HD uint32_t multiply_high(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   return __umulhi(a, b);

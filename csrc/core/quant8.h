@@ -7,9 +7,9 @@
 // (unsigned) equal parts. In the signed map every value except 1 appears with either sign.
 //
 // Finding the nearest value takes one look-up. `place` has an entry for every run of floats with
-// the same leading bits. A run is so short that it contains at most one threshold between two
-// values. Adding the float's bits to the entry carries into the value's number exactly from the
-// threshold on.
+// the same leading bits. Runs are short enough to contain at most one threshold between two values.
+// Adding the float's bits to the entry carries into the value's number exactly if the float is at
+// or above the threshold.
 #pragma once
 
 #include "core/dtype.h"
@@ -67,13 +67,12 @@ struct Quant8Map {
   static constexpr int kRuns = ((kOneBits - kFirst) >> kShift) + 1;
 
   alignas(64) float value[256];  // indexed by code
-  float threshold[kTop];         // the least float for which the next number is at least as near
+  float threshold[kTop];         // the smallest float that is at least as near to the next number
   uint32_t place[kRuns];
   bool is_exact;  // no run has two thresholds, and none lies below kFirst
 };
 
-// The bits of a positive normal float, by arithmetic: nvcc cannot bit-cast in a constant
-// expression.
+// The bits of a positive normal float, computed: nvcc cannot bit-cast in a constant expression.
 constexpr uint32_t bits_of_positive(float v) {
   uint32_t exponent = 127;
   for (; v < 1; v *= 2) --exponent;

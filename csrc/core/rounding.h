@@ -1,14 +1,15 @@
-// Stochastic rounding of float32 to bfloat16: up or down to one of the two next to the value, with
-// probabilities that make the result right on average. Steps that are too small to change the nearest
-// bfloat16 are not lost.
+// Stochastic rounding of float32 to bfloat16: up or down to a neighbouring value, with
+// probabilities that make the expected result exact. Steps too small to change the nearest bfloat16
+// still accumulate.
 //
-// The random bits depend on the parameter, the step, and where an element lies in the whole tensor. So
-// every backend and every shard rounds the element alike, and no generator has a state:
+// The random bits depend only on the parameter, the step, and the element's position in the whole
+// tensor. So every backend and every shard rounds an element the same way, and no generator state
+// is kept:
 //
 //   counter = (low and high half of element >> 3, step, 1 + the parameter's number), key = 0;
-//   eight elements take the halves of four words, the low half first.
+//   eight elements take the halves of four words, low half first.
 //
-// Dropout's counters end in 0.
+// Dropout's counters end in 0, so the two never share a counter.
 #pragma once
 
 #include "core/philox.h"
@@ -17,11 +18,11 @@
 TW_NAMESPACE_BEGIN
 
 struct Rounding {
-  RowMap elements;     // of this part, in the whole tensor
-  int64_t run;         // so many after each other here are so there
+  RowMap elements;     // maps local elements to elements of the whole tensor
+  int64_t run;         // local elements that are contiguous in the whole tensor
   uint32_t parameter;  // 1 + its number
   uint32_t step;       // from 1
-  bool in_fours;       // four elements from a multiple of four on are so there too
+  bool in_fours;       // aligned groups of four elements are aligned groups in the whole tensor
 };
 
 constexpr int kRoundedAtOnce = 8;
@@ -31,8 +32,9 @@ TW_HD PhiloxWords rounding_words(const Rounding& rounding, uint64_t group) {
   return philox({{low, high, rounding.step, rounding.parameter}}, 0, 0);
 }
 
-// The bits of a float as those of a bfloat16; `random` is 16 bits. From the largest bfloat16 on,
-// rounding is to the nearest: randomness brings infinity no nearer. NaN becomes torch's quiet NaN.
+// Rounds a float's bits to a bfloat16's; `random` has 16 bits. From the largest finite bfloat16 on,
+// rounding is to nearest, so that noise cannot turn a finite value into infinity. NaN becomes
+// torch's quiet NaN.
 template <class Bits>
 TW_HD Bits rounded_half(Bits bits, Bits random) {
   const Bits magnitude = bits & 0x7fffffffu, zero = Bits{};

@@ -1,5 +1,5 @@
-// Maps the rows of a part of a tensor, or of a broadcast tensor, to rows of the whole. The position
-// is an affine function of the row's leading coordinates.
+// Maps the rows of a shard or of a broadcast tensor to rows of the whole tensor. The position is an
+// affine function of the row's leading coordinates.
 #pragma once
 
 #include "core/dtype.h"
@@ -8,14 +8,14 @@ TW_NAMESPACE_BEGIN
 
 struct RowMap {
   static constexpr int kDims = 6;
-  // Leading dimensions, outermost first, merged where possible. With none, every row is at
+  // Leading dimensions, outermost first, merged where possible. Without dimensions every row is at
   // `offset`.
   int32_t dims = 0;
   int64_t size[kDims] = {};
   int64_t stride[kDims] = {};
   int64_t offset = 0;
 
-  // For a map in ordinary memory.
+  // For a map in host memory.
   TW_HD int64_t operator()(int64_t row) const {
     return locate<1>(row, [this](int d, int64_t n) { return n / size[d]; });
   }

@@ -1,5 +1,5 @@
-// SGD with momentum, dampening and Nesterov's form, in torch's order of operations; with a ratio for
-// each tensor it is LARS.
+// SGD with momentum, dampening and Nesterov momentum, in torch's order of operations. With a ratio
+// per tensor it is LARS.
 #pragma once
 
 #include "core/optim.h"
@@ -20,7 +20,7 @@ struct Sgd {
   float lr, momentum, rate, l2, ratio;
   bool nesterov;
 
-  // The first gradient is the first momentum, undampened.
+  // The first momentum is the first gradient, undampened.
   TW_HD Sgd(const SgdSettings& s, const StepScalars& now)
       : lr((float)now.lr),
         momentum((float)s.momentum),
@@ -41,7 +41,7 @@ struct Sgd {
   }
 };
 
-// The norms that LARS measures.
+// LARS measures the norms of the parameter and of this direction, the gradient.
 struct Gradient {
   using Settings = SgdSettings;
   static constexpr int kMoments = 0;

@@ -15,11 +15,11 @@ TW_NAMESPACE_BEGIN
 
 enum class MaskKind : int32_t { none, boolean, additive };
 
-// A mask of shape [..., width] for rows x width scores. A boolean mask has one byte per element, 0:
-// excluded.
+// A mask of shape [..., width] for rows x width scores. A boolean mask has one byte per element,
+// where 0 excludes.
 struct ScoreMask {
   MaskKind kind = MaskKind::none;
-  DType dtype = DType::f32;  // of an additive mask: the scores', or float32 if that has 16 bits
+  DType dtype = DType::f32;  // of an additive mask: the scores' dtype, or float32 beside 16 bits
   const void* data = nullptr;
   RowMap rows;         // row of the scores -> offset of the mask's row, in elements
   int64_t stride = 0;  // between the mask's columns: 0 or 1
@@ -66,8 +66,8 @@ struct SoftmaxForward {
 
 struct SoftmaxBackward {
   const void* grad_y;
-  const void* y;           // if nothing was dropped; the next two, mask and causal are then unused
-  const void* scores;      // if something was dropped
+  const void* y;           // without dropout; scores, statistics, mask and causal are then unused
+  const void* scores;      // with dropout
   const void* statistics;  // likewise
   void* grad_scores;
   int64_t rows, width;

@@ -1,4 +1,4 @@
-// Transposes a matrix of 16-bit elements, which it copies as bits.
+// Transposes a matrix of 16-bit elements as raw bits.
 #pragma once
 
 #include "core/dtype.h"

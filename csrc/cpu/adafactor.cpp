@@ -1,4 +1,4 @@
-// Adafactor on the CPU: passes over all elements, and passes over averages between them.
+// Adafactor on the CPU: passes over all elements, with passes over the averages in between.
 #include "cpu/optim.h"
 
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace {
 
 using namespace torchweld;
 
-// A chunk of a tensor's matrix.
+// A chunk of one of a tensor's matrices.
 struct Chunk {
   const FactoredTensor* tensor;
   int64_t matrix, chunk;
@@ -18,7 +18,7 @@ struct Chunk {
   int64_t last_row() const { return chunk_begin(tensor->height, tensor->chunks, chunk + 1); }
 };
 
-// body(Chunk) for those in [begin, end) of all tensors.
+// body(index, Chunk) for the chunks [begin, end), counted over all tensors.
 template <class Body>
 void for_chunks(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
   const FactoredTensor* t = a.tensors;
@@ -29,7 +29,7 @@ void for_chunks(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
   }
 }
 
-// body(row of the matrix, first element of the tensor, elements)
+// body(row of the matrix, the row's first element in the tensor, number of elements)
 template <class Body>
 void for_rows(const Chunk& c, int64_t elements, Body&& body) {
   for (int64_t row = c.first_row(); row < c.last_row(); ++row) {
@@ -39,7 +39,7 @@ void for_rows(const Chunk& c, int64_t elements, Body&& body) {
   }
 }
 
-// The sums of g^2 over each row, and over each column of a chunk.
+// Sums g^2 over each row and each column of a chunk.
 template <class T>
 void sum_squares(const Adafactor& a, const Chunk& c) {
   const FactoredTensor& t = *c.tensor;
@@ -74,7 +74,7 @@ void add_columns(const Adafactor& /*a*/, const FactoredTensor& t, int64_t matrix
   add_chunks(t.column_sums + matrix * width, partials, t.chunks, width, 0, width);
 }
 
-// Take means into averages. A mean is a sum divided by its number of elements.
+// Updates averages with new means, each given as the sum of `elements` squares.
 void take_in(const Adafactor& a, const FactoredTensor& t, float* averages, const double* sums,
              int64_t count, int64_t elements) {
   for (int64_t i = 0; i < count; ++i) {
@@ -103,7 +103,7 @@ void scale_matrix(const Adafactor& a, const FactoredTensor& t, int64_t matrix) {
   for (int64_t i = 0; i < t.columns; ++i) t.column_scales[column + i] = 1 / square_root(columns[i]);
 }
 
-// body(a, tensor, matrix of it) for those in [begin, end) of all tensors.
+// body(a, tensor, its matrix) for the matrices [begin, end), counted over all tensors.
 template <class Body>
 void for_matrices(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
   const FactoredTensor* t = a.tensors;
@@ -113,7 +113,8 @@ void for_matrices(const Adafactor& a, int64_t begin, int64_t end, Body&& body) {
   }
 }
 
-// The direction of elements from [begin] on, with the variance that it was made with.
+// The update directions of a row's elements, from element `begin` of the tensor on. A vector's
+// updated averages go to `variance`.
 template <bool Factored>
 class Direction {
  public:
@@ -190,7 +191,7 @@ void step_chunk(const Adafactor& a, const Chunk& c) {
   });
 }
 
-// call(Type<whether there are factors>{})
+// call(std::true_type{}) for matrices, call(std::false_type{}) for vectors.
 template <class Call>
 void with_kind(const Adafactor& a, Call&& call) {
   a.factored ? call(std::true_type{}) : call(std::false_type{});
@@ -198,7 +199,7 @@ void with_kind(const Adafactor& a, Call&& call) {
 
 }  // namespace
 
-// How many chunks of rows and slices of columns a matrix is summed in.
+// The number of row chunks and column slices that a matrix is summed in.
 TW_EXPORT int64_t adafactor_chunks(int64_t height) { return chunks_of(height); }
 TW_EXPORT int64_t adafactor_slices(int64_t /*columns*/) { return 1; }
 

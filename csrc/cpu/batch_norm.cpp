@@ -101,7 +101,7 @@ TW_EXPORT void column_statistics_of_chunks(const ColumnStatistics& a, int64_t be
       const auto rows_of = [&](int64_t chunk) {
         return (A)(chunk_begin(a.rows, a.chunks, chunk + 1) - chunk_begin(a.rows, a.chunks, chunk));
       };
-      // Averages differences from the first mean, since all means may be far from zero.
+      // Average the differences from the first mean: all means may be far from zero.
       const Vec<A> base = load(means, at);
       Vec<A> sum = {}, sum_of_squares = {};
       for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {

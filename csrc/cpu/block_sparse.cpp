@@ -1,13 +1,13 @@
 // Attention over the blocks of a layout on the CPU.
 //
-// Work is cut into tiles of at most 64 queries by 64 keys. An item has a side of its tiles in the
-// lanes of vectors: queries for y and grad_q, keys for grad_k and grad_v. It walks the other side,
-// whose rows are read as they are and broadcast. So every product is one of tiles.h, maxima and sums
-// of a softmax are lane by lane, and nothing but the item's own side is transposed.
+// Work is cut into tiles of at most 64 queries by 64 keys. A work item keeps one side of its tiles
+// in vector lanes: queries for y and grad_q, keys for grad_k and grad_v. It loops over the other
+// side and broadcasts its elements. So every product is one of tiles.h, the softmax reduces lane by
+// lane, and only the item's own side is transposed.
 //
-// Floating-point operations: a tile takes two products forward, three for grad_q and four for grad_k
-// and grad_v, each of 2 * 64 * 64 * width; the scores are computed again on either side, so that no
-// two items write to one place.
+// A tile takes two products forward, three for grad_q and four for grad_k and grad_v, each of 2 *
+// 64 * 64 * width floating-point operations. Both sides of the backward pass recompute the scores,
+// so that no two items write to the same memory.
 #include "core/block_sparse.h"
 
 #include <algorithm>
@@ -29,15 +29,15 @@ constexpr int64_t kTile = 64;
 template <class A>
 constexpr A kExcluded = -__builtin_inff();
 
-// Some tokens of a sequence.
+// A range of tokens.
 struct Span {
   int64_t first, count;
 };
 
-// Part of a block: keys and queries; either is in the lanes.
+// Part of a block. Either its keys or its queries are in the lanes; the other side are rows.
 struct Tile {
   Span lane, row;
-  const int32_t* bits;  // of the block's mask, or null
+  const int32_t* bits;  // the block's mask, or null
 };
 
 template <class T>
@@ -45,8 +45,8 @@ const T* tokens(const Heads& x, int64_t batch, int64_t head, int64_t token) {
   return (const T*)x.data + batch * x.batch + head * x.head + token * x.token;
 }
 
-// Rows of accumulators: the tensor's own, or a copy in `scratch` if they are converted or far
-// apart, where they might share a few sets of the cache.
+// Rows as accumulators: the tensor's own rows, or a copy in `scratch` if the dtype differs or the
+// rows are not adjacent. Rows at a large stride may map to a few cache sets.
 template <class T, class A>
 const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width,
                  A* scratch) {
@@ -62,7 +62,7 @@ const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t
   return scratch;
 }
 
-// --- Operations on a tile of scores, for either side in the lanes ---
+// --- Operations on a tile of scores, with keys or queries in the lanes ---
 
 template <class A, bool keys_in_lanes>
 class Scores {
@@ -74,12 +74,12 @@ class Scores {
         dropped_row_(a.dropout.seed ? a.dropout.rows((batch * a.heads + head) * a.queries) : 0),
         after_(a.keys - a.queries) {}
 
-  // Whether the causal limit leaves something of a tile.
+  // Whether any score of the tile is within the causal limit.
   bool any(const Tile& tile) const {
     return !a_.causal || keys(tile).first <= queries(tile).first + queries(tile).count - 1 + after_;
   }
 
-  // Turns products into masked scores; `slopes`, if there is a softcap, receives dz / ds.
+  // Turns products into masked scores. With a softcap `slopes` receives dz / ds.
   void finish(A* z, A* slopes, int64_t lanes, const Tile& tile) {
     const Span key = keys(tile), query = queries(tile);
     const bool cut = a_.causal && key.first + key.count - 1 > query.first + after_;
@@ -96,7 +96,7 @@ class Scores {
     if (padding_) exclude_padding(z, lanes, tile);
   }
 
-  // Dropout's factors of a tile's elements.
+  // Dropout's factors for the elements of a tile.
   void factors(A* to, int64_t lanes, const Tile& tile) const {
     const uint64_t seed = (uint64_t)*a_.dropout.seed;
     const uint32_t threshold = a_.dropout.threshold;
@@ -157,9 +157,9 @@ class Scores {
   void lower(A* z, int64_t lanes, const Tile& tile) const {
     for (int64_t r = 0; r < tile.row.count; ++r) {
       const int64_t row = tile.row.first + r;
-      // How far the first lane is from the row; neighbours are one further or nearer.
+      // The signed distance from the row to lane 0. It grows by one per lane.
       const A first =
-          (A)(keys_in_lanes ? tile.lane.first - row - after_ : tile.lane.first - row + after_);
+          (A)(keys_in_lanes ? tile.lane.first - row - a_.ahead : tile.lane.first - row + a_.ahead);
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const Vec<A> distance = magnitude(counting() + (first + (A)i));
         store(z + r * lanes + i, load(z + r * lanes + i) - distance * slope_);
@@ -170,7 +170,7 @@ class Scores {
   void exclude_later(A* z, int64_t lanes, const Tile& tile) const {
     for (int64_t r = 0; r < tile.row.count; ++r) {
       const int64_t row = tile.row.first + r;
-      // The last visible key's lane, or the first query's that sees the row.
+      // The lane of the last visible key, or of the first query that sees the row.
       const A limit =
           (A)(keys_in_lanes ? row + after_ - tile.lane.first : row - after_ - tile.lane.first);
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
@@ -196,14 +196,14 @@ class Scores {
 
   static void keep(A* z, Bits<A> seen) { store(z, choose<A>(seen, load(z), splat(kExcluded<A>))); }
 
-  // Bits of a vector's lanes become masks.
+  // Turns one bit per lane into a lane mask.
   static Bits<A> mask_of(uint32_t word) {
     Bits<A> lane;
     for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
     return -(((Bits<A>{} + word) >> lane) & 1);
   }
 
-  // A row is a query; its word has the keys of the lanes.
+  // Rows are queries. A row's word holds the bits of the lanes' keys.
   void exclude_by_row(A* z, int64_t lanes, const Tile& tile) const {
     const int64_t words = std::max<int64_t>(a_.block / 32, 1);
     const int64_t key = tile.lane.first % a_.block, query = tile.row.first % a_.block;
@@ -216,7 +216,7 @@ class Scores {
     }
   }
 
-  // A lane is a query; its word has the keys of 32 rows.
+  // Lanes are queries. A lane's word holds the bits of 32 rows' keys.
   void exclude_by_lane(A* z, int64_t lanes, const Tile& tile) const {
     const int64_t words = std::max<int64_t>(a_.block / 32, 1);
     const int64_t key = tile.row.first % a_.block, query = tile.lane.first % a_.block;
@@ -243,7 +243,7 @@ class Scores {
 
 // --- The tiles of a line ---
 
-// The part of a block's tokens that is tile number `part` of it.
+// The tokens of tile number `part` of a block.
 Span part_of(int64_t block, int64_t index, int64_t part, int64_t length) {
   const int64_t first = index * block + part * kTile;
   return {first, std::min({kTile, block - part * kTile, length - first})};
@@ -251,7 +251,8 @@ Span part_of(int64_t block, int64_t index, int64_t part, int64_t length) {
 
 int64_t parts_of(int64_t block) { return (block + kTile - 1) / kTile; }
 
-// body(tile) for the tiles of a line's blocks across `lane`. The line is null for all blocks.
+// body(tile) for every tile of the line's blocks, with `lane` as the lane side. A null line has
+// every block.
 template <class Body>
 void for_tiles(const BlockSparse& a, const Lines& lines, const int32_t* line, Span lane,
                int64_t length, Body&& body) {
@@ -268,7 +269,7 @@ void for_tiles(const BlockSparse& a, const Lines& lines, const int32_t* line, Sp
   }
 }
 
-// A work item: the slot of a line, a part of its block, a batch and a head.
+// A work item: a line's slot, a part of its blocks, a batch and a head.
 struct Item {
   int64_t slot, part, batch, head;
 };
@@ -279,14 +280,14 @@ Item item_of(const BlockSparse& a, int64_t index, int64_t heads) {
   return {at / parts_of(a.block), at % parts_of(a.block), rest / heads, rest % heads};
 }
 
-// An item of rows; its line is null for a layout of all blocks.
+// An item for a row of blocks. Its line is null if the layout has every block.
 struct RowItem : Item {
   const int32_t* line;
   Span lane;
 
   RowItem(const BlockSparse& a, int64_t index) : Item(item_of(a, index, a.heads)) {
     line = a.rows.lines ? a.rows.at(batch, head, slot) : nullptr;
-    // Without lists the last row comes first: under a causal limit it is the longest.
+    // Without lists, start with the last row: under a causal limit it is the longest.
     lane = part_of(a.block, line ? line[0] : a.rows.count - 1 - slot, part, a.queries);
   }
 };
@@ -295,8 +296,8 @@ int64_t lanes_for(int64_t count, int64_t step) { return (count + step - 1) / ste
 
 // --- Forward ---
 
-// z becomes exp(z - highest), and what was summed before fades. Lanes that saw nothing keep a sum
-// of zero.
+// The online softmax: updates the maximum, replaces z by exp(z - maximum) and rescales the previous
+// sum by `fade`. Lanes that have seen no key keep a sum of zero.
 template <class A>
 void online(A* z, int64_t rows, int64_t lanes, A* highest, A* sum, A* fade) {
   for (int64_t i = 0; i < lanes; i += kLanes<A>) {
@@ -381,7 +382,7 @@ void delta_row(const BlockSparseBackward& a, int64_t row) {
   ((A*)a.delta)[row] = dot[0] - (a.grad_lse ? ((const A*)a.grad_lse)[row] : 0);
 }
 
-// A head's statistics of queries: lse, where 0 stands for that of a row that sees nothing, and delta.
+// Statistics of a head's queries: delta, and lse, with 0 for a query that sees no key.
 template <class A>
 struct Statistics {
   const A *lse, *delta;
@@ -445,7 +446,7 @@ void grad_q_item(const BlockSparseBackward& a, int64_t index) {
   rows_from_lanes(to, width, grad_q, lanes, lane.count, width, (const A*)scale);
 }
 
-// The line of column `which`: lines of a head are in an order of their own.
+// The line of column `which`. Each head orders its lines on its own, so try `slot` first.
 const int32_t* line_of(const Lines& lines, int64_t batch, int64_t head, int64_t slot,
                        int64_t which) {
   const int32_t* line = lines.at(batch, head, slot);
@@ -457,7 +458,7 @@ template <class T>
 void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
   using A = Accumulate<T>;
   const Item item = item_of(a, index, a.key_heads);
-  // The query heads that this key head serves, of those that are here.
+  // The local query heads that use this key head.
   const int64_t begin = std::max<int64_t>(item.head * a.group - a.first_head, 0);
   const int64_t end = std::min((item.head + 1) * a.group - a.first_head, a.heads);
   int64_t which = item.slot;
@@ -548,7 +549,7 @@ void for_items(DType dtype, int64_t begin, int64_t end, Call&& call) {
 
 }  // namespace
 
-// Items are tiles of queries, of a head.
+// Items are tiles of queries of a head.
 TW_EXPORT void block_sparse_forward(const BlockSparseForward& f, int64_t begin, int64_t end) {
   for_items(f.dtype, begin, end,
             [&](auto t, int64_t item) { forward_item<typename decltype(t)::type>(f, item); });
@@ -560,13 +561,13 @@ TW_EXPORT void block_sparse_delta(const BlockSparseBackward& b, int64_t begin, i
             [&](auto t, int64_t row) { delta_row<typename decltype(t)::type>(b, row); });
 }
 
-// Items are tiles of queries, of a head.
+// Items are tiles of queries of a head.
 TW_EXPORT void block_sparse_grad_q(const BlockSparseBackward& b, int64_t begin, int64_t end) {
   for_items(b.dtype, begin, end,
             [&](auto t, int64_t item) { grad_q_item<typename decltype(t)::type>(b, item); });
 }
 
-// Items are tiles of keys, of a key head.
+// Items are tiles of keys of a key head.
 TW_EXPORT void block_sparse_grad_kv(const BlockSparseBackward& b, int64_t begin, int64_t end) {
   for_items(b.dtype, begin, end,
             [&](auto t, int64_t item) { grad_kv_item<typename decltype(t)::type>(b, item); });

@@ -16,7 +16,8 @@ inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
 
 }  // namespace detail
 
-// The factors of a row's elements: 0 if dropped, else the scale. Ask for ascending columns.
+// The factors of a row's elements: 0 if dropped, else the scale. Columns must be requested in
+// ascending order.
 template <class A>
 class DropoutFactors {
  public:
@@ -34,8 +35,8 @@ class DropoutFactors {
   static constexpr int64_t kAtOnce = 4 * detail::kWide;  // columns per vector of counters
   static constexpr int64_t kRun = 16 * kAtOnce;
 
-  // Not inlined, so that there is one copy. The loop reads only locals: the compiler would
-  // otherwise assume that its stores may change a member.
+  // Not inlined, to keep one copy of the code. The loop reads only locals: the compiler would
+  // otherwise reload members after each store.
   __attribute__((noinline)) void fill(int64_t i) {
     const int64_t column = dropout_.column + i;
     const int64_t end = column % 4 ? kRun + kAtOnce : kRun;
@@ -67,7 +68,8 @@ class DropoutFactors {
   alignas(kVectorBytes) A factors_[kRun + kAtOnce];
 };
 
-// body(factors), where factors(i) are those of the columns from i on, or 1 if nothing is dropped.
+// body(factors), where factors(i) returns the factors of the columns from i on, or 1 without
+// dropout.
 template <class A, class Body>
 inline void with_factors(const Dropout& dropout, int64_t row, Body&& body) {
   if (dropout.seed) {

@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm on the CPU.
 //
 // Bytes: forward reads x and writes y once, 2 x rows x width x size. Backward reads grad_y and x
-// and writes grad_x once, 3 x rows x width x size. Several passes walk over a row, but it comes
-// from memory once: between the passes it stays in L1 or L2 (131072 floats are 512 KiB).
+// and writes grad_x once, 3 x rows x width x size. Several passes walk over a row, but only the
+// first reads memory: then the row stays in L1 or L2 (131072 floats are 512 KiB).
 #include "cpu/norm.h"
 
 #include "core/dispatch.h"

@@ -1,5 +1,5 @@
 // One row of LayerNorm or RMSNorm, forward and backward, shared by the plain and the residual
-// norms. X is the storage type of the normalised row, T that of y and y's gradient.
+// norms. X is the storage type of the normalised row, and T the storage type of y and grad_y.
 #pragma once
 
 #include "core/norm.h"
@@ -8,8 +8,8 @@
 
 TW_NAMESPACE_BEGIN
 
-// Computes y and the statistics for a row x. Calls prefetch(i) as y's columns from i on are
-// written.
+// Computes y and the statistics for a row x. Calls prefetch(i) when it writes y's columns from i
+// on.
 template <bool Centered, class T, class P, class X, class Prefetch>
 inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
                           Prefetch&& prefetch) {
@@ -25,7 +25,7 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
                    [&](int64_t i, auto at, Vec<A>* acc) { acc[0] += load(x + i, at); });
     mean = sum[0] / (A)a.width;
   }
-  // Sums squares of x minus the mean: a difference of two large sums would cancel.
+  // Sum the squares of x minus the mean: a difference of two large sums would cancel.
   A squares[1];
   sum_vectors<A>(a.width, squares, [&](int64_t i, auto at, Vec<A>* acc) {
     const Vec<A> centered = present(load(x + i, at) - mean, at, (A)0);

@@ -1,8 +1,8 @@
 // Quantises to 1 bit and back on the CPU.
 //
-// The scale has to be known before an error is. So quantising takes two passes: one reads x and
-// the error and writes bits, the other reads both again and writes the new error. That is 20 + 1/8
-// bytes per element in float32. Dequantising moves 4 + 1/8.
+// The new error depends on the scale, so quantising takes two passes: one reads x and the error and
+// writes bits, the other reads both again and writes the new error. That is 20 + 1/8 bytes per
+// element in float32. Dequantising moves 4 + 1/8.
 #include "core/one_bit.h"
 
 #include <type_traits>
@@ -16,15 +16,15 @@ using namespace torchweld;
 using F32 = Vec<float>;
 
 constexpr int64_t kLane = kLanes<float>;
-// Elements that are taken at once: whole bytes of bits.
+// Elements per iteration: a whole number of bytes of bits.
 constexpr int64_t kUnit = kLane < 8 ? 8 : kLane;
 
-// Turns the first element from the most significant bit into the least significant one.
+// Reverses the bits of a byte, so that the first element's bit becomes the least significant one.
 inline unsigned reversed(unsigned byte) {
   return (unsigned)((byte * 0x0202020202ull & 0x010884422010ull) % 1023);
 }
 
-// Lane i's sign in bit i.
+// Bit i is the sign of lane i.
 inline unsigned signs(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)v, _mm512_setzero_ps(), _CMP_GE_OQ);
@@ -45,7 +45,7 @@ inline F32 with_signs(float scale, unsigned of_lanes) {
   return choose<float>((weights & (int32_t)of_lanes) != 0, splat(scale), splat(-scale));
 }
 
-// The lanes' bits, lane i's in bit i, of elements from i on. i is a multiple of kLane.
+// The stored bits of the lanes from element i on: lane j's in bit j. i is a multiple of kLane.
 template <class Place>
 inline unsigned bits_at(const uint8_t* bits, int64_t i, Place place) {
   if constexpr (kLane < 8) {
@@ -141,7 +141,7 @@ void write_errors(const Quantize1& a, int64_t piece) {
   });
 }
 
-// call(Type<T>{}) with a float's storage type.
+// call(Type<T>{}) with the storage type of `dtype`.
 template <class Call>
 void dispatch_float(DType dtype, Call&& call) {
   dispatch(dtype, dtype, [&](auto t, auto) {
@@ -149,7 +149,7 @@ void dispatch_float(DType dtype, Call&& call) {
   });
 }
 
-// call(Type<Source>{}, Type<Error>{}) for what is quantised and how errors are stored.
+// call(Type<Source>{}, Type<Error>{}) with the kind of source and the errors' storage type.
 template <class Call>
 void dispatch_source(const Quantize1& a, Call&& call) {
   dispatch_float(a.error_dtype, [&](auto error) {

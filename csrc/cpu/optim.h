@@ -1,8 +1,8 @@
-// The loop of every optimizer on the CPU, and the codecs it is made for.
+// The loop of every optimizer on the CPU, and the codecs that it is instantiated for.
 //
-// Bytes moved for a float32 parameter with two moments: the step reads it, its gradient and both
-// moments, and writes all but the gradient. That makes 28 with float32 moments, 20 with bfloat16
-// ones, 16 and 1/16 with 8-bit ones.
+// A step with two moments reads a parameter, its gradient and both moments, and writes all but the
+// gradient. A float32 parameter then moves 28 bytes with float32 moments, 20 with bfloat16 moments,
+// and 16 and 1/16 with 8-bit moments.
 #pragma once
 
 #include "core/dispatch.h"
@@ -12,18 +12,19 @@
 
 TW_NAMESPACE_BEGIN
 
-// Elements [begin, begin + count) of a tensor, which make up `blocks` of its blocks from `first` on.
-// Where moments are in blocks, a span is one block, or narrow rows of one block each.
+// Elements [begin, begin + count) of a tensor, which are its blocks [first, first + blocks). If
+// moments are stored in blocks, a span is one block, or several narrow rows of one block each.
 struct Span {
   int64_t first, begin, count, blocks;
-  const SplitRows* split;  // or null; then the span is a piece
+  const SplitRows* split;  // null, or the split of the rows: then the span is a piece
 };
 inline Span make_span(const StepTensor& t, int64_t first, int64_t last) {
   const int64_t begin = quant_block(first, t.width).begin;
   const QuantBlock end = quant_block(last - 1, t.width);
   return {first, begin, end.begin + end.count - begin, last - first, nullptr};
 }
-// Blocks are counted from the first block of the first tensor; where rows are split, there is one.
+// The span of blocks [first, last), counted over all tensors, of tensor number `at`. If rows are
+// split, it is one piece.
 template <class Rule>
 Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
   const StepTensor& t = a.tensors[at];
@@ -35,7 +36,8 @@ Span make_span(const Step<Rule>& a, int64_t at, int64_t first, int64_t last) {
 
 // --- Moments ------------------------------------------------------------------------------------
 
-// The elements of a moment in a span: enter() the span, get and set vectors, measure() and leave().
+// A moment's elements in a span: enter() the span, get() and set() its vectors, then measure() and
+// leave().
 template <class T>
 class PlainMoment {
  public:
@@ -58,7 +60,8 @@ class PlainMoment {
   T* values_;
 };
 
-// A block is encoded when all of its elements, and so its absmax, are known; narrow rows together.
+// Encodes a block once all its elements, and so its absmax, are known. Narrow rows are encoded
+// together.
 class BlockMoment {
  public:
   static constexpr bool kInBlocks = true;
@@ -77,7 +80,7 @@ class BlockMoment {
   }
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return present(load(old_.at + i) * scale_, place, 0.0f);  // code 0 is not always zero
+    return present(load(old_.at + i) * scale_, place, 0.0f);  // code 0 may stand for another value
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
@@ -214,7 +217,7 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
     if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
   });
-  // The absmax of a split block is known already, from all devices.
+  // A split block's absmax is already the maximum over all devices.
   if (OnlyAbsmaxes || !span.split) {
     for (int k = 0; k < N; ++k) moments[k].measure();
   }
@@ -222,7 +225,7 @@ void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const S
   for (int k = 0; k < N; ++k) moments[k].leave();
 }
 
-// Compute the step, and write only the squares of the block.
+// Compute the step, but write only the block's sums of squares.
 template <class Param, class Moment, class Rule>
 void measure_block(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span,
                    double (&squares)[2]) {
@@ -300,7 +303,8 @@ void with_moments(const Step<Rule>& a, Call&& call) {
   }
 }
 
-// call(Type<Param>{}). Float32 parameters are their own masters; only bfloat16 ones have a remainder.
+// call(Type<Param>{}). Float32 parameters are their own masters. Only bfloat16 parameters have
+// remainders.
 template <class Args, class Call>
 void with_params(const Args& a, Call&& call) {
   if (a.param == ParamCodec::remainder) return call(Type<RemainderParam>{});
@@ -317,14 +321,14 @@ void with_params(const Args& a, Call&& call) {
   }
 }
 
-// The same for parameters that are written. Those that are only read are not rounded.
+// As with_params, for parameters that are written: only these are rounded.
 template <class Args, class Call>
 void with_written_params(const Args& a, Call&& call) {
   if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
   with_params(a, call);
 }
 
-// Step blocks [begin, end) of all tensors.
+// Steps the blocks [begin, end), counted over all tensors.
 template <class Rule>
 void step(const Step<Rule>& a, int64_t begin, int64_t end) {
   with_written_params(a, [&](auto param) {
@@ -333,7 +337,7 @@ void step(const Step<Rule>& a, int64_t begin, int64_t end) {
     });
   });
 }
-// Measure the step that they would make.
+// Measures the step of these blocks without taking it.
 template <class Rule>
 void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
   with_params(a, [&](auto param) {
@@ -346,7 +350,7 @@ void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
 
 TW_NAMESPACE_END
 
-// The kernels of a rule by these names.
+// Define the kernels of a rule.
 #define TW_STEP(name, Rule)                                                                    \
   TW_EXPORT void name(const torchweld::Step<torchweld::Rule>& a, int64_t begin, int64_t end) { \
     torchweld::step(a, begin, end);                                                            \

@@ -23,7 +23,7 @@ inline U32 look_up(const uint32_t* table, U32 index) {
 #endif
 }
 
-// gcc converts between bytes and lanes one element at a time, so that intrinsics do it here.
+// Intrinsics, because gcc converts between bytes and lanes one element at a time.
 inline U32 load_codes(const uint8_t* codes, Whole) {
 #if defined(__AVX512F__)
   return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
@@ -52,9 +52,8 @@ inline __m512i pieces_transposed(__m512i bytes) {
 // --- From codes to floats -----------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-// The values of 64 codes at a time, byte by byte. 256 bytes fit four registers, and a look-up in
-// one register is one instruction. This is faster than looking up floats: 256 floats take 16
-// registers.
+// Decodes 64 codes at a time, byte by byte. A table of 256 bytes fits four registers, so a byte
+// takes few instructions. A table of 256 floats takes 16 registers and is slower.
 struct BytePlanes {
   alignas(64) uint8_t byte[4][256];
 };
@@ -200,9 +199,9 @@ struct Divisor {
 #if defined(__AVX512F__)
 // Encodes without a look-up in memory and without a division. Between the first thresholds of two
 // adjacent decades the nearest values are those of one decade. They are evenly spaced, so the
-// number is a linear function there. Multiplying by the inverse is off by an ulp or two. The exact
-// way is therefore taken within kUlps of a region's begin, and where the number is within 1 /
-// kUnits of an integer.
+// number is a linear function there. Multiplying by the inverse is off by an ulp or two. Values
+// within kUlps of a region's begin, or within 1 / kUnits of a rounding boundary, are therefore
+// encoded exactly.
 template <bool Signed>
 struct Regions {
   static constexpr int kUnitBits = 12, kUnits = 1 << kUnitBits;
@@ -256,10 +255,10 @@ inline constexpr Regions<Signed> kRegions = make_regions<Signed>();
 template <bool Signed>
 class Encoder {
  public:
-  // The map has no -1. Its code is -1 here, and stored as 0, its neighbour.
+  // The map lacks -1. Its code here is -1, which is stored as 0, the code of its neighbour.
   U32 operator()(F32 value, const Divisor& by) const {
     const __m512 fraction = (__m512)(value * by.inverse);
-    // The smaller magnitude of the two. For a NaN that is 1.
+    // The smaller of the two magnitudes; 1 for NaN.
     const __m512 least = _mm512_range_ps(fraction, _mm512_set1_ps(1), 0b1010);
     const __m512 x = _mm512_max_ps(least, _mm512_set1_ps(0x1p-31f));
     const __m512i binade = _mm512_srli_epi32((__m512i)x, 23);
@@ -330,8 +329,8 @@ class Largest {
   U32 most_ = {};
 };
 
-// `KeepsPositive` keeps positive values from becoming zero: the root of a second moment is a
-// divisor.
+// With `KeepsPositive` a positive value never becomes zero: steps divide by the root of a second
+// moment.
 template <bool KeepsPositive>
 inline U32 keep_positive(U32 code, F32 value) {
   if constexpr (!KeepsPositive) return code;
@@ -383,9 +382,8 @@ inline void encode_block(uint8_t* codes, float* values, int64_t count, float abs
 
 // --- Narrow rows --------------------------------------------------------------------------------
 
-// A block that is a short row takes longer to set up than to process. Adjacent short rows, as many
-// as make a full block, are therefore processed together, by vectors in which each lane has its own
-// row's absmax.
+// A block that is a short row takes longer to set up than to process. So adjacent short rows, up to
+// a full block of elements, are processed together, and each lane uses its own row's absmax.
 constexpr int64_t kNarrow = 64;  // from this width on, one row at a time is as fast or faster
 inline int64_t rows_at_once(int64_t width) { return width < kNarrow ? kQuantBlock / width : 1; }
 
@@ -414,7 +412,8 @@ inline void measure_rows(float* absmax, const BlockRoom& values, int64_t rows, i
     }
     return;
   }
-  // Doubles, step by step, the span over which each element holds the maximum, up to a row's width.
+  // Each element holds the maximum over a window that starts at it. Every round up to doubles the
+  // window, until it spans a row.
   BlockRoom largest;
   const auto for_all = [&](auto&& most) {
     for (int64_t i = 0; i < rows * width; i += kLanes<float>) store(largest.at + i, (F32)most(i));

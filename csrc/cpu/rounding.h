@@ -8,13 +8,14 @@
 
 TW_NAMESPACE_BEGIN
 
-// The bits of `count` elements of a part from `first` on, asked for in ascending order.
+// The random bits of `count` local elements from `first` on. They must be requested in ascending
+// order.
 class RoundingBits {
  public:
   RoundingBits(const Rounding& rounding, int64_t first, int64_t count)
       : rounding_(rounding), first_(first), count_(count) {}
 
-  // 16 bits a lane, from the i-th element on; arbitrary ones past the last element.
+  // 16 bits per lane, from element i on; arbitrary bits past the last element.
   detail::U32 operator()(int64_t i) {
     if (i >= end_) fill(i);
     return detail::widen(bits_ + (i - begin_));
@@ -37,7 +38,7 @@ class RoundingBits {
     }
   }
 
-  // The bits of `count` elements of the whole tensor.
+  // Fills in the bits of `count` contiguous elements of the whole tensor.
   void fill_run(uint16_t* to, int64_t element, int64_t count) {
     const detail::U64 step = detail::U64{} + rounding_.step;
     const detail::U64 parameter = detail::U64{} + rounding_.parameter;

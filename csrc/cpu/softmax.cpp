@@ -98,7 +98,7 @@ Accumulate<T> highest_score(const T* scores, Accumulate<T> scale, const Mask& ma
   const Vec<A> both = maximum<A>(lanes[0], lanes[1]);
   A highest = kExcluded<A>;
   for (int64_t k = 0; k < kLanes<A>; ++k) highest = both[k] > highest ? both[k] : highest;
-  // exp(-inf - 0) is the zero wanted here; exp(-inf - -inf) would be NaN.
+  // exp(-inf - 0) is 0, as wanted; exp(-inf - -inf) would be NaN.
   return highest == kExcluded<A> ? 0 : highest;
 }
 
@@ -167,7 +167,7 @@ void backward_row_of_y(const SoftmaxBackward& a, int64_t row, bool streamed) {
   fill(grad_scores, keys, a.width, (A)0, streamed);
 }
 
-// Computes the gradient from the scores, since y lacks the dropped elements.
+// Computes the gradient from the scores: y lacks the dropped elements.
 template <class T>
 void backward_row_of_scores(const SoftmaxBackward& a, int64_t row, Accumulate<T>* softmax,
                             Accumulate<T>* g, bool streamed) {

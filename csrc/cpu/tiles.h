@@ -1,12 +1,12 @@
-// Products of small matrices in registers: C[rows][lanes] from A, whose elements are broadcast, and
-// B[inner][lanes]. Lanes are whole vectors.
+// Products of small matrices in registers: C[rows][lanes] = A B, with broadcast elements of A and
+// whole vectors of B[inner][lanes].
 #pragma once
 
 #include "cpu/vec.h"
 
 TW_NAMESPACE_BEGIN
 
-// The effect of a product on C: replace it, add to it, or scale its lanes first.
+// The effect of a product on C: replace it, add to it, or scale its lanes and then add.
 enum class Into { set, add, scaled };
 
 namespace detail {
@@ -69,8 +69,8 @@ inline void panel(A* c, int64_t ldc, const A* a, int64_t lda, const A* b, int64_
 
 }  // namespace detail
 
-// C = A B, C += A B, or C = C * factors + A B with a factor for each lane. Not inlined: one copy
-// serves every place that multiplies.
+// C = A B, C += A B, or C = C * factors + A B with a factor for each lane. Not inlined, to keep one
+// copy of the code.
 template <Into into, bool transposed, class A>
 __attribute__((noinline)) void multiply(A* c, int64_t ldc, const A* a, int64_t lda, const A* b,
                                         int64_t ldb, int64_t rows, int64_t lanes, int64_t inner,
@@ -102,7 +102,8 @@ inline Vec<A> zip(Vec<A> a, Vec<A> b) {
   return __builtin_shuffle(a, b, index);
 }
 
-// kLanes x kLanes elements. Every round rotates the bits of an element's row and column by one.
+// Transposes kLanes x kLanes elements. Every round rotates the bits of an element's index (row,
+// column) by one.
 template <class A>
 inline void transpose_tile(Vec<A> (&tile)[kLanes<A>]) {
   constexpr int64_t kHalf = kLanes<A> / 2;
@@ -133,7 +134,8 @@ inline void transpose_tile(Vec<A> (&tile)[kLanes<A>]) {
 
 }  // namespace detail
 
-// to[x][lane] = from[lane][x] * scale for `count` lanes; those up to `lanes`, whole vectors, are 0.
+// to[x][lane] = from[lane][x] * scale for `count` lanes, and 0 for the rest of `lanes`, a multiple
+// of the vector.
 template <class T, class A>
 __attribute__((noinline)) void lanes_from_rows(A* to, int64_t lanes, const T* from, int64_t pitch,
                                                int64_t count, int64_t width, A scale) {

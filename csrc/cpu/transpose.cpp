@@ -3,8 +3,8 @@
 // Bytes: reads x and writes y once, 2 x rows x columns x 2.
 //
 // Blocks of 64 x 64 are transposed on the stack, so that every cache line of x is read once and
-// every line of y is written once, whole. A direct copy would touch each line in pieces. If the
-// rows of x or y are a power of two apart, those lines also share one cache set and evict each
+// every line of y is written once, whole. A direct copy would access each line in pieces. If the
+// row stride of x or y is a power of two, those lines would also share one cache set and evict each
 // other.
 #include "core/transpose.h"
 
@@ -17,8 +17,8 @@ namespace {
 
 using namespace torchweld;
 
-// 8 x 8 tiles fit the registers of every instruction set. Wider registers would need permutations
-// across their halves, and memory is already the slower part.
+// 8 x 8 tiles fit the registers of every instruction set. Wider registers would need cross-lane
+// permutations, and memory is already the bottleneck.
 constexpr int64_t kTile = 8;
 typedef uint16_t Row __attribute__((vector_size(kTile * sizeof(uint16_t))));
 

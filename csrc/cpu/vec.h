@@ -1,4 +1,4 @@
-// SIMD by the compiler's vector extensions: one width per instruction set, intrinsics only where
+// SIMD with the compiler's vector extensions: one width per instruction set, intrinsics only where
 // the compiler lacks an operation, and no libm. A kernel written on Vec<A> compiles for every
 // variant, NEON included.
 #pragma once
@@ -49,7 +49,7 @@ inline Vec<A> choose(Bits<A> mask, Vec<A> yes, Vec<A> no) {
   return mask ? yes : no;
 }
 
-// Keeps b's lane if a's is NaN.
+// Takes b's lane if a's is NaN.
 template <class A>
 inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
   return a > b ? a : b;
@@ -132,16 +132,16 @@ inline U32 f32_to_bf16(F32 value) {
 }
 
 inline F32 f16_to_f32(U32 bits) {
-  // A multiplication rebases the exponent, which also normalises subnormals. Infinities and NaNs
-  // get their exponent separately.
+  // The multiplication rebases the exponent and normalises subnormals. The exponent of infinity and
+  // NaN is set separately.
   const U32 magnitude = (bits & 0x7fffu) << 13;
   const F32 rebased = (F32)magnitude * 0x1p112f;
   const U32 special = select((I32)(magnitude >= 0x0f800000u), U32{} + 0x7f800000u, U32{});
   return (F32)((U32)rebased | special | ((bits & 0x8000u) << 16));
 }
 
-// Rounds to nearest, ties to even, by means of the float adder: adding 2^13 ulps of the half aligns
-// the kept bits at the end of the sum's mantissa.
+// Rounds to nearest, ties to even, with a float addition: adding 2^13 ulps of the half moves the
+// kept bits to the end of the sum's mantissa.
 inline U32 f32_to_f16(F32 value) {
   const U32 bits = (U32)value;
   const U32 magnitude = bits & 0x7fffffffu;
@@ -206,8 +206,8 @@ struct Part {
   int64_t count;
 };
 
-// A vector with `fill` in the lanes past the row's end. Call it before combining lanes: arithmetic
-// on absent lanes may result in NaN, as 0 / 0 and 0 times infinity do.
+// Returns v with `fill` in the lanes past the row's end. Call it before combining lanes: arithmetic
+// on absent lanes may give NaN, as in 0 / 0 or 0 * infinity.
 template <class A>
 inline Vec<A> present(Vec<A> v, Whole, A) {
   return v;
@@ -219,8 +219,8 @@ inline Vec<A> present(Vec<A> v, Part part, A fill) {
   return choose<A>(left > 0, v, splat(fill));
 }
 
-// Load or store the first `count` of N elements. memcpy with a variable size is a call, which would
-// take longer than all other work on a short row. Masked instructions serve where they exist,
+// Load or store the first `count` of N elements. A memcpy of variable size is a call, which would
+// take longer than all other work on a short row. Masked instructions are used where they exist,
 // except under AddressSanitizer, which does not know that masked lanes are not accessed.
 #if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)
 #define TW_MASKED_PARTS
@@ -285,8 +285,8 @@ inline Vec<Accumulate<T>> load(const T* p, Part part, Accumulate<T> fill = 0) {
   return present(load(lanes), part, fill);
 }
 
-// Loads what is read once, from memory, and prefetches further ahead than the hardware does. It is
-// for loops that compute on each element for a long time.
+// Loads elements that are read once, and prefetches further ahead than the hardware does. For loops
+// that spend many instructions on each element.
 constexpr int64_t kAheadBytes = 2048;
 template <class T, class Place>
 inline Vec<Accumulate<T>> read(const T* p, Place place) {
@@ -305,10 +305,10 @@ inline void store(T* p, Vec<Accumulate<T>> v, Part part) {
   store_part(p, lanes, part);
 }
 
-// Stores past the caches. If a result is too large for them, its lines need not be read first,
-// which saves a third of a copy's traffic. Untouched pages are an exception: the kernel zeroes them
-// and leaves them in the caches. `row` is the last row that the caller writes, still untouched.
-// Rows must begin on a vector's boundary.
+// Whether to store past the caches. A result too large for the caches is then not read before it is
+// written, which saves a third of a copy's traffic. Untouched pages are an exception: the operating
+// system zeroes them and leaves them in the caches. `row` is the last row that the caller writes,
+// not yet written. Rows must begin on a vector's boundary.
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
 
 template <class T>
@@ -384,9 +384,9 @@ inline void for_vectors(int64_t width, Body&& body) {
   if (i < width) body(i, Part{width - i});
 }
 
-// The same for a body that also adds into N sums. Four accumulators per sum keep the adders busy.
-// They are emptied into a total every kRun vectors, so that rounding does not grow with the row's
-// length. The order of the additions depends only on the width.
+// As for_vectors, for a body that also adds to N sums. Four accumulators per sum hide the latency
+// of additions. They are flushed into a total every kRun vectors, so that rounding errors do not
+// grow with the row's length. The order of the additions depends only on the width.
 template <class A, int N, class Body>
 inline void sum_vectors(int64_t width, A (&sums)[N], Body&& body) {
   constexpr int64_t kStep = kLanes<A>;

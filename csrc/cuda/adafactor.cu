@@ -1,42 +1,45 @@
-// Adafactor in CUDA. Nothing here has been measured yet: what follows is the argument for the design,
-// and bench/evidence is where figures will be.
+// Adafactor in CUDA. Nothing here has been measured yet. This header argues for the design, and
+// bench/evidence will hold the figures.
 //
-// 1. The floor. A gradient is read three times, a parameter is read twice and written once: 24 bytes
-//    of float32, 12 of 16 bits. At the 4.3 TB/s that a copy reaches on an H200, 10^9 float32 parameters
-//    take 5.6 ms. A vector's averages are read twice and written once more, 12 bytes; a first moment is
-//    read and written, 8.
+// 1. The floor. A gradient is read three times, and a parameter is read twice and written once: 24
+//    bytes in float32, 12 in 16 bits. At the 4.3 TB/s that a copy reaches on an H200, 10^9 float32
+//    parameters take 5.6 ms. A vector's averages are read twice and written once, 12 bytes more. A
+//    first moment is read and written, 8 bytes more.
 //
-// 2. A warp has a block: some rows of 512 columns, 16 rows of each matrix or more where it has more
-//    than 4096. A lane keeps the same 16 columns all the way, as four groups of four: what a warp reads
-//    lies side by side, 16 bytes a lane of float32, 8 of 16 bits. Sums of columns stay in its registers
-//    and are written once a block, sums of rows go through the warp; both are added up in a second
-//    kernel. Of a matrix of 8192 x 8192 a block has 32 rows: 0.25 bytes a parameter are written and
-//    read, and 8 for each 512 elements of a row. Nothing is passed between warps of a kernel, and no
-//    barrier is in one that reads elements. Where rows are not multiples of four, or not aligned,
-//    elements are read one by one through the same code, at the same places.
+// 2. One warp per block. A block covers a slice of 512 columns and at least 16 rows of a matrix,
+//    more if the matrix has more than 4096 rows. A lane keeps the same 16 columns throughout, as
+//    four groups of four: each access of a warp is contiguous, with 16 bytes a lane in float32 and
+//    8 in 16 bits. Column sums stay in registers and are written once per block. Row sums are
+//    reduced across the warp. A second kernel adds up both. For an 8192 x 8192 matrix a block has
+//    32 rows: partial sums cost 0.25 bytes a parameter, written and read, and 8 bytes per 512
+//    elements of a row. Warps exchange nothing, so no kernel that reads elements has a barrier. If
+//    rows are unaligned or not multiples of four, the same code reads elements one by one, at the
+//    same positions.
 //
-// 3. In flight on a multiprocessor, of the 33 KB that 1 us at the copy bandwidth asks for: at 128
-//    registers 16 warps have 32 KB of the sums' float32, 16 KB of 16 bits, and twice that of measures
-//    and steps, which read parameters too. 80% of the copy bandwidth is to be hoped for; in 16 bits the
-//    sums have half of it and are a sixth of the bytes: 70%. Their next row could be asked for ahead.
+// 3. Bytes in flight. At 1 us latency the copy bandwidth needs 33 KB per multiprocessor. With 128
+//    registers a thread 16 warps fit. The sums have 32 KB in flight in float32 and 16 KB in 16
+//    bits; measures and steps have twice that, since they also read parameters. 80% of the copy
+//    bandwidth is the target. In 16 bits the sums, a sixth of the bytes, have half of what is
+//    needed in flight: 70% overall. They could load their next row ahead.
 //
-// 4. Instructions. 132 multiprocessors start 29.6e12 of a thread's in a second: at the copy bandwidth
-//    27 for an element of the sums, 55 of a measure, 83 of a step. Counted in the code for sm_90, of
-//    float32 matrices: some 10, 20 and 26. Of the float64 ones, which are half as fast, sums have three
-//    and measures four, and as many conversions. Vectors have a root and a division more, for 12 and 20
-//    bytes.
+// 4. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
+//    bandwidth that is 27 an element for sums, 55 for measures, 83 for steps. Counted in the code
+//    for sm_90, float32 matrices take about 10, 20 and 26. Sums have three float64 instructions an
+//    element, measures four, at half the rate, and as many conversions. Vectors have a root and a
+//    division more, for 12 and 20 bytes.
 //
-// 5. Launches. What is known of 96 tensors fits the 32 KB that a launch may have: a first kernel has
-//    these by value and writes them to memory, where the others, a launch each for all tensors, find
-//    theirs by bisection. Nothing is copied to the device, and a graph has all of it. What depends on
-//    numbers that are there, rates and lengths, is made there, by a thread a tensor. A step of
-//    matrices is ten launches, of vectors five, and one for each 96 tensors more. The sum of a matrix's
-//    averages is one warp's: 8192 rows take some 20 us. Matrices of a few elements, as convolutions
-//    have them, leave most of a warp idle: what they cost is latency, not bytes.
+// 5. Launches. The descriptions of 96 tensors fit the 32 KB of a launch's arguments. A first kernel
+//    takes these by value and writes them to memory. The other kernels, one launch each for all
+//    tensors, find their tensor by bisection. Nothing is copied to the device, and a CUDA graph
+//    captures everything. One thread per tensor computes the rates and lengths, which depend on
+//    step numbers on the device. A step of matrices is ten launches, of vectors five, and one more
+//    for each further 96 tensors. One warp adds up the averages of a matrix: 8192 rows take about
+//    20 us. Matrices of a few elements, as in convolutions, leave most of a warp idle: they cost
+//    latency, not bytes.
 //
-// 6. Sums are float64, by lane, warp, block and matrix, in an order that only sizes decide. Elements
-//    have the bits of the CPU's kernel, but where sums in another order round to another float32;
-//    products are not fused with sums (the flags are in build.py).
+// 6. Sums are float64, by lane, warp, block and matrix, in an order that depends only on sizes.
+//    Elements have the bits of the CPU's kernel, except where sums in another order round to
+//    another float32. Products are not fused with sums (the flags are in build.py).
 #include "cuda/optim.cuh"
 
 #include "core/adafactor.h"
@@ -50,7 +53,7 @@ using namespace torchweld;
 
 constexpr int kTileThreads = 128;
 constexpr int kTileWarps = kTileThreads / kWarp;
-// Blocks of threads on a multiprocessor. Stochastic rounding takes some more registers.
+// Thread blocks per multiprocessor. Stochastic rounding takes more registers.
 template <class Param>
 constexpr int kTileCtas = std::is_same<Param, RoundedParam>::value ? 3 : 4;
 
@@ -73,7 +76,7 @@ struct Tile {
   }
 };
 
-// body(tensor, tile, number of the block) in the warp of each block.
+// body(tensor, tile, block index), run by the block's warp.
 template <class Body>
 __device__ __forceinline__ void for_tile(const Adafactor& a, Body&& body) {
   const int64_t block = (int64_t)blockIdx.x * kTileWarps + threadIdx.x / kWarp;
@@ -82,7 +85,7 @@ __device__ __forceinline__ void for_tile(const Adafactor& a, Body&& body) {
   body(t, Tile(t, block - t.first_block), block);
 }
 
-// Groups past the end of a row are left out where groups are accessed as one.
+// Accesses to a row's groups. A vectorised access skips groups past the end of the row.
 template <bool InFours>
 struct RowAccess : Access<InFours> {
   template <class T>
@@ -92,7 +95,7 @@ struct RowAccess : Access<InFours> {
   }
 };
 
-// body(row, first element of the lane, group -> its RowAccess) for the rows of a tile.
+// body(row of the tensor, the lane's first element, group -> its RowAccess) for the rows of a tile.
 template <class Body>
 __device__ __forceinline__ void for_rows(const FactoredTensor& t, const Tile& tile, Body&& body) {
   const int64_t last = chunk_begin(t.height, t.chunks, tile.chunk + 1);
@@ -113,7 +116,7 @@ __device__ __forceinline__ void for_rows(const FactoredTensor& t, const Tile& ti
 
 // --- Averages -----------------------------------------------------------------------------------
 
-// The sums of g^2 over what a tile has of each row and of each column.
+// Sums g^2 over the tile's part of each row and each column.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads, kTileCtas<T>)
     sum_tiles(const Adafactor __grid_constant__ a) {
@@ -151,7 +154,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<T>)
   });
 }
 
-// body(tensor, i, rows) for each average of all tensors, the tensor's i-th: of a row where i < rows.
+// body(tensor, i, rows) for every average i of every tensor. It is a row's average if i < rows,
+// else a column's.
 template <class Body>
 __device__ __forceinline__ void for_average(const Adafactor& a, Body&& body) {
   const int64_t at = (int64_t)blockIdx.x * kStepThreads + threadIdx.x;
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(kStepThreads) take_in_means(const Adafactor __
   });
 }
 
-// A warp has a matrix.
+// One warp per matrix.
 __global__ void __launch_bounds__(kStepThreads) sum_averages(const Adafactor __grid_constant__ a) {
   const int64_t at = (int64_t)blockIdx.x * kStepWarps + threadIdx.x / kWarp;
   if (at >= a.matrices || a.found_inf.read() != 0) return;
@@ -214,14 +218,14 @@ __global__ void __launch_bounds__(kStepThreads) make_scales(const Adafactor __gr
 
 // --- Directions ---------------------------------------------------------------------------------
 
-// The elements of a row that a lane has, and their directions; zeros past the end.
+// A lane's elements of a row and their directions, with zeros past the row's end.
 template <class Param>
 struct LaneOfRow {
   Param param[kTileGroups];
   float direction[kTileGroups][4], variance[kTileGroups][4];
 };
 
-// body(LaneOfRow, first element of the lane, group -> its RowAccess) for the rows of a tile.
+// body(LaneOfRow, the lane's first element, group -> its RowAccess) for the rows of a tile.
 template <class Param, bool Factored, class Body>
 __device__ __forceinline__ void for_directions(const Adafactor& a, const FactoredTensor& t,
                                                const Tile& tile, Body&& body) {
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
   });
 }
 
-// A block of threads has a tensor.
+// One thread block per tensor.
 __global__ void __launch_bounds__(kStepThreads) add_squares(const Adafactor __grid_constant__ a) {
   if (a.found_inf.read() != 0) return;
   const FactoredTensor& t = a.tensors[blockIdx.x];
@@ -358,7 +362,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
 
 // --- Launches -----------------------------------------------------------------------------------
 
-// Tensors by value, with what depends on the numbers of their steps.
+// Tensors by value. The kernel computes the fields that depend on step numbers.
 constexpr int kTensorsAtOnce = 96;
 struct Prepare {
   FactoredTensor tensors[kTensorsAtOnce];
@@ -414,7 +418,7 @@ cudaError_t prepare(const Adafactor& a, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// Launch as many blocks of threads as there are `each` items.
+// Launches thread blocks of `each` items.
 template <class Kernel>
 cudaError_t launch_over(Kernel* kernel, const Adafactor& a, int64_t items, int each, int threads,
                         cudaStream_t stream) {
@@ -432,7 +436,7 @@ cudaError_t launch_each(Kernel* kernel, const Adafactor& a, int64_t items, cudaS
   return launch_over(kernel, a, items, kStepThreads, kStepThreads, stream);
 }
 
-// call(Type<T>{}) of the gradients.
+// call(Type<T>{}) with the gradients' type.
 template <class Call>
 cudaError_t with_storage(const Adafactor& a, Call&& call) {
   switch (a.dtype) {
@@ -448,7 +452,7 @@ cudaError_t with_storage(const Adafactor& a, Call&& call) {
   return cudaErrorInvalidValue;
 }
 
-// call(Type<Param>{}); parameters that are only read are not rounded.
+// call(Type<Param>{}). Only parameters that are written are rounded.
 template <bool Writes, class Call>
 cudaError_t with_params(const Adafactor& a, Call&& call) {
   if constexpr (Writes) {
@@ -470,7 +474,7 @@ TW_EXPORT int64_t adafactor_chunks(int64_t height) {
   const int64_t chunks = (height + 15) / 16;
   return chunks < 1 ? 1 : chunks > 256 ? 256 : chunks;
 }
-// A matrix without columns has one too, so that the sums of its rows are written.
+// At least one, so that the row sums of a matrix without columns are written.
 TW_EXPORT int64_t adafactor_slices(int64_t columns) {
   return columns > 0 ? (columns + kSlice - 1) / kSlice : 1;
 }

@@ -1,5 +1,5 @@
-// Blocks of 256 elements, each a warp's: a lane has eight of them, in two groups of four, so that
-// whatever the dtype a warp accesses memory that lies side by side.
+// Blocks of 256 elements, one per warp. A lane has eight elements in two groups of four, so that
+// the accesses of a warp are contiguous for every dtype.
 #pragma once
 
 #include "core/quant8.h"
@@ -12,12 +12,13 @@ constexpr int kGroups = 2;
 static_assert(kGroups * 4 * kWarp == kQuantBlock);
 
 __device__ __forceinline__ int lane() { return (int)threadIdx.x % kWarp; }
-// Where the lane's group begins in the block.
+// The distance between a lane's groups, and where a group begins in the block.
 constexpr int kGroupStride = kWarp * 4;
 __device__ __forceinline__ int place(int group) { return group * kGroupStride + lane() * 4; }
 
-// Rows that are blocks of few elements would leave most lanes idle: as many as make a block are a
-// warp's together. Of powers of two, so that a row is the groups of lanes side by side.
+// Narrow rows, which are blocks of few elements, would leave most lanes idle. A warp therefore
+// takes as many rows as make up 256 elements. The width must be a power of two, so that a row
+// consists of the groups of adjacent lanes.
 TW_HD uint32_t rows_of_warp(int64_t width) {
   const bool narrow = width >= 4 && width < kQuantBlock && (width & (width - 1)) == 0;
   return narrow ? (uint32_t)kQuantBlock / (uint32_t)width : 1;
@@ -45,13 +46,13 @@ __device__ __forceinline__ Four<T> pack(const float (&values)[4]) {
   return pack_bits<T>(bits);
 }
 
-// How a group is accessed: as one, if the block is whole and aligned; or else one by one. Each
-// element is read once, before it may be written.
+// Access to a group: in one instruction if the block is whole and aligned, otherwise element by
+// element. Each element is read once, before it may be written.
 template <bool Whole>
 struct Access {
-  int count;  // of the block's elements, from the group's first one on
+  int count;  // elements from the group's first one to the end of the block
 
-  // Elements that are not there are `nothing`, a word of such.
+  // Elements past the end take the bits of `nothing`, a word of fill elements.
   template <class T>
   __device__ __forceinline__ Four<T> read(const T* p, unsigned nothing = 0) const {
     Four<T> four;
@@ -94,7 +95,7 @@ struct Access {
   }
 };
 
-// Whether groups of T from here on, and by fours of elements further, can be accessed as one.
+// Whether p is aligned for groups of four elements of T.
 template <class T>
 inline bool holds_groups(const void* p) {
   return (uintptr_t)p % (4 * sizeof(T)) == 0;

@@ -1,18 +1,18 @@
-// Columns of a row at any alignment: N adjacent ones per access. If the row is aligned, an access
-// moves 16 bytes at a time, else one column at a time. Threads past the row's end ask for less than
-// one column.
+// Columns of a row at any alignment, N adjacent ones per access. An aligned row is accessed 16
+// bytes at a time, any other row one column at a time. Threads past the row's end pass a count of 0
+// or less.
 #pragma once
 
 #include "cuda/vec.cuh"
 
 TW_NAMESPACE_BEGIN
 
-// Columns of an access. There are at least four, the columns of one call of Philox.
+// Columns per access: at least four, the columns of one Philox call.
 template <class T, bool Aligned>
 constexpr int kAccessColumns = Aligned ? kAccessBytes / (int)sizeof(T) : 4;
 
-// Loads `count` columns from p, at most N, and zeros after them. If Aligned, count is N or at most
-// 0.
+// Loads `count` columns from p, at most N, and fills the rest with zeros. If Aligned, count is N or
+// at most 0.
 template <bool Aligned, class T, int N>
 __device__ __forceinline__ void load_columns(Packed<T, N>& to, const T* p, int count) {
   constexpr int kWords = Packed<T, N>::kWords;

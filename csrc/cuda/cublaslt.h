@@ -1,6 +1,6 @@
 // The part of cuBLASLt's interface that a GEMM with an epilogue needs, declared here: the library
 // is the copy that torch has loaded, and its header may be missing at build time. If the header is
-// there, static assertions compare these declarations with it.
+// present, static assertions compare these declarations with it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,7 +40,7 @@ enum class Choice : int {
   alignment_d = 8,
 };
 // An epilogue is a sum of these. gelu is the tanh form. A bias gradient is written to the bias's
-// address, and aux holds the sum before gelu in both directions.
+// address. In both directions aux holds the sum before gelu.
 enum Epilogue : uint32_t {
   kBias = 4,
   kBiasGradient = 16,

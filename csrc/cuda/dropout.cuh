@@ -1,10 +1,10 @@
 // The dropout of core/dropout.h for the columns that a thread holds.
 //
-// One call of Philox makes the words of four columns. It takes 10 rounds of two multiplications,
-// both halves of which count, and two three-way XORs. The round keys are the same in all threads
-// and cost nothing on the uniform datapath. A row's first multiplications are made once. Including
-// the comparison and its bit, that is 12 instructions a column. None of them waits for memory, so
-// place them between a kernel's loads and the first use of the loaded values.
+// One Philox call makes the words of four columns. It takes 10 rounds of two full 64-bit products
+// and two three-way XORs. The round keys are the same in all threads and cost nothing on the
+// uniform datapath. A row's first products are computed once. Including the comparison and its bit,
+// that is 12 instructions a column. None of them waits for memory, so place them between a kernel's
+// loads and the first use of the loaded values.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +13,8 @@
 
 TW_NAMESPACE_BEGIN
 
-// A row of the dropped tensor. Skewed: the tensor may be a part that begins at a column that is not
-// a multiple of four. A thread's columns then touch one more group of four than they would fill.
+// A row of the dropped tensor. Skewed: the tensor may be a shard whose first column is not a
+// multiple of four. A thread's columns then touch one more group of four.
 template <bool Skewed>
 class DropoutRow {
  public:

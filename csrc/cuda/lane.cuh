@@ -1,5 +1,5 @@
-// The part of a block that a warp's lane holds during a step: parameters and moments in codecs.
-// rule.cuh has the argument for the design.
+// A lane's elements of a block during a step: parameters and moments, with their codecs. rule.cuh
+// argues for the design.
 #pragma once
 
 #include <type_traits>
@@ -15,17 +15,17 @@ TW_NAMESPACE_BEGIN
 
 constexpr int kStepThreads = 256;
 constexpr int kStepWarps = kStepThreads / kWarp;
-// Blocks of threads on a multiprocessor. With three moments, the 80 registers that three leave are
-// too few.
+// Thread blocks per multiprocessor. Three blocks leave 80 registers a thread, too few for three
+// moments.
 template <class Rule>
 constexpr int kStepCtas = Rule::kMoments < 3 ? 3 : 2;
 
-// Rules in core/ ask this of a number.
+// Rules in core/ call this.
 TW_HD float square_root(float v) { return sqrtf(v); }
 
 // --- Parameters ---------------------------------------------------------------------------------
 
-// Four elements of a lane.
+// A group of four elements.
 template <class T>
 struct PlainParam {
   using Storage = T;
@@ -100,7 +100,8 @@ struct RoundedParam : PlainParam<BFloat16> {
   }
 };
 
-// --- A lane's part of a block --------------------------------------------------------------------
+// --- A lane's elements of a block
+// -----------------------------------------------------------------
 
 // call(Index<k>{}) for each of a rule's moments.
 template <int K>
@@ -122,13 +123,13 @@ struct SplitTensor : StepTensor {
 template <class Tensor>
 constexpr bool kIsSplit = std::is_same<Tensor, SplitTensor>::value;
 
-// The work of a warp at a time: a block, or several narrow rows that are a block each.
+// A warp's work in one iteration: one block, or several narrow rows of one block each.
 struct Turn {
   uint32_t block, blocks;
 };
 
-// State is the type that moments are stored in: float, BFloat16, or bytes of codes. A Narrow turn is
-// of narrow rows.
+// State is the storage type of moments: float, BFloat16, or uint8_t for codes. A Narrow turn
+// consists of narrow rows.
 template <class Param, class State, class Rule, class Tensor = StepTensor, bool Narrow = false>
 class LaneOfBlock {
  public:
@@ -164,8 +165,8 @@ class LaneOfBlock {
     }
   }
 
-  // call(p, g, m, whether the element is there) for each element of the lane. Elements past the end
-  // of a block are zeros. save() stores what the call leaves in p and m.
+  // call(p, g, m, exists) for each element of the lane. Elements past the end of a block are zeros
+  // and do not exist. save() stores the new p and m.
   template <class Call>
   __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
 #pragma unroll
@@ -198,7 +199,7 @@ class LaneOfBlock {
 #pragma unroll
         for (int at = 0; at < kBlocks; ++at) {
           if constexpr (kIsSplit<Tensor>) {
-            absmax_[k][at] = *new_absmax(k);  // known already, from all devices
+            absmax_[k][at] = *new_absmax(k);  // already the maximum over all devices
           } else if constexpr (Narrow) {
             absmax_[k][at] = largest_magnitude(m_[k][at], lanes_of_row());
           } else {
@@ -234,7 +235,7 @@ class LaneOfBlock {
     });
   }
 
-  // For split rows: find the absmax of the piece.
+  // For split rows: writes the absmax of the piece.
   __device__ __forceinline__ void save_absmaxes() const {
     for_moments<N>([&](auto k) {
       const float largest = largest_magnitude(m_[k]);
@@ -254,11 +255,11 @@ class LaneOfBlock {
     return {begin, left < kQuantBlock ? left : kQuantBlock};
   }
 
-  // A lane has elements of this many blocks; a narrow row lies within one group.
+  // The number of blocks that a lane has elements of. A group lies within one narrow row.
   static constexpr int kBlocks = Narrow ? kGroups : 1;
   static __device__ __forceinline__ int block_of(int group) { return Narrow ? group : 0; }
   __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }
-  // call(which of them, its number in the tensor, whether the turn has it)
+  // call(index among the lane's blocks, index in the tensor, whether the turn includes it)
   template <class Call>
   __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
 #pragma unroll
@@ -283,7 +284,7 @@ class LaneOfBlock {
   const Tensor& t_;
   const Turn turn_;
   const QuantBlock here_;
-  const int64_t first_;  // element of the lane
+  const int64_t first_;  // the lane's first element
   const bool whole_;
   Param param_[kGroups];
   Four<typename Param::Storage> grad_[kGroups];

@@ -1,5 +1,5 @@
-// Kernel launches, and what kernels ask of them. The emulator (tests/emulator) has its own versions
-// of what plain C++ cannot express: the launch, dynamic shared memory, and inline PTX.
+// Kernel launches, and what kernels need from them. The emulator (tests/emulator) has its own
+// versions of what plain C++ cannot express: the launch, dynamic shared memory, and inline PTX.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,11 +20,11 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 
 // The most bytes that a launch's arguments may take.
 #if !defined(TW_EMULATED) && CUDART_VERSION < 12010
-#error "CUDA 12.1 is needed: before it a launch's arguments could take 4 KB alone"
+#error "CUDA 12.1 or later is needed: older versions allow only 4 KB of launch arguments"
 #endif
 constexpr size_t kLaunchBytes = 32764;
 
-// The most dynamic shared memory that a kernel has without asking.
+// The dynamic shared memory that a kernel may use without opting in to more.
 constexpr size_t kSharedBytes = 48 << 10;
 
 struct Launch {
@@ -60,7 +60,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   return value;
 }
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 1); }
-// The shared memory of one block, for a kernel that asks for it.
+// The most shared memory that a block can have if its kernel opts in.
 inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)kSharedBytes);
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 #endif
 }
 
-// Copies 16 bytes to shared memory, both aligned, past registers and L1. A thread may read what it
-// copied itself once it waited.
+// Copies 16 aligned bytes to shared memory, bypassing registers and L1. After wait_for_copies a
+// thread may read its own copies.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 #if defined(TW_EMULATED)
   emulator::copy_async(shared, global, 16);

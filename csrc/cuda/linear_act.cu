@@ -1,8 +1,8 @@
 // linear_act as one cuBLASLt GEMM. Its epilogue adds the bias, applies the activation and, if there
 // is a gradient, stores the sum before the activation. For the backward of the next layer there is
 // a second GEMM, whose epilogue takes the gradient back through the activation and adds up the
-// bias's gradient. Both have gelu by tanh. cuBLASLt has neither gelu by erf nor silu, and its relu
-// turns NaN into 0.
+// bias's gradient. Both use the tanh form of gelu. cuBLASLt has neither gelu with erf nor silu, and
+// its relu turns NaN into 0.
 //
 // With M rows, K inputs and N outputs linear_act does 2 M N K operations. At 16 bits it reads 2 (M
 // K + N K) bytes and writes 2 M N of y and, with a gradient, as many of z. torch's GEMM followed by
@@ -20,10 +20,10 @@
 //     (8192, 4096) x 16384     1.53          0.19          1.12x the GEMM   0.06    1.04x
 //     (8192, 1024) x 4096      0.095         0.047         1.49x            0.016   1.16x
 //
-// That saves 0.12 ms of the 6.3 ms that the backward's four GEMMs and the pass take at the first
-// shape (2%), and 0.03 ms of 0.43 ms at the second (7%). The automatic choice asks for a lead of
-// 2%. For that the fused GEMM has to reach 94% of the rate of torch's GEMM at the first shape and
-// 77% at the second.
+// At the first shape that saves 0.12 ms of the 6.3 ms of the backward's four GEMMs and the pass
+// (2%), and at the second 0.03 ms of 0.43 ms (7%). The automatic choice asks for a lead of 2%. For
+// that the fused GEMM has to reach 94% of the rate of torch's GEMM at the first shape and 77% at
+// the second.
 //
 // Not built: BGRADB, which adds up the second bias's gradient in the GEMM of the second weight's
 // gradient. It saves one read of grad_y, 2 M K bytes: 0.016 ms and 0.004 ms, 0.3% and 1% of the
@@ -41,13 +41,13 @@
 namespace torchweld {
 namespace {
 
-// cuBLASLt requires rows of z to be a multiple of this; its fast kernels need it for x and weight
-// too.
+// cuBLASLt requires the row length of z to be a multiple of this. Its fast kernels need the same
+// for x and weight.
 constexpr int64_t kMultiple = 8;
-// The alignment that it requires of addresses, in bytes.
+// The alignment of addresses that cuBLASLt requires, in bytes.
 constexpr uint32_t kAlignment = 16;
 constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;
-// torch's limit on Hopper.
+// The same limit as torch's on Hopper.
 constexpr uint64_t kMostWorkspaceBytes = 32 << 20;
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kAlignment == 0; }
@@ -202,12 +202,12 @@ Plan plan_of(const Product& p) {
     if (status != lt::Status::success) return {nullptr, {}, status};
   }
   const Plan plan = plan_from_heuristic(handle, p);
-  if (plan.status == lt::Status::alloc_failed) return plan;  // there may be memory next time
+  if (plan.status == lt::Status::alloc_failed) return plan;  // retry next time
   if (known.plans.size() == kMost) known.plans.clear();
   return known.plans[key] = plan;
 }
 
-// Asks for the workspace that the product needs; false if cuBLASLt does not serve it.
+// Finds the workspace size of the product. Returns false if cuBLASLt does not support the product.
 bool plan(const Product& p, int64_t* workspace_bytes) {
   if (!is_served(p)) return false;
   const Plan plan = plan_of(p);

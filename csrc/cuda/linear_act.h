@@ -1,4 +1,5 @@
-// The arguments of the launchers of cuBLASLt's two GEMMs: before, and after, gelu by tanh.
+// The arguments of the launchers of cuBLASLt's two GEMMs: the one before and the one after gelu
+// (tanh form).
 #pragma once
 
 #include <cstdint>

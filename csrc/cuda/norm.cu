@@ -7,8 +7,8 @@
 //    stay in L2.
 //
 // 2. Rows in registers. A row is read once: between the statistics and the result its elements stay
-//    in the registers of its threads, as the bits that memory has. Latency of about 1 us times
-//    bandwidth asks for some 32 KB in flight on each multiprocessor: 4 loads of 16 bytes a thread
+//    in registers, in their storage format. About 1 us of latency times the bandwidth requires
+//    about 32 KB in flight on each multiprocessor: 4 loads of 16 bytes a thread
 //    are 128 KB at 2048 threads and 64 KB at 1024 threads. A thread holds 1, 4 or 16 such loads
 //    (V):
 //      - V = 1, a part of a warp for each row, up to 256 (16-bit) or 128 (fp32) elements: narrow
@@ -19,26 +19,27 @@
 //        (132 rows of 128 KB are 17 of 50 MB), and DRAM stays busy.
 //
 // 3. Backward owns columns. A block walks down its chunk of rows. A thread keeps the same 16
-//    columns (8 and 4 where V = 1) all the way, and holds their parameter gradients in 32
-//    registers: partial sums are written once a chunk. 264 chunks at width 4096 are 8.7 MB written
+//    columns (8 and 4 if V = 1) throughout and holds their parameter gradients in 32 registers, so
+//    partial sums are written once per chunk. 264 chunks at width 4096 are 8.7 MB written
 //    and read, 2% of the floor. 2 blocks of 256 threads load 2 x 256 x 64 (16-bit) or 128 (fp32)
 //    bytes a row: 32 or 64 KB a multiprocessor. In 16 bits there are registers for the next row
 //    too, which loads while the current row is reduced. Rows of fewer threads share a block, side
 //    by side: 4096 x 1024 has 256 chunks of 16 rows, and 8 warps in each.
 //
-// 4. Backward of wide rows. Up to 8192 columns, one block of 512 threads has a row, so that there
-//    is one block on a multiprocessor, and nothing would load while it reduces and stores. Its rows
-//    therefore arrive in shared memory, up to three of them ahead: 32 KB a row in 16 bits, 64 in
-//    fp32. A thread copies and reads its own columns only, so no barrier guards them. Wider rows
+// 4. Backward of wide rows. Up to 8192 columns, one block of 512 threads has a row. A
+//    multiprocessor holds one such block, so nothing would load while it reduces and stores. Its
+//    rows are therefore copied to shared memory up to three rows ahead: 32 KB a row in 16 bits, 64
+//    in fp32. A thread copies and reads its own columns only, so no barrier guards them. Wider rows
 //    take two passes, whose blocks need not wait for each other: the first reads a row and leaves
-//    its two sums, the second goes by slices of 4096 columns. That is 5 trips in place of 3, 60% of
-//    the floor. Blocks that share a row and exchange their sums would have to run at the same time.
+//    its two sums, the second goes by slices of 4096 columns. That moves 5 tensors in place of 3,
+//    60% of the floor's speed. Blocks that share a row and exchange their sums would have to run at
+//    the same time.
 //    A launch of a whole device's blocks waits for any other kernel to end, a collective's for
-//    instance, and fails on a part of a GPU. Clusters (sm_90) have the same size everywhere and are
-//    the way to 3 trips.
+//    instance, and fails on a part of a GPU. Clusters (sm_90) have the same size everywhere and
+//    would allow 3 tensors.
 //
-// 5. Anything else (a width that is not a multiple of 16 bytes, a pointer off by an element, a
-//    width past what fits) goes element by element, several times over each row, with L2 behind it.
+// 5. Any other row (a width that is not a multiple of 16 bytes, an unaligned pointer, a width that
+//    does not fit) is processed element by element in several passes, which mostly hit L2.
 //    This path aims at correct results first.
 #include "core/norm.h"
 
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(V == 1   ? kNarrowBlock
                                   : V == 4 ? kForwardThreads
                                            : kWideThreads)
     forward_in_registers(NormForward a, float per_width, int row_threads) {
-  // A compile-time constant where registers are scarce: addresses are then one register and
+  // A compile-time constant where registers are scarce: addresses are then one register plus
   // constants.
   const int threads = V == 16 ? kWideThreads : row_threads;
   constexpr int N = Packed<T>::kElements;
@@ -142,7 +143,8 @@ __global__ void __launch_bounds__(V == 1   ? kNarrowBlock
   }
 }
 
-// This thread's part of a sum over a row, in runs, so that rounding does not grow with the row.
+// This thread's part of a sum over a row, added in runs so that rounding errors do not grow with
+// the row.
 template <class Term>
 __device__ __forceinline__ float sum_in_runs(int64_t width, Term&& term) {
   constexpr int kRun = 32;
@@ -199,8 +201,8 @@ cudaError_t launch_forward(const NormForward& a, cudaStream_t stream) {
   const int threads = V == 16 ? kWideThreads : threads_of_row(a.width / Packed<T>::kElements, V);
   const int block = threads <= kWarp ? kNarrowBlock : threads;
   const int64_t blocks = (a.rows + block / threads - 1) / (block / threads);
-  // V = 16 walks over rows in order to know the next one. Otherwise blocks start as resources free
-  // up.
+  // With V = 16 a block loops over rows, so that it knows the next one. Otherwise each row group is
+  // a block, scheduled as resources free up.
   const int64_t most = V == 16 ? multiprocessors() : 1 << 30;
   return launch(forward_in_registers<Centered, T, V>,
                 {dim3((unsigned)(blocks < most ? blocks : most)), block, 2 * kWarp * sizeof(float)},
@@ -209,7 +211,7 @@ cudaError_t launch_forward(const NormForward& a, cudaStream_t stream) {
 
 template <bool Centered>
 cudaError_t forward(const NormForward& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for types without a kernel
   if (a.rows == 0 || a.width == 0) return cudaSuccess;
   dispatch(a.dtype, DType::f32, [&](auto t, auto) {
     using T = typename decltype(t)::type;
@@ -283,10 +285,9 @@ TW_EXPORT cudaError_t norm_parameter_gradients(const NormBackward& a, cudaStream
   return error;
 }
 
-// Enough chunks to fill the device, with at least 16 rows in each, so that partial sums stay a
-// small part of the bytes.
+// Enough chunks to fill the device, with at least 16 rows each, so that partial sums add few bytes.
 TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t width) {
-  // Up to 512 columns a row has a part of a warp, in a block of 128 threads.
+  // A row of up to 512 columns takes at most a warp, in a block of 128 threads.
   const int64_t blocks = width <= kWarp * kBackwardElements    ? 4 * kBlocksPerMultiprocessor
                          : width > kSlice && width <= kWideRow ? 1
                                                                : kBlocksPerMultiprocessor;
@@ -297,8 +298,8 @@ TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t width) {
   return chunks > 1 ? chunks : 1;
 }
 
-// The sums of rows that take two passes. Rows that could take one for their width may take two for
-// want of shared memory.
+// The row sums for rows that take two passes. Rows narrow enough for one pass take two if shared
+// memory is too small.
 TW_EXPORT int64_t norm_workspace_bytes(int64_t rows, int64_t width) {
   return width > kSlice ? rows * 2 * (int64_t)sizeof(float) : 0;
 }

@@ -1,4 +1,4 @@
-// The backward of norms: norm.cu argues for its parts.
+// The backward pass of norms. norm.cu argues for the design.
 #pragma once
 
 #include "core/dispatch.h"
@@ -19,7 +19,7 @@ struct RowPair {
   Packed<T> x[V], grad[V];
 };
 
-// The columns of a thread of a backward pass: their values, and the sums that it keeps.
+// A thread's columns in a backward pass: parameters and accumulated sums.
 template <bool Centered, class T, int V>
 struct Columns {
   static constexpr int N = Packed<T>::kElements;
@@ -96,8 +96,8 @@ struct Columns {
   }
 };
 
-// A block's rows lie side by side in groups of threads. Where slices of columns share a row, its
-// sums are known: `row_sums` has two for each row.
+// A block processes several rows at a time, one per group of threads. If rows are divided into
+// slices of columns, the two sums of each row are Known, in `row_sums`.
 template <bool Centered, class T, int V, bool Known>
 __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
     backward_in_registers(NormBackward a, float per_width, int threads, int slices) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
     columns.store_grad_x(pair, row, mean, rstd, sums[0] * per_width, sums[1] * per_width);
   }
 
-  // Rows that were walked side by side are added up in shared memory, group by group.
+  // Adds up the sums of the groups in shared memory, group by group.
   const auto write_partials = [&](const float (&sums)[V][Packed<T>::kElements], float* partials) {
     if (!partials) return;
     partials += chunk * a.width;
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   write_partials(columns.grad_bias, (float*)a.bias_partials);
 }
 
-// One block per chunk, of rows that fill it. They arrive in shared memory, `ahead` rows before
-// they are read.
+// One block per chunk, with rows that fill the block. Rows are copied to shared memory `ahead` rows
+// before they are read.
 template <bool Centered, class T, int V>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_through_shared(NormBackward a, float per_width, int ahead) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                 last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
   // The place of a row's x; grad_y is behind it.
   const auto place = [&](int slot) { return rows + slot * 2 * a.width; };
-  // Every row is a group of copies, also where there are none left.
+  // Every call ends a group of copies, even if no row is left.
   const auto fetch = [&](int64_t row, int slot) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     float sums[2] = {};
     columns.add(pair, mean, rstd, sums);
     sum_over_row(sums, kWideThreads, scratch + (turn & 1) * 2 * kWarp);
-    fetch(row + ahead, slot);  // behind the barrier in the sum: the slot has been read
+    fetch(row + ahead, slot);  // after the barrier in the reduction, when the slot has been read
     slot = slot + 1 == ahead ? 0 : slot + 1;
     columns.store_grad_x(pair, row, mean, rstd, sums[0] * per_width, sums[1] * per_width);
   }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) backward_row_sums(NormBackwar
   }
 }
 
-// One block per chunk, any width and alignment. A thread keeps to its columns; their sums are in
+// One block per chunk, any width and alignment. A thread keeps the same columns, with their sums in
 // memory.
 template <bool Centered, class T>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
@@ -317,7 +317,7 @@ cudaError_t launch_two_passes(const NormBackward& a, cudaStream_t stream) {
                 per_width_of(a.width), kBackwardThreads, slices);
 }
 
-// How many rows of x and grad_y fit the shared memory of a block.
+// The number of rows of x and grad_y that fit a block's shared memory.
 inline int rows_in_shared(int64_t width, size_t element_bytes) {
   const int64_t rows = (most_shared_bytes() - (int64_t)kSumsBytes) / (2 * width * element_bytes);
   return (int)(rows < kRowsAhead ? rows : kRowsAhead);

@@ -1,4 +1,4 @@
-// What the kernels of norm.cu share.
+// Shared by the kernels of norm.cu.
 #pragma once
 
 #include "core/norm.h"
@@ -10,7 +10,7 @@ TW_NAMESPACE_BEGIN
 
 constexpr int kWideThreads = 512;
 
-// A thread's V loads of a row, its shares. The width is a multiple of an access.
+// A thread's V accesses to a row. The width is a multiple of an access.
 template <class T, int V>
 struct Shares {
   static constexpr int kElements = Packed<T>::kElements;

@@ -1,8 +1,9 @@
-// quantize_1bit, dequantize_mean and dequantize_1bit in CUDA: a thread has eight elements, a byte.
+// quantize_1bit, dequantize_mean and dequantize_1bit in CUDA. A thread has eight elements, one byte
+// of bits.
 //
-// The scale has to be known before an error is. So quantising reads x and the error twice: 20 + 1/8
-// bytes per element in float32, 28 with neither in a cache. Dequantising moves 4 + 1/8. Sums in
-// float64 take one conversion and one product an element. Not measured yet.
+// The new error depends on the scale, so quantising reads x and the error twice: 20 + 1/8 bytes per
+// element in float32, or 28 if the second read misses the caches. Dequantising moves 4 + 1/8. The
+// float64 sums take one conversion and one product per element. Not measured yet.
 #include "core/one_bit.h"
 
 #include "core/dispatch.h"
@@ -17,7 +18,7 @@ using namespace torchweld;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kByte = 8;  // elements of a thread
 
-// Eight elements from i on, of which `count` are there; the others are zero.
+// Loads the first `count` of eight elements from i on; the others are zero.
 template <class T>
 __device__ __forceinline__ void read(float (&values)[kByte], const T* p, int64_t count,
                                      bool is_aligned) {
@@ -88,7 +89,7 @@ struct Mean {
   }
 };
 
-// body(i, how many of the eight are there, what is quantised) for the eights of a piece.
+// body(i, count, values) for each eight elements of a piece, of which `count` exist.
 template <class Source, class Error, class Body>
 __device__ __forceinline__ void for_eights(const Quantize1& a, const OneBitPiece& at,
                                            bool is_aligned, Body&& body) {
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) write_signs(Quantize1 a, bool is_ali
     for (int j = 0; j < kByte; ++j) {
       if (j < count) {
         sum += (double)values[j] * values[j];
-        // Not a comparison that is shifted: gcc 12's -fsanitize=undefined makes a set bit of it.
+        // Do not shift the comparison's result: gcc 12 with -fsanitize=undefined then always sets
+        // the bit.
         if (values[j] >= 0) byte |= 0x80u >> j;
       }
     }
@@ -195,7 +197,7 @@ cudaError_t quantize(const Quantize1& a, cudaStream_t stream) {
 }  // namespace
 
 TW_EXPORT cudaError_t quantize_1bit(const Quantize1& a, cudaStream_t stream) {
-  cudaError_t result = cudaErrorInvalidValue;  // for a type that has no kernel
+  cudaError_t result = cudaErrorInvalidValue;  // for types without a kernel
   dispatch(a.error_dtype, a.error_dtype, [&](auto error, auto) {
     using Error = typename decltype(error)::type;
     if (!a.x) {

@@ -1,5 +1,5 @@
-// What all optimizers in CUDA share: tensors passed by value with a launch, stochastic rounding, and
-// sums in float64. rule.cuh has the argument for the design.
+// Shared by all optimizers in CUDA: tensors passed by value with a launch, stochastic rounding, and
+// float64 sums. rule.cuh argues for the design.
 #pragma once
 
 #include "cuda/lane.cuh"
@@ -8,20 +8,20 @@ TW_NAMESPACE_BEGIN
 
 // --- A launch and its tensors -------------------------------------------------------------------
 
-// Blocks that a warp has at a time.
+// The number of blocks that a warp processes in one turn.
 template <class Tensor>
 TW_HD uint32_t blocks_of_turn(const StepTensor& t) {
   return kIsSplit<Tensor> ? 1 : rows_of_warp(t.width);
 }
-// Pieces of this many turns.
+// The number of pieces of `piece` turns.
 template <class Tensor>
 int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
   const int64_t of_piece = (int64_t)piece * blocks_of_turn<Tensor>(t);
   return (blocks + of_piece - 1) / of_piece;
 }
 
-// The tensors of a launch, by value: nothing has to be copied to the device, and a graph contains them.
-// Each block of threads has a piece of `piece` turns within one tensor.
+// The tensors of a launch, by value: nothing is copied to the device, and a CUDA graph captures
+// them. Each thread block has a piece of `piece` turns within one tensor.
 template <class Tensor>
 constexpr int kBatchTensors = kIsSplit<Tensor> ? 224 : 320;
 template <class Tensor>
@@ -32,16 +32,16 @@ struct StepBatch {
   uint32_t aligned[kBatchTensors<Tensor> / 32];  // a bit for each tensor
   int count, piece;
 
-  // The tensor that a piece lies in; those without elements have none.
+  // The tensor that a piece lies in. Tensors without elements have no pieces.
   TW_HD int tensor_of(uint32_t at) const {
     return last_begun(count, [&](int i) { return first_piece[i] <= at; });
   }
-  // Whether groups of four elements can be accessed as one.
+  // Whether groups of four elements can be accessed in one instruction.
   TW_HD bool is_aligned(int tensor) const { return aligned[tensor / 32] >> tensor % 32 & 1; }
 };
 
-// call(batch, number of its first tensor, of its first piece, pieces) for all tensors;
-// is_aligned(tensor) says whether each of its rows can be accessed in groups of four.
+// call(batch, its first tensor, its first piece, number of pieces) for each batch of tensors.
+// is_aligned(tensor) says whether all its rows can be accessed in groups of four.
 template <class Tensor, class IsAligned, class Call>
 cudaError_t for_batches(const StepTensor* tensors, const SplitRows* splits, int64_t count,
                         int piece, IsAligned&& is_aligned, Call&& call) {
@@ -71,7 +71,7 @@ cudaError_t for_batches(const StepTensor* tensors, const SplitRows* splits, int6
   return cudaSuccess;
 }
 
-// body(tensor, turn) in each warp, for the turns of the piece that this block of threads has.
+// body(tensor, turn) in each warp, for the turns of this thread block's piece.
 template <class Tensor, class Body>
 __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batch, int at,
                                                    Body&& body) {
@@ -88,7 +88,8 @@ __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batc
 
 // --- Stochastic rounding ------------------------------------------------------------------------
 
-// How the tensors of a step are rounded, and by which step; written to where their masters would be.
+// The Roundings of a step's tensors. The kernel adds the step numbers and writes them to the
+// tensors' masters.
 constexpr int kRoundingsAtOnce = 192;
 struct MakeRoundings {
   Rounding roundings[kRoundingsAtOnce];
@@ -105,7 +106,7 @@ static __global__ void __launch_bounds__(kRoundingsAtOnce)
   *a.room[i] = rounding;
 }
 
-// Before the steps are counted up.
+// Launch this before the steps are incremented.
 template <class Tensor>
 cudaError_t launch_roundings(const Rounding* roundings, const Tensor* tensors, const Number* steps,
                              int64_t count, cudaStream_t stream) {
@@ -127,7 +128,7 @@ cudaError_t launch_roundings(const Rounding* roundings, const Tensor* tensors, c
 
 // --- Sums ---------------------------------------------------------------------------------------
 
-// The sum over the warp's lanes, in all of them.
+// The sum over the warp's lanes, returned to all lanes.
 __device__ __forceinline__ double sum_over_warp(double value) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -136,11 +137,11 @@ __device__ __forceinline__ double sum_over_warp(double value) {
   return value;
 }
 
-// The sum over the block's threads, in thread 0.
+// The sum over the block's threads, returned to thread 0.
 __device__ __forceinline__ double sum_over_block(double value) {
   __shared__ double of_warp[kStepWarps];
   value = sum_over_warp(value);
-  __syncthreads();  // those of the previous call have been read
+  __syncthreads();  // the previous call's sums have been read
   if (lane() == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();
   double sum = 0;
@@ -148,7 +149,7 @@ __device__ __forceinline__ double sum_over_block(double value) {
   return sum;
 }
 
-// The sums of `Numbers` numbers over pieces [first[i], first[i + 1]), by block i.
+// Block i sums each of `Numbers` numbers over the pieces [first[i], first[i + 1]).
 constexpr int kRangesAtOnce = 1024;
 struct Ranges {
   const double* pieces;
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kStepThreads) sum_ranges(const Ranges __grid_c
   }
 }
 
-// Sums of `Numbers` numbers over the pieces of each of `count` ranges; range i begins at first(i).
+// Sums `Numbers` numbers over the pieces of each of `count` ranges. Range i begins at first(i).
 template <int Numbers, class First>
 cudaError_t sum(const double* pieces, double* sums, int64_t count, First&& first,
                 cudaStream_t stream) {

@@ -14,7 +14,8 @@ using namespace torchweld;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr uint32_t kPiece = 64;  // blocks per thread block
 
-// body(block, its begin, group -> its Access) in the block's warp. One branch serves all accesses.
+// body(block, its begin, group -> its Access), run by the block's warp. All accesses share one
+// branch.
 template <class Body>
 __device__ __forceinline__ void for_blocks(uint32_t blocks, int64_t width, bool is_aligned,
                                            Body&& body) {
@@ -90,7 +91,7 @@ cudaError_t launch_blocks(void (*kernel)(Args, uint32_t, bool), const Args& a, b
 }  // namespace
 
 TW_EXPORT cudaError_t quantize_8bit(const Quantize8& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for types without a kernel
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;
     error = launch_blocks(a.is_signed ? quantize<T, true> : quantize<T, false>, a,

@@ -17,7 +17,8 @@ __device__ __forceinline__ bool is_finite(float v) {
   return (__float_as_uint(v) & ~kSignBit) < kInfinityBits;
 }
 
-// The largest magnitude in the block. Bits sort like magnitudes, and NaN is the largest.
+// The largest magnitude in the block. Bits of magnitudes sort like the magnitudes, with NaN
+// largest.
 __device__ __forceinline__ float largest_magnitude(const float (&values)[kGroups][4]) {
   unsigned most = 0;
 #pragma unroll
@@ -70,9 +71,9 @@ struct SharedMap {
     for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x) value[i] = map.value[i];
     for (int i = (int)threadIdx.x; i < map.kRuns; i += (int)blockDim.x) place[i] = map.place[i];
   }
-  // Encodes the values of a block that this lane holds, in this many groups. None is larger than
-  // absmax. `KeepsPositive` keeps positive values from becoming zero: the root of a second moment
-  // is a divisor.
+  // Encodes this lane's values of a block, `Groups` groups. No magnitude exceeds absmax. With
+  // `KeepsPositive` a positive value never becomes zero: steps divide by the root of a second
+  // moment.
   template <int Groups = kGroups, bool KeepsPositive = false>
   __device__ __forceinline__ void encode(Four<uint8_t>* to, const float (*values)[4],
                                          float absmax) const {

@@ -20,10 +20,10 @@ inline int threads_of_row(int64_t accesses, int per_thread) {
   return threads;
 }
 
-// Combines values over the `threads` threads of a row: a power of two within a warp, or whole warps.
-// Those are the block's, or, if SideBySide, they have others of the block's rows beside them. Every
-// thread of the block calls it and gets its row's result, combined in one fixed order. `scratch`,
-// N floats for each warp of the block, must differ from the previous call's: the only barrier lies
+// Combines values over the `threads` threads of a row: a power of two within a warp, or whole
+// warps. The row takes the whole block, or, if SideBySide, shares it with other rows. Every thread
+// of the block calls it and gets its row's result, combined in a fixed order. `scratch` holds N
+// floats per warp of the block. It must differ from the previous call's, since the only barrier is
 // between writing and reading.
 template <bool SideBySide = false, int N, class Combine>
 __device__ __forceinline__ void combine_over_row(float (&values)[N], int threads, float* scratch,

@@ -1,4 +1,4 @@
-// The bits of core/rounding.h for four elements of a lane.
+// The random bits of core/rounding.h for a group of four elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,9 +7,9 @@
 
 TW_NAMESPACE_BEGIN
 
-// 16 bits for each element, the first one's lowest. Where four elements lie side by side in the whole
-// tensor, one call of Philox has the bits of all four, and of four elements of another lane. One loop
-// serves both cases, since a kernel contains this four times.
+// 16 bits per element, lowest first. If the four elements are adjacent in the whole tensor, one
+// Philox call gives the bits of all four. One loop serves both cases, to keep the code short: a
+// kernel inlines it four times.
 __device__ __forceinline__ uint64_t rounding_bits(const Rounding& rounding, int64_t first) {
   const bool together = rounding.in_fours && first % 4 == 0;
   uint64_t bits = 0;

@@ -1,5 +1,5 @@
-// Divisions by numbers that the host knows. A 64-bit division takes some hundred instructions on a
-// GPU, and a call that spills registers around it.
+// Divisions by numbers that the host knows. A 64-bit division on a GPU is a call of about a hundred
+// instructions, which spills registers around it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +13,8 @@ class Divisor {
   Divisor() = default;
   explicit Divisor(int64_t size) : size_(size), reciprocal_(~uint64_t{0} / (uint64_t)size) {}
 
-  // n is not negative. The reciprocal is rounded down, by less than one in 2^64 of n / size, so
-  // that its product with n is the quotient or one less.
+  // n is not negative. The reciprocal is rounded down, by less than 2^-64, so that its product with
+  // n is the quotient or one less.
   __device__ __forceinline__ int64_t quotient(int64_t n) const {
     const int64_t below = (int64_t)__umul64hi((uint64_t)n, reciprocal_);
     return below + (n - below * size_ >= size_);

@@ -1,45 +1,48 @@
-// The loop of the rules in CUDA, over lanes (lane.cuh). Nothing here has been measured yet: what
-// follows is the argument for the design, and bench/evidence is where figures will be.
+// The loop of the rules in CUDA, over lanes (lane.cuh). Nothing here has been measured yet. This
+// header argues for the design, and bench/evidence will hold the figures.
 //
 // 1. The floor. A step reads a parameter, its gradient and its moments, and writes all but the
 //    gradient. For AdamW with float32 parameters that is 28 bytes with float32 moments, 20 with
-//    bfloat16 ones, 16 and 1/16 with 8-bit ones. At the 4.3 TB/s that a copy reaches on an H200, 10^9
-//    parameters take 6.5, 4.7 and 3.7 ms. A measure reads as its step does, a norm only gradients.
+//    bfloat16 moments, 16 and 1/16 with 8-bit moments. At the 4.3 TB/s that a copy reaches on an
+//    H200, 10^9 parameters take 6.5, 4.7 and 3.7 ms. A measure reads as much as its step; a norm
+//    reads only gradients.
 //
-// 2. One launch for 320 tensors: a step of 600 is three. Addresses come by value with the launch,
-//    within the 32 KB that it may have: nothing is copied to the device, and a graph has them. A block
-//    of threads has 16 blocks of 256 elements of one tensor, which it finds by bisection, nine looks
-//    into constant memory. Learning rate, numbers of steps, ratios, scale and what a GradScaler found
-//    are read on the device, so that the host waits for nothing: a kernel of one thread a tensor, for
-//    960 of them, makes the rules of them, powers in float64 included, which would take longer than
-//    all else in each block of threads, and counts the steps up. Where shards cut blocks a launch has
-//    224 tensors, of kernels of their own: it also says where their pieces are.
+// 2. One launch for 320 tensors: a step of 600 takes three, with the one that makes the rules.
+//    Addresses are passed by value, within the 32 KB of a launch's arguments: nothing is copied to
+//    the device, and a CUDA graph captures them. A thread block has 16 blocks of 256 elements of
+//    one tensor, which it finds by bisection in nine reads of constant memory. Learning rate, step
+//    numbers, ratios, scale and a GradScaler's found_inf are read on the device, so that the host
+//    need not wait. A kernel of one thread per tensor, 960 tensors a launch, makes the rules from
+//    them and increments the steps. It takes powers in float64, which would take longer than
+//    everything else if each thread block did so. If shards split blocks, a launch has 224 tensors
+//    and a kernel of its own, since it also describes their pieces.
 //
-// 3. A warp has a block at a time, a lane eight of its elements as two groups of four: what a warp
-//    reads lies side by side, 16 bytes a lane of float32, 8 of 16 bits, 4 of codes. All of it is asked
-//    for before anything is computed: at 80 registers or less 768 threads are there and have 98 KB in
-//    flight with float32 moments, 61 KB with 8-bit ones; 1 us at the copy bandwidth asks for 33 KB.
-//    Blocks that are not whole or not aligned go element by element through the same code. Rows of 4
-//    to 128 elements that are 8-bit blocks of their own, as LoRA has them, are a warp's by as many as
-//    256 elements have, where their number is a power of two: a row's absmax is found by exchanging
-//    among its lanes. One at a time, rows of 8 would leave 30 lanes of 32 idle.
+// 3. A warp has a block at a time. A lane has eight of its elements, in two groups of four: the
+//    accesses of a warp are contiguous, 16 bytes a lane in float32, 8 in 16 bits, 4 of codes. All
+//    loads precede all arithmetic. With at most 80 registers, 768 threads fit and have 98 KB in
+//    flight with float32 moments, 61 KB with 8-bit moments; 1 us at the copy bandwidth needs 33 KB.
+//    Blocks that are unaligned or not whole go element by element through the same code. Rows of 4
+//    to 128 elements are 8-bit blocks of their own, as in LoRA. If the width is a power of two, a
+//    warp takes as many rows as make up 256 elements and finds each row's absmax by exchanges among
+//    its lanes. One at a time, rows of 8 would leave 30 of 32 lanes idle.
 //
-// 4. Instructions. 132 multiprocessors start 29.6e12 of a thread's in a second: at the copy bandwidth
-//    193 an element with float32 moments, 110 with 8-bit ones. Counted in the code of AdamW for sm_90:
-//      - float32 moments: 42. Memory decides;
-//      - 8-bit moments: 102, of which the rule with its root and its division are 39, decoding 10,
-//        encoding 37. As much time as the memory takes: 80% of the copy bandwidth is to be hoped for.
-//        With bfloat16 parameters, 10 bytes, it is instructions that decide: two thirds at most;
-//      - stochastic rounding: 26 more, 16 of them Philox's, a call of which serves four elements. With
-//        float32 moments, 22 bytes, memory decides as before: 68 of 152. With 8-bit ones half of the
-//        copy bandwidth is left.
-//    Encoding takes a look-up in tables of 7 and 13 KB, which a block of threads fills from L2: it has
-//    64 blocks of 256 elements then, 256 KB of traffic. Look-ups of 32 lanes in 32 banks take some 3.5
-//    turns, 110 cycles for a block whose bytes take 220.
+// 4. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
+//    bandwidth that is 193 an element with float32 moments, 110 with 8-bit moments. Counted in the
+//    code of AdamW for sm_90:
+//      - float32 moments: 42. Limited by memory;
+//      - 8-bit moments: 102, of which 39 are the rule with its root and its division, 10 decoding,
+//        37 encoding. That takes as long as the memory traffic: 80% of the copy bandwidth is the
+//        target. With bfloat16 parameters, 10 bytes, instructions limit: two thirds at most;
+//      - stochastic rounding: 26 more, 16 of them in Philox, one call of which serves four
+//        elements. With float32 moments, 22 bytes, memory still limits: 68 of 152. With 8-bit
+//        moments half of the copy bandwidth is left.
+//    Encoding looks up tables of 7 and 13 KB, which a thread block fills from L2. With tables a
+//    thread block therefore has 64 blocks of 256 elements, 256 KB of traffic. A look-up of 32 lanes
+//    in 32 banks takes about 3.5 turns: 110 cycles for a block whose bytes take 220.
 //
-// 5. The reference's bits: products are not fused with sums except where a function says so (the flags
-//    are in flags.py), and roots and divisions are rounded right. Sums of squares are float64, by
-//    lane, block of threads, tensor: in an order that only sizes decide.
+// 5. The reference's bits. Products are not fused with sums unless a function says so (the flags
+//    are in flags.py), and roots and divisions are correctly rounded. Sums of squares are float64,
+//    by lane, thread block and tensor, in an order that depends only on sizes.
 #pragma once
 
 #include "cuda/optim.cuh"
@@ -48,7 +51,7 @@ TW_NAMESPACE_BEGIN
 
 // --- Rules --------------------------------------------------------------------------------------
 
-// The rules of a step, each made by one thread, since it takes powers in float64.
+// Makes the rules of a step, one thread each, since a rule takes powers in float64.
 constexpr int kRulesAtOnce = 960, kRulesThreads = 128;
 template <class Rule>
 struct MakeRules {
@@ -59,8 +62,8 @@ struct MakeRules {
   Number steps[kRulesAtOnce];
   double lrs[kRulesAtOnce];
   int count;
-  bool has_lrs;  // each its own
-  bool is_step;  // which is counted
+  bool has_lrs;  // learning rates differ
+  bool is_step;  // increment the steps
 };
 template <class Rule>
 __global__ void __launch_bounds__(kRulesThreads)
@@ -107,12 +110,12 @@ struct StepLaunch {
   StepBatch<Tensor> batch;
   const Rule* rules;
   Number grad_factor, found_inf;
-  double (*squares)[2];  // each piece's
+  double (*squares)[2];  // one per piece
 };
 static_assert(sizeof(StepLaunch<StepTensor, int>) <= kLaunchBytes);
 static_assert(sizeof(StepLaunch<SplitTensor, int>) + sizeof(bool) <= kLaunchBytes);
 
-// call(Type<Lane>{}) with the lanes that the tensor's turns take.
+// call(Type<Lane>{}) with the type of lanes for this tensor.
 template <class Param, class State, class Tensor, class Rule, class Call>
 __device__ __forceinline__ void with_lanes(const Tensor& t, Call&& call) {
   using Wide = LaneOfBlock<Param, State, Rule, Tensor>;
@@ -124,7 +127,7 @@ __device__ __forceinline__ void with_lanes(const Tensor& t, Call&& call) {
   call(Type<Wide>{});
 }
 
-// save(lane, maps) at each turn, when its lanes have made their step.
+// save(lane, maps) for each turn, after the step.
 template <class Param, class State, class Tensor, class Rule, class Save>
 __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Save&& save) {
   __shared__ typename LaneOfBlock<Param, State, Rule, Tensor>::Maps maps;
@@ -165,7 +168,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
 
 // --- Measures -----------------------------------------------------------------------------------
 
-// Compute the step, and write only the squares of the piece.
+// Compute the step, but write only the piece's sums of squares.
 template <class Param, class State, class Tensor, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     measure_pieces(const StepLaunch<Tensor, Rule> __grid_constant__ a) {
@@ -215,8 +218,8 @@ cudaError_t with_states(const Step<Rule>& a, Call&& call) {
   return call(Type<Param>{}, Type<float>{}, Type<StepTensor>{});
 }
 
-// call(Type<Param>{}, Type<State>{}, Type<Tensor>{}). Float32 parameters are their own masters, and
-// only bfloat16 ones have a remainder; values that are only read are not rounded.
+// call(Type<Param>{}, Type<State>{}, Type<Tensor>{}). Float32 parameters are their own masters.
+// Only bfloat16 parameters have remainders, and only written ones are rounded.
 template <bool Writes, class Rule, class Call>
 cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
   if constexpr (Writes) {
@@ -251,7 +254,7 @@ bool is_aligned(const StepTensor& t, ParamCodec param) {
 
 // --- Launches -----------------------------------------------------------------------------------
 
-// Blocks of 256 elements for a block of threads: more where tables have to be filled first.
+// Blocks of 256 elements per thread block: more if it first fills tables.
 constexpr int kPiece = 16, kTablesPiece = 64;
 
 // launch_pieces(Type<Param>{}, Type<State>{}, Type<Tensor>{}, arguments, pieces) for each batch.
@@ -307,7 +310,7 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
                       {dim3(pieces), dim3(kStepThreads)}, stream, args);
       });
   if (error != cudaSuccess) return error;
-  int64_t tensor = 0, piece = 0;  // each asked for in turn
+  int64_t tensor = 0, piece = 0;  // `sum` asks for ascending i
   return sum<2>(
       &a.squares[0][0], &a.sums[0][0], a.count,
       [&](int64_t i) {
@@ -324,7 +327,7 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
 
 TW_NAMESPACE_END
 
-// The launchers of a rule's kernels by these names.
+// Define the launchers of a rule's kernels.
 #define TW_STEP(name, Rule)                                                                    \
   TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
     return torchweld::step(a, stream);                                                         \

@@ -10,22 +10,21 @@
 // 2. Rows in registers. A thread holds 4 accesses of 16 bytes: 32 columns in 16 bits, 16 in fp32;
 //    in backward 16 columns of two tensors. With 256 threads a row of up to 8192 columns (4096 in
 //    fp32 and in backward) is read once. At 80 registers 768 threads fill a multiprocessor and have
-//    48 KB of scores in flight, where 1 us at half of the copy bandwidth asks for 16 KB. Rows of up
-//    to 1024 columns (512) take a warp or less, without a barrier. Wider rows go tile by tile and
-//    twice over the row, with a running maximum. The second time they come from L1 or L2, up to
-//    32768 columns: three rows of 131072 on each of 132 multiprocessors are 104 MB in 16 bits, more
-//    than L2 has.
+//    48 KB of scores in flight; 1 us at half of the copy bandwidth needs 16 KB. Rows of up
+//    to 1024 columns (512) take a warp or less, without a barrier. Wider rows take two passes over
+//    tiles, with a running maximum. Up to 32768 columns the second pass hits L1 or L2: three rows
+//    of 131072 on each of 132 multiprocessors are 104 MB in 16 bits, more than L2 holds.
 //
 // 3. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
 //    bandwidth that is 27 a column of bf16 forward and 41 backward; twice that in fp32. Counted in
 //    the code for sm_90, at a width of 4096:
-//      - forward without dropout: 19 a column, 6 of them a thread's fixed costs: memory decides,
-//        and 88% of the copy bandwidth is to be expected;
-//      - backward from y: 21, so that memory decides again, 80% and more;
+//      - forward without dropout: 19 a column, 6 of them a thread's fixed costs. Memory limits, and
+//        88% of the copy bandwidth is to be expected;
+//      - backward from y: 21. Memory limits again, 80% and more;
 //      - forward with dropout: 33, of which Philox and its comparisons are 14 (the bare
 //        multiplications and XORs are 10): bf16 can reach 83% of the copy bandwidth if no cycle is
 //        lost, and fp32 is limited by memory;
-//      - backward from the scores: 40, just what memory leaves time for.
+//      - backward from the scores: 40, just what fits in the time of the memory traffic.
 //    Philox therefore runs between the loads and their first use, where threads wait anyway. Its
 //    result is kept as one bit a column, which frees the registers for the rows.
 //
@@ -34,8 +33,8 @@
 //    the registers finds both the maximum and the sum. One factor a thread rescales them at the
 //    end.
 //
-// 5. Rows at any alignment (a width that is not a multiple of 16 bytes, a pointer off by an
-//    element) run through the same code, four columns at a time, each loaded on its own. This path
+// 5. Unaligned rows (a width that is not a multiple of 16 bytes, an unaligned pointer) run through
+//    the same code, four columns at a time, each loaded on its own. This path
 //    aims at correct results first.
 #include "core/softmax.h"
 
@@ -64,7 +63,7 @@ constexpr float kExcluded = -__builtin_inff();
 
 // --- The part of a row in registers -------------------------------------------------------------
 
-// V accesses of N columns per thread, next to those of the row's other threads.
+// A thread's V accesses of N columns; adjacent threads access adjacent columns.
 template <class T, bool Aligned, int Accesses>
 struct Tile {
   static constexpr int N = kAccessColumns<T, Aligned>, V = Accesses;
@@ -72,7 +71,7 @@ struct Tile {
 
   __device__ __forceinline__ int at(int v) const { return (v * threads + thread) * N; }
   __device__ __forceinline__ int64_t columns() const { return (int64_t)threads * V * N; }
-  // The number of the tile's columns that are among the row's first `end`.
+  // The number of the tile's columns that lie before column `end` of the row.
   __device__ __forceinline__ int until(int64_t end, int64_t begin) const {
     const int64_t left = end - begin;
     return left < 0 ? 0 : left < columns() ? (int)left : (int)columns();
@@ -123,8 +122,8 @@ struct Places {
   Divisor queries;
 };
 
-// A row of the mask. If it broadcasts along columns, a boolean mask only limits the number of keys,
-// and an additive one is `added`.
+// A row of the mask. If it broadcasts along columns, a boolean mask becomes a limit on the number
+// of keys, and an additive mask becomes `added`.
 struct RowMask {
   const void* data = nullptr;
   float added = 0;
@@ -187,7 +186,7 @@ __device__ __forceinline__ void masked_scores(float (&z)[V][N], const Packed<T, 
 __device__ __forceinline__ float exponent_of(float z) { return __fmul_rn(z, (float)kLog2E); }
 
 // The exponent of a row's highest score, which is subtracted from all exponents. It is 0 if nothing
-// is visible: powers of -inf - 0 are the zeros wanted there.
+// is visible: exp2(-inf - 0) is then 0, as wanted.
 __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
@@ -373,7 +372,7 @@ cudaError_t launch_rows(void (*kernel)(Args, Places), const Args& a, int columns
 template <class Args, class Call>
 cudaError_t with_type_and_alignment(const Args& a, std::initializer_list<const void*> tensors,
                                     Call&& call) {
-  cudaError_t error = cudaErrorInvalidValue;  // for a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for types without a kernel
   if (a.rows == 0 || a.width == 0) return cudaSuccess;
   dispatch(a.dtype, DType::f32, [&](auto t, auto) {
     constexpr int N = Packed<typename decltype(t)::type>::kElements;

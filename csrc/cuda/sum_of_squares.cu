@@ -1,12 +1,12 @@
 // The sum of the squares of gradients in CUDA. It reads each gradient once.
 //
-// Consumer GPUs do one operation in float64 in the time of 64 in float32. So each lane sums a run of
-// eight squares in float32, keeps the errors of the run, and adds both to its sum in float64. That is
-// half an addition in float64 an element, not a conversion, a product and an addition.
+// Consumer GPUs run float64 at 1/64 of the float32 rate. So each lane sums a run of eight squares
+// in float32, accumulates the rounding errors of the run, and adds both to its float64 sum. That is
+// half a float64 addition per element in place of a conversion, a product and an addition.
 //
-// With u = 2^-24, the errors kept are at most 4 u of the run: one of the squares, which 16-bit floats
-// do not have, and one of each of three levels of sums. Adding them up rounds by at most 5 u of them.
-// A run is right to 20 u^2 = 7e-14.
+// With u = 2^-24, the errors are at most 4 u of the run: one from the squares, which are exact for
+// 16-bit floats, and one from each of three levels of sums. Adding up the errors rounds by at most
+// 5 u of them. So a run's relative error is at most 20 u^2 = 7e-14.
 #include "cuda/optim.cuh"
 
 namespace {
@@ -26,7 +26,7 @@ struct NoParam {
   __device__ __forceinline__ float operator[](int) const { return 0; }
 };
 
-// A sum of floats and the error of its rounding, which together are exact.
+// A sum of floats and its rounding error. Together they are exact.
 struct ExactSum {
   float sum, error;
   __device__ __forceinline__ ExactSum(float a, float b) : sum(a + b) {
@@ -35,7 +35,8 @@ struct ExactSum {
   }
 };
 
-// The sum of the squares of a run; float32's are rounded, those of 16-bit floats are exact.
+// The sum of the squares of a run. Squares of float32 are rounded, those of 16-bit floats are
+// exact.
 constexpr int kRun = 4 * kGroups;
 template <bool Rounded>
 __device__ __forceinline__ double sum_of_run(const float (&run)[kRun]) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ double sum_of_run(const float (&run)[kRun]) {
   // Larger squares overflow, and the errors of smaller ones underflow.
   if (largest != 0 && !(largest >= 0x1p-40f && largest <= 0x1p60f)) {
     double sum = 0;
-#pragma unroll  // indexed by a variable, the run would be in memory
+#pragma unroll  // unrolled, since a variable index would put the run in local memory
     for (int i = 0; i < kRun; ++i) sum += (double)run[i] * run[i];
     return sum;
   }
@@ -69,7 +70,7 @@ __device__ __forceinline__ double sum_of_run(const float (&run)[kRun]) {
 
 struct GradLaunch {
   StepBatch<StepTensor> batch;
-  double* sums;  // each piece's
+  double* sums;  // one per piece
 };
 template <class T>
 __global__ void __launch_bounds__(kStepThreads) grad_pieces(const GradLaunch __grid_constant__ a) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kStepThreads) grad_pieces(const GradLaunch __g
 }  // namespace
 
 TW_EXPORT cudaError_t grad_squares(const GradSquares& a, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;  // of a type that has no kernel
+  cudaError_t error = cudaErrorInvalidValue;  // for types without a kernel
   int64_t pieces = 0;
   dispatch(a.dtype, a.dtype, [&](auto t, auto) {
     using T = typename decltype(t)::type;

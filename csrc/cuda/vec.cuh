@@ -1,5 +1,5 @@
-// Elements of a row, 16 bytes at a time. They are kept as the bits in memory and converted on use:
-// 16-bit elements then take half the registers that floats would.
+// Elements of a row, 16 bytes at a time. They stay in their storage format and are converted on
+// use, so that 16-bit elements take half the registers of floats.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -77,8 +77,8 @@ struct Packed {
   }
   __device__ __forceinline__ float operator[](int i) const { return to_float(element<T>(bits(i))); }
 
-  // Call this between two passes over the elements. The compiler would otherwise keep the floats of
-  // the first pass, which take the registers that this struct saves.
+  // Call this between two passes over the elements. Otherwise the compiler keeps the converted
+  // floats of the first pass, in the registers that this struct saves.
   __device__ __forceinline__ void forget_floats() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));

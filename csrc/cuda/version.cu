@@ -1,11 +1,12 @@
-// The compiler's version, which decides the oldest driver that kernels run under, and the targets.
+// The compiler's version, which determines the oldest driver that can run the kernels, and the
+// target architectures.
 #include <cuda_runtime.h>
 
 #include "core/dispatch.h"
 
 TW_EXPORT int torchweld_cuda_version() { return CUDART_VERSION; }
 
-// csrc/build.py says what it compiles for.
+// csrc/build.py defines the target architectures.
 #if !defined(TW_ARCHITECTURES)
 #define TW_ARCHITECTURES ""
 #endif

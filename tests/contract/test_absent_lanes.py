@@ -1,7 +1,7 @@
-"""Vector lanes past a row's end take no part in sums and maxima, whatever they compute.
+"""Vector lanes past a row's end must not affect sums and maxima, whatever they compute.
 
-If a row's own numbers are zeros or large, these lanes compute 0 / 0, 0 times infinity and infinity
-minus infinity. The widths leave every number of lanes empty that any instruction set can.
+If a row's numbers are zeros or large, these lanes compute 0 / 0, 0 * infinity and infinity -
+infinity. The widths cover every possible number of empty lanes of every instruction set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTHS = (*range(1, 35), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 257, 513)
 
 
 def _zeros_among(shape: tuple[int, ...], generator: torch.Generator) -> list[torch.Tensor]:
-    """Gradients without zeros; with a row, a column, or everything zero."""
+    """Gradients without zeros, with a row or a column of zeros, and all zero."""
     grads = [torch.randn(shape, generator=generator) for _ in range(4)]
     grads[1][0] = 0
     grads[2][..., -1] = 0
@@ -78,7 +78,7 @@ def _stepped(
 def test_zeros_in_gradients(
     kind: Any, settings: dict[str, Any], dtype: torch.dtype, state_dtype: Any, masters: Any
 ) -> None:
-    """NaN exactly where the reference has one; the rest equal up to rounding."""
+    """NaN exactly where the reference has NaN; other elements are equal up to rounding."""
     if "Adafactor" in kind.__name__:
         state_dtype = torch.float32
     grads, make = _gradients(), maker(kind, settings, state_dtype, masters)
@@ -94,7 +94,7 @@ def test_zeros_in_gradients(
 
 
 def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
-    """The rules whose steps depend on sums, with a row of zeros and widths that leave a part."""
+    """Rules whose steps depend on sums, with a row of zeros and widths that leave lanes empty."""
     grads = [g.to(cuda_device) for g in _gradients()[: 4 * 40 : 7]]
     for kind, settings in KINDS[-9:]:
         make = maker(kind, settings)
@@ -109,7 +109,7 @@ def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
 
 
 def _rows(width: int, device: str) -> torch.Tensor:
-    """Rows of zeros, constant, and so large that times rstd they overflow; and a zero column."""
+    """Rows of zeros, constants, and numbers that overflow times rstd; and a zero column."""
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)).to(device)
     x[0], x[1], x[2] = 0, 3, 1e37 / width
     x[:, -1] *= (torch.arange(6, device=device) % 2) == 0
@@ -133,7 +133,7 @@ def _agree(found: Results, expected: Results) -> None:
     "bias_act",
 )
 def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
-    """Results and gradients are finite where the reference's in float64 are."""
+    """Results and gradients are finite where the float64 reference is."""
     few = target.place in ("interpreter", "emulator")
     for width in WIDTHS[2::9] if few else WIDTHS:
         arguments = target.op.sized((6,), (width,))
@@ -144,12 +144,12 @@ def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_blocks_of_zeros(signed: bool) -> None:
-    """In 8 bits rows of zeros stay zeros beside other rows, at every width."""
+    """In 8 bits rows of zeros stay zero next to other rows, at every width."""
     for width in WIDTHS:
         x = torch.rand(5, width) + 0.5
         x[::2] = 0
         codes, absmax = torchweld.functional.quantize_8bit(x, signed=signed)
         back = torchweld.functional.dequantize_8bit(codes, absmax, signed=signed)
         assert torch.equal(back == 0, x == 0)
-        half_of_the_widest_gap = 0.9 / 64 / 2  # of the signed map, whose values are fewer
+        half_of_the_widest_gap = 0.9 / 64 / 2  # of the signed map, which has fewer values per sign
         torch.testing.assert_close(back, x, rtol=0, atol=1.01 * half_of_the_widest_gap * 1.5)

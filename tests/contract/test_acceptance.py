@@ -54,18 +54,18 @@ DTYPES = {
     "bfloat16 beside float32": (torch.bfloat16, torch.float32),
     "float32 beside bfloat16": (torch.float32, torch.bfloat16),
 }
-# Arguments that no op takes, and some that only a few take.
+# Arguments that no op accepts, and some that only a few accept.
 REFUSED = ("a list", "an array", "sparse", "compressed", "mkldnn", "nested", "torch.complex64")
 
 
 def _sizes(sample: tuple[Any, ...]) -> tuple[int, int]:
-    """Orders samples by the number of tensors, then by how small they are."""
+    """A sort key: the number of tensors, then their smallness."""
     specs = [v for v in sample if isinstance(v, TensorSpec)]
     return len(specs), -sum(math.prod(s.shape) for s in specs)
 
 
 def _samples(op: Op) -> list[tuple[Any, ...]]:
-    """A sample with the most arguments; with and without training or dropout, if the op has it."""
+    """The sample with the most arguments, for each setting of training and dropout."""
     found: dict[Any, tuple[Any, ...]] = {}
     for sample in op.samples:
         specs = [v for v in sample if isinstance(v, TensorSpec)]
@@ -78,7 +78,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
 
 
 def _outcome(op: Op, inputs: list[Any], gradients: bool) -> tuple[Any, list[Any]]:
-    """The outcome of a call, in words and in numbers."""
+    """The outcome of a call, as words and as numbers."""
     try:
         results = list(as_tuple(call_module.call(op, *inputs)))
         leaves = [v for v in inputs if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -113,7 +113,7 @@ quiet = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API 
 def test_size_decides_nothing(
     op: Op, dtype: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each argument of every kind, in a small call and in a large one."""
+    """Replace each argument by every kind, in a small call and in a large one."""
     too_small = call_module.too_small
     for sample in _samples(op):
         for at, spec in enumerate(sample):
@@ -122,9 +122,9 @@ def test_size_decides_nothing(
             name = op.forward_signature.arguments[at]
             for kind, make in KINDS.items():
                 if kind in ("compressed", "channels last") and len(spec.shape) != 2:
-                    continue  # it takes a matrix
+                    continue  # the op takes a matrix
                 if kind in ("mkldnn", "with a gradient") and spec.kind == "boolean":
-                    continue  # it has only such numbers
+                    continue  # the op has only such numbers
                 outcomes = []
                 for decide in (too_small, lambda *_: False):
                     monkeypatch.setattr(call_module, "too_small", decide)
@@ -134,7 +134,7 @@ def test_size_decides_nothing(
                 (small, first), (large, second) = outcomes
                 assert small == large, f"{name}: {kind}"
                 if kind == "itself" and isinstance(small, str):
-                    break  # these dtypes do not go together
+                    break  # these dtypes cannot be combined
                 if kind in REFUSED:
                     assert small == f"{name} is refused", kind
                 for a, b in zip(first, second, strict=True):
@@ -142,7 +142,7 @@ def test_size_decides_nothing(
 
 
 def _assert_alike(a: torch.Tensor, b: torch.Tensor, inputs: list[Any], what: str) -> None:
-    """Equal within some roundings of the inputs; other tests hold their exactness."""
+    """Equal within a few roundings of the inputs; other tests check exactness."""
     a, b = (t.detach().values() if t.is_nested else t.detach() for t in (a, b))
     dtypes = {v.dtype for v in inputs if is_floating(v)}
     roundings = max(16 * 2**-8 if dtype.itemsize == 2 else 64 * 2**-24 for dtype in dtypes)
@@ -150,7 +150,7 @@ def _assert_alike(a: torch.Tensor, b: torch.Tensor, inputs: list[Any], what: str
     assert off <= roundings * scale + 1e-4, what
 
 
-# How many arguments may be jagged, if the op drops nothing.
+# The number of arguments that may be jagged, without dropout.
 JAGGED = {
     **dict.fromkeys(("layer_norm", "rms_norm", "bias_act", "linear_act", "mlp", "gated_mlp"), 1),
     **dict.fromkeys(("gated_act", "dropout_add_layer_norm", "dropout_add_rms_norm"), 2),
@@ -164,7 +164,7 @@ JAGGED = {
 def test_jagged_tensors_are_served_or_refused(
     op: Op, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager serves them, with the numbers of packed rows; a kernel asked for by name refuses."""
+    """Eager gives the numbers of packed rows; a kernel selected by name refuses."""
     monkeypatch.setattr(call_module, "too_small", lambda *_: small)
     for sample in _samples(op):
         plain = _drawn(op, sample, DTYPES["float32"], True)
@@ -199,7 +199,7 @@ def test_jagged_tensors_are_served_or_refused(
             call_module.call(op, *jagged)
 
 
-def test_what_no_op_computes_is_named() -> None:
+def test_unsupported_dtypes_are_named() -> None:
     """Even if x is the only tensor."""
     for dtype in (torch.int64, torch.complex64, torch.bool):
         x = torch.ones(4, 8).to(dtype)
@@ -245,8 +245,8 @@ def test_other_results_are_contiguous(rows: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (0, 5), (3, 0), (2, 3, 0, 1), (2, 0, 3, 5)], ids=str)
-def test_fakes_agree_where_there_is_nothing(op: Op, shape: tuple[int, ...]) -> None:
-    """Also eager's, although torch gives results without elements strides of their own."""
+def test_fakes_agree_for_empty_tensors(op: Op, shape: tuple[int, ...]) -> None:
+    """Also eager's fakes, although torch gives empty results special strides."""
     arguments = materialize(op.sized(shape[:-1], shape[-1:]), torch.float32)
     results = as_tuple(call_module.call(op, *arguments))
     with FakeTensorMode() as mode:
@@ -273,7 +273,7 @@ def test_batch_norms_columns_mix(
     learnt: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Running statistics of one dtype, parameters of another; either may be absent."""
+    """Running statistics of one dtype and parameters of another; either may be None."""
     x = torch.randn(64, 16).to(x_dtype)
     factors = ((torch.randn(16, 16) / 4).to(x_dtype), torch.randn(16).to(x_dtype))
     for weight, bias in itertools.product([None, torch.rand(16) + 1], [None, torch.randn(16)]):

@@ -214,21 +214,21 @@ def test_arguments_are_named(case: str, backend: str | None) -> None:
 
 def test_a_quantized_tensor_is_named() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later torches than 2.11 warn of quantisation itself
+        warnings.simplefilter("ignore")  # torch > 2.11 warns about quantisation itself
         x = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
     with pytest.raises(torchweld.ArgumentError, match="x is a quantized tensor"):
         functional.layer_norm(x, [8])
 
 
 def test_errors_are_what_torchs_callers_catch() -> None:
-    """It is a ValueError, and a RuntimeError as torch raises here."""
+    """The error is a ValueError, and a RuntimeError, which torch raises here."""
     for kind in (RuntimeError, ValueError):
         with pytest.raises(kind):
             functional.layer_norm(X, [7])
 
 
 def test_kernels_refuse_by_themselves() -> None:
-    """Without Python's checks the bindings raise: bad input never reaches a kernel."""
+    """The bindings raise without Python's checks, so bad input never reaches a kernel."""
     ops = torch.ops.torchweld
     statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
     given_grads = ops.normalize_act_backward.cpu

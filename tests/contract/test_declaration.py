@@ -1,4 +1,4 @@
-"""What every declaration says about its op's size and cost."""
+"""Checks what declarations say about an op's size and cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_sized_arguments_have_every_tensor(op: Op) -> None:
 
 @pytest.mark.parametrize("name", [op.name for op in OPS.values() if isinstance(op, Composite)])
 def test_declared_operations_are_those_of_the_gemms(name: str) -> None:
-    """They equal torch's count."""
+    """The declared operations equal torch's count."""
     op = OPS[name]
     inputs = materialize(op.sized((4, 8), (16,)), torch.float32, requires_grad=True)
     with torchweld.use_backend("eager"), FlopCounterMode(display=False) as forward:
@@ -36,7 +36,7 @@ def test_declared_operations_are_those_of_the_gemms(name: str) -> None:
     with FlopCounterMode(display=False) as backward:
         total(result).backward()
     counted = forward.get_total_flops(), backward.get_total_flops()
-    if counted == (0, 0):  # no GEMM: its operations are counted by element
+    if counted == (0, 0):  # no GEMM: operations are counted per element
         assert min(op.flops(*inputs)) > 0
     else:
         assert (flops(op, inputs, "fwd"), flops(op, inputs, "bwd")) == counted

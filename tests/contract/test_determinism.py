@@ -11,9 +11,9 @@ from torchweld.dispatch.call import call
 from torchweld.registry import materialize
 
 
-@pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing there could differ
+@pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing can differ
 def test_bitwise_the_same(target: Target) -> None:
-    """Twice with one thread, then with others: only the shape decides how work is split."""
+    """Run twice with one thread, then with more: only the shape determines how work is split."""
     threads = torch.get_num_threads()
     try:
         for arguments in target.op.samples + target.op.benchmarks[:1]:
@@ -30,7 +30,7 @@ def test_bitwise_the_same(target: Target) -> None:
 
 
 def test_cuda_graph_replay_equals_eager(target: Target) -> None:
-    """Captured once, replayed on new values."""
+    """A graph captured once is replayed on new values."""
     if target.device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
     arguments = target.op.sized((4, 5), (768,))

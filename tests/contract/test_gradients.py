@@ -54,7 +54,7 @@ def test_gradcheck_of_the_reference(op: Op) -> None:
 
 @pytest.mark.targets(composites=True)
 def test_second_derivatives_are_right(op: Op) -> None:
-    """With create_graph=True the reference is differentiated."""
+    """With create_graph=True torch differentiates the reference."""
     inputs = next(s for s in _small_samples(op) if s[0].numel() > 1)
     with torchweld.use_backend("cpu"):
         _check(op, inputs, torch.autograd.gradgradcheck)
@@ -62,7 +62,7 @@ def test_second_derivatives_are_right(op: Op) -> None:
 
 @pytest.mark.targets(composites=True)
 def test_float64_equals_the_reference(op: Op) -> None:
-    """To a few units in the last place: no float32 anywhere on the way."""
+    """Equal to a few units in the last place, so no intermediate is float32."""
     for arguments in op.samples:
         inputs = materialize(arguments, torch.float64)
         with torchweld.use_backend("cpu"):
@@ -77,7 +77,7 @@ def test_float64_equals_the_reference(op: Op) -> None:
 
 @pytest.mark.targets(composites=True)
 def test_frozen_parameters_get_no_gradient(target: Target) -> None:
-    """What does not require a gradient is neither computed nor returned."""
+    """Gradients that are not required are neither computed nor returned."""
     arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)
     inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
     for frozen in [v for v in inputs[1:] if isinstance(v, torch.Tensor)]:
@@ -89,7 +89,7 @@ def test_frozen_parameters_get_no_gradient(target: Target) -> None:
 
 @pytest.mark.targets(composites=True)
 def test_changing_a_saved_tensor_is_noticed(target: Target) -> None:
-    """Autograd watches what was saved."""
+    """Autograd checks the versions of saved tensors."""
     arguments = next(s for s in target.op.samples if materialize(s, torch.float32)[0].numel() > 0)
     inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
     result = total(call(target.op, *inputs))

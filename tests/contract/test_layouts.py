@@ -1,4 +1,4 @@
-"""Contract 4: parameters, statistics and residuals may lie anywhere, in every op and dtype."""
+"""Contract 4: parameters, statistics and residuals in any memory layout, in every op and dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweld.dispatch.call import call
 from torchweld.ops.gemm import gemm
 from torchweld.registry import Op, TensorSpec, materialize
 
-# NaN lies between the elements, so that reading it shows.
+# NaN between the elements makes stray reads visible.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
     "a column": lambda t: torch.nn.functional.pad(t[..., None], (3, 5), value=torch.nan)[..., 3],
@@ -64,7 +64,7 @@ def _running(op: Op, inputs: list[Any], name: str) -> bool:
 def test_every_argument_in_every_layout(
     op: Op, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gradients and without, each by itself, as exact as if all were packed."""
+    """One argument at a time, with and without gradients, as exact as with packed arguments."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
     names = op.forward_signature.arguments
     x_dtype, param_dtype = DTYPES[dtype]
@@ -75,7 +75,7 @@ def test_every_argument_in_every_layout(
             for at in tensors:
                 for layout, lay in LAYOUTS.items():
                     if _running(op, plain, names[at]) and layout.startswith("expanded"):
-                        continue  # it is written to
+                        continue  # the op writes to it
                     inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in plain]
                     inputs[at] = lay(inputs[at])
                     assert inputs[at].shape == plain[at].shape

@@ -19,14 +19,14 @@ def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
 
 @pytest.mark.targets(composites=True)
 def test_every_sample(target: Target, dtype: torch.dtype) -> None:
-    """Errors pooled over all samples are bounded; fakes tell the truth; all is written.
+    """Errors pooled over all samples are bounded, fakes are right, and every element is written.
 
-    float64 is the oracle's own precision: test_gradients.py compares it.
+    float64 is the oracle's own precision; test_gradients.py checks it.
     """
     op = target.op
     if target.place == "interpreter" and op.name == "block_sparse_attention":
-        pytest.skip("ten thousand heads are too many programs: see test_block_sparse_triton.py")
-    # A composite's kernels are those of the ops that it is made of.
+        pytest.skip("ten thousand heads take too many programs: see test_block_sparse_triton.py")
+    # A composite's kernels are those of its ops.
     ours = run if isinstance(op, Composite) else functools.partial(watched, backend=target.backend)
     for param_dtype in _param_dtypes(dtype):
         samples = sample_inputs(op, dtype, target.device, param_dtype)

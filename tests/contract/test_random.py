@@ -22,7 +22,7 @@ drawing = pytest.mark.targets(drawing=True)
 
 # --- The numbers ------------------------------------------------------------------------------
 
-# Counter, key and result, from the paper's own implementation.
+# Counter, key and result, from the paper's reference implementation.
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -43,7 +43,7 @@ def test_known_answers(counter: list[int], key: list[int], expected: list[int]) 
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])
 @pytest.mark.parametrize("row", [0, 2**31 - 1, 2**32, 2**40 + 12345])
 def test_words_are_uniform(row: int, shift: int) -> None:
-    """Chi-square of each byte of 2^20 words of a row: 255 degrees of freedom, five sigma."""
+    """Chi-square of each byte of a row's 2^20 words: 255 degrees of freedom, five sigma."""
     group, rest = torch.arange(2**18), torch.tensor(row)
     counter = (group, rest & 0xFFFFFFFF, rest >> 32, torch.tensor(0))
     words = torch.stack(random.philox(counter, (torch.tensor(42), torch.tensor(7))))
@@ -55,7 +55,7 @@ def test_words_are_uniform(row: int, shift: int) -> None:
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_rate(p: float) -> None:
-    """Four sigma of a binomial over ten million elements."""
+    """Within four sigma of a binomial over ten million elements."""
     with torchweld.use_backend("cpu"):
         y = functional.softmax_dropout(torch.zeros(10_000, 1000), p=p, seed=1)
     n = y.numel()
@@ -92,7 +92,7 @@ def test_a_part_drops_what_the_whole_would(
     p: float,
     seed: int,
 ) -> None:
-    """Any shard of any tensor drops what the reference's formula for the whole drops."""
+    """Any shard of any tensor drops the elements that the reference drops in the whole tensor."""
     op = target.op
     inputs = materialize(target.sized(sizes[:-1], sizes[-1:]), torch.float32, target.device)
     sizes = (*sizes[:-1], inputs[0].shape[-1])
@@ -126,7 +126,7 @@ def test_the_limit_itself_is_kept(target: Target, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
-    """Rows beyond 2^32, columns that begin within a group of four."""
+    """Covers rows beyond 2^32 and columns that begin within a group of four."""
     whole = random.kept([6, 5, 40], 0.4, 7)
     part = random.kept([2, 3, 21], 0.4, 7, shard=Shard([6, 5, 40], [3, 1, 13]))
     assert torch.equal(part, whole[3:5, 1:4, 13:34])
@@ -136,11 +136,11 @@ def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
     assert torch.equal(several.view(4, 24), random.kept([4, 24], 0.3, 7))
 
 
-# --- Whose numbers ------------------------------------------------------------------------------
+# --- Seeds --------------------------------------------------------------------------------------
 
 
 def _call(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The op as a user calls it: a seed is drawn every time."""
+    """The op as a user calls it, with a seed drawn at every call."""
     inputs = materialize(op.sized((4, 8), (64,)), torch.float32)
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _x() -> torch.Tensor:
 
 
 def _results(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Result and gradient after torch.manual_seed."""
+    """The result and the gradient after torch.manual_seed."""
     x = _x()
     torch.manual_seed(5)
     y = function(x)
@@ -188,7 +188,7 @@ def test_a_given_seed_repeats_and_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager", None])
-def test_nothing_is_drawn_where_nothing_is_dropped(backend: str | None) -> None:
+def test_calls_without_dropout_draw_nothing(backend: str | None) -> None:
     module = torchweld.nn.SoftmaxDropout(p=0.5).eval()
     with torchweld.use_backend(backend):
         state = torch.get_rng_state()
@@ -214,7 +214,7 @@ def test_checkpoint_drops_the_same(op: Op, use_reentrant: bool) -> None:
 @drawing
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_calls_drop_as_eager_ones(op: Op, compiler: str) -> None:
-    """Two in one graph draw two seeds, in order; the bits are those of the calls outside one."""
+    """Two calls in one graph draw two seeds in order, with the bits of calls outside a graph."""
     torch._dynamo.reset()
     function = _call(op)
 
@@ -233,7 +233,7 @@ def test_compiled_calls_drop_as_eager_ones(op: Op, compiler: str) -> None:
 @drawing
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_checkpoints_drop_the_same_twice(op: Op, compiler: str) -> None:
-    """The forward's mask is the backward's: seen in the gradient."""
+    """Forward and backward use the same mask, as the gradient shows."""
     torch._dynamo.reset()
     function = _call(op)
 
@@ -252,13 +252,13 @@ def test_the_seed_op_passes_opcheck() -> None:
     torch.library.opcheck(torch.ops.torchweld.seed.default, (torch.empty(1),), test_utils=checks)
 
 
-# --- What softmax_dropout says of masks ----------------------------------------------------------
+# --- softmax_dropout's masks ----------------------------------------------------------------------
 
 
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
-    """By whatever mask, and beside rows that see something."""
+    """With any kind of mask, and next to rows that see some key."""
     x = torch.randn(3, 7, device=target.device)
     excluded = torch.zeros(3, 7, device=target.device)
     excluded[1] = -torch.inf
@@ -276,7 +276,7 @@ def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_nan_fills_its_row(target: Target, p: float) -> None:
-    """Masked elements too, as in torch."""
+    """Also in its masked elements, as in torch."""
     x = torch.randn(20, 40, device=target.device)
     x[3, 2] = torch.nan
     seed = torch.tensor([3], device=target.device) if p else None
@@ -288,8 +288,8 @@ def test_a_nan_fills_its_row(target: Target, p: float) -> None:
 
 @pytest.mark.targets("softmax_dropout")
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> None:
-    """As in torch, since no mask took them away."""
+def test_rows_of_only_minus_infinity_are_nan(target: Target, p: float) -> None:
+    """As in torch, since no mask excludes them."""
     x = torch.randn(3, 7, device=target.device)
     x[1] = -torch.inf
     seed = torch.tensor([3], device=target.device) if p else None
@@ -302,7 +302,7 @@ def test_scores_of_minus_infinity_alone_are_nan(target: Target, p: float) -> Non
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_mask_that_is_learnt_gets_its_gradient(p: float) -> None:
-    """A relative position bias broadcasts over the batch."""
+    """For example a relative position bias, which broadcasts over the batch."""
     x = torch.randn(2, 3, 5, 31)
     found = []
     for backend in ("cpu", "eager"):
@@ -314,7 +314,7 @@ def test_a_mask_that_is_learnt_gets_its_gradient(p: float) -> None:
     torch.testing.assert_close(*found)
 
 
-def test_masks_are_scaled_dot_product_attentions() -> None:
+def test_masks_work_as_in_scaled_dot_product_attention() -> None:
     q, k, v = (torch.randn(2, 4, n, 16) for n in (5, 9, 9))
     mask = torch.rand(2, 1, 5, 9) > 0.3
     mask[..., 0] = True
@@ -334,7 +334,7 @@ def test_float32_masks_keep_16_bit_scores() -> None:
 
 
 def test_saved_bytes() -> None:
-    """No mask: the scores and two numbers a row; without dropout only y."""
+    """Saves no mask: only the scores and two numbers a row, or only y without dropout."""
     x = torch.randn(64, 512).bfloat16().requires_grad_()
     with torchweld.use_backend("cpu"):
         seed, rows = 8, 64 * 2 * 4

@@ -1,4 +1,4 @@
-"""Contract 4 and 5: any layout of memory, every element written, special values as eager's."""
+"""Contract 4 and 5: any memory layout, every element written, special values as in eager."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(target: Target, layout: str) -> None:
-    """Each tensor argument in turn, in each layout; the gradient too."""
+    """Each tensor argument, and the gradient, in each layout."""
     arguments = target.op.sized((2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
     for position, value in enumerate(plain):
@@ -61,7 +61,7 @@ def _is_integer(value: torch.Tensor) -> bool:
     *("normalize_act", "batch_norm_act", "linear_batch_norm_act"),
 )
 def test_16_bit_parameters_beside_float32(target: Target) -> None:
-    """The same as in float32; their gradients are rounded once."""
+    """Results equal those with float32 parameters; the parameters' gradients are rounded once."""
     narrow = {torch.bfloat16, torch.float16} & {*target.dtypes, torch.float16}
     for dtype in narrow:
         for arguments in [s for s in target.op.samples if len(s[0].shape) == 2][:6]:
@@ -100,10 +100,10 @@ def test_random_shapes(
 def test_special_values_come_out_as_eagers(
     target: Target, dtype: torch.dtype, special: float
 ) -> None:
-    """NaN and infinity reach exactly the elements that they reach in eager torch.
+    """NaN and infinity spread to exactly the elements that they reach in eager torch.
 
-    Eager computes in float64: in float32 its gelu(inf) is NaN in a vector, and inf in the rest of a
-    row.
+    Eager runs in float64: in float32 its gelu(inf) is NaN in whole vectors but inf in the row's
+    remainder.
     """
     arguments = target.op.sized((33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
@@ -116,13 +116,13 @@ def test_special_values_come_out_as_eagers(
 
 
 def test_unwritten_memory_would_show(target: Target) -> None:
-    """New tensors are full of NaN here, and an op without width leaves it in its statistics."""
+    """New tensors are filled with NaN, and an op on zero columns leaves NaN in its statistics."""
     if target.backend == "triton":
         pytest.skip("torch.empty allocates: see watched.py")
     if len(target.op.forward_signature.results) == 1:
-        pytest.skip("without statistics, no width leaves nothing to look at")
+        pytest.skip("without statistics, zero columns leave nothing to check")
     if target.op.name == "block_sparse_attention":
-        pytest.skip("without width, the sums of its exponentials are still there")
+        pytest.skip("with zero columns it still writes its log-sum-exp")
     inputs = materialize(target.op.sized((3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
@@ -130,12 +130,13 @@ def test_unwritten_memory_would_show(target: Target) -> None:
 
 @pytest.mark.xdist_group("large")
 def test_more_elements_than_31_bits_count(target: Target) -> None:
-    """A repeated block of rows: each has the first one's results, and sums are multiples of its.
+    """A repeated block of rows: every copy has the first one's results, and sums are multiples.
 
-    Without a GPU there are too few rows for that: then it only shows that the test is right.
+    Without a GPU there are too few rows to exceed 31 bits; then the run only checks the test
+    itself.
     """
     if target.op.name == "block_sparse_attention":
-        pytest.skip("its rows see each other: its own tests have many heads")
+        pytest.skip("its rows depend on each other: its own tests have many heads")
     (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
     dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
     names = target.op.forward_signature.arguments
@@ -148,7 +149,7 @@ def test_more_elements_than_31_bits_count(target: Target) -> None:
     }
 
     def both_ways(inputs: dict[str, Any]) -> list[torch.Tensor]:
-        """Results and gradients."""
+        """Run forward and backward; return results and gradients."""
         wanted = [inputs[name].requires_grad_() for name in target.op.differentiable]
         results = as_tuple(call(target.op, *inputs.values()))
         grads = torch.autograd.grad(results, wanted, [r.detach() for r in results])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torchweld
 from oracle import TORCH, saved_bytes
 from processes import processes
 from torchweld import functional
-from torchweld.distributed.recompute import save_policy, selective
+from torchweld.distributed.recompute import recompute, save_policy, selective
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, ROWS, LENGTH = 64, 4, 2, 64
@@ -65,14 +67,32 @@ def _blocks(sparse: bool, dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*[_Block(sparse) for _ in range(2)]).to(dtype)
 
 
-def _run(sparse: bool, dtype: torch.dtype, **how: Any) -> tuple[list[torch.Tensor], Counter[str]]:
+_Wrap = Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _checkpoint(**how: Any) -> _Wrap:
+    return lambda block: lambda x: checkpoint(block, x, use_reentrant=False, **how)
+
+
+# Each with whether it keeps the results of dear ops.
+CHECKPOINTS: list[tuple[_Wrap, bool]] = [
+    (_checkpoint(determinism_check="default"), False),
+    (_checkpoint(context_fn=selective), True),
+    (recompute, False),
+    (partial(recompute, keep=True), True),
+]
+
+
+def _run(
+    sparse: bool, dtype: torch.dtype, wrap: _Wrap = lambda block: block
+) -> tuple[list[torch.Tensor], Counter[str]]:
     """Result, gradients and the generator's state after it; and what was called."""
     model = _blocks(sparse, dtype)
     x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
     y = x
     with _Count() as count:
-        for block in model:
-            y = checkpoint(block, y, use_reentrant=False, **how) if how else block(y)
+        for block in [wrap(block) for block in model]:
+            y = block(y)
         y.float().square().mean().backward()
     grads = [p.grad for p in (x, *model.parameters()) if p.requires_grad]
     return [y.detach(), *grads, torch.get_rng_state()], count.calls
@@ -84,13 +104,13 @@ def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
     """Full and selective checkpoints leave the bits of a run without, and its generator."""
     with torchweld.use_backend("cpu"):
         expected, once = _run(sparse, dtype)
-        for how in ({"determinism_check": "default"}, {"context_fn": selective}):
-            found, calls = _run(sparse, dtype, **how)
+        for wrap, keeps in CHECKPOINTS:
+            found, calls = _run(sparse, dtype, wrap)
             for f, e in zip(found, expected, strict=True):
                 assert torch.equal(f, e)
             again = {name: calls[name] - once[name] for name in calls}
             dear = sum(n for name, n in again.items() if name.startswith(DEAR))
-            assert (dear == 0) == ("context_fn" in how)
+            assert (dear == 0) == keeps
             assert again["torchweld.dropout_add_layer_norm.cpu"] == 2
 
 

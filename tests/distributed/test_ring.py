@@ -2,68 +2,163 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
+import torchweld
+from oracle import TORCH
 from processes import processes
 from torchweld import functional
-from torchweld.distributed import CountCollectives, ring_attention
+from torchweld.distributed import (
+    CountCollectives,
+    ring,
+    ring_attention,
+    ring_slice,
+    sequence_plan,
+)
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
 
 LENGTH, PROCESSES = 128, 4
 SHAPE = (2, 4, LENGTH, 8)
-# A layout, and how many slices it sends to processes that see something of them.
+# A layout, whether it is causal, and how many chunks go to processes that see something of them: of
+# slices in order, and balanced.
 LAYOUTS = {
-    "dense": (BlockLayout.dense(LENGTH, block=16), False, 12),
-    "causal": (BlockLayout.dense(LENGTH, block=16), True, 6),
-    "window": (BlockLayout.sliding_window(LENGTH, window_size=(20, 0), block=16), False, 3),
-    "local": (BlockLayout.block_local(LENGTH, 2, block=16), False, 0),
+    "dense": (BlockLayout.dense(LENGTH, block=16), False, 12, 24),
+    "causal": (BlockLayout.dense(LENGTH, block=16), True, 6, 18),
+    "window": (BlockLayout.sliding_window(LENGTH, window_size=(20, 0), block=16), False, 3, 11),
+    "local": (BlockLayout.block_local(LENGTH, 2, block=16), False, 0, 8),
     "heads": (
         BlockLayout.bigbird(LENGTH, block=16, num_heads=4, different_layout_per_head=True),
         False,
         12,
+        21,
     ),
 }
 
 
-def _equals_one_process(rank: int, name: str, dtype: torch.dtype, options: dict) -> None:
-    layout, causal, sends = LAYOUTS[name]
+def _equals_one_process(
+    rank: int, name: str, dtype: torch.dtype, balanced: bool, options: dict
+) -> None:
+    layout, causal, *sends = LAYOUTS[name]
     generator = torch.Generator().manual_seed(1)
     shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, 8)]
     whole = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+    sinks = torch.randn(4, generator=generator, dtype=dtype).requires_grad_()
     grad = torch.randn(SHAPE, generator=generator, dtype=dtype)
     padding = torch.rand(2, LENGTH, generator=generator) < 0.1
-    options = {**options, "key_padding_mask": padding, "causal": causal}
-    expected = functional.block_sparse_attention(*whole, layout, seed=3, **options)
-    wanted = torch.autograd.grad(expected, whole, grad)
-    here = slice(rank * LENGTH // PROCESSES, (rank + 1) * LENGTH // PROCESSES)
-    parts = [x.detach()[:, :, here].requires_grad_() for x in whole]
+    options = {**options, "key_padding_mask": padding, "causal": causal, "return_lse": True}
+    with_sinks = options.pop("with_sinks", False)
+    expected, lse = functional.block_sparse_attention(
+        *whole, layout, seed=3, sinks=sinks if with_sinks else None, **options
+    )
+    sums = torch.randn(SHAPE[:3], generator=generator, dtype=lse.dtype) * lse.isfinite()
+    inputs = [*whole, sinks] if with_sinks else whole
+    wanted = torch.autograd.grad((expected, lse), inputs, (grad, sums))
+    mine = lambda x: ring_slice(x.detach(), 2, balanced=balanced)  # noqa: E731
+    parts = [mine(x).requires_grad_() for x in whole]
+    own_sinks = sinks.detach().requires_grad_() if with_sinks else None
     with CountCollectives() as forward:
-        y = ring_attention(*parts, layout, seed=3, **options)
+        y, its = ring_attention(
+            *parts, layout, seed=3, sinks=own_sinks, balanced=balanced, **options
+        )
     with CountCollectives() as backward:
-        y.backward(grad[:, :, here])
+        torch.autograd.backward((y, its), (mine(grad), mine(sums)))
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
-    torch.testing.assert_close(y, expected[:, :, here], **tolerance)
-    for part, gradient in zip(parts, wanted, strict=True):
-        torch.testing.assert_close(part.grad, gradient[:, :, here], **tolerance)
-    counts = torch.tensor([c.calls["send"] for c in (forward, backward)])
+    torch.testing.assert_close(y, mine(expected), **tolerance)
+    torch.testing.assert_close(its, mine(lse), **tolerance)
+    for part, gradient in zip(parts, wanted[:3], strict=True):
+        torch.testing.assert_close(part.grad, mine(gradient), **tolerance)
+    if own_sinks is not None:
+        dist.all_reduce(own_sinks.grad)
+        torch.testing.assert_close(own_sinks.grad, wanted[3], **tolerance)
     sent = torch.tensor([c.bytes["send"] for c in (forward, backward)])
-    dist.all_reduce(counts)
     dist.all_reduce(sent)
     # Keys and values go out twice, and their gradients come back once.
-    assert counts.tolist() == [sends, 2 * sends]
-    size = 2 * parts[1].nbytes
-    assert sent.tolist() == [sends * size, 2 * sends * size]
+    size = sends[balanced] * 2 * parts[1].nbytes // (1 + balanced)
+    assert sent.tolist() == [size, 2 * size]
+    if not balanced:
+        counts = torch.tensor([c.calls["send"] for c in (forward, backward)])
+        dist.all_reduce(counts)
+        assert counts.tolist() == [sends[0], 2 * sends[0]]
 
 
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["in order", "balanced"])
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process(name: str, backend: str) -> None:
+def test_equals_one_process(name: str, backend: str, balanced: bool) -> None:
+    """Everything that attention takes, in float64 and in float32."""
+    every = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double(), "with_sinks": True}
+    some = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
     with processes(PROCESSES) as four:
-        four.run(backend, _equals_one_process, name, torch.float64, {"dropout_p": 0.3})
-        four.run(backend, _equals_one_process, name, torch.float32, {"softcap": 3.0})
+        four.run(backend, _equals_one_process, name, torch.float64, balanced, every)
+        four.run(backend, _equals_one_process, name, torch.float32, balanced, some)
+
+
+def _has_equal_work(rank: int) -> None:
+    layout = BlockLayout.dense(LENGTH, block=16)
+    work = []
+    for balanced in (False, True):
+        _, parts, *_ = ring._divided(layout, True, rank, PROCESSES, balanced)
+        work.append(sum(part.count for part in parts.values()))
+    every: list = [None] * PROCESSES
+    dist.all_gather_object(every, work)
+    assert every == [[3, 9], [7, 9], [11, 9], [15, 9]]
+
+
+def test_balanced_processes_have_equal_work() -> None:
+    """Of 36 blocks below and on the diagonal."""
+    with processes(PROCESSES) as four:
+        four.run("cpu", _has_equal_work)
+
+
+class _Sinking(torch.nn.Module):
+    """Attention with sinks that it learns, with slopes, and a dropout of torch's behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        self.sinks = torch.nn.Parameter(torch.randn(4))
+        self.register_buffer("slopes", SLOPES[0])
+        layout = partial(BlockLayout.dense, block=16)
+        self.drop = torch.nn.Dropout(0.2)
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        y = self.attention(*parts, alibi_slopes=self.slopes, sinks=self.sinks)
+        return self.drop(self.out(y.transpose(1, 2).flatten(2)))
+
+
+def _learns_its_sinks(rank: int) -> None:
+    torch.manual_seed(0)
+    model = _Sinking()
+    x, grad = torch.randn(2, 2, LENGTH, 32)
+    torch.manual_seed(1)
+    expected = model(x)
+    wanted = torch.autograd.grad(expected, list(model.parameters()), grad)
+    parallelize_module(model, init_device_mesh("cpu", (PROCESSES,)), sequence_plan(model))
+    torch.manual_seed(1)
+    y = model(ring_slice(x))
+    torch.testing.assert_close(y, ring_slice(expected))
+    y.backward(ring_slice(grad))
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(TORCH == (2, 11), reason="DTensor refuses a linear layer of sharded rows")
+def test_a_module_learns_its_sinks() -> None:
+    """Sums of 256 rows of numbers around one."""
+    with processes(PROCESSES) as four:
+        four.run("cpu", _learns_its_sinks)
 
 
 def _refused(rank: int) -> None:
@@ -73,6 +168,13 @@ def _refused(rank: int) -> None:
             ring_attention(q, q, q, layout)
     with pytest.raises(ArgumentError, match="q and k"):
         ring_attention(q[0], q[0], q[0], layout)
+    q, layout = torch.zeros(1, 1, 16, 8), BlockLayout.dense(64, block=16)
+    with pytest.raises(ArgumentError, match="2 chunk"):
+        ring_attention(q, q, q, layout, balanced=True)
+    with pytest.raises(ArgumentError, match="sinks"):
+        ring_attention(q, q, q, layout, sinks=torch.zeros(2))
+    with pytest.raises(ArgumentError, match="multiple of 8 chunks"):
+        ring_slice(torch.zeros(1, 12), balanced=True)
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -81,7 +183,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_parts_of_a_layout_make_the_whole() -> None:
-    for layout, causal, _ in LAYOUTS.values():
+    for layout, causal, *_ in LAYOUTS.values():
         whole = layout.causal() if causal else layout
         for rows, columns in (((0, 32), (0, 64)), ((96, 128), (48, 128)), ((16, 16), (0, 128))):
             part = whole.part(rows, columns).to_mask()

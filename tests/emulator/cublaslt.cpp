@@ -1,5 +1,5 @@
-// cuBLASLt on the CPU. It computes what csrc/cuda asks for straight from the descriptors, and
-// refuses what cuBLASLt's documentation refuses.
+// cuBLASLt on the CPU. It computes directly from the descriptors that csrc/cuda passes, and rejects
+// what cuBLASLt's documentation rejects.
 #include "cuda/cublaslt.h"
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@ struct Desc {
   void* aux = nullptr;
   int64_t aux_ld = 0;
 };
-// Columns are `ld` elements apart.
+// A matrix layout. Columns are `ld` elements apart.
 struct Layout {
   DataType type;
   uint64_t rows, columns;
@@ -40,8 +40,8 @@ struct Preference {
 
 namespace {
 
-// Inner sizes for which this cuBLASLt does not serve. It has no algorithm, as the real one has gaps
-// that are not documented; it finds no memory when it is asked first; it fails when it runs.
+// Inner sizes with which this cuBLASLt fails: without an algorithm (the real one has undocumented
+// gaps), without memory at the first call, and at run time.
 constexpr uint64_t kNoAlgorithm = 104, kNoMemoryAtFirst = 112, kFails = 120;
 constexpr Status kExecutionFailed = (Status)13;
 constexpr size_t kWorkspaceBytes = 4096;
@@ -51,9 +51,10 @@ constexpr int64_t kPart = 8;
 constexpr uint64_t kReduceInResultsType = 4;
 constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
 
-// The caller takes every status but success for "not served", which would hide its own mistakes.
+// The caller treats every status except success as "not supported", so a status would hide its
+// mistakes.
 [[noreturn]] void misused() {
-  throw std::logic_error("the emulated cuBLASLt was given what does not fit");
+  throw std::logic_error("the emulated cuBLASLt got inconsistent arguments");
 }
 
 template <class T>
@@ -118,7 +119,7 @@ Status MatmulPreferenceSetAttribute(Preference* preference, Choice choice, const
 
 bool is_aligned(const void* p, uint64_t bytes) { return (uintptr_t)p % bytes == 0; }
 
-// Whether cuBLASLt has an epilogue of these parts. relu is left out, since nobody asks for it.
+// Whether cuBLASLt has this combination of epilogues. relu is left out, since nothing uses it.
 bool has_epilogue(uint32_t epilogue) {
   for (const uint32_t there : {(uint32_t)kGelu, kGelu | kBias, kGelu | kAux, kGelu | kAux | kBias,
                                kGeluGradient | kAux, kGeluGradient | kAux | kBiasGradient}) {
@@ -154,8 +155,8 @@ uint64_t alignment_of(const Desc& desc) {
   return bits & (~bits + 1);
 }
 
-// Identifies the problem that an algorithm serves. `found_with` is what the heuristic was told
-// beside the descriptors.
+// Identifies the problem that an algorithm is valid for. `found_with` is the heuristic's other
+// input.
 Algorithm algorithm_for(const Desc& desc, uint64_t found_with, const Layout& a, const Layout& d) {
   return {{kMark | found_with << 32, desc.epilogue, (uint64_t)desc.compute, (uint64_t)d.type,
            a.rows, a.columns, d.rows, d.columns}};
@@ -171,7 +172,7 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
   // The kernels load 16 bytes at a time and keep partial sums.
   for (const uint32_t alignment : preference->alignments) {
     if (alignment < 16) return Status::not_supported;
-    if (alignment > 16) misused();  // more than tensors promise
+    if (alignment > 16) misused();  // more than tensors guarantee
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
   static bool asked = false;

@@ -1,4 +1,4 @@
-// A thread of control with a stack of its own, registered with ASan and TSan if they are in use.
+// A thread of control with its own stack, registered with ASan and TSan if they are in use.
 #pragma once
 
 #include <pthread.h>
@@ -114,7 +114,7 @@ class Fiber {
     arrive();
   }
 
-  // The first thing that a fiber does after a switch. `entry` calls it itself.
+  // A fiber calls this first after a switch; at the start `entry` must call it.
   void arrive() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack_, nullptr, nullptr);

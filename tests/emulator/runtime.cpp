@@ -1,6 +1,6 @@
 // The scheduler. It runs every fiber until it waits, and resumes a group once all of its threads
 // have arrived. It is compiled without TSan even if the kernels are compiled with it: races in the
-// scheduler's own data are not the kernels'.
+// scheduler's data are not the kernels' races.
 #include "runtime.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ struct Thread {
   std::unique_ptr<Fiber> fiber;
 };
 
-// There are two sets of slots, since a lane is at most one exchange ahead of another.
+// Two sets of slots suffice, since a lane is at most one exchange ahead of another.
 struct Warp {
   std::vector<Thread*> lanes;
   uint64_t slots[2][kWarp] = {};
@@ -116,7 +116,7 @@ bool same_site(const Site& a, const Site& b) {
   return a.line == b.line && !std::strcmp(a.file, b.file);
 }
 
-// Releases the threads if all of them wait in `state` at one place. Returns whether it did.
+// Releases the threads if all of them wait in `state` at the same site. Returns whether it did.
 bool release_group(const std::vector<Thread*>& threads, State state) {
   for (const Thread* t : threads) {
     if (t->state != state || !same_site(t->site, threads[0]->site)) return false;
@@ -134,7 +134,7 @@ bool release_warp(Warp& warp) {
       return !in_mask(o) || (o->state == State::kWarpOperation && o->mask == t->mask &&
                              same_site(o->site, t->site));
     });
-    // Lanes that the block does not have can never arrive.
+    // Lanes that the block lacks can never arrive.
     if (!complete || (warp.lanes.size() < kWarp && t->mask >> warp.lanes.size())) continue;
     const uint32_t mask = t->mask;
     for (Thread* o : warp.lanes) {
@@ -210,13 +210,13 @@ bool run_block(Block& block) {
     t->fiber->restart(enter);
   }
   error = std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
-          " threads wait for others that do not come" + places.substr(0, 1000);
+          " threads wait for others that never arrive" + places.substr(0, 1000);
   return false;
 }
 
 }  // namespace
 
-// Tests count with these.
+// Counters for tests.
 extern "C" {
 __attribute__((visibility("default"))) int64_t emulator_launches = 0;
 __attribute__((visibility("default"))) int emulator_device_guards = 0;
@@ -285,7 +285,7 @@ uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uin
     *votes = 0;
     for (int i = 0; i < kWarp; ++i) *votes |= uint32_t{(mask >> i & 1) && slots[i]} << i;
   }
-  // A lane outside of the mask has no value, so it yields all ones instead.
+  // A lane outside the mask has no value; return all ones instead.
   return mask >> source & 1 ? slots[source] : ~uint64_t{0};
 }
 
@@ -299,7 +299,7 @@ void warp_barrier(uint32_t mask, Site site) {
 int lane() { return running->lane; }
 
 void yield() {
-  running->fiber->switch_to(*scheduler);  // still ready
+  running->fiber->switch_to(*scheduler);  // the thread stays ready
 }
 
 }  // namespace emulator

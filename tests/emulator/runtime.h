@@ -1,5 +1,5 @@
 // A CUDA device on the CPU. The threads of a block are fibers of one OS thread, and they switch
-// where they wait for each other (barriers, warp operations). Kernels see include/cuda_runtime.h.
+// when they wait for each other (barriers, warp operations). Kernels see include/cuda_runtime.h.
 // This header is only for the runtime and the launch helper.
 #pragma once
 
@@ -26,8 +26,8 @@ struct Context {
 };
 extern Context* current;
 
-// Runs body() in every thread of every block. Returns false if threads wait for each other forever;
-// last_error() then says who waits where. Blocks run one after another in a shuffled order.
+// Runs body() in every thread of every block. Returns false on a deadlock; last_error() then says
+// which thread waits where. Blocks run one after another in a shuffled order.
 bool run(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
 const char* last_error();
 
@@ -38,18 +38,18 @@ void* dynamic_shared();
 // a true predicate.
 int block_barrier(bool predicate, Site site);
 
-// Copies of the running thread's, which arrive no earlier than it waits for them.
+// Asynchronous copies of the running thread. They take effect only when the thread waits for them.
 void copy_async(void* to, const void* from, size_t bytes);
 void end_of_copies();
 void wait_for_copies(int groups);
 
-// The guards that are alive: outside of one the current device is any.
+// The number of live device guards. Outside a guard the current device is arbitrary.
 extern "C" int emulator_device_guards;
 
 // The lanes of the mask wait here for each other and exchange values. Returns the value of lane
 // `source`, which must be in the mask. `votes` receives the lanes with a nonzero value.
 uint64_t warp_exchange(uint32_t mask, uint64_t value, int source, Site site, uint32_t* votes);
-// The same without values, as a barrier that also orders memory.
+// A warp_exchange without values, as a barrier that also orders memory.
 void warp_barrier(uint32_t mask, Site site);
 int lane();
 

@@ -1,4 +1,4 @@
-"""Activations: one list in every language; values and gradients from end to end of a dtype."""
+"""Activations: the same list in every language, and errors over a dtype's whole range."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _eager(z: torch.Tensor, grad: torch.Tensor, kind: Any) -> tuple[torch.Tensor
 
 
 def _exact(z: torch.Tensor, grad: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, where torch's own s * (1 - s) and 1 - tanh^2 cancel no less."""
+    """The exact values: torch's own s * (1 - s) and 1 - tanh^2 would cancel in float64 too."""
     z, grad = z.double(), grad.double()
     y, slope = _eager(z, grad, kind)
     if kind[0] in ("sigmoid", "tanh"):
@@ -82,7 +82,7 @@ def _exact(z: torch.Tensor, grad: torch.Tensor, kind: Any) -> tuple[torch.Tensor
 @WHERE
 @KINDS
 def test_errors_from_end_to_end(place: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 within 4 u of the terms at every element, and not only on average.
+    """In float32 every element is within 4 u of its terms, not only the average.
 
     8 u in Triton, whose s * (1 - s) has an error of u / 2 where s is near 1.
     """
@@ -106,9 +106,9 @@ def test_errors_from_end_to_end(place: str, kind: Any, monkeypatch: pytest.Monke
 def test_tanh_is_exact_near_zero(
     place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relative error where (1 - e) / (1 + e) cancels, from the smallest numbers to the seam."""
+    """The relative error where (1 - e) / (1 + e) cancels, down to the smallest numbers."""
     if dtype == torch.float64 and place != "cpu":
-        pytest.skip("float64 has a kernel on the CPU alone")
+        pytest.skip("float64 has a kernel only on the CPU")
     z = torch.cat(
         [torch.logspace(-30, 0, 4001, dtype=torch.float64), torch.linspace(0.4, 0.6, 4001)]
     )
@@ -130,7 +130,7 @@ def test_extreme_values(place: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
     """Zeros and their neighbours, saturation, overflow, infinities, NaN with a payload."""
     finite = torch.tensor([*FINITE, *(-value for value in FINITE)])
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    z = torch.cat([finite, odd, NAN]).repeat(3)  # a vector, and what is left of one
+    z = torch.cat([finite, odd, NAN]).repeat(3)  # whole vectors, and a remainder
     with running_at(place, monkeypatch):
         at = z.to(PLACES[place][1])
         found = [t.cpu() for t in _found(at, torch.ones_like(at), kind)]
@@ -149,7 +149,7 @@ def test_extreme_values(place: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
 @WHERE
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_kinks(place: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient at zero and below, whatever comes in, as in torch."""
+    """No gradient at zero and below, whatever the incoming gradient, as in torch."""
     z = torch.tensor([0.0, -0.0, -1.0, -torch.inf, 1e-40, 1.0])
     for arriving in (1.0, torch.inf, torch.nan):
         grad = torch.full_like(z, arriving)
@@ -165,7 +165,7 @@ def test_kinks(place: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", MODULES, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_modules(kind: Any, dtype: torch.dtype) -> None:
-    """Without arguments they equal torch's, if torch has one."""
+    """Without arguments modules equal torch's, if torch has them."""
     ours, torchs = MODULES[kind]
     x = torch.randn(40, 33).to(dtype)
     expected = (torchs() if torchs else activations.ACTIVATIONS[kind].function)(x.double()).to(
@@ -183,7 +183,7 @@ def test_a_module_for_every_activation() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 def test_identity_is_no_alias(backend: str) -> None:
-    """An op does not return its argument, and there is no pass between the GEMMs."""
+    """The op does not return its argument, and no pass runs between the GEMMs."""
     x, w = torch.randn(6, 8), torch.randn(8, 8)
     with torchweld.use_backend(backend):
         y = functional.bias_act(x, None, "identity")

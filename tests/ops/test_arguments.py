@@ -1,4 +1,4 @@
-"""Arguments at the edges: NumPy's numbers, constructors, errors that two may be at fault for."""
+"""Edge cases of arguments: NumPy's numbers, constructors, errors that concern two arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ add: Callable[..., Any] = functional.bias_dropout_add
 
 @BACKENDS
 def test_numpys_numbers_are_numbers(backend: str | None) -> None:
-    """They work as Python's do: as probabilities, factors, seeds, epsilons and sizes."""
+    """They work like Python's, as probabilities, factors, seeds, epsilons and sizes."""
     x = torch.randn(6, 8)
     half, seed, eight = numpy.float32(0.5), numpy.int64(3), numpy.int32(8)
     shard = torchweld.random.Shard((numpy.int64(6), 8), (numpy.int64(0), 0))
@@ -127,7 +127,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CONSTRUCTORS)
-def test_constructors_refuse_what_calls_would(case: str) -> None:
+def test_constructors_refuse_the_arguments_that_calls_refuse(case: str) -> None:
     make, function, argument = CONSTRUCTORS[case]
     with pytest.raises(torchweld.ArgumentError) as caught:
         make()
@@ -138,7 +138,7 @@ def test_constructors_refuse_what_calls_would(case: str) -> None:
 
 
 def test_nodes_have_the_ops_name(op: Op) -> None:
-    """In grad_fn, in the profiler's rows, and in what anomaly detection prints."""
+    """In grad_fn, in the profiler, and in the output of anomaly detection."""
     inputs = materialize(op.samples[0], torch.float32)
     seen: set[str] = set()
 
@@ -182,7 +182,7 @@ META_CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", META_CASES)
 def test_meta_tensors_are_refused_by_name(case: str) -> None:
-    """The error is not torch's, that autocast has no such device."""
+    """The error is ours, not torch's error that autocast lacks the device."""
     function, argument = META_CASES[case]
     with pytest.raises(torchweld.ArgumentError) as caught:
         function()
@@ -226,8 +226,8 @@ BOTH: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
 
 @BACKENDS
 @pytest.mark.parametrize("case", BOTH)
-def test_of_two_that_differ_both_are_named(case: str, backend: str | None) -> None:
-    """Either may be the one at fault."""
+def test_both_of_two_arguments_that_differ_are_named(case: str, backend: str | None) -> None:
+    """Either may be the wrong one."""
     function, names = BOTH[case]
     with torchweld.use_backend(backend), pytest.raises(torchweld.ArgumentError) as caught:
         function()

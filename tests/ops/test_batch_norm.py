@@ -1,4 +1,4 @@
-"""Batch normalisation in a step: running statistics, modules, edges; the numbers are the seams'."""
+"""Batch normalisation in a step: running statistics, modules, and edge cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EITHER = ("cpu", "eager")
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
+    """Use kernels for small inputs too."""
     with torchweld.use_backend("cpu"):
         yield
 
@@ -37,7 +37,7 @@ def _step(*shape: int, dtype: torch.dtype = torch.float32, **kwargs: Any) -> lis
 
 
 def _eager(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-    """In plain torch, with a gelu."""
+    """The op in plain torch, with a gelu."""
     z = torch.nn.functional.batch_norm(x, mean, var, weight, bias, *rest[:3])
     return torch.nn.functional.gelu(z)
 
@@ -48,10 +48,10 @@ def _eager(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, *rest: 
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 65, 1024, 1025, 4097])
 @pytest.mark.parametrize("width", [1, 31, 67])
 def test_statistics_are_right_far_from_zero(rows: int, width: int) -> None:
-    """Columns are a thousand standard deviations off, and the first row has an outlier.
+    """Columns are a thousand standard deviations from zero, and the first row has an outlier.
 
-    The variance is as exact as the rounded values allow. Each is a difference of numbers of the
-    mean's size, so that sqrt(rows) roundings of mean * deviation may be missing.
+    The variance is as exact as the rounded values allow: differences of numbers of the mean's size
+    may be off by sqrt(rows) roundings of mean * deviation.
     """
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, width, generator=generator) + 1000
@@ -73,7 +73,7 @@ def test_a_constant_column_has_no_variance() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
 @pytest.mark.parametrize("backend", EITHER)
 def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, backend: str) -> None:
-    """They equal torch's after each of three steps; evaluation leaves them."""
+    """They equal torch's after each of three steps, and evaluation does not change them."""
     inputs = _step(50, 31, dtype=dtype)
     theirs = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
     inputs[6] = theirs[6] = momentum
@@ -86,7 +86,7 @@ def test_running_statistics_are_torchs(dtype: torch.dtype, momentum: float, back
         for mine, other in zip(inputs[1:3], theirs[1:3], strict=True):
             assert mine.dtype == other.dtype == dtype
             torch.testing.assert_close(mine, other)
-        if backend == "cpu":  # torch's own kernel leaves them alone
+        if backend == "cpu":  # torch's own kernel does not update them
             moved = zip(inputs[1:3], versions, strict=True)
             assert all(t._version > version + step for t, version in moved)
     before = [t.clone() for t in inputs[1:3]]
@@ -122,7 +122,7 @@ def test_nothing_leaves_the_running_statistics(shape: tuple[int, ...], backend: 
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
-def test_special_values_spoil_their_column_alone(special: float) -> None:
+def test_special_values_spoil_only_their_column(special: float) -> None:
     inputs = _step(70, 37)
     inputs[0][3, 5] = special
     found, expected = run(WHOLE, inputs), exact(WHOLE, inputs)
@@ -136,7 +136,7 @@ def test_special_values_spoil_their_column_alone(special: float) -> None:
 
 @pytest.mark.parametrize("seam", [WHOLE, LAYER], ids=str)
 def test_bitwise_the_same(seam: Any) -> None:
-    """At any thread count; the GEMM's own bits are torch's."""
+    """At any thread count. The bits of the GEMM are torch's."""
     threads = torch.get_num_threads()
     sample = next(s for s in seam.samples if s[0].shape[0] == 256)
     inputs = materialize(sample, torch.float32)
@@ -165,7 +165,7 @@ def test_layouts(layout: str) -> None:
         inputs = list(plain)
         inputs[at] = change(inputs[at])
         if layout == "expanded" and at in (1, 2):
-            continue  # these cannot be written to
+            continue  # these views cannot be written to
         packed = [t.contiguous() if isinstance(t, torch.Tensor) else t for t in inputs]
         expected = run(WHOLE, packed)
         for name, value in run(WHOLE, inputs).items():
@@ -178,7 +178,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_bias_before_training_is_cancelled(dtype: torch.dtype, affine: bool) -> None:
-    """It changes no bit of the result, its gradient is zero, and the running mean includes it."""
+    """The result does not change, the bias's gradient is zero, the running mean includes it."""
     inputs = materialize(LAYER.samples[3], dtype)
     if not affine:
         inputs[5:7] = None, None
@@ -199,11 +199,11 @@ def test_a_bias_before_training_is_cancelled(dtype: torch.dtype, affine: bool) -
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
-    """Where a rounded z falls on the other side of the bend, a gradient is off by all of it.
+    """If rounding moves z across the kink, a gradient is entirely wrong.
 
-    That is so for 0.2 z in a float16 million times its roundoff, 2^-12: 50 elements more or less,
-    a tenth of whose error's root is luck. bn_weight's gradient is luck alone: its few columns whose
-    bend is far out decide.
+    In float16 about 0.2 * 2^-12 of a million elements are affected: 50, so the root mean square
+    error varies by a tenth. bn_weight's gradient is left out: it depends on a few columns with a
+    distant kink, and so on chance.
     """
     x, *rest = LAYER.samples[3]
     inputs = materialize([type(x)((8192, 67)), *rest], dtype, param_dtype=torch.float32)
@@ -217,8 +217,8 @@ def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
         assert errors[0] <= 1.3 * errors[1], name
 
 
-def test_evaluation_works_in_place_on_the_gemms_result_alone() -> None:
-    """The inputs do not change, and the numbers equal those with gradients."""
+def test_evaluation_overwrites_only_the_gemms_result() -> None:
+    """The inputs do not change, and the results equal those with gradients."""
     inputs = materialize(LAYER.samples[3], torch.float32)
     inputs[2], inputs[7] = torch.randn(127), False
     before = [t.clone() for t in inputs if isinstance(t, torch.Tensor)]
@@ -230,7 +230,7 @@ def test_evaluation_works_in_place_on_the_gemms_result_alone() -> None:
 
 
 def test_the_ops_schemas() -> None:
-    """The schemas say what is written to; fakes agree."""
+    """The schemas mark the tensors that are written, and fakes agree."""
     x, mean, var, weight, bias = _step(24, 31)[:5]
     ops, kind = torch.ops.torchweld, (1e-5, "silu", "none")
     torch.library.opcheck(ops.normalize_act_.cpu, (x.clone(), mean, var, weight, bias, *kind))
@@ -241,13 +241,15 @@ def test_the_ops_schemas() -> None:
         ops.normalize_act_.cpu(x.t(), mean[:24], var[:24], None, None, *kind)
 
 
-@pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason="no Triton here, or on a GPU")
+@pytest.mark.skipif(
+    PLACES["interpreter"][2] is not None, reason="Triton is missing, or a GPU runs it"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3), (33, 64), (257, 31), (5, 1030)], ids=str)
 def test_triton_in_the_interpreter(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training step: as exact as the CPU's kernels, within a factor of their largest error."""
+    """A training step, with errors within a factor of the CPU kernels' largest error."""
     monkeypatch.setattr(BACKENDS["triton"], "devices", {"cpu"})
     inputs = _step(*shape, dtype=dtype, param_dtype=torch.float32)
     inputs[0] = inputs[0] + 3
@@ -267,7 +269,7 @@ def test_triton_in_the_interpreter(
 
 
 def _pair(**kwargs: Any) -> tuple[LinearBatchNormAct, torch.nn.Sequential]:
-    """The same layer twice: ours, and in torch's modules."""
+    """The same layer as our module and as torch's modules."""
     torch.manual_seed(0)
     mine = LinearBatchNormAct(67, 31, **kwargs)
     with torch.no_grad():
@@ -306,7 +308,7 @@ def test_the_module_is_linear_batch_norm_and_gelu(options: dict[str, Any], backe
                 module.zero_grad()
                 y.square().sum().backward()
             for a, b in zip(mine.parameters(), other.parameters(), strict=True):
-                # torch's gradient of a cancelled bias is rounding of what its terms are
+                # torch's gradient of a cancelled bias is the rounding error of its terms
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3)
             for a, b in zip(_buffers(mine), _buffers(other), strict=True):
                 assert a.dtype == b.dtype
@@ -320,7 +322,7 @@ def test_leading_dimensions_are_the_batch() -> None:
 
 
 def test_state_dicts_and_conversions() -> None:
-    """Keys are the two modules'; one made from modules keeps their tensors."""
+    """Keys are those of the two modules, and conversion keeps their tensors."""
     mine, other = _pair()
     names = [key.replace("linear.", "0.").replace("norm.", "1.") for key in mine.state_dict()]
     assert names == list(other.state_dict())
@@ -336,7 +338,7 @@ def test_state_dicts_and_conversions() -> None:
 
 
 def test_a_frozen_norm_in_a_trained_layer() -> None:
-    """Its own mode counts, as in torch: given statistics, but still gradients."""
+    """The norm's own mode counts, as in torch: it uses given statistics but still has gradients."""
     mine, other = _pair()
     for module in (mine, other):
         module.train()
@@ -352,7 +354,7 @@ def test_a_frozen_norm_in_a_trained_layer() -> None:
 
 
 def test_adapted_modules_are_called() -> None:
-    """A module that computes something else is not taken for a linear layer."""
+    """A subclass that computes something else is not treated as a linear layer."""
     mine, _ = _pair()
 
     class Doubled(torch.nn.Linear):

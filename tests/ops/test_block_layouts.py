@@ -20,12 +20,12 @@ Seen = Callable[[int, int, int], bool]
 
 
 def _blocks(rows: int, seen: Seen) -> torch.Tensor:
-    """The blocks of a definition, one by one, for `rows` rows and columns."""
+    """The blocks of a definition, evaluated one by one, for `rows` rows and columns."""
     return torch.tensor([[seen(r, c, rows) for c in range(rows)] for r in range(rows)])
 
 
 def _fixed(r: int, c: int, n: int, local: int = 4, width: int = 2, head: int = 0) -> bool:
-    """DeepSpeed's: the last blocks of a window of `local`; a short last window has its own."""
+    """DeepSpeed's pattern: the last blocks of each window, also of a short last window."""
     first = local - (1 + head) * width
     whole = n - n % local
     begins = list(range(first, whole, local))
@@ -34,7 +34,7 @@ def _fixed(r: int, c: int, n: int, local: int = 4, width: int = 2, head: int = 0
     return r // local == c // local or any(b <= c < b + width for b in begins)
 
 
-# DeepSpeed's layouts and the survey's atomic patterns: the builder's arguments and the definition.
+# DeepSpeed's layouts and elementary patterns: the builder's arguments and the definition.
 DEFINITIONS: dict[str, tuple[str, dict[str, Any], Seen]] = {
     "dense": ("dense", {}, lambda r, c, n: True),
     "window": (
@@ -86,12 +86,12 @@ DEFINITIONS: dict[str, tuple[str, dict[str, Any], Seen]] = {
 @pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
 @pytest.mark.parametrize("tokens", [16 * 11, 16 * 12 - 5])
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_builders_are_their_definitions(name: str, tokens: int, attention: str) -> None:
+def test_builders_equal_their_definitions(name: str, tokens: int, attention: str) -> None:
     builder, arguments, seen = DEFINITIONS[name]
     rows = -(-tokens // 16)
     given_ = dict(arguments) if name == "dense" else arguments | {"attention": attention}
     if name == "fixed, horizontal" and attention == "unidirectional":
-        pytest.skip("a horizontal one would see later keys")
+        pytest.skip("horizontal global blocks would see later keys")
     layout = getattr(BlockLayout, builder)(tokens, block=16, **given_)
     expected = _blocks(rows, seen)
     if name == "dense" and attention == "unidirectional":
@@ -115,7 +115,7 @@ def test_heads_of_fixed_have_their_own_global_blocks() -> None:
 @pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
 @pytest.mark.parametrize("per_row", [1, 3, 11, 40])
 def test_random_rows_have_as_many_different_blocks(per_row: int, attention: str) -> None:
-    """Row 0 too, which may see only itself."""
+    """Also in row 0, which may see only itself."""
     arguments: dict[str, Any] = {"block": 16, "num_heads": 3, "different_layout_per_head": True}
     layout = BlockLayout.random(16 * 40, per_row, attention=attention, **arguments)
     found = layout.kinds() > 0
@@ -132,10 +132,10 @@ def test_random_rows_have_as_many_different_blocks(per_row: int, attention: str)
 
 @pytest.mark.parametrize("per_row", [2, 5])
 def test_random_blocks_are_uniform(per_row: int) -> None:
-    """Each column in a share per_row / 12 of 24,000 rows, within five sigma."""
+    """Each column appears in per_row / 12 of 24,000 rows, within five sigma."""
     layout = BlockLayout.random(
         (16 * 24000, 16 * 12), per_row, block=16
-    )  # two ways to draw: by 2 of 12 and by 5
+    )  # 2 and 5 of 12 are drawn in different ways
     share = (layout.kinds()[0, 0] > 0).float().mean(0)
     p = per_row / 12
     assert ((share - p).abs() < 5 * (p * (1 - p) / 24000) ** 0.5).all()
@@ -203,7 +203,7 @@ def test_global_tokens_are_exact() -> None:
 
 
 def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
-    """Some blocks at a time, by head; memory beyond a piece's is that of the existing blocks."""
+    """It is called for a few blocks at a time, and memory is proportional to the blocks found."""
     asked = []
 
     def mask_mod(
@@ -227,9 +227,10 @@ def test_a_mask_function_is_never_asked_for_a_whole_mask() -> None:
 
 @pytest.mark.parametrize("width", [1, 60])
 def test_a_mask_function_takes_memory_for_its_blocks(width: int, monkeypatch: Any) -> None:
-    """A piece's pairs take 16 bytes each: distances of int64, their magnitudes. Lists are beside.
+    """A piece's pairs take 16 bytes each: int64 distances and their magnitudes. Lists come in
+    addition.
 
-    A block takes at most 160 bytes while lists are made: ten numbers of int64 and their copies.
+    While lists are made a block takes at most 160 bytes: ten int64 numbers and their copies.
     """
     monkeypatch.setattr(patterns, "pairs_at_once", lambda device: 2**12)
 
@@ -252,7 +253,7 @@ def test_a_mask_function_returns_booleans() -> None:
 
 
 def test_scores_choose_the_best_blocks() -> None:
-    """-inf excludes a block; the lists have the same room in every row."""
+    """-inf excludes a block. The lists reserve the same space for every row."""
     scores = torch.randn(2, 3, 10, 12)
     scores[0, 0, :, 3:] = -torch.inf
     scores[1, 2, 4] = -torch.inf
@@ -274,7 +275,7 @@ def test_scores_on_a_device_are_never_read() -> None:
     assert {t.device.type for t in layout.lists} == {"meta"}
 
 
-# --- What all have --------------------------------------------------------------------------------
+# --- All layouts ----------------------------------------------------------------------------------
 
 _LENGTHS = (200, 230)
 LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
@@ -303,7 +304,7 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_lists_say_what_the_layout_says(name: str) -> None:
-    """Rows and columns have the same blocks; full before partial ones; the longest lines first."""
+    """Rows and columns have the same blocks: full before partial ones, longest lines first."""
     layout = LAYOUTS[name]()
     mask = layout.to_mask()
     assert mask.shape[2:] == _LENGTHS
@@ -311,7 +312,7 @@ def test_the_lists_say_what_the_layout_says(name: str) -> None:
         return
     rows, _, columns, column_entries, masks = layout.lists
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in layout.lists)
-    # The transpose's masks have keys for rows: its bits are to be transposed too.
+    # The transpose's masks have keys as rows, so transpose the bits too.
     flipped = torch.zeros(0, masks.shape[1], dtype=torch.int32)
     if len(masks):
         flipped = packed(unpacked(masks, 32).mT.contiguous())
@@ -347,8 +348,8 @@ def test_unions_and_intersections(one: str, two: str, seed: int) -> None:
     assert torch.equal(restricted, ((a | b).to_mask() & seen).expand(restricted.shape))
 
 
-def test_layouts_are_known_by_their_builders() -> None:
-    """Equal by their arguments; one from data only to itself. Nothing is read from a device."""
+def test_equality_of_layouts() -> None:
+    """Equal arguments make equal layouts; a layout from data equals only itself."""
     a, b = (BlockLayout.bigbird(512, block=64) for _ in range(2))
     assert a == b
     assert hash(a) == hash(b)
@@ -372,7 +373,7 @@ def test_layouts_are_known_by_their_builders() -> None:
 
 
 def test_memory_is_proportional_to_the_blocks() -> None:
-    """Sixteen bytes a block, in rows and in columns, and sixteen a line; dense has none."""
+    """Sixteen bytes per block, and sixteen per row and column. A dense layout takes none."""
     assert BlockLayout.dense(2**20).nbytes == 0
     for tokens in (2**14, 2**16):
         layout = BlockLayout.random(tokens, 16, num_heads=4, different_layout_per_head=True)

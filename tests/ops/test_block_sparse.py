@@ -1,4 +1,4 @@
-"""block_sparse_attention beside torch's attention with the mask that the layout stands for."""
+"""block_sparse_attention against torch's attention with the layout's mask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ attention: Callable[..., Any] = functional.block_sparse_attention
 
 @pytest.fixture(params=["cpu", "eager"])
 def backend(request: pytest.FixtureRequest) -> Any:
-    """Asked for by name."""
+    """A backend, selected by name."""
     with torchweld.use_backend(request.param):
         yield request.param
 
@@ -40,7 +40,7 @@ def _with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> list
 
 
 def _dense(mask: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
-    """torch's attention in float64; rows that see nothing are zero there too."""
+    """torch's attention in float64, with zeros in rows that see no key."""
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
@@ -54,7 +54,7 @@ def _dense(mask: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
 
 
 def _assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Sums of up to some hundred products of numbers around one, in float32."""
+    """Compare sums of up to a few hundred products of numbers around one, in float32."""
     for name, a, b in zip(("y", "grad_q", "grad_k", "grad_v"), found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -133,7 +133,7 @@ def test_random_layouts_lengths_heads_and_groups(
     padded: bool,
     seed: int,
 ) -> None:
-    """Property: attention with the mask that the layout, `causal` and the padding make."""
+    """Property: equals attention with the mask of the layout, `causal` and the padding."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = -(-queries // block), -(-keys // block)
     leading = {"shared": (), "heads": (group * key_heads,), "batch": (batch, 1)}[each]
@@ -157,7 +157,7 @@ def test_random_layouts_lengths_heads_and_groups(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_layouts_of_memory_in_16_bits(dtype: torch.dtype) -> None:
-    """[batch, tokens, heads, width], as projections leave it: the same bits as packed."""
+    """[batch, tokens, heads, width], as after projections, gives the bits of packed tensors."""
     layout = BlockLayout.bigbird(130, block=16)
     packed = _drawn(*[(2, 3, 130, 32)] * 3, dtype=dtype)
     apart = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in packed]
@@ -167,7 +167,7 @@ def test_layouts_of_memory_in_16_bits(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# --- What nothing is seen of ----------------------------------------------------------------------
+# --- Empty rows and columns -----------------------------------------------------------------------
 
 
 def test_empty_rows_and_columns_are_zero(backend: str) -> None:
@@ -193,7 +193,7 @@ def test_empty_rows_and_columns_are_zero(backend: str) -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> None:
-    """Both drop the same scores; with unit vectors for values, y is the weights."""
+    """Both drop the same scores. With unit vectors as values, y holds the weights."""
     q, k = (x.detach() for x in _drawn((2, 3, 70, 16), (2, 3, 150, 16)))
     v = torch.eye(150).expand(2, 3, 150, 150)
     k = torch.nn.functional.pad(k, (0, 134))
@@ -210,7 +210,7 @@ def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> N
 
 
 def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
-    """With keys and values of these heads, and with all of them."""
+    """With keys and values of only these heads, and of all heads."""
     q, k, v = (x.detach() for x in _drawn((2, 6, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8)))
     layout = BlockLayout.bigbird(40, block=16)
     options = {"dropout_p": 0.4, "seed": 5}
@@ -218,6 +218,32 @@ def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
     shard = torchweld.random.Shard([2, 6, 40, 8], [1, 3, 0, 0])
     own = attention(q[1:, 3:], k[1:, 1:], v[1:, 1:], layout, shard=shard, **options)
     torch.testing.assert_close(own, whole[1:, 3:])
+
+
+@pytest.mark.parametrize(("first_query", "first_key"), [(48, 0), (0, 48), (48, 48)])
+def test_a_part_of_the_sequence_is_that_of_the_whole(
+    backend: str, first_query: int, first_key: int
+) -> None:
+    """Distances and drops, of keys that lie before, after or beside the queries."""
+    lines, columns = slice(first_query, first_query + 48), slice(first_key, first_key + 48)
+    seen = torch.zeros(1, 1, 96, 96, dtype=torch.bool)
+    seen[..., lines, columns] = True
+    whole = _drawn(*[(2, 3, 96, 8)] * 3)
+    slopes, given_ = torch.tensor([0.5, 0.25, -0.1]), {"dropout_p": 0.4, "seed": 5}
+    distance = (torch.arange(96)[:, None] - torch.arange(96)).abs()
+    bias = (-slopes[:, None, None] * distance).masked_fill(~seen, -torch.inf)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        z = (q @ k.mT * 8**-0.5 + bias)[:, :, lines]
+        return z.softmax(-1) * kept((2, 3, 96, 96), 0.4, 5)[:, :, lines] / 0.6 @ v
+
+    def part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shard = torchweld.random.Shard([2, 3, 96, 8], [0, 0, first_query, first_key])
+        q, k, v = q[:, :, lines], k[:, :, columns], v[:, :, columns]
+        layout = BlockLayout.dense(48, block=16)
+        return attention(q, k, v, layout, alibi_slopes=slopes, shard=shard, **given_)
+
+    _assert_same(_with_gradients(part, *whole), _with_gradients(plain, *whole))
 
 
 # --- Heads and layers -----------------------------------------------------------------------------
@@ -235,7 +261,7 @@ def test_permuted_heads_have_permuted_layouts(backend: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_of_one_length_do_not_mix(compiled: bool) -> None:
-    """Each keeps its own layout, in one compiled graph too."""
+    """Each layer keeps its own layout, also in one compiled graph."""
     layouts = [
         BlockLayout.longformer(96, block=16),
         BlockLayout.sliding_window(96, 1, block=16),
@@ -260,7 +286,7 @@ def test_layers_of_one_length_do_not_mix(compiled: bool) -> None:
 
 
 def test_a_layout_may_change_at_every_step_of_a_compiled_function() -> None:
-    """It does not compile again if its lists have the same room."""
+    """There is no recompilation if the lists have the same sizes."""
     torch._dynamo.reset()
     function = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
     q, k, v = (x.detach() for x in _drawn(*[(1, 2, 96, 16)] * 3))
@@ -273,7 +299,7 @@ def test_a_layout_may_change_at_every_step_of_a_compiled_function() -> None:
             assert torch.equal(found, attention(q, k, v, layout))
 
 
-# --- Packed sequences, sums of exponentials, sinks ------------------------------------------------
+# --- Packed sequences, log-sum-exps, sinks --------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -289,7 +315,7 @@ def test_packed_sequences_are_their_own(causal: bool, backend: str) -> None:
 
 
 def test_parts_of_keys_merge_by_their_sums(backend: str) -> None:
-    """As a ring of devices merges them, with gradients through the sums."""
+    """As in ring attention, with gradients through the log-sum-exps."""
     q, k, v = _drawn(*[(1, 2, 64, 16)] * 3)
     layout = BlockLayout.dense((64, 32), block=32)
 
@@ -306,7 +332,7 @@ def test_parts_of_keys_merge_by_their_sums(backend: str) -> None:
 
 
 def test_sinks_are_keys_without_values(backend: str) -> None:
-    """One more key of that score and a value of zero, for each head."""
+    """A sink equals one more key per head, with that score and a value of zero."""
     q, k, v, sinks = _drawn(*[(2, 3, 50, 8)] * 3, (3,))
     layout = BlockLayout.sliding_window(50, window_size=(9, 0), block=16)
 
@@ -324,7 +350,7 @@ def test_sinks_are_keys_without_values(backend: str) -> None:
 
 
 def test_slopes_and_soft_capping(backend: str) -> None:
-    """ALiBi's distance counts from where the last query stands beside the last key."""
+    """ALiBi's distances are those with the last query aligned to the last key."""
     q, k, v = _drawn((2, 3, 40, 8), (2, 3, 70, 8), (2, 3, 70, 8))
     slopes = torch.tensor([[0.5, 0.25, 0.1], [0.3, 0.2, 0.0]])
     distance = (torch.arange(40)[:, None] + 30 - torch.arange(70)).abs()
@@ -415,7 +441,7 @@ def test_arguments_are_named(case: str, name: str | None) -> None:
     assert caught.match(accepted)
 
 
-# A list, the place of one of its numbers, and a number that leads out of the layout.
+# A list, the index of one of its numbers, and an invalid number.
 UNSOUND = [
     *[(name, (0, 0, 0, 0), bad) for name in ("rows", "columns") for bad in (-1, 4, 2**31 - 1)],
     *[(name, (0, 0, 0, at), 10**6) for name in ("rows", "columns") for at in (1, 2, 3)],
@@ -427,7 +453,7 @@ UNSOUND = [
 
 @pytest.mark.parametrize(("name", "at", "bad"), UNSOUND)
 def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: int) -> None:
-    """Handed straight to the CPU's op, forward and backward."""
+    """Passed directly to the CPU's op, forward and backward."""
     layout = BlockLayout.sliding_window(64, window_size=(20, 9), block=16)
     q = torch.ones(1, 1, 64, 8)
     assert OP.inputs is not None
@@ -438,7 +464,7 @@ def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: 
     assert torch.equal(y, torch.ones_like(q))
     inputs[where] = inputs[where].clone()
     inputs[where][at] = bad
-    with pytest.raises(RuntimeError, match="lead out"):
+    with pytest.raises(RuntimeError, match="refer to blocks or masks"):
         kernels.forward(*inputs)
-    with pytest.raises(RuntimeError, match="lead out"):
+    with pytest.raises(RuntimeError, match="refer to blocks or masks"):
         kernels.backward(y, None, *inputs, y, lse, True, True, True, False)

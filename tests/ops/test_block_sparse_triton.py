@@ -1,7 +1,8 @@
 """block_sparse_attention's Triton kernels in the interpreter.
 
-The contract pools the errors of all samples. One of them has ten thousand heads: as many programs
-here, one after another. The other samples run here, with tests that only these kernels need.
+The contract pools the errors of all samples. One of them has ten thousand heads, which the
+interpreter would run one after another. This file runs the other samples, and tests that only these
+kernels need.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_samples(dtype: torch.dtype, at: int) -> None:
-    """Within 16 roundings of the sum of terms; all is written, nothing else; fakes are right."""
+    """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
     inputs = sample_inputs(OP, dtype, DEVICE, dtype)[at]
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
     terms = OP.numerics.terms(*inputs, **grads)
     info = torch.finfo(dtype)
     unit = info.eps / 2
-    # A weight below the normal numbers is off by at most half of the smallest one.
+    # A subnormal weight is off by at most half of the smallest subnormal number.
     subnormal = info.smallest_normal * unit
     floor = subnormal * grads["grad_y"].abs().sum().item()
     for name, value in watched(OP, "triton", inputs).items():
@@ -62,7 +63,7 @@ def test_samples(dtype: torch.dtype, at: int) -> None:
 
 
 def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) -> None:
-    """The kernels' results and gradients are the reference's."""
+    """The kernels' results and gradients equal the reference's."""
 
     def results(function: Any) -> Any:
         inputs = [x.detach().clone().requires_grad_() for x in (q, k, k + 1)]
@@ -81,14 +82,14 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def test_heads_that_share_keys_with_layouts_of_their_own() -> None:
-    """The lists of a column are at other places in the tables of other heads."""
+    """The lists of a column have different positions in the tables of different heads."""
     layout = BlockLayout.random(
         (48, 80), 2, block=16, num_heads=4, different_layout_per_head=True, device=DEVICE
     )
     _assert_as_reference(layout, _random(1, 4, 48, 8), _random(1, 2, 80, 8))
 
 
-def test_rows_that_see_nothing_and_columns_that_nothing_sees() -> None:
+def test_empty_rows_and_columns() -> None:
     blocks = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     blocks[..., 1, 2] = blocks[..., 3, 0] = True
     layout = BlockLayout.from_blocks(blocks, block=16, seq_len=60).to(DEVICE)
@@ -109,7 +110,7 @@ def test_lists_with_room_for_more() -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_tiles_that_are_not_the_layouts_blocks(block: int) -> None:
-    """Several entries to a tile and several tiles to an entry, across the causal diagonal."""
+    """Several entries per tile and several tiles per entry, across the causal diagonal."""
     layout = BlockLayout.strided(200, 2, block=block, device=DEVICE)
     q = _random(1, 1, 200, 16).transpose(2, 3).contiguous().transpose(2, 3)
     _assert_as_reference(layout, q, _random(1, 1, 200, 16), causal=True, scale=-0.3)
@@ -127,26 +128,26 @@ def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
     torch.testing.assert_close(part, whole[1:, 2:])
 
 
-def test_a_shard_of_queries_and_keys_drops_what_the_whole_drops() -> None:
-    """Queries see the last keys only, which a shard may begin with."""
-    layout = BlockLayout.block_local(96, 2, block=16, device=DEVICE)
-    q, k = (_random(1, 2, 96, 8).requires_grad_() for _ in range(2))
-    whole = block_sparse_attention(q, k, k, layout, dropout_p=0.4, seed=7)
-    assert isinstance(whole, torch.Tensor)
-    wanted = torch.autograd.grad(whole[:, :, 64:].square().sum(), [q, k])
-    shard = random.Shard(q.shape, (0, 0, 64, 64))
-    part = BlockLayout.block_local(32, 2, block=16, device=DEVICE)
-    ends = [x[:, :, 64:].detach().requires_grad_() for x in (q, k)]
-    y = block_sparse_attention(*ends, ends[1], part, dropout_p=0.4, seed=7, shard=shard)
-    assert isinstance(y, torch.Tensor)
-    torch.testing.assert_close(y, whole[:, :, 64:])
-    for found, grad in zip(torch.autograd.grad(y.square().sum(), ends), wanted, strict=True):
-        torch.testing.assert_close(found, grad[:, :, 64:])
+@pytest.mark.parametrize(("first_query", "first_key"), [(32, 0), (0, 32), (32, 32)])
+def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, first_key: int) -> None:
+    """It drops the same weights, and has the same distances: keys are before, after or beside."""
+    q, k = _random(1, 2, 32, 8), _random(1, 2, 32, 8)
+    shard = random.Shard((1, 2, 64, 8), (0, 0, first_query, first_key))
+    slopes = torch.tensor([0.5, 0.1], device=DEVICE)
+    layout = BlockLayout.dense(32, block=16, device=DEVICE)
+    options = {"alibi_slopes": slopes, "dropout_p": 0.4, "seed": 7, "shard": shard}
+    _assert_as_reference(layout, q, k, **options)
+    lines, columns = (slice(i, i + 32) for i in (first_query, first_key))
+    distance = (torch.arange(64)[:, None] - torch.arange(64)).abs().to(DEVICE)[lines, columns]
+    z = q @ k.mT * 8**-0.5 - slopes[:, None, None] * distance
+    factors = random.kept((1, 2, 64, 64), 0.4, 7, device=DEVICE)[:, :, lines, columns] / 0.6
+    y = block_sparse_attention(q, k, k + 1, layout, **options)
+    torch.testing.assert_close(y, z.softmax(-1) * factors @ (k + 1))
 
 
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
 def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
-    """Infinity meets the zeros of keys past the last one, under a soft cap too."""
+    """Infinity is multiplied by the zeros past the last key, also with a soft cap."""
     inputs = materialize(OP.sized((33,), (16,)), torch.float32, DEVICE)
     inputs[0][3, 7] = inputs[0][32, 15] = special
     ours = run(OP, inputs)
@@ -156,7 +157,7 @@ def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
 
 
 def test_wide_heads_are_refused() -> None:
-    """The interpreter's place asks for Triton by name."""
+    """The interpreter's place selects Triton by name."""
     q = _random(1, 1, 4, 300)
     with pytest.raises(BackendError, match="wider than 256"):
         block_sparse_attention(q, q, q, BlockLayout.dense(4, device=DEVICE))

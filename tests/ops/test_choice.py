@@ -1,4 +1,4 @@
-"""The backend that is asked for: where it holds, and that a recomputation keeps it."""
+"""The selected backend: its scope, and that a recomputation keeps it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 def test_recomputing_keeps_to_the_choice(
     name: str, forward: str | None, backward: str | None
 ) -> None:
-    """Twice, from a kept graph; and the backend asked for around the backward stays."""
+    """Twice, from a retained graph. The backend selected around the backward stays selected."""
     function = _functions()[name]
     x = X.clone().requires_grad_()
     with torchweld.use_backend(forward):

@@ -1,6 +1,6 @@
-"""linear_act as one GEMM of cuBLASLt's: its numbers, its graph, and when it is chosen.
+"""linear_act as one cuBLASLt GEMM: its numbers, its graph, and when it is chosen.
 
-On a GPU the real one runs, else the emulator's, which computes what the descriptors say.
+On a GPU the real cuBLASLt runs, otherwise the emulator's, which follows the descriptors.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 @pytest.fixture(params=CUBLASLT)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device of the tensors, with the backend asked for by name."""
+    """The device of the tensors, with the backend selected by name."""
     yield from running_cublaslt(request.param, monkeypatch)
 
 
-# Named as the targets of tests/conftest.py, which evidence counts.
+# Named like the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(
     params=[pytest.param((op, p), id=f"{op}-{p}") for op in (LINEAR, MLP) for p in CUBLASLT]
 )
 def placed(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Op, str]]:
-    """An op, and where its tensors are."""
+    """An op, and the device of its tensors."""
     op, place = request.param
     for device in running_cublaslt(place, monkeypatch):
         yield op, device
@@ -49,7 +49,7 @@ def placed(
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call runs the kernels, whatever is faster."""
+    """Every call runs the kernels, even if they are slower."""
     force_epilogues(monkeypatch, forward=True, backward=True)
 
 
@@ -69,9 +69,9 @@ def _unfused(
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-# Leading sizes, in_features, features behind the activation, and for mlp out_features: the least
-# that cuBLASLt takes in each direction, a size that it does not take, and as many elements as the
-# pools of errors need.
+# Leading sizes, in_features, features after the activation, and for mlp out_features. They are the
+# smallest that cuBLASLt accepts in each direction, one that it does not, and enough elements for
+# the pools of errors.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     *(((), 8, 8, 8), ((2, 3), 16, 24, 40), ((2, 1, 3, 1), 24, 16, 5), ((160,), 72, 152, 64)),
     *(((2,), 8, 10008, 16), ((16,), 8, 64, 10008)),
@@ -90,7 +90,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
 
 @DTYPES
 def test_errors_are_bounded(placed: tuple[Op, str], fused: None, dtype: torch.dtype) -> None:
-    """Contract 1 for the kernel, whatever is faster."""
+    """Contract 1 for the kernel, even if it is slower."""
     op, device = placed
     drawn = [materialize(s, dtype, device, seed=seed) for seed, s in enumerate(_samples(op))]
     assert_bounded(op, drawn)
@@ -99,7 +99,7 @@ def test_errors_are_bounded(placed: tuple[Op, str], fused: None, dtype: torch.dt
 @DTYPES
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
-    """y and the sum before it; y is the same without the sum."""
+    """y and z; y is the same if z is not requested."""
     x, w, bias = materialize(arguments((3, 5), 48, 40), dtype, device)
     bias = bias if with_bias else None
     y, z = _kernel(x, w, bias)
@@ -113,7 +113,7 @@ def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets, one row for all; the memory around is neither read nor changed."""
+    """Strides, offsets, expanded rows; the surrounding memory is neither read nor changed."""
     x, w, bias = materialize(arguments((24,), 16, 32), torch.float32, device)
     expected = _kernel(x, w, bias)
 
@@ -128,8 +128,8 @@ def test_layouts(device: str) -> None:
         (within(x, 4, 1), within(w, 8, 1), within(bias, 4, 1)),
         (within(x, 1, 2), within(w, 3, 2), bias),
         (x.t().contiguous().t(), w.t().contiguous().t(), bias),
-        (x, w, within(bias, 1, 1)),  # at an address that cuBLASLt does not take
-        (x, w, within(bias, 4, 1)),  # at the least alignment that it does
+        (x, w, within(bias, 1, 1)),  # at an address that cuBLASLt does not accept
+        (x, w, within(bias, 4, 1)),  # at the smallest alignment that it accepts
         (within(x.flatten(), 1, 1).view(24, 16), w, bias),
     ):
         before = [t._base.clone() if t._base is not None else t.clone() for t in given]
@@ -146,11 +146,14 @@ def test_layouts(device: str) -> None:
     "sizes",
     [
         *((5, 7, 16), (5, 16, 7), (0, 16, 8), (3, 0, 8), (3, 8, 0), (1, 1, 1)),
-        *((4, 104, 8), (4, 120, 8)),  # the emulator's has no algorithm, or fails when it runs
+        *(
+            (4, 104, 8),
+            (4, 120, 8),
+        ),  # the emulator has no algorithm for these, or fails when it runs
     ],
     ids=str,
 )
-def test_what_cublaslt_does_not_serve_is_torchs(device: str, sizes: tuple[int, ...]) -> None:
+def test_unsupported_calls_run_torchs_gemm(device: str, sizes: tuple[int, ...]) -> None:
     rows, width, features = sizes
     x, w, bias = materialize(arguments((rows,), width, features), torch.float32, device)
     for given in (bias, None):
@@ -159,7 +162,7 @@ def test_what_cublaslt_does_not_serve_is_torchs(device: str, sizes: tuple[int, .
 
 
 def _is_torchs(device: str, width: int, features: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether torch's GEMM served one of the forms."""
+    """Whether one of the forms ran torch's GEMM."""
     x, w, bias = materialize(arguments((64,), width, features), dtype, device)
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=on_cpu, acc_events=True) as profile:
@@ -169,22 +172,22 @@ def _is_torchs(device: str, width: int, features: int, dtype: torch.dtype = torc
 
 
 @DTYPES
-def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
-    """The numbers would be right either way, so the ops that ran are looked at."""
+def test_supported_calls_run_cublaslt(device: str, dtype: torch.dtype) -> None:
+    """The numbers would be right either way, so check which ops ran."""
     assert _is_torchs(device, 128, 65, dtype)
     assert not _is_torchs(device, 128, 64, dtype)
 
 
 @pytest.mark.skipif(GPU, reason="the emulator's plants")
-def test_want_of_memory_is_not_kept(device: str) -> None:
-    """A shape that found no memory at first is served the next time."""
+def test_running_out_of_memory_is_not_kept(device: str) -> None:
+    """A shape for which memory was exhausted works the next time."""
     assert _is_torchs(device, 112, 64)
     assert not _is_torchs(device, 112, 64)
     assert [_is_torchs(device, 104, 64) for _ in range(2)] == [True, True]
 
 
 def test_float32_as_tf32(device: str) -> None:
-    """Only where it is asked for."""
+    """Only if requested."""
     x, w, bias = materialize(arguments((64,), 256, 64), torch.float32, device)
     right = _unfused(*[t.double() for t in (x, w, bias)])[0]
     plain, rounded = (
@@ -193,7 +196,7 @@ def test_float32_as_tf32(device: str) -> None:
     assert plain < 1e-4 < rounded < 2e-2
 
 
-def test_what_does_not_fit_is_refused(device: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
     x, w, bias = materialize(arguments((4,), 8, 16), torch.float32, device)
     for wrong in (
         *((x[:, 1:], w, bias), (x, w.half(), bias), (x, w[0], bias)),
@@ -208,7 +211,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(device: str) -> None:
-    """Its fake is right, with z and without."""
+    """Its fake is right, with and without z."""
     x, w, bias = materialize(arguments((3, 4), 8, 16), torch.float32, device)
     for save_z in (True, False):
         given = (x, w, bias, *TANH, 0, save_z)
@@ -239,7 +242,7 @@ def test_compiled(placed: tuple[Op, str], fused: None) -> None:
 
 
 def test_autocast(placed: tuple[Op, str], fused: None) -> None:
-    """Eager's dtypes, and no larger an error."""
+    """Eager's dtypes, and errors no larger than eager's."""
     op, device = placed
     inputs = _inputs(op, 256, device)
     oracle = exact(op, inputs)
@@ -287,9 +290,9 @@ def test_other_activations_are_refused(device: str, kind: dict[str, str], reason
 
 
 def test_the_faster_is_chosen(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The trial chooses one kernel or two; two serve if cuBLASLt does not."""
+    """The trial chooses one kernel or two; two run if cuBLASLt does not support the call."""
     if GPU:
-        pytest.skip("a GPU has a clock of its own")
+        pytest.skip("a GPU has its own clock")
     times = [2.0, 1.0]
 
     def clock(contenders: list[Callable[[], Any]]) -> list[float]:

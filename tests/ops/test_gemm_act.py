@@ -25,28 +25,28 @@ from torchweld.registry import OPS, Composite, materialize
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
 WHERE = [place for place in ("interpreter", "gpu-triton") if PLACES[place][2] is None]
-# The tile that serves any shape, by its index in a kernel's table.
+# The index of the tile that supports any shape in a kernel's table.
 LAST = -1
 
 
-# Named as the targets of tests/conftest.py, which evidence counts.
+# Named like the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(params=[pytest.param(p, id=f"linear_act-{p}") for p in WHERE])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device of Triton's tensors here, with Triton asked for by name."""
+    """The device of Triton's tensors here, with Triton selected by name."""
     with running_at(request.param, monkeypatch):
         yield PLACES[request.param][1]
 
 
 @pytest.fixture(params=[place for place in WHERE if place == "interpreter"])
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton is interpreted, on tensors of the CPU."""
+    """Triton's interpreter runs, on CPU tensors."""
     with running_at(request.param, monkeypatch):
         yield
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Every call runs the kernel, whatever is faster, with the last tile or a given one."""
+    """Every call runs the kernel, even if it is slower, with the last tile or a given one."""
 
     def by(tile: int) -> None:
         monkeypatch.setattr(epilogue, "tile_for", lambda *_: tile)
@@ -57,8 +57,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 # --- Numbers --------------------------------------------------------------------------------------
 
-# No elements in each direction, one element, sizes that no tile divides, and as many as the pools
-# of errors need.
+# No elements in each direction, one element, sizes that no tile divides, and enough elements for
+# the pools of errors.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     *(((), 1, 1), ((2, 3), 31, 13), ((2, 1, 3, 1), 17, 19), ((160,), 67, 151)),
     *(((2,), 5, 10001), ((0,), 8, 5), ((3,), 0, 4), ((3,), 4, 0)),
@@ -67,7 +67,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
-    """Contract 1 for the kernel, whatever is faster."""
+    """Contract 1 for the kernel, even if it is slower."""
     fused(-2)
     if dtype == torch.bfloat16 and not GPU:
         pytest.skip("the interpreter truncates to bfloat16")
@@ -80,9 +80,10 @@ def test_errors_are_bounded(device: str, fused: Callable[[int], None], dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtype) -> None:
-    """A bit more than one of each tile in both directions; rows past a band of the later ones.
+    """Slightly more than one tile in both directions, for each tile; later tiles get more rows than
+    a band.
 
-    Columns are multiples of 16 bytes, so that descriptors serve the persistent ones.
+    Columns are multiples of 16 bytes, so that persistent kernels use descriptors.
     """
     from torchweld.triton_kernels import linear_act
 
@@ -101,9 +102,9 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("save_z", [True, False])
 def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: bool) -> None:
-    """A persistent program's results are those of the simple form with the same tile.
+    """A persistent kernel's results equal those of the simple kernel with the same tile.
 
-    The simple form serves where descriptors cannot: a view past an offset, and odd widths.
+    The simple kernel runs if descriptors cannot: for a view with an offset, and for odd widths.
     """
     from torchweld.triton_kernels import linear_act, linear_act_persistent
 
@@ -127,7 +128,7 @@ def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: boo
 
 @pytest.mark.parametrize("matrix", [0, 1])
 def test_strides(device: str, matrix: int) -> None:
-    """Columns that are not adjacent, rows past an offset, and one row expanded to many."""
+    """Strided columns, rows at an offset, and one row expanded to many."""
     x, weight, bias = materialize(arguments((70,), 33, 41), torch.float32, device)
     kernel = torch.ops.torchweld.linear_act.triton
     expected = kernel(x, weight, bias, "gelu", "none", LAST, True)
@@ -144,11 +145,11 @@ def test_strides(device: str, matrix: int) -> None:
     rows = found[:1].expand(70, 41)
     if device == "cuda":
         assert torch.equal(found, rows)
-    else:  # the interpreter's products are numpy's, whose rows may differ in the last bits
+    else:  # the interpreter uses numpy's products, whose rows may differ in the last bits
         torch.testing.assert_close(found, rows)
 
 
-def test_what_does_not_fit_is_refused(device: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
     x, weight, bias = materialize(arguments((4,), 8, 6), torch.float32, device)
     kernel = torch.ops.torchweld.linear_act.triton
     for wrong in (
@@ -162,7 +163,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(interpreted: None) -> None:
-    """Its fake is right, with z and without."""
+    """Its fake is right, with and without z."""
     x, weight, bias = materialize(arguments((3, 4), 8, 6), torch.float32)
     for save_z in (True, False):
         given = (x, weight, bias, "gelu", "none", LAST, save_z)
@@ -184,7 +185,7 @@ def test_the_op(interpreted: None) -> None:
     ],
     ids=["compile", "dynamic", "autocast", "transposed", "recomputing"],
 )
-def test_what_holds_of_composites(
+def test_assertions_about_composites(
     interpreted: None, fused: Any, seam: Composite, holds: Callable[[Composite], None]
 ) -> None:
     holds(seam)
@@ -228,7 +229,7 @@ def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]
 
 
 class _Clock:
-    """Stands for the GPU's clock: runs every contender, and returns given times."""
+    """A fake GPU clock: runs every contender, and returns given times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -244,7 +245,7 @@ class _Clock:
 
 @pytest.fixture
 def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Clock]:
-    """A GPU's clock, a cache of its own, and no shape too small."""
+    """A fake clock, a separate cache, and no lower limit on shapes."""
     clock = _Clock()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(timing, "_medians", clock)
@@ -287,7 +288,7 @@ def test_the_faster_is_chosen_once_and_kept(
     assert "not timed yet" in str(torchweld.explain("linear_act", x, weight, bias))
     gelu(x)
     assert launched(gelu, x)
-    assert launched(gelu, x[:17])  # 17 and 24 have as many bits
+    assert launched(gelu, x[:17])  # 17 and 24 have the same number of bits
     assert clock.calls == 1
     explained = str(torchweld.explain("linear_act", x, weight, bias))
     assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
@@ -304,7 +305,7 @@ def test_the_faster_is_chosen_once_and_kept(
     explained = torchweld.explain("linear_act", x, weight, bias, activation="relu").detail
     assert "one kernel for all was measured at 1.01x its speed" in explained
 
-    # Another process reads what this one wrote; a file that it cannot read is empty.
+    # Another process reads the file that this one wrote. An unreadable file counts as empty.
     timing._all_kept.cache_clear()
     assert launched(gelu, x)
     assert clock.calls == 2
@@ -316,7 +317,7 @@ def test_the_faster_is_chosen_once_and_kept(
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_what_compiles_takes_what_is_kept(
+def test_compiled_code_takes_the_kept_choice(
     clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
 ) -> None:
     """The choice is part of the graph, for any number of rows."""
@@ -343,9 +344,7 @@ def test_what_compiles_takes_what_is_kept(
     assert clock.calls == 2
 
 
-def test_what_the_kernel_cannot_serve_is_unfused(
-    clock: _Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_calls_are_unfused(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock.times = [2.0, 1.0]
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
@@ -381,10 +380,10 @@ def _without_memory(*given: Any) -> Any:
     ("kernel", "told"),
     [(_wrong, "wrong result: y is off by"), (_raising, "PTXAS error"), (_too_large, None)],
 )
-def test_what_is_wrong_or_fails_is_refused(
+def test_kernels_that_are_wrong_or_fail_are_refused(
     kernel: Any, told: str | None, clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried once, with one warning; the call has the unfused form's result."""
+    """It is tried once, with one warning, and the call returns the unfused form's result."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     expected = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
     tried: list[Any] = []
@@ -400,10 +399,10 @@ def test_what_is_wrong_or_fails_is_refused(
     assert "one kernel for all was wrong, or failed, on this GPU" in explained
 
 
-def test_want_of_memory_is_no_verdict(
+def test_running_out_of_memory_is_no_verdict(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is kept and nothing is said, but it is not tried at every call."""
+    """There is no verdict and no warning, but the kernel is not tried at every call."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     tried: list[Any] = []
     monkeypatch.setattr(timing, "_without_memory", set())
@@ -421,7 +420,7 @@ def test_want_of_memory_is_no_verdict(
 @pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("backend", epilogue.ONE_KERNEL)
 def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The chosen form is right; nothing is timed while a graph is captured."""
+    """The chosen form is right, and nothing is timed while a graph is captured."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     timing._all_kept.cache_clear()
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
@@ -429,7 +428,7 @@ def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     tanh = {"approximate": "tanh"}
     with torchweld.use_backend(backend):
         monkeypatch.setattr(verdicts, "mode", "kept")
-        expected = functional.linear_act(*given, **tanh)  # compiles what is to be captured
+        expected = functional.linear_act(*given, **tanh)  # compile before the capture
         monkeypatch.setattr(verdicts, "mode", "time")
         with torch.cuda.graph(graph):
             captured = functional.linear_act(*given, **tanh)

@@ -1,4 +1,4 @@
-"""torch's linear by oneDNN's GEMMs, and the kernel that transposes for its backward."""
+"""torch's linear with oneDNN's GEMMs, and the transposing kernel for its backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = pytest.mark.parametrize("sizes", [(96, 200, 40), (200, 24, 136)], ids=st
 
 @pytest.fixture(autouse=True)
 def _small_ones(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """oneDNN serves small inputs too, and on every CPU."""
+    """Use oneDNN for small inputs too, and on every CPU."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
     monkeypatch.setattr(gemm, "_PRODUCTS_OF_AN_ELEMENT", 0)
     monkeypatch.setattr(gemm, "_has_amx", lambda: True)
@@ -95,13 +95,13 @@ def _with_gradients(
 ) -> list[torch.Tensor]:
     given = [t.requires_grad_() for t in given]
     y = linear(*given)
-    grad = torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16()  # is exact in all dtypes
+    grad = torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16()  # exact in all dtypes
     return [y, *torch.autograd.grad(y, given, grad.to(y.dtype))]
 
 
 @SIZES
 def test_what_is_saved(sizes: tuple[int, int, int]) -> None:
-    """It saves only the other factor of each wanted gradient."""
+    """It saves only the other factor of each required gradient."""
     x, weight, bias = _inputs(sizes)
     for frozen, expected in ((x, {x}), (weight, {weight}), (bias, {x, weight})):
         saved: set[torch.Tensor] = set()
@@ -133,7 +133,7 @@ def test_second_derivatives(sizes: tuple[int, int, int]) -> None:
 @SIZES
 @splits_backwards
 def test_a_split_backward(sizes: tuple[int, int, int]) -> None:
-    """x's gradient first and the parameters' later have the same bits."""
+    """x's gradient first and the parameters' gradients later, with the same bits."""
     x, *parameters = _inputs(sizes)
     expected = torch.autograd.grad(gemm.linear(x, *parameters).square().sum(), [x, *parameters])
     loss = gemm.linear(x, *parameters).square().sum()
@@ -144,7 +144,7 @@ def test_a_split_backward(sizes: tuple[int, int, int]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_torch_says_what_does_not_fit() -> None:
+def test_torch_raises_for_wrong_shapes() -> None:
     x, weight, bias = _inputs((96, 200, 40))
     for given in ((x[..., 1:], weight), (x, weight, bias[1:]), (x, weight.float())):
         with pytest.raises(RuntimeError):

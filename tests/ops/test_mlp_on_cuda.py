@@ -1,4 +1,4 @@
-"""mlp's backward with the activation's in one GEMM of cuBLASLt's: numbers, graph, and choice.
+"""mlp's backward with the activation's backward in a cuBLASLt GEMM: numbers, graph, and choice.
 
 tests/ops/test_cublaslt.py has linear_act's forward, and both together against the oracle.
 """
@@ -39,16 +39,16 @@ MLP = OPS["mlp"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
-# Named as the targets of tests/conftest.py, which evidence counts.
+# Named like the targets of tests/conftest.py, which evidence counts.
 @pytest.fixture(params=[pytest.param(p, id=f"mlp-{p}") for p in CUBLASLT])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device of the tensors, with the backend asked for by name."""
+    """The device of the tensors, with the backend selected by name."""
     yield from running_cublaslt(request.param, monkeypatch)
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call runs both kernels, whatever is faster."""
+    """Every call runs both kernels, even if they are slower."""
     force_epilogues(monkeypatch, forward=True, backward=True)
 
 
@@ -68,7 +68,7 @@ def _right(
 def _drawn(
     leading: tuple[int, ...], out: int, hidden: int, device: str, dtype: torch.dtype = torch.float32
 ) -> list[Any]:
-    """A gradient, a weight, and a sum before the activation."""
+    """A gradient, a weight, and a pre-activation."""
     specs = (activation(*leading, out), weight(out, hidden), activation(*leading, hidden))
     return materialize(specs, dtype, device)
 
@@ -91,7 +91,7 @@ def _leaves(inputs: list[Any]) -> list[torch.Tensor]:
 @DTYPES
 @pytest.mark.parametrize("need_bias", [True, False])
 def test_both_results(device: str, dtype: torch.dtype, need_bias: bool) -> None:
-    """Both gradients; the sum's is the same without the bias's."""
+    """Both gradients. The pre-activation's gradient is the same without the bias's."""
     given = _drawn((3, 5), 48, 40, device, dtype)
     found = _kernel(*given, need_bias=need_bias)
     right = _right(*[t.double() for t in given])
@@ -105,7 +105,7 @@ def test_both_results(device: str, dtype: torch.dtype, need_bias: bool) -> None:
 
 
 def test_layouts(device: str) -> None:
-    """Strides, offsets, one row for all; the memory around is neither read nor changed."""
+    """Strides, offsets, expanded rows; the surrounding memory is neither read nor changed."""
     given = _drawn((24,), 16, 32, device)
     expected = _kernel(*given)
 
@@ -122,13 +122,13 @@ def test_layouts(device: str) -> None:
         for found, right in zip(_kernel(*other), expected, strict=True):
             torch.testing.assert_close(found, right)
         assert torch.equal(before.view(torch.int32), other[at]._base.view(torch.int32))
-    for at in range(3):  # columns first, and at an address that cuBLASLt does not take
+    for at in range(3):  # column-major, and at an address that cuBLASLt does not accept
         shifted = torch.empty(given[at].numel() + 1, device=device)[1:].view_as(given[at])
         for like in (given[at].t().contiguous().t(), shifted.copy_(given[at])):
             found = _kernel(*[like if at == i else t for i, t in enumerate(given)])
             torch.testing.assert_close(found, expected)
     for at, need_bias in itertools.product(range(3), (True, False)):
-        # At the least alignment that it takes, after a larger one.
+        # At the smallest alignment that it accepts, after a larger one.
         _kernel(*given, need_bias=need_bias)
         beside = torch.empty(given[at].numel() + 4, device=device)[4:].view_as(given[at])
         other = [beside.copy_(t) if at == i else t for i, t in enumerate(given)]
@@ -141,12 +141,10 @@ def test_layouts(device: str) -> None:
     ("rows", "out", "hidden"),
     [
         *((5, 7, 16), (5, 16, 7), (0, 16, 8), (3, 0, 8), (3, 8, 0), (1, 1, 1)),
-        (4, 104, 8),  # the emulator's has no algorithm
+        (4, 104, 8),  # the emulator has no algorithm for this
     ],
 )
-def test_what_cublaslt_does_not_serve_is_torchs(
-    device: str, rows: int, out: int, hidden: int
-) -> None:
+def test_unsupported_calls_run_torchs_gemm(device: str, rows: int, out: int, hidden: int) -> None:
     given = _drawn((rows,), out, hidden, device)
     right = _right(*given)
     torch.testing.assert_close(_kernel(*given), right)
@@ -154,8 +152,8 @@ def test_what_cublaslt_does_not_serve_is_torchs(
 
 
 @DTYPES
-def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
-    """The numbers would be right either way, so the ops that ran are looked at."""
+def test_supported_calls_run_cublaslt(device: str, dtype: torch.dtype) -> None:
+    """The numbers would be right either way, so check which ops ran."""
 
     def is_torchs(out: int) -> bool:
         given = _drawn((64,), out, 128, device, dtype)
@@ -170,7 +168,7 @@ def test_what_it_serves_is_not_torchs(device: str, dtype: torch.dtype) -> None:
 
 
 def test_float32_as_tf32(device: str) -> None:
-    """Only where it is asked for."""
+    """Only if requested."""
     given = _drawn((64,), 256, 64, device)
     right = _right(*[t.double() for t in given])[0]
     plain, rounded = (
@@ -179,7 +177,7 @@ def test_float32_as_tf32(device: str) -> None:
     assert plain < 1e-4 < rounded < 2e-2
 
 
-def test_what_does_not_fit_is_refused(device: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
     grad, w, z = _drawn((4,), 8, 16, device)
     for wrong in (
         *((grad[:, 1:], w, z), (grad, w[:, 1:], z), (grad, w[0], z), (grad[1:], w, z)),
@@ -194,7 +192,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_the_op(device: str) -> None:
-    """Its fake is right, with the bias's gradient and without."""
+    """Its fake is right, with and without the bias's gradient."""
     given = _drawn((3, 4), 8, 16, device)
     for need_bias in (True, False):
         torch.library.opcheck(
@@ -225,8 +223,8 @@ def test_every_form_is_right(
     assert counted.calls["act_linear_backward"] == backward
 
 
-def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
-    """Where the bias is infinite, so are the zeros that carry its gradient."""
+def test_infinite_biases_stay_infinite(device: str, fused: None) -> None:
+    """An infinite bias also makes the zeros that carry its gradient non-finite."""
     x, w1, b1, w2, b2, *kind = _inputs(device)
     b1[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     ours, eager = (
@@ -237,8 +235,8 @@ def test_what_is_infinite_stays_so(device: str, fused: None) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
-    """Gradients do not depend on which others are wanted, and no kernel runs for nothing."""
+def test_only_wanted_gradients_are_computed(device: str, fused: None, bias: bool) -> None:
+    """A gradient does not depend on which others are required, and no kernel runs without need."""
     inputs = _inputs(device, bias)
     leaves = _leaves(inputs)
     grads = {}
@@ -266,7 +264,7 @@ def test_only_what_is_wanted(device: str, fused: None, bias: bool) -> None:
 def test_a_split_backward_runs_nothing_twice(
     device: str, monkeypatch: pytest.MonkeyPatch, forward: bool, bias: bool
 ) -> None:
-    """Gradients of what flows first, those of the parameters later, as zero-bubble schedules do."""
+    """Gradients of activations first and of parameters later, as in zero-bubble schedules."""
     force_epilogues(monkeypatch, forward=forward, backward=True)
     assert_split(MLP, _inputs(device, bias, requires_grad=True))
 
@@ -294,7 +292,7 @@ def test_second_derivatives(device: str, monkeypatch: pytest.MonkeyPatch, forwar
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
-    """One graph for any number of rows equals eager, by the same kernel."""
+    """One graph for any number of rows equals eager with the same kernel."""
     force_epilogues(monkeypatch, forward=forward, backward=True)
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -314,9 +312,9 @@ def test_compiled(device: str, monkeypatch: pytest.MonkeyPatch, forward: bool) -
 
 
 def test_memory(device: str, fused: None) -> None:
-    """It saves and holds no more than without; with `recompute` it saves only the inputs."""
+    """It saves and holds no more than unfused; with `recompute` it saves only the inputs."""
     if GPU:
-        pytest.skip("what torch's GEMMs hold there is not counted")
+        pytest.skip("the memory of torch's GEMMs is not counted there")
     rows, hidden = 512, 256
     leaves = materialize(
         arguments((rows,), 16, hidden, 16, *TANH)[:5],
@@ -344,9 +342,9 @@ def test_memory(device: str, fused: None) -> None:
 
 @pytest.fixture
 def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[float]]:
-    """Times that stand for the GPU's, unfused and fused; the contenders run."""
+    """Fake GPU times, unfused and fused; the contenders still run."""
     if GPU:
-        pytest.skip("a GPU has a clock of its own")
+        pytest.skip("a GPU has its own clock")
     times = {"forward": [2.0, 1.0], "backward": [2.0, 1.0]}
 
     def medians(contenders: list[Callable[[], Any]]) -> list[float]:
@@ -369,7 +367,7 @@ def clock(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[
 
 
 def _ran(inputs: list[Any], function: Callable[..., torch.Tensor] | None = None) -> tuple[int, int]:
-    """How many of the kernels a call runs in each direction, after the trial."""
+    """The number of fused kernels that a call runs in each direction, after the trial."""
     function = function or (lambda *given: call(MLP, *given))
     function(*inputs)
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -389,7 +387,7 @@ def _explained(inputs: list[Any]) -> str:
 def test_the_faster_is_chosen(
     device: str, clock: dict[str, list[float]], forward: float, backward: float
 ) -> None:
-    """Each direction chooses for itself, and compiled code takes the same."""
+    """Each direction chooses separately, and compiled code takes the same choice."""
     clock["forward"][0], clock["backward"][0] = forward, backward
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     assert _explained(inputs).count("not timed yet") == 2
@@ -403,8 +401,8 @@ def test_the_faster_is_chosen(
     assert _ran(inputs, compiled) == (forward > 1, backward > 1)
 
 
-def test_what_makes_another_time(device: str, clock: dict[str, list[float]]) -> None:
-    """Whether the bias's gradient is wanted, the weight's layout, the features, the dtype."""
+def test_properties_with_separate_timings(device: str, clock: dict[str, list[float]]) -> None:
+    """The need for the bias's gradient, the weight's layout, the features, and the dtype."""
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     assert _ran(inputs) == (1, 1)
     clock["backward"][0] = 1.0
@@ -419,9 +417,7 @@ def test_what_makes_another_time(device: str, clock: dict[str, list[float]]) -> 
     assert _ran(inputs) == (1, 1)
 
 
-def test_what_cublaslt_does_not_serve_is_not_chosen(
-    device: str, clock: dict[str, list[float]]
-) -> None:
+def test_unsupported_calls_are_not_chosen(device: str, clock: dict[str, list[float]]) -> None:
     inputs = _inputs(device, dtype=torch.float16, requires_grad=True)
     x, w1, b1, w2, b2, *kind = inputs
     shifted = torch.empty(w2.numel() + 1, dtype=w2.dtype, device=device)[1:].view_as(w2)

@@ -1,4 +1,4 @@
-"""The backward of norms in CUDA at the widths where its kernels take over from each other."""
+"""The backward of norms in CUDA at the widths where the kernel changes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from conftest import EMULATED, GPU
 from oracle import assert_right
 from torchweld.registry import OPS, materialize
 
-# Parts of a warp, warps side by side in a block, a block; rows in shared memory, three, two or one
-# ahead; slices of columns after a pass over the row.
+# A row takes part of a warp, some warps of a block, or a block; rows are copied to shared memory
+# three, two or one ahead; slices of columns follow a pass over the row.
 WIDTHS = (64, 512, 520, 1024, 1536, 4096, 4104, 5120, 8192, 8200, 12288)
-# Chunks of 13 and 14 rows, more than are ever ahead.
+# Chunks of 13 and 14 rows, more than are copied ahead.
 ROWS = 27
 
 
@@ -27,9 +27,9 @@ def test_backward(cuda_device: str, name: str, width: int, dtype: torch.dtype) -
     assert_right(op, inputs)
 
 
-@pytest.mark.skipif(GPU, reason="a GPU has sizes of its own")
+@pytest.mark.skipif(GPU, reason="a GPU has its own sizes")
 def test_chunks_fill_the_device(cuda_device: str) -> None:
-    """Blocks for each multiprocessor as its registers hold them, and 16 rows in each chunk."""
+    """As many blocks per multiprocessor as its registers allow, and 16 rows per chunk."""
     library = ctypes.CDLL(str(EMULATED))
     library.norm_chunks.restype = ctypes.c_int64
     library.norm_chunks.argtypes = [ctypes.c_int64, ctypes.c_int64]

@@ -14,7 +14,7 @@ from torchweld.ops.quantize_1bit import quantize_into
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-PIECE = 8192  # what kernels sum at once
+PIECE = 8192  # elements of a partial sum
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5)
 BLOCKS = (None, 8, 24, 64, 2048, PIECE + 8)
 LENGTHS = st.integers(0, 300) | st.sampled_from(SIZES)
@@ -71,7 +71,7 @@ def test_the_mean_of_workers(size: int, workers: int, seed: int) -> None:
 
 @given(size=LENGTHS, seed=st.integers(0, 99), narrow=st.booleans())
 def test_nothing_is_lost_over_many_calls(size: int, seed: int, narrow: bool) -> None:
-    """All that came in is what went out and the last error, but for roundings of the errors."""
+    """The sum of inputs equals the sum of outputs plus the last error, except for rounding."""
     dtype = torch.bfloat16 if narrow else torch.float32
     error = torch.zeros(size, dtype=dtype)
     came, went, bound = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
@@ -112,7 +112,7 @@ def test_shapes_and_strides() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_marks_its_block(bad: float) -> None:
+def test_non_finite_values_mark_their_block(bad: float) -> None:
     x = torch.ones(3 * 64)
     x[70] = bad
     bits, scale, error = quantize_1bit(x, block=64)

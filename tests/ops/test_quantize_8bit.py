@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 
 def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tensor:
-    """Codes of numbers up to absmax, which is part of every block."""
+    """The codes of numbers up to absmax. Every block contains absmax."""
     rows = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
     blocks = torch.nn.functional.pad(rows, (1, 0), value=absmax)
     codes, scales = quantize_8bit(blocks, signed=signed)
@@ -32,7 +32,7 @@ def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tenso
 
 
 def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
-    """By comparing distances to all 256 values, in float64, where they are exact."""
+    """The nearest codes by distance to all 256 values, exact in float64."""
     values = MAPS[signed].double()
     found = []
     for part in fractions.double().split(4096):
@@ -40,7 +40,7 @@ def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
             part = part.abs()
         distance = (part.unsqueeze(1) - values).abs()
         least = distance == distance.amin(1, keepdim=True)
-        # The larger magnitude, if two are as near.
+        # The larger magnitude if two are equally near.
         found.append(torch.where(least, values.abs(), -1.0).argmax(1))
     return torch.cat(found)
 
@@ -64,7 +64,7 @@ def test_the_nearest_code_of_every_bfloat16(signed: bool) -> None:
 
 @SIGNED
 def test_the_nearest_code_of_float32s(signed: bool) -> None:
-    """At every threshold and its neighbours, in every binade, and of random bits."""
+    """Floats at every threshold and its neighbours, in every binade, and with random bits."""
     around = torch.arange(-3, 4).repeat(len(THRESHOLDS[signed]), 1)
     thresholds = THRESHOLDS[signed].view(torch.int32).unsqueeze(1) + around
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def test_the_nearest_code_of_float32s(signed: bool) -> None:
     fractions = _floats(bits)
     fractions = torch.cat([fractions, -fractions])
     assert torch.equal(_codes_of(fractions, signed).long(), _nearest(fractions, signed))
-    # A product with the inverse of these is not always the quotient.
+    # Multiplying by the inverse of these does not always give the quotient.
     for absmax in torch.tensor([1.1e-38, 3e-3, 0.7, 1.9, 3e38]):
         x = fractions * absmax
         expected = _nearest(x / absmax, signed)
@@ -84,7 +84,7 @@ def test_the_nearest_code_of_float32s(signed: bool) -> None:
 @SIGNED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_blocks_lie_within_rows(signed: bool, dtype: torch.dtype) -> None:
-    """Bit for bit the reference's, whatever the shape and the magnitudes; and the error's bound."""
+    """Bitwise the reference's codes for any shape and magnitudes, within the error bound."""
     values = MAPS[signed].double()
     # Half the widest gap; -1 lies outside the signed map. Fractions are rounded to float32.
     widest = max(values.diff().max().item() / 2, 1 + values[0].item() if signed else 0) + 2**-24
@@ -110,7 +110,7 @@ def test_blocks_lie_within_rows(signed: bool, dtype: torch.dtype) -> None:
 @SIGNED
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-39, 1e-20, 1e20, 3e38])
 def test_scales_of_any_magnitude(signed: bool, magnitude: float) -> None:
-    """Down to subnormal blocks, whose reciprocal would overflow."""
+    """Also subnormal blocks, whose reciprocal would overflow."""
     x = torch.rand(4, 300).double().mul(magnitude).float()
     codes, absmax = quantize_8bit(x, signed=signed)
     fractions = x / absmax.repeat_interleave(BLOCK, 1)[:, :300]
@@ -129,7 +129,7 @@ def test_zero_stays_zero(signed: bool) -> None:
 
 
 @SIGNED
-def test_what_is_not_finite_marks_its_block(signed: bool) -> None:
+def test_non_finite_values_mark_their_block(signed: bool) -> None:
     x = torch.ones(1, 3 * BLOCK)
     x[0, 5], x[0, BLOCK + 5] = torch.nan, torch.inf
     codes, absmax = quantize_8bit(x, signed=signed)
@@ -144,7 +144,7 @@ def test_what_is_not_finite_marks_its_block(signed: bool) -> None:
 @SIGNED
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 15, 16, 17, 40, 100, 127, 128, 129])
 def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
-    """Whatever is beside them: zeros beside subnormal, large and non-finite numbers."""
+    """Next to any neighbours: zeros next to subnormal, large and non-finite numbers."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(20_001 // width, width, generator=generator)
     x *= torch.tensor([1.0, 0.0, 1e-42, 1e-20, 1e20])[torch.arange(len(x)) % 5].view(-1, 1)
@@ -160,7 +160,7 @@ def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
     torch.testing.assert_close(y, scaled, rtol=0, atol=0, equal_nan=True)
 
 
-def test_views_and_what_lies_around_them() -> None:
+def test_views_and_the_memory_around_them() -> None:
     base = torch.randn(40, 1200)
     view = base.t()[7:900:3, 5:38]
     codes, absmax = quantize_8bit(view)
@@ -242,7 +242,7 @@ def test_a_backend_without_a_kernel_says_so() -> None:
 
 @SIGNED
 def test_the_map_is_the_documented_one(signed: bool) -> None:
-    """In numbers: 127 negatives, 0, 128 positives; or 0 and 255 positives."""
+    """The map has 127 negative numbers, 0 and 128 positive ones; or 0 and 255 positive ones."""
     values = MAPS[signed]
     assert len(values) == 256
     assert (values.diff() > 0).all()
@@ -257,13 +257,13 @@ def test_the_map_is_the_documented_one(signed: bool) -> None:
 @SIGNED
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 63, 64, 65, 127])
 def test_every_code_in_rows_of_any_width(signed: bool, width: int) -> None:
-    """Kernels take whole and broken vectors of codes in ways of their own."""
+    """Kernels treat whole and partial vectors of codes differently."""
     values = MAPS[signed]
     codes = torch.arange(256 * width).flip(0).remainder(256).view(-1, width).byte()
     absmax = torch.ones(len(codes), scales_shape(codes.shape)[1])
     found = dequantize_8bit(codes, absmax, signed=signed)
     assert torch.equal(found, values[codes.long()])
-    # Each row by a largest magnitude of its own.
+    # Each row has its own largest magnitude.
     for one, expected in zip(
         quantize_8bit(found, signed=signed), quantize_reference(found, signed), strict=True
     ):

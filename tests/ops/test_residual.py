@@ -1,4 +1,4 @@
-"""The ops of the residual stream: float32 streams, unused results, what is saved, modules."""
+"""The ops of the residual stream: float32 streams, unused results, saved tensors, modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
+    """Use kernels for small inputs too."""
     with torchweld.use_backend("cpu"):
         yield
 
@@ -37,7 +37,7 @@ def _leaves(inputs: list[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
 def test_a_float32_stream_is_not_rounded(name: str) -> None:
-    """Beside a 16-bit x and parameters, the stream and its gradient have float32's precision."""
+    """With a 16-bit x and parameters, the stream and its gradient keep float32's precision."""
     op, inputs = OPS[name], _drawn(name, torch.bfloat16)
     stream = op.forward_signature.arguments.index("residual")
     inputs[stream] = inputs[stream].detach().float() * 1.2345
@@ -54,7 +54,7 @@ def test_a_float32_stream_is_not_rounded(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["bias_dropout_add", *NORMS])
 def test_a_16_bit_stream_beside_float32(name: str, dtype: torch.dtype, backend: str) -> None:
-    """The sum is float32, as torch adds the two; the stream's gradient is of its own dtype."""
+    """The sum is float32, as in torch, and the stream's gradient has the stream's dtype."""
     x, stream, weight = torch.randn(64, 256), torch.randn(64, 256, dtype=dtype), torch.randn(256)
     stream.requires_grad_()
 
@@ -94,8 +94,8 @@ def test_either_result_alone(name: str, used: int) -> None:
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_that_are_others_are_not_written() -> None:
-    """Without dropout x has the stream's gradient: the same memory."""
+def test_shared_gradients_are_not_copied() -> None:
+    """Without dropout x's gradient is the stream's, in the same memory."""
     x, bias, residual = _leaves(_drawn("bias_dropout_add", dropping=False))
     grad = torch.randn_like(x)
     y = functional.bias_dropout_add(x, bias, residual)
@@ -109,7 +109,7 @@ def test_gradients_that_are_others_are_not_written() -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_nothing_to_add_and_nothing_to_drop_is_the_norm(name: str) -> None:
-    """Bit for bit, and x itself is the stream."""
+    """The results are bitwise equal, and x itself is the stream."""
     x, _, *parameters = _leaves(_drawn(name))
     norm = getattr(functional, name.removeprefix("dropout_add_"))
     y, z = getattr(functional, name)(x, None, *parameters, eps=1e-3, return_residual=True)
@@ -118,7 +118,7 @@ def test_nothing_to_add_and_nothing_to_drop_is_the_norm(name: str) -> None:
 
 
 def test_saved_bytes() -> None:
-    """No mask, no x, no residual: the seed and the bias; of norms z, the statistics, parameters."""
+    """Saves the seed and the bias, and for norms z, statistics and parameters; no mask or x."""
     x, bias, residual = _leaves(_drawn("bias_dropout_add", torch.bfloat16))
     seed, parameter, statistic = 8, 2 * 256, 4 * 64
     add = functional.bias_dropout_add
@@ -171,7 +171,7 @@ def test_norms_are_torchs_after_dropout_and_addition(ours: Any, theirs: Any, sha
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_options_of_norms(ours: Any, theirs: Any) -> None:
     """No affine parameters, no bias, dtype and device."""
-    assert not isinstance(ours(8), theirs)  # it takes two arguments where that takes one
+    assert not isinstance(ours(8), theirs)  # ours takes two arguments, theirs one
     assert list(ours(8).state_dict()) == list(theirs(8).state_dict())
     bare = ours((4, 8), elementwise_affine=False)
     x = torch.randn(30, 4, 8)
@@ -201,7 +201,7 @@ def test_bias_dropout_add_module() -> None:
 def test_nothing_is_rounded_before_a_float32_residual(
     name: str, p: float, backend: str | None, rows: int
 ) -> None:
-    """What is added to it has float32's error, at every size and on every path."""
+    """The added term has float32's error, at every size and on every path."""
     torch.manual_seed(0)
     x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(48).bfloat16()
     residual, scale = torch.randn(rows, 48) / 8, 1 / (1 - p)

@@ -1,4 +1,4 @@
-"""The contract of composites, on the CPU; tests/contract has their errors and derivatives."""
+"""The contract of composites on the CPU. tests/contract checks their errors and derivatives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_seam = pytest.mark.parametrize("seam", SEAMS, ids=str)
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels serve small inputs too."""
+    """Use kernels for small inputs too."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
     monkeypatch.setattr(gemm, "_PRODUCTS_OF_AN_ELEMENT", 0)
     with torchweld.use_backend("cpu"):
@@ -102,7 +102,7 @@ def test_transposed(seam: Composite) -> None:
     seams.assert_transposed_is_equal(seam)
 
 
-def test_inference_works_in_place_on_the_gemms_result_alone() -> None:
+def test_inference_overwrites_only_the_gemms_result() -> None:
     """The same bits as in training, and the inputs do not change."""
     for bias_wanted in (True, False):
         x, weight, bias = seams.inputs_of(LINEAR)[:3]
@@ -117,7 +117,7 @@ def test_inference_works_in_place_on_the_gemms_result_alone() -> None:
 
 
 def test_the_op_in_place() -> None:
-    """Its schema says what it writes to."""
+    """Its schema marks the tensors that it writes."""
     z, bias = torch.randn(6, 31), torch.randn(31)
     torch.library.opcheck(torch.ops.torchweld.bias_act_.cpu, (z.clone(), bias, "silu", "none"))
     with pytest.raises(RuntimeError, match="not contiguous"):
@@ -128,7 +128,7 @@ def test_the_op_in_place() -> None:
         backward(z.t(), z.t(), None, *kind)
 
 
-# --- What is saved, and what is run ---------------------------------------------------------------
+# --- Saved tensors and kernels run ----------------------------------------------------------------
 
 
 def test_what_is_saved() -> None:
@@ -148,8 +148,8 @@ def test_a_split_backward_runs_nothing_twice(seam: Composite) -> None:
 
 @seams.splits_backwards
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_split_backward_of_what_recomputes(bias: bool) -> None:
-    """The node of an activation and the linear layer behind it."""
+def test_a_split_backward_with_recomputation(bias: bool) -> None:
+    """The node of an activation and the linear layer after it."""
     x, w1, b1, w2, b2, *kind, _ = seams.inputs_of(OPS["mlp"], requires_grad=True)
     given = [x, w1, b1 if bias else None, w2, b2 if bias else None, *kind, True]
     seams.assert_split(OPS["mlp"], given)
@@ -194,7 +194,7 @@ def test_peak_memory(
 
 @pytest.mark.parametrize("kind", [("gelu", "none"), ("gelu", "tanh"), ("silu", "none")], ids=str)
 def test_bfloat16_is_closer_to_the_truth_than_eager(kind: tuple[str, str]) -> None:
-    """By the mean error: the rest of the bias is added before rounding."""
+    """In mean error: the rest of the bias is added before rounding."""
     errors: Counter[tuple[str, bool]] = Counter()
     for _ in range(4):
         x, weight = torch.randn(1024, 256).bfloat16(), (torch.randn(384, 256) / 16).bfloat16()
@@ -212,7 +212,7 @@ def test_bfloat16_is_closer_to_the_truth_than_eager(kind: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
-    """The part in the GEMM and the rest after it have the effect of the whole."""
+    """The part of the bias in the GEMM and the rest added after it act like the whole bias."""
     bias = torch.tensor([torch.inf, -torch.inf, torch.nan, 0, 1], dtype=dtype)
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
     for named, approximate in activations.KINDS:
@@ -224,8 +224,8 @@ def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inference_rounds_the_result_alone(dtype: torch.dtype) -> None:
-    """oneDNN activates before it rounds, in any layout; and a NaN stays one."""
+def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
+    """oneDNN applies the activation before it rounds, in any layout, and keeps NaN."""
     if not gemm._onednn_has(dtype):
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     ours, rounding = Pool(), Pool()
@@ -255,7 +255,7 @@ def test_inference_rounds_the_result_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_gelu_is_linear_and_gelu(bias: bool, approximate: str) -> None:
-    """State dicts load both ways; results and gradients are equal. It is no torch.nn.Linear."""
+    """State dicts load both ways; results and gradients are equal; it is not a torch.nn.Linear."""
     torch.manual_seed(0)
     mine = torchweld.nn.LinearGELU(67, 31, bias, approximate=approximate)
     torch.manual_seed(0)

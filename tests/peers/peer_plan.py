@@ -18,15 +18,29 @@ from torchweld.distributed import CountCollectives, tp_plan
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _equals_the_whole(rank: int, name: str, sequence: bool) -> None:
-    whole = torchweld.fuse(small_models.build(name).double().train())
+# The modules whose dropout is that of attention's weights.
+ATTENTIONS = {"gpt2": ("GPT2Attention", "attn_dropout"), "bert": ("BertSelfAttention", "dropout")}
+
+
+def _equals_the_whole(rank: int, name: str, sequence: bool, p: float = 0.0) -> None:
+    whole = torchweld.fuse(small_models.build(name, p).double().train())
+    for module in whole.modules():
+        if name in ATTENTIONS and type(module).__name__ == ATTENTIONS[name][0]:
+            getattr(
+                module, ATTENTIONS[name][1]
+            ).p = 0.0  # torch's attention draws for its own heads
     batch = small_models.batch(name)
+    torch.manual_seed(2)
+    another = whole(**batch).loss.item()
+    torch.manual_seed(1)
     expected = whole(**batch).loss
+    assert (another != expected.item()) == (p > 0)
     expected.backward()
     model = copy.deepcopy(whole)
     model.zero_grad()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, tp_plan(model, sequence))
+    torch.manual_seed(1)
     with CountCollectives() as forward:
         loss = model(**batch).loss
     loss.backward()
@@ -46,3 +60,11 @@ def _equals_the_whole(rank: int, name: str, sequence: bool) -> None:
 def test_equals_the_whole(name: str, sequence: bool) -> None:
     with processes(2) as two:
         two.run("cpu", _equals_the_whole, name, sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_drops_what_the_whole_drops(name: str, sequence: bool) -> None:
+    """Welded dropouts by place, torch's own by the mask of the whole tensor."""
+    with processes(2) as two:
+        two.run("cpu", _equals_the_whole, name, sequence, 0.3)

@@ -200,7 +200,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "functional softmax and dropout": (
         lambda: Calls(lambda m, x: dropout(softmax(m.fc(x), -1), 0.1, m.training), fc=_fc()).eval(),
         set(),
-        "functions, which no class swap changes",
+        "functions, which fuse() cannot replace",
     ),
     "functional activation": (
         lambda: Calls(lambda m, x: gelu(m.fc(x)), fc=_fc()),
@@ -217,7 +217,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
             lambda m, x: m.act(z := m.fc(x)) + m.other(z), fc=_fc(), act=nn.GELU(), other=_fc()
         ),
         {"act"},
-        "feeds others too",
+        "also feeds others",
     ),
     "two linears, one activation": (
         lambda: Calls(

@@ -76,4 +76,4 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     for name in ("odd.json", "missing.json"):
         path = str(tmp_path / name)
         assert cli.main(["bench", "compare", path, path]) == 2
-        assert "not a file of --json" in capsys.readouterr().err
+        assert "not a file that --json wrote" in capsys.readouterr().err

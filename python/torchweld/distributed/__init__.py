@@ -17,7 +17,7 @@ from torchweld.distributed.norm import grad_norm
 from torchweld.distributed.one_bit_hook import onebit_hook
 from torchweld.distributed.plan import sequence_plan, tp_plan
 from torchweld.distributed.recompute import recompute, save_policy, selective
-from torchweld.distributed.ring import ring_attention
+from torchweld.distributed.ring import ring_attention, ring_slice
 from torchweld.distributed.seeds import LayerSeeds
 from torchweld.distributed.stages import Pipeline, layer_cuts, pipeline
 from torchweld.distributed.timeline import Timeline, record
@@ -43,6 +43,7 @@ __all__ = [
     "record",
     "reduce_in_low_precision",
     "ring_attention",
+    "ring_slice",
     "save_policy",
     "selective",
     "sequence_plan",

@@ -15,6 +15,7 @@ from torchweld.distributed.styles import (
     AddedAndNormalized,
     Columns,
     ColumnsOfRows,
+    Dropped,
     Gather,
     Packed,
     Rows,
@@ -64,6 +65,10 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
         if not name.startswith(within):
             found[name] = style
     if sequence_parallel:
+        # Also of attention's weights, of which devices have heads.
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and name.startswith(within):
+                found[name] = Dropped(1)
         for name in {blocks[0], blocks[-1]}:
             found[name] = Stream(name == blocks[0], name == blocks[-1])
     return found
@@ -85,6 +90,8 @@ def sequence_plan(model: torch.nn.Module) -> Plan:
     for name, module in model.named_modules():
         if isinstance(module, nn.BlockSparseAttention):
             found[name] = RingAttention()
+        elif isinstance(module, torch.nn.Dropout):
+            found[name] = Dropped(1)
         elif (
             isinstance(module, _ON_ROWS) or next(module.parameters(recurse=False), None) is not None
         ):

@@ -1,8 +1,8 @@
 """ring_attention: each process has a slice of the sequence, and keys and values travel.
 
-A slice goes to the processes whose queries see something of it by the layout, and to no others.
-What each slice contributes is merged by the log of its sum of exponentials. The backward fetches
-the slices again, so that no process ever holds more than two.
+A chunk goes to the processes whose queries see something of it by the layout, and to no others.
+Partial results are merged by the log of their sums of exponentials. The backward fetches the chunks
+again, so that no process ever holds more than two slices.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import checks
@@ -39,12 +40,16 @@ def ring_attention(
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     training: bool = True,
     seed: torch.Tensor | int | None = None,
-) -> torch.Tensor:
-    """block_sparse_attention of a sequence that is shared by the processes of a group, in order.
+    balanced: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """block_sparse_attention of a sequence that the processes of a group share.
 
     It drops what one process would drop, if all draw the same seed.
 
@@ -52,188 +57,298 @@ def ring_attention(
         q: this process's queries, [batch, heads, length / processes, head_dim].
         k: its keys, [batch, key heads, length / processes, head_dim].
         v: its values.
-        layout: of the whole sequence. Slices are multiples of its block.
+        layout: of the whole sequence. Chunks are multiples of its block.
         group: the processes; None: all.
         scale: of the scores; None: 1 / sqrt(head_dim).
         causal: no query sees a later key.
         key_padding_mask: booleans [batch, length], of the whole sequence; True is ignored.
-        softcap: not 0: scores become softcap * tanh(score / softcap).
+        alibi_slopes: [heads] or [batch, heads], float32; a score is lowered by the slope times the
+            distance of its query and key in the whole sequence. They get no gradient.
+        sinks: [heads], for each head the learnt score of a key without a value. The gradient in
+            each process is that of its own queries: the sum over the group is that of the whole.
+        softcap: not 0: scores become softcap * tanh(score / softcap) before anything is added.
         dropout_p: the probability of a weight to be dropped, where training is true.
         training: False drops nothing.
         seed: what to drop, the same in every process; None draws one from torch's generator.
+        balanced: of 2p chunks, process i of p has numbers i and 2p-1-i, as `ring_slice` takes them.
+            Under a causal limit all processes then have equal work. False: slices in order.
+        return_lse: return the log of the sum of exponentials too, which is differentiable.
 
     Returns:
-        A tensor of q's shape and dtype.
+        A tensor of q's shape and dtype; with `return_lse` also one of [batch, heads, queries].
     """
     name = "ring_attention"
     checks.dense(name, "q", q, _OP.dtypes)
     if q.ndim != 4 or k.ndim != 4 or q.shape[2] != k.shape[2]:
         came = f"of shapes {list(q.shape)} and {list(k.shape)}"
         raise ArgumentError(name, "q and k", came, "[batch, heads, a slice's length, head_dim]")
+    if sinks is not None:
+        checks.shaped(name, "sinks", sinks, [q.shape[1]], "[heads]")
     group = dist.group.WORLD if group is None else group
     assert group is not None
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    length = count * q.shape[2]
-    if (layout.queries, layout.keys) != (length, length) or q.shape[2] % layout.block:
+    length, chunks = count * q.shape[2], 2 if balanced else 1
+    if (layout.queries, layout.keys) != (length, length) or q.shape[2] % (chunks * layout.block):
         came = f"of {layout.queries} x {layout.keys} tokens, block {layout.block}"
-        accepted = f"one of {length} x {length}, whose block divides a slice of {q.shape[2]}"
-        raise ArgumentError(name, "layout", came, accepted)
+        accepted = f"one of {length} x {length}, whose block divides {chunks} chunk(s) of a slice"
+        raise ArgumentError(name, "layout", came, f"{accepted} of {q.shape[2]}")
     p, seed = drawn(name, "q", q, dropout_p, training, seed)
     if checks.autocasts(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    ring = Ring(group, rank, *_divided(layout, causal, rank, count))
-    how = _How(scale, key_padding_mask, softcap, p, seed)
-    return _RingAttention.apply(q, k.contiguous(), v.contiguous(), ring, how)  # type: ignore[no-any-return]
+    ring = Ring(group, rank, *_divided(layout, causal, rank, count, balanced))
+    how = _How(scale, key_padding_mask, alibi_slopes, softcap, p, seed)
+    y, lse = _RingAttention.apply(q, k, v, sinks, ring, how)
+    return (y, lse) if return_lse else y  # type: ignore[no-any-return]
+
+
+def ring_slice(
+    x: torch.Tensor,
+    dim: int = 1,
+    group: dist.ProcessGroup | None = None,
+    *,
+    balanced: bool = False,
+) -> torch.Tensor:
+    """This process's slice of a whole sequence, as `ring_attention` takes it.
+
+    `ring_slice(torch.arange(length), 0)` has the places of its tokens.
+
+    Args:
+        x: a tensor with the whole sequence.
+        dim: the sequence's dimension.
+        group: the processes; None: all.
+        balanced: chunks i and 2p-1-i of 2p, not the i-th of p slices.
+    """
+    places = _places(dist.get_world_size(group), balanced)
+    chunks = len(places) * len(places[0])
+    if x.shape[dim] % chunks:
+        came = f"of {x.shape[dim]} tokens"
+        raise ArgumentError("ring_slice", "x", came, f"a multiple of {chunks} chunks")
+    parts = x.chunk(chunks, dim)
+    return torch.cat([parts[i] for i in places[dist.get_rank(group)]], dim)
+
+
+def _places(count: int, balanced: bool) -> list[tuple[int, ...]]:
+    """The numbers of each process's chunks."""
+    return [(rank, 2 * count - 1 - rank) if balanced else (rank,) for rank in range(count)]
 
 
 class _How(NamedTuple):
-    """The arguments that every slice's part has in common."""
+    """The arguments that all parts have in common."""
 
     scale: float | None
     padding: torch.Tensor | None
+    slopes: torch.Tensor | None
     softcap: float
     p: float
     seed: torch.Tensor | None
 
 
+_Parts = dict[tuple[int, int], BlockLayout]
+
+
 @functools.lru_cache(maxsize=32)
 def _divided(
-    layout: BlockLayout, causal: bool, rank: int, count: int
-) -> tuple[list[BlockLayout | None], list[bool]]:
-    """This process's part for each one's keys, None if it sees none; and who sees its own."""
+    layout: BlockLayout, causal: bool, rank: int, count: int, balanced: bool
+) -> tuple[list[tuple[int, ...]], _Parts, list[list[int]], list[list[int]]]:
+    """The places, parts and chunks that travel, of a Ring."""
     layout = layout.causal() if causal else layout
-    each = layout.queries // count
+    places = _places(count, balanced)
+    chunks = count * len(places[0])
+    each = layout.queries // chunks
     kinds = layout.kinds().amax((0, 1))
-    lines, columns = (size // count for size in kinds.shape)
-    sees = kinds.view(count, lines, count, columns).amax((1, 3)).bool().tolist()
-    mine = (rank * each, (rank + 1) * each)
-    parts = [
-        layout.part(mine, (source * each, (source + 1) * each)) if seen else None
-        for source, seen in enumerate(sees[rank])
-    ]
-    return parts, [sees[other][rank] for other in range(count)]
+    lines, columns = (size // chunks for size in kinds.shape)
+    sees = kinds.view(chunks, lines, chunks, columns).amax((1, 3)).bool().tolist()
+    spans = [(i * each, (i + 1) * each) for i in range(chunks)]
+    parts = {
+        (mine, other): layout.part(spans[mine], spans[other])
+        for mine in places[rank]
+        for other in range(chunks)
+        if sees[mine][other]
+    }
+
+    def seen(by: int, source: int) -> list[int]:
+        """Which of one process's chunks another one sees something of."""
+        return [i for i, at in enumerate(places[source]) if any(sees[q][at] for q in places[by])]
+
+    others = range(count)
+    return places, parts, [seen(other, rank) for other in others], [seen(rank, o) for o in others]
 
 
 class Ring(NamedTuple):
-    """The processes, and which slices travel between them."""
+    """The processes, and which chunks travel between them.
+
+    Attributes:
+        group: the processes.
+        rank: this one's.
+        places: the numbers of each process's chunks.
+        parts: of the layout, by the numbers of a chunk of queries, this process's, and of keys.
+        sent: for each process, which of this process's chunks it sees.
+        fetched: for each process, which of its chunks this process sees.
+    """
 
     group: dist.ProcessGroup
     rank: int
-    parts: list[BlockLayout | None]
-    seen_by: list[bool]
+    places: list[tuple[int, ...]]
+    parts: _Parts
+    sent: list[list[int]]
+    fetched: list[list[int]]
 
-    def slices(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | None]]:
-        """Each source from this process back, with its slice where this process sees of it.
+    @property
+    def chunks(self) -> int:
+        """How many each process has."""
+        return len(self.places[0])
 
-        All processes take the same steps; while one is taken, the next slice is on its way.
+    def slices(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each source from this process back, with those of its chunks that this process sees.
+
+        All processes take the same steps; while one is taken, the next chunks are on their way.
         """
         coming = self._fetch(1, mine)
-        yield self.rank, mine if self.parts[self.rank] is not None else None
-        for step in range(1, len(self.parts)):
+        yield self.rank, _some(mine, self.fetched[self.rank])
+        for step in range(1, len(self.places)):
             came, works = coming
             coming = self._fetch(step + 1, mine)
             for work in works:
                 work.wait()
-            yield (self.rank - step) % len(self.parts), came
+            yield (self.rank - step) % len(self.places), came
 
-    def _fetch(self, step: int, mine: torch.Tensor) -> tuple[torch.Tensor | None, list[Any]]:
-        """Send this process's slice `step` places on, and receive the one from as far back."""
-        count = len(self.parts)
+    def _fetch(self, step: int, mine: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Send this process's chunks `step` places on, and receive those from as far back."""
+        count = len(self.places)
         if step >= count:
-            return None, []
+            return mine[:0], []
         source, target = (self.rank - step) % count, (self.rank + step) % count
-        came = None if self.parts[source] is None else torch.empty_like(mine)
-        return came, self.exchange(mine if self.seen_by[target] else None, target, came, source)
+        came = mine.new_empty((len(self.fetched[source]), *mine.shape[1:]))
+        return came, self.exchange(_some(mine, self.sent[target]), target, came, source)
 
     def exchange(
-        self, sent: torch.Tensor | None, target: int, came: torch.Tensor | None, source: int
+        self, sent: torch.Tensor, target: int, came: torch.Tensor, source: int
     ) -> list[Any]:
-        """Begin to send and to receive, as far as there is something."""
+        """Begin to send and to receive, unless there are no chunks."""
         operations = []
         for operation, tensor, peer in ((dist.isend, sent, target), (dist.irecv, came, source)):
-            if tensor is not None:
+            if len(tensor):
                 operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer))
         return dist.batch_isend_irecv(operations) if operations else []
 
+    def pairs(self, source: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Pairs to compute: indices of chunks of queries and of fetched ones, and their numbers."""
+        for at, chunk in enumerate(self.fetched[source]):
+            for i, mine in enumerate(self.places[self.rank]):
+                numbers = (mine, self.places[source][chunk])
+                if numbers in self.parts:
+                    yield i, at, numbers
 
-def _inputs(ring: Ring, source: int, how: _How, q: torch.Tensor, slices: torch.Tensor) -> Any:
-    """The op's arguments for one slice of keys and values."""
-    layout, (k, v) = ring.parts[source], slices
-    assert layout is not None
-    each, count = q.shape[2], len(ring.parts)
-    sizes = (*q.shape[:2], count * each, q.shape[3])
-    shard = Shard(sizes, (0, 0, ring.rank * each, source * each)) if how.p else None
-    padding = None if how.padding is None else how.padding[:, source * each : (source + 1) * each]
-    given = {"scale": how.scale, "key_padding_mask": padding, "softcap": how.softcap}
-    dropout = {"dropout_p": how.p, "seed": how.seed, "shard": shard}
-    return block_sparse._inputs(q, k, v, layout.to(q.device), **given, **dropout)  # type: ignore[arg-type]
+
+def _some(chunks: torch.Tensor, which: list[int]) -> torch.Tensor:
+    return chunks if len(which) == len(chunks) else chunks[which]
+
+
+def _keys_and_values(k: torch.Tensor, v: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """[chunks, 2, batch, key heads, tokens of a chunk, head_dim]."""
+    return torch.stack([k, v]).unflatten(3, (ring.chunks, -1)).movedim(3, 0).contiguous()
+
+
+def _inputs(
+    ring: Ring, numbers: tuple[int, int], how: _How, q: torch.Tensor, slices: torch.Tensor
+) -> Any:
+    """The op's arguments for a chunk of queries, and one of keys and values."""
+    k, v = slices
+    each, total = q.shape[2], ring.chunks * len(ring.places)
+    first_query, first_key = (number * each for number in numbers)
+    sizes = (*q.shape[:2], total * each, q.shape[3])
+    padding = None if how.padding is None else how.padding[:, first_key : first_key + each]
+    return block_sparse._inputs(
+        *(q, k, v, ring.parts[numbers].to(q.device)),
+        scale=how.scale,
+        key_padding_mask=padding,
+        alibi_slopes=how.slopes,
+        softcap=how.softcap,
+        dropout_p=how.p,
+        seed=how.seed,
+        shard=Shard(sizes, (0, 0, first_query, first_key)),
+    )
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, ring: Ring, how: _How) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, ring: Ring, how: _How
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
-        y = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+        queries = q.chunk(ring.chunks, 2)
+        ys = [torch.zeros(part.shape, dtype=wide, device=q.device) for part in queries]
+        # A sink has no value: the sum of exponentials begins with it.
+        first = q.new_tensor(-torch.inf, dtype=wide) if sinks is None else sinks.to(wide)[:, None]
+        lses = [first.expand(part.shape[:-1]) for part in queries]
         with torch.autocast(q.device.type, enabled=False):
-            for source, slices in ring.slices(torch.stack([k, v])):
-                if slices is None:
-                    continue
-                one, its = call(_OP, *_inputs(ring, source, how, q, slices))
-                both = torch.logaddexp(lse, its)
-                y = y * _share(lse, both) + one * _share(its, both)
-                lse = both
-        y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, lse)
+            for source, slices in ring.slices(_keys_and_values(k, v, ring)):
+                for i, at, numbers in ring.pairs(source):
+                    one, its = call(_OP, *_inputs(ring, numbers, how, queries[i], slices[at]))
+                    both = torch.logaddexp(lses[i], its)
+                    ys[i] = ys[i] * _share(lses[i], both) + one * _share(its, both)
+                    lses[i] = both
+        y, lse = torch.cat(ys, 2).to(q.dtype), torch.cat(lses, 2)
+        ctx.save_for_backward(q, k, v, sinks, y, lse)
         ctx.ring, ctx.how = ring, how
-        return y
+        return y, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Any) -> Any:
-        q, k, v, y, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Any, grad_lse: Any) -> Any:
+        q, k, v, sinks, y, lse = ctx.saved_tensors
         ring = ctx.ring
-        grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        mine = torch.stack([k, v])
+        mine = _keys_and_values(k, v, ring)
         total = torch.zeros(mine.shape, dtype=lse.dtype, device=q.device)
-        grad_y = grad_y.contiguous()
+        queries, saved = q.chunk(ring.chunks, 2), []
+        for x in (grad_y, grad_lse, y, lse):
+            saved.append([part.contiguous() for part in x.chunk(ring.chunks, 2)])
+        grads = [torch.zeros(part.shape, dtype=lse.dtype, device=q.device) for part in queries]
         for source, slices in ring.slices(mine):
-            sent = None
-            if slices is not None:
-                inputs = _inputs(ring, source, ctx.how, q, slices)
-                to_q, *to_slices = _part_backward(grad_y, inputs, y, lse)
-                grad_q += to_q
-                sent = torch.stack(to_slices)
+            made = torch.zeros(slices.shape, dtype=lse.dtype, device=q.device)
+            for i, at, numbers in ring.pairs(source):
+                inputs = _inputs(ring, numbers, ctx.how, queries[i], slices[at])
+                to_q, *to_slices = _part_backward(inputs, *(parts[i] for parts in saved))
+                grads[i] += to_q
+                made[at] += torch.stack(to_slices)
             if source == ring.rank:
-                total += 0 if sent is None else sent
+                total[ring.fetched[source]] += made
                 continue
-            user = (2 * ring.rank - source) % len(ring.parts)  # as far on as the source is back
-            came = torch.empty_like(mine) if ring.seen_by[user] else None
-            for work in ring.exchange(sent, source, came, user):
+            user = (2 * ring.rank - source) % len(ring.places)  # as far on as the source is back
+            came = mine.new_empty((len(ring.sent[user]), *mine.shape[1:]))
+            for work in ring.exchange(made.to(k.dtype), source, came, user):
                 work.wait()
-            total += 0 if came is None else came
-        grad_k, grad_v = total.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+            total[ring.sent[user]] += came
+        grad_k, grad_v = total.movedim(0, 3).flatten(3, 4).to(k.dtype)
+        grad_sinks = None
+        if sinks is not None:
+            weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+            delta = (grad_y * y).sum(-1, dtype=lse.dtype) - grad_lse
+            grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+        return torch.cat(grads, 2).to(q.dtype), grad_k, grad_v, grad_sinks, None, None
 
 
 def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What part of the sum of exponentials is one slice's; none where no key is seen."""
+    """The share of one part in the sum of exponentials; zero where no key is seen."""
     return torch.where(whole == -torch.inf, 0, torch.exp(part - whole)).unsqueeze(-1)
 
 
-def _part_backward(grad_y: Any, inputs: Any, y: Any, lse: Any) -> tuple[torch.Tensor, ...]:
-    """Gradients of q and of a slice; a kernel takes the whole row's result and sum for its own."""
+def _part_backward(
+    inputs: Any, grad_y: Any, grad_lse: Any, y: Any, lse: Any
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k and v of a part; a kernel takes the result and the sum of whole rows."""
     backend = choose(_OP, inputs)
     if backend != EAGER:
         wanted = (True, True, True, False)
         kernel = _OP.kernels[backend]
-        return kernel.backward(grad_y, None, *inputs, y, lse, *wanted)[:3]  # type: ignore[no-any-return]
+        return kernel.backward(grad_y, grad_lse, *inputs, y, lse, *wanted)[:3]  # type: ignore[no-any-return]
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         one, its = _OP.reference(*leaves, *inputs[3:])
-    share = _share(its.detach(), lse).to(y.dtype)
-    of_sum = (share * grad_y * (one.detach() - y)).sum(-1).to(its.dtype)
-    return torch.autograd.grad((one, its), leaves, (share * grad_y, of_sum))
+    share = _share(its.detach(), lse)
+    of_sum = (share * grad_y * (one.detach() - y)).sum(-1) + share.squeeze(-1) * grad_lse
+    to_one = (share * grad_y).to(one.dtype)
+    return torch.autograd.grad((one, its), leaves, (to_one, of_sum.to(its.dtype)))
 
 
 class RingAttention(ParallelStyle):
@@ -252,14 +367,25 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     whole = q.new_empty(()).expand(mesh.size() * q.shape[2], 1)
-    return ring_attention(
+    y = ring_attention(
         *(q, k, v, module.layouts.of(whole, whole), mesh.get_group()),
         scale=module.scale,
         causal=module.causal,
         key_padding_mask=key_padding_mask,
+        alibi_slopes=_whole(alibi_slopes),
+        sinks=_whole(sinks),
         softcap=module.softcap,
         dropout_p=module.dropout,
         training=module.training,
     )
+    assert isinstance(y, torch.Tensor)
+    return y
+
+
+def _whole(x: torch.Tensor | None) -> torch.Tensor | None:
+    """What every process has; its gradient is a summand of each."""
+    return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x

@@ -98,6 +98,34 @@ class Rows(ParallelStyle):
         return _local(outputs)
 
 
+class Dropped(ParallelStyle):
+    """nn.Dropout of a shard: it draws the mask of the whole tensor, and takes the shard's part.
+
+    So a model drops what it would drop in one process, and torch's generator goes on as there. The
+    mask costs every device random numbers for the whole tensor.
+
+    Args:
+        dim: the sharded dimension.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        assert isinstance(module, torch.nn.Dropout)
+        module.forward = partial(self._drop, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _drop(self, module: torch.nn.Dropout, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+        if not module.training or module.p == 0:
+            return x
+        shape = list(x.shape)
+        shape[self.dim] *= mesh.size()
+        factors = torch.nn.functional.dropout(x.new_ones(shape), module.p)
+        return x * factors.chunk(mesh.size(), self.dim)[mesh.get_local_rank()]
+
+
 class Gather(ParallelStyle):
     """The input of several column-parallel layers is gathered once, and its gradient reduced once.
 

@@ -1,4 +1,4 @@
-"""fuse welds the modules of a model that it recognises, in place; unfuse restores them."""
+"""fuse() welds the modules of a model that it recognises, in place; unfuse() restores them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True) -> _Model:
     """Weld the modules of a model that are recognised, in place.
 
-    A welded module stays the same object, with its parameters, hooks and state_dict, and gets
-    another class. Each configuration is tried first: on a copy with random values, results and
+    A welded module stays the same object, with its parameters, hooks and state_dict, but gets
+    another class. Each configuration is tried first: on a copy with random values, its results and
     gradients are compared with the original's. A module that differs is left alone, and
-    `torchweld.explain(model)` says why. Either all changes are made or none. Graphs that
-    torch.compile made before are compiled anew.
+    `torchweld.explain(model)` says why. Either all changes are made or none. torch.compile
+    recompiles existing graphs.
 
     Args:
         model: any module.
-        filter_fn: gets a module and its name; False leaves that module alone.
-        verify: False: do not compare where there is only one way to weld a module.
+        filter_fn: a function of a module and its name; False leaves that module alone. verify:
+        False skips the comparison if there is only one way to weld a module.
 
     Returns:
         The model.
@@ -65,7 +65,7 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
 
 
 def unfuse(model: _Model) -> _Model:
-    """Give every welded module of a model its former class back.
+    """Restore the original class of every welded module of a model.
 
     Args:
         model: any module.
@@ -83,7 +83,7 @@ def unfuse(model: _Model) -> _Model:
 
 
 def report(model: torch.nn.Module, filter_fn: Filter | None = None) -> WeldReport:
-    """What fuse() would change in a model, or has changed; `torchweld.explain` calls it."""
+    """What fuse() would change in a model, or has changed. `torchweld.explain` calls it."""
     _check("explain", model, filter_fn)
     accepted, left = decide(model, filter_fn, True)
     rows = [*rows_of_welds(model), *(decided.row for decided in accepted), *left]

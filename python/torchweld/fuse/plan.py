@@ -1,4 +1,4 @@
-"""The plan of what to weld in a model, made before anything is changed."""
+"""The plan of what to weld in a model, made before any change."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Weldable:
         what: what it is.
         becomes: the torchweld function that runs in its place; "" if it is left alone.
         welded: whether it is welded already.
-        gain: how many times fewer bytes its passes between GEMMs move, forward and backward; None
-            if that was not measured.
+        gain: the factor by which its passes between GEMMs move fewer bytes, forward and backward;
+        None if not measured.
         reason: why it is left alone; "" if it is welded.
     """
 
@@ -63,7 +63,7 @@ class WeldReport(Sequence[Weldable]):
         return len(self._rows)
 
     def table(self) -> Table:
-        """A line for each group of modules that differ only in the numbers in their names."""
+        """One line per group of modules that differ only in the numbers in their names."""
         told = any(row.gain is not None for row in self._rows)
         headers = ["where", "what", "with", *(["traffic"] if told else []), ""]
         table = Table(headers, numbers_from=99)
@@ -92,13 +92,13 @@ class WeldReport(Sequence[Weldable]):
 
 
 def _common(names: Sequence[str]) -> str:
-    """The names as one: a star where their numbers differ."""
+    """The names merged into one, with a star where their numbers differ."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def rows_of_welds(model: torch.nn.Module) -> Iterator[Weldable]:
-    """A row for each existing weld."""
+    """One row per existing weld."""
     for name, module in find_welds(model):
         if module.weld_becomes:
             yield Weldable(name, module.welded_from.__name__, module.weld_becomes, welded=True)
@@ -132,7 +132,7 @@ def _decide(
     unasked = {id(module): row for module, row in _unaskable(view)}
     left: list[Weldable] = [row for row in unasked.values() if row is not None]
     for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
-        # A weld changes the order in which a module's parts run.
+        # Inside a weld the order in which submodules run has changed.
         if isinstance(module, Weld) or id(module) in unasked or id(module) in claimed:
             continue
         found = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
@@ -150,7 +150,7 @@ def _decide(
 
 
 def _unaskable(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None]]:
-    """Modules that recognisers skip; a row for each that is not inside another."""
+    """Modules that recognisers skip, with a row for those that are not inside another one."""
     for name, module in view.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             scripted = (
@@ -196,7 +196,7 @@ def _first_that_fits(
 
 
 def _tried(entry: Proposal, view: View) -> tuple[str | None, float | None]:
-    """Why it does not compute the same, and its gain in traffic; once a configuration."""
+    """Why it does not compute the same, and its gain in traffic. Tried once per configuration."""
     names = {id(part): name for name, part in entry.scope.named_modules()}
     changes = tuple(
         (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))

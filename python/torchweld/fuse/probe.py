@@ -1,4 +1,4 @@
-"""Runs of twins on small inputs, without a trace outside."""
+"""Runs twins on small inputs, without side effects outside."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _GLOBAL_HOOKS = [
 
 @contextmanager
 def isolated(devices: Collection[torch.device]) -> Iterator[None]:
-    """Keep out the caller's random states, global hooks and modes, and leave them as they are."""
+    """Run without the caller's random states, global hooks and modes, and restore them."""
     hooks = [dict(found) for found in _GLOBAL_HOOKS]
     python, arrays = random.getstate(), numpy.random.get_state()
-    # Kernels serve small inputs too.
+    # Use kernels for small inputs too.
     cuda = [device for device in devices if device.type == "cuda"]
     kernels = nullcontext() if cuda else use_backend("cpu", "eager")
     default = torch.get_default_device()
@@ -56,7 +56,7 @@ def isolated(devices: Collection[torch.device]) -> Iterator[None]:
 
 
 def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Standard normal rows; every second one is small, where an epsilon counts."""
+    """Standard normal rows. Every second row is small, so that an epsilon matters."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
     rows = drawn.view(-1, shape[-1])
@@ -65,7 +65,7 @@ def values(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 class Ran(NamedTuple):
-    """A run's results, then gradients and buffers; None for those that do not exist."""
+    """A run's results, then its gradients and buffers, None if absent."""
 
     outputs: list[torch.Tensor]
     others: list[torch.Tensor | None]
@@ -77,9 +77,9 @@ def run(
     dtype: torch.dtype,
     within: AbstractContextManager[Any] | None = None,
 ) -> Ran:
-    """Results of a module on inputs that are cast to this dtype, and gradients of what wants them.
+    """A module's results on inputs cast to this dtype, and the gradients of all that require them.
 
-    Forward and backward run each `within` a context.
+    Forward and backward each run `within` a context.
     """
     within = within or nullcontext()
     given = [_leaf(value, dtype) for value in inputs]
@@ -98,14 +98,14 @@ def run(
 
 
 def freeze_large(module: torch.nn.Module) -> None:
-    """Want no gradients of large parameters of a twin: once in a dtype is enough for their time."""
+    """Skip gradients of a twin's large parameters, which are slow; one check per dtype suffices."""
     for parameter in module.parameters():
         if parameter.numel() > _LARGE:
             parameter.requires_grad_(False)
 
 
 def call(module: torch.nn.Module, inputs: Sequence[Any]) -> Any:
-    """What a module returns; every call draws the same random numbers."""
+    """Call a module. Every call draws the same random numbers."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     numpy.random.seed(_SEED)
@@ -120,7 +120,7 @@ def _leaf(value: Any, dtype: torch.dtype) -> Any:
 
 
 def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
-    """Inputs on which a twin runs, or why none were found."""
+    """Inputs on which a twin runs, or the reason that none were found."""
     names = required(module)
     if names is None or not names:
         return "it takes no input by position"
@@ -141,7 +141,7 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
 
 
 def required(module: torch.nn.Module) -> list[str] | None:
-    """The first argument of a call, and the other required ones."""
+    """The name of a call's first argument, and of the other required arguments."""
     parameters = [
         found
         for found in inspect.signature(module.forward).parameters.values()
@@ -156,7 +156,7 @@ def required(module: torch.nn.Module) -> list[str] | None:
 
 
 def _widths(module: torch.nn.Module) -> list[int]:
-    """Widths to try for an input: those of the layers, in their order."""
+    """Widths to try for an input: those of the layers, in order."""
     found: dict[int, None] = {}
     for part in module.modules():
         weight = getattr(part, "weight", None)
@@ -168,7 +168,7 @@ def _widths(module: torch.nn.Module) -> list[int]:
 
 
 def in_words(error: Exception) -> str:
-    """An error in one short line."""
+    """An error as one short line."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first if len(first) <= 80 else first[:79] + '…'}"
 
@@ -200,13 +200,13 @@ _OF_CALLER: dict[Any, str] = {
 
 
 class _Watch(TorchFunctionMode):
-    """Records which module made a tensor, and which takes it."""
+    """Records which module produced a tensor, and which consumes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.makers: dict[int, torch.nn.Module] = {}
         self.edges: list[Edge] = []
-        self._kept: list[Any] = []  # so that no address is used twice
+        self._kept: list[Any] = []  # keeps ids unique
         self._running: list[torch.nn.Module] = []
 
     def __torch_function__(

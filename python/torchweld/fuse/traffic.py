@@ -1,4 +1,4 @@
-"""How many bytes the passes of a module move: every operation but GEMMs and views."""
+"""The bytes that a module's passes move: all operations except GEMMs and views."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def gain(
     inputs: Sequence[Any],
     device: torch.device,
 ) -> float | None:
-    """The bytes that the passes of `scope` move, over those after the changes."""
+    """The bytes that the passes of `scope` move before the changes, divided by those after."""
 
-    # As many rows as make the traffic of parameters count as little as in training.
+    # Enough rows that the traffic of parameters matters as little as in training.
     more = _MORE if sum(p.numel() for p in scope.parameters()) < _SMALL else 2
     rows = [x if x is None else torch.cat([x] * more) for x in inputs]
 

@@ -15,22 +15,21 @@ from torchweld.fuse.weld import why_overridden
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SEED = 20
-# Numbers drawn for a tensor, which are then repeated: a prime, so that no two rows are alike.
+# Numbers drawn per tensor, which are then repeated. A prime, so that no two rows are equal.
 _DRAWN = 1_048_573
 
 
 class CannotCopyError(Exception):
-    """Why a module cannot be tried apart from its model."""
+    """A module cannot be copied out of its model. The message says why."""
 
 
 class Twin:
-    """A copy of `module` whose tensors have the same shapes and values of their own.
+    """A copy of `module` whose tensors have the same shapes but new values.
 
     Args:
-        module: to be copied.
-        device: where the copy lies.
-        dtype: of its floating-point tensors; None: each keeps its own.
-        like: an earlier copy on the same device and in the same dtype, whose parameters it shares.
+        module: the module to copy. device: the copy's device. dtype: of its floating-point tensors;
+        None: each keeps its own. like: an earlier copy of the same device and dtype, to share its
+        parameters.
 
     The drawn values are rounded to the tensor's dtype in `module`, so that twins of different
     dtypes have the same values.
@@ -61,7 +60,7 @@ class Twin:
         if id(module) in self._memo:
             return self.of(module)
         if id(module) not in self._inside:
-            raise CannotCopyError("it refers to a module outside of it")
+            raise CannotCopyError("it refers to a module outside itself")
         if isinstance(module, torch.jit.ScriptModule):
             raise CannotCopyError("it is scripted")
         if reason := why_overridden(module):
@@ -95,7 +94,7 @@ class Twin:
             function, *args = (self._of_value(v) for v in (value.func, *value.args))
             return functools.partial(function, *args, **self._of_value(value.keywords))
         if isinstance(value, FunctionType) and any(map(_is_state, _closed_over(value))):
-            raise CannotCopyError("a function among its attributes holds a module or a tensor")
+            raise CannotCopyError("a function in its attributes holds a module or a tensor")
         return value
 
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,9 +120,9 @@ class Twin:
         return torch.nn.Parameter(values) if is_parameter else values
 
     def _values(self, shape: torch.Size, is_parameter: bool) -> torch.Tensor:
-        """Random values, which are to be repeated until there are enough.
+        """Random values, which the caller repeats until there are enough.
 
-        Those of a buffer are like variances; those of a matrix make its products about 1.
+        A buffer's values are positive, like variances. A matrix's values make its products about 1.
         """
         low, high = 0.5, 1.5
         if is_parameter:

@@ -1,4 +1,4 @@
-"""Whether a change keeps what a module computes: tried on twins, in several dtypes."""
+"""Checks that a change keeps a module's results, on twins in several dtypes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchweld.fuse import probe
 from torchweld.fuse.twin import Twin
 from torchweld.fuse.weld import Change
 
-# Errors are against float64: their root mean square, then the largest. Either may be this many
-# times the original's, plus this many units of rounding of the result.
+# Errors are measured against float64: the root mean square and the largest. Each may be this many
+# times the original's, plus this many units of rounding.
 _OF_ORIGINAL = (2.0, 4.0)
 _ROUNDINGS = {torch.float32: (4.0, 16.0), torch.bfloat16: (1.5, 4.0), torch.float16: (1.5, 4.0)}
-# The number of elements of a gradient that are compared.
+# The most elements of a gradient that are compared.
 _SAMPLED = 2**20
 
 
@@ -28,15 +28,13 @@ def why_different(
     *,
     drops: bool,
 ) -> str | None:
-    """How results or gradients differ after the changes; None: they agree.
+    """How results or gradients differ after the changes, or None if they agree.
 
     Args:
-        scope: the module to run, which contains those that change.
-        changes: of parts of `scope`.
-        inputs: its inputs.
-        device: where it runs.
-        drops: whether a change draws its dropout from torchweld's stream. If so, two runs drop
-            nothing and everything; else both forms drop the same.
+        scope: the module to run, which contains the changed modules. changes: changes of submodules
+        of `scope`. inputs: its inputs. device: where it runs. drops: whether a change draws dropout
+        from torchweld's stream. If so, one run drops nothing and one drops everything; else both
+        forms drop the same elements.
     """
     own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
     for dtype in (torch.float32, *sorted(own, key=str)):
@@ -49,7 +47,7 @@ def why_different(
 
 
 class _Twins(NamedTuple):
-    """Copies of a scope: as it is, after the changes, and as it is in float64."""
+    """Copies of a scope: the original, the changed one, and the original in float64."""
 
     original: torch.nn.Module
     changed: torch.nn.Module
@@ -97,7 +95,7 @@ def _differs(
         try:
             truth = probe.run(twins.exact, [_rounded(x, dtype) for x in inputs], torch.float64)
         except Exception:
-            truth = expected  # it has a dtype of its own inside
+            truth = expected  # it computes in its own dtype
         if reason := _compare(expected, found, truth, cast or dtype):
             return f"{reason} {where}"
         for twin in (twins.original, twins.exact):  # the changed one shares the original's
@@ -124,8 +122,8 @@ def _compare(
     for a, b, exact in zip(expected.outputs, found.outputs, truth.outputs, strict=True):
         if reason := _why_far(a, b, exact, dtype, (0.0, 0.0)):
             return f"results {reason}"
-    # A gradient may be zero except for rounding, as that of a bias before a batch norm. Its error
-    # is then relative to the others' sizes.
+    # A gradient may be zero except for rounding, such as that of a bias before a batch norm.
+    # Measure its error relative to the sizes of the other gradients.
     others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
     others = [_sampled(exact) for exact in others]
     sizes = tuple(max(map(measure, others), default=0.0) for measure in _MEASURES)
@@ -145,7 +143,7 @@ def _why_far(
     dtype: torch.dtype,
     sizes: Sequence[float],
 ) -> str | None:
-    """How b is further from the truth than a; errors are relative to `sizes`."""
+    """Why b is too far from the truth compared with a. Errors are relative to `sizes`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
     if not a.is_floating_point() or truth is None or truth.shape != a.shape:
@@ -169,7 +167,7 @@ def _why_far(
 
 
 def _sampled(values: torch.Tensor) -> torch.Tensor:
-    """A limited number of the whole tensor's elements, in order."""
+    """At most _SAMPLED elements, spread over the tensor, in order."""
     step = max(1, values.numel() // _SAMPLED)
     return values if step == 1 else values.flatten()[:: step + 1 - step % 2]
 

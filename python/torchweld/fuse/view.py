@@ -1,4 +1,4 @@
-"""Questions of recognisers about a model; answers are kept for each configuration."""
+"""Answers recognisers' questions about a model, once per configuration."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _CPU = torch.device("cpu")
 class Proposal:
     """Changes that make one weld.
 
-    If a recogniser proposes several for one module, the first that computes the same is taken.
+    If a recogniser yields several for one module, the first that computes the same is used.
     """
 
     module: torch.nn.Module
     what: str
     changes: tuple[Change, ...]  # the first is of `module`
-    scope: torch.nn.Module  # the module that is run to try them
-    inner: tuple[torch.nn.Module, ...] = ()  # no longer called, or with another result
-    inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: they are searched for
-    part: torch.nn.Module | None = None  # the module whose traffic is told; None: `scope`
+    scope: torch.nn.Module  # the module to run when trying them
+    inner: tuple[torch.nn.Module, ...] = ()  # modules no longer called, or with another result
+    inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: find some
+    part: torch.nn.Module | None = None  # the module whose traffic is measured; None: `scope`
     drops: bool = False  # whether dropout is drawn from torchweld's stream
 
     @property
@@ -44,7 +44,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Left:
-    """A module that looks like something, and why it is left alone."""
+    """A module that resembles a known kind, and the reason to leave it alone."""
 
     module: torch.nn.Module
     what: str
@@ -53,7 +53,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Scope:
-    """A module that runs on a probe, with the edges between its leaves."""
+    """A module that ran on a probe, with the edges between its leaves."""
 
     module: torch.nn.Module
     inputs: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Scope:
 
 @dataclass
 class View:
-    """A model, as recognisers see it."""
+    """A model as recognisers see it."""
 
     model: torch.nn.Module
     names: dict[int, str] = field(default_factory=dict)
@@ -78,14 +78,14 @@ class View:
                     self.parents.setdefault(id(child), []).append(module)
 
     def once(self, question: str, module: torch.nn.Module, answer: Callable[[], Any]) -> Any:
-        """The answer for a module's configuration, asked for only once."""
+        """The answer for a module's configuration, computed once."""
         key = (question, configuration(module))
         if key not in self._kept:
             self._kept[key] = answer()
         return self._kept[key]
 
     def device(self, module: torch.nn.Module) -> torch.device:
-        """Where a twin of it is tried: a large one not on a GPU."""
+        """The device to try a twin on: the CPU for large modules."""
         if _elements(module) > _LARGE:
             return _CPU
         for tensor in (*module.parameters(), *module.buffers()):
@@ -93,10 +93,10 @@ class View:
                 return tensor.device
         return _CPU
 
-    # --- What a module is, by what it does --------------------------------------------------------
+    # --- What a module computes -------------------------------------------------------------------
 
     def activation(self, module: Any) -> tuple[str, str] | None:
-        """Name and approximation of the activation that a module, or a function, computes."""
+        """Name and approximation of the activation that a module or a function computes."""
         if not isinstance(module, torch.nn.Module):
             return _activation([module])
         if is_welded(module) or any(True for _ in module.children()) or has_state(module):
@@ -105,13 +105,13 @@ class View:
         return found
 
     def is_unknown_activation(self, module: torch.nn.Module) -> bool:
-        """Whether it changes each element by itself, as none of torchweld's activations does."""
+        """Whether it is elementwise but none of torchweld's activations."""
         if is_welded(module) or module._modules or has_state(module) or self.activation(module):
             return False
         return bool(self.once("unknown act", module, lambda: _is_elementwise(module)))
 
     def linear(self, module: torch.nn.Module) -> str | None:
-        """Whether a module is a linear layer: "plain", "transposed" as GPT-2's Conv1D, or None."""
+        """The kind of linear layer: "plain", "transposed" like GPT-2's Conv1D, or None."""
         names = [name for name, value in module._parameters.items() if value is not None]
         if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
             return None
@@ -126,7 +126,7 @@ class View:
         return found
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
-        """The widths of a linear layer's input and result, also of an adapted one."""
+        """The widths of a linear layer's input and result, also for a layer with an adapter."""
         if form := self.linear(module):
             rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
             return (columns, rows) if form == "plain" else (rows, columns)
@@ -138,7 +138,7 @@ class View:
     def scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str | None:
         """The innermost module, from `module` outwards, in which a module feeds `consumer`.
 
-        None if it runs and no module does; a reason if nothing runs.
+        None if modules run but none feeds it; a reason if none runs.
         """
         reason: str | None = ""
         for _ in range(3):
@@ -164,7 +164,7 @@ class View:
                 yield from self.between(above, scope)
 
     def watched(self, module: torch.nn.Module) -> Scope | str:
-        """The module with the edges between its leaves, or why it does not run."""
+        """The module with the edges between its leaves, or the reason that it does not run."""
         if reason := why_too_large(module):
             return reason
         names = {id(part): name for name, part in module.named_modules()}
@@ -180,27 +180,29 @@ class View:
         )
 
     def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
-        """Why a module's result may not change, nor its call be left out."""
+        """Why a module's result must not change and its call must not be skipped, or None."""
         called = self.names.get(id(module)) or type(module).__name__
         if len(self.parents.get(id(module), [])) > 1:
             return f"{called} is shared"
         if hooks := hooks_in_words(module, besides="torch.distributed" if is_called else None):
-            return f"{called} has {hooks}, which would see something else"
+            return f"{called} has {hooks}, which would see another result"
         if reason := why_fixed(module):
             return f"{called}: {reason}"
         if not is_called and is_overridden(module):
             return f"{called} has a hook of accelerate's: fuse before it places the model"
         if _is_sharded_alone(module):
-            return f"{called} is sharded by itself: fuse before fully_shard"
+            return f"{called} has its own shards: fuse before fully_shard"
         return None
 
 
-# A twin with more elements of parameters is tried on the CPU; a scope with fewer is always allowed.
+# Twins with more parameters (elements) than this run on the CPU. Scopes with fewer are always
+# allowed.
 _LARGE = 2**26
 _SMALL = 2**24
-# No scope has more: a copy of one with 2**30 takes 4 GiB.
+# The limit for scopes: a copy with 2**30 elements takes 4 GiB.
 _LARGEST = 2**30
-# A scope is a block, not a model: it has at most this many times its largest parameter's elements.
+# A scope is a block, not a model: it has at most this many times the elements of its largest
+# parameter.
 _BLOCK = 24
 
 
@@ -209,36 +211,34 @@ def _elements(module: torch.nn.Module) -> int:
 
 
 def why_too_large(module: torch.nn.Module) -> str | None:
-    """Why no copy of a module is made."""
+    """Why a module is too large to copy, or None."""
     elements = _elements(module)
     largest = max((p.numel() for p in module.parameters() if not is_lazy(p)), default=0)
     if elements <= max(_SMALL, _BLOCK * largest) and elements <= _LARGEST:
         return None
-    return (
-        f"with {elements / 1e6:.0f} million parameters what is around it is too large to be tried"
-    )
+    return f"with {elements / 1e6:.0f} million parameters its surroundings are too large to try"
 
 
 def is_welded(module: torch.nn.Module) -> bool:
-    """Whether it was fused already."""
+    """Whether it is already welded."""
     return isinstance(module, Weld)
 
 
 def forward_of(module: Any) -> Any:
-    """The function that a module's class runs; None if the class has none of its own."""
+    """The forward function of a module's class, or None if the class does not define one."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
     return getattr(type(module), "forward", None)
 
 
 def has_state(module: torch.nn.Module) -> bool:
-    """Whether it has parameters or buffers of its own."""
+    """Whether it has parameters or buffers itself, not only in submodules."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None for tensor in tensors)
 
 
 def why_fixed(module: torch.nn.Module) -> str | None:
-    """Why a module's class cannot be changed."""
+    """Why a module's class cannot be changed, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted: fuse before scripting"
     if isinstance(module, torch.fx.GraphModule):
@@ -252,7 +252,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def hooks_in_words(module: torch.nn.Module, besides: str | None) -> str:
-    """The kinds of hooks on it; those of the package `besides` do not count."""
+    """The kinds of hooks on it, without those of the package `besides`."""
     found = []
     for kind in _HOOKS:
         hooks = getattr(module, kind, {}).values()
@@ -276,7 +276,7 @@ def _module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
 
 
 def _is_elementwise(module: torch.nn.Module) -> bool:
-    """Whether a part of x gives that part of the result, and it is not x."""
+    """Whether part of x gives the same part of the result, and the result is not x."""
     x = probe.values((5, 193), _CPU)
     try:
         copy = Twin(module, _CPU).module.train()
@@ -289,7 +289,7 @@ def _is_elementwise(module: torch.nn.Module) -> bool:
 
 
 def _activation(functions: Sequence[Callable[[torch.Tensor], Any]]) -> tuple[str, str] | None:
-    """The activation that all of these compute, tried on small and large numbers."""
+    """The activation that all these functions compute on small and large numbers."""
     x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
         5, -1
     )
@@ -331,7 +331,7 @@ def _is_near(y: Any, expected: torch.Tensor, allowed: Any) -> bool:
 def _watched(
     module: torch.nn.Module, device: torch.device, names: dict[int, str]
 ) -> tuple[tuple[Any, ...], list[tuple[str, str]]] | str:
-    """Inputs and edges, by names in the module; a module's name begins with a dot."""
+    """Inputs, and edges by names in the module. Names of modules begin with a dot."""
     try:
         twin = Twin(module, device, torch.float32)
         inputs = probe.fitting(twin.module, device)
@@ -353,9 +353,9 @@ _SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torc
 
 
 def configuration(module: torch.nn.Module) -> Hashable:
-    """A key that modules share if they compute alike: classes, shapes, dtypes and settings.
+    """A key that is equal for modules that compute the same: classes, shapes, dtypes and settings.
 
-    It leaves out a layer's number. Objects of other kinds have to be identical.
+    It ignores a layer's number. Objects of other kinds must be identical.
     """
     return _of_module(module, {})
 

@@ -1,4 +1,4 @@
-"""A welded module is the same object with another class; its attributes stay as they were."""
+"""A welded module is the same object with another class. Its attributes do not change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class Weld:
     """Base of the classes that welded modules get.
 
     `welded` makes a class from a subclass of this one, the module's own class, and settings. The
-    settings become class attributes; their names begin with weld_ and so hide none of the module's.
-    Nothing is written to the module itself: setting its class back restores it.
+    settings become class attributes. Their names begin with weld_, so they hide none of the
+    module's attributes. Nothing is written to the module itself: setting its class back restores
+    it.
     """
 
-    # Whether isinstance still finds the module's own class.
+    # Whether the new class is a subclass of the module's own class.
     weld_keeps_class: ClassVar[bool] = True
-    # The function that runs, in words; "" for a part of another module's weld.
+    # The function that runs, in words; "" for a submodule of another weld.
     weld_becomes: ClassVar[str] = ""
-    # Names of the modules that it contains but no longer calls.
+    # Names of the submodules that it no longer calls.
     weld_inner: ClassVar[tuple[str, ...]] = ()
     welded_from: ClassVar[type]
     weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
@@ -29,11 +30,11 @@ class Weld:
     weld_class: ClassVar[type[Weld]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles make the class anew, since pickle would not find it."""
+        """Recreate the class for copies and pickles, since pickle would not find it."""
         return _bare, (self.weld_class, self.welded_from, self.weld_settings), dict(vars(self))
 
     def _get_name(self) -> str:
-        """The name in a model's printed form."""
+        """The name in the model's repr."""
         return f"Welded{type(self).__name__}"
 
 
@@ -49,7 +50,7 @@ class Change(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
     def of(self, module: torch.nn.Module) -> Change:
-        """The same change of another module."""
+        """The same change for another module."""
         return self._replace(module=module)
 
     def apply(self) -> None:
@@ -59,7 +60,7 @@ class Change(NamedTuple):
 
 
 def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
-    """The class of a welded module. It keeps the name of `was`, which other code reads."""
+    """The class of a welded module. It keeps the name of `was`, because other code reads it."""
     key = (weld, was, settings)
     if key in _CLASSES:
         return _CLASSES[key]
@@ -72,7 +73,7 @@ def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -
 
 
 def restored(cls: type) -> type:
-    """The former class of a welded module; made anew if the module was sharded since."""
+    """The original class of a welded module, recreated if the module was sharded since."""
     if "welded_from" in vars(cls):
         return cls.welded_from  # type: ignore[attr-defined,no-any-return]
     bases = tuple(restored(base) if issubclass(base, Weld) else base for base in cls.__bases__)
@@ -86,7 +87,7 @@ def _bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) ->
 
 
 def set_class(module: torch.nn.Module, cls: Any) -> None:
-    """Change the class, and its methods that accelerate's hooks call or left behind."""
+    """Change the class, and the old class's methods that accelerate's hooks call or left behind."""
     for name in _OWN_FORWARDS:
         if _is_own_forward(module, name):
             object.__setattr__(module, name, MethodType(cls.forward, module))
@@ -94,7 +95,7 @@ def set_class(module: torch.nn.Module, cls: Any) -> None:
 
 
 def find_welds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of every weld in the model."""
+    """The name and module of every weld in the model."""
     for name, module in model.named_modules():
         if isinstance(module, Weld):
             yield name, module
@@ -110,14 +111,14 @@ def _is_own_forward(module: torch.nn.Module, name: str) -> bool:
 
 
 def is_overridden(module: torch.nn.Module) -> bool:
-    """Whether it runs another forward than its class's."""
+    """Whether it runs a forward other than its class's."""
     return "forward" in vars(module) and not _is_own_forward(module, "forward")
 
 
 def why_overridden(module: torch.nn.Module) -> str | None:
-    """Why a change of its class would change nothing: the forward is set on the instance.
+    """Why changing its class would have no effect (the forward is set on the instance), or None.
 
-    accelerate's hooks call the method that they found; set_class changes that too.
+    accelerate's hooks call the method that they found, but set_class replaces that method too.
     """
     if not is_overridden(module) or _is_own_forward(module, "_old_forward"):
         return None

@@ -1,4 +1,4 @@
-"""The builders of BlockLayout: what they share, and the atomic patterns."""
+"""BlockLayout's builders: shared code, and the elementary patterns."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def seen_by_all(
 class Builders:
     """Class methods that build a layout.
 
-    `seq_len` is a length in tokens, or those of queries and of keys; queries stand beside the last
-    keys. `attention="unidirectional"` lets no query see a later key, token by token.
+    `seq_len` is a length in tokens, or a pair of them for queries and keys. The last query is
+    aligned with the last key. `attention="unidirectional"` lets no query see a later key, token by
+    token.
     """
 
     @classmethod
@@ -75,7 +76,7 @@ class Builders:
     def _make(
         cls, grid: Grid, blocks: Blocks, key: Hashable = None, batch: int = 1, heads: int = 1
     ) -> Self:
-        """A layout of these blocks. Without a key it is equal only to itself."""
+        """Make a layout of these blocks. Without a key it equals only itself."""
         sizes = (batch, heads, grid.rows, grid.columns)
         found = lists.listed(blocks.number, blocks.mask, blocks.masks, sizes)
         return cls._of(grid, found, key, batch, heads)
@@ -89,7 +90,7 @@ class Builders:
         attention: str = "bidirectional",
         heads: int = 1,
     ) -> Self:
-        """The union of patterns, whose numbers run over all heads."""
+        """The union of patterns, with block numbers over all heads."""
         number = lists.in_order(torch.cat(list(numbers)))
         if len(numbers) > 1:
             number = number.unique_consecutive()
@@ -120,10 +121,10 @@ class Builders:
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Blocks around the diagonal; or, by `window_size`, tokens before and after each query.
+        """Blocks around the diagonal, or with `window_size` tokens before and after each query.
 
-        `window_size` is FlashAttention's: (127, 0) is a query with 127 keys before it. -1 sets no
-        bound. Only one of the two may be given; without any it is three blocks.
+        `window_size` has FlashAttention's meaning: with (127, 0) a query sees its own key and the
+        127 before it. -1 means no bound. Give only one of the two; the default is three blocks.
         """
         grid = grid_of(seq_len, block, device)
         if window_size is None:
@@ -161,7 +162,7 @@ class Builders:
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Windows of blocks along the diagonal, which see only themselves."""
+        """Windows of blocks along the diagonal. Each sees only itself."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_local_blocks=num_local_blocks)
         number = patterns.windows(grid, [num_local_blocks])
@@ -177,7 +178,7 @@ class Builders:
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Sparse Transformer's: blocks nearer than `stride`, and every `stride`-th one."""
+        """Sparse Transformer's strided pattern: near blocks, and those at multiples of `stride`."""
         grid = grid_of(seq_len, block, device)
         at_least(1, stride=stride)
         numbers = [patterns.window(grid, 2 * stride - 1), patterns.strides(grid, stride)]
@@ -215,7 +216,7 @@ class Builders:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> Self:
-        """In every row this many different blocks, or all that it may see if there are fewer."""
+        """Distinct random blocks in every row, or all that the row may see if there are fewer."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_random_blocks=num_random_blocks)
         heads = num_heads if different_layout_per_head else 1
@@ -246,7 +247,7 @@ class Builders:
         block: int = 64,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Tokens that see all and are seen by all: the first `tokens`, or those listed."""
+        """Tokens that see all tokens and are seen by all: the first `tokens`, or those listed."""
         grid = grid_of(seq_len, block, device)
         listed = list(range(tokens)) if isinstance(tokens, int) else sorted(set(tokens))
         if listed and not 0 <= listed[0] <= listed[-1] < max(grid.queries, grid.keys):

@@ -1,4 +1,4 @@
-"""The builders of compound patterns, with the names of DeepSpeed's configurations."""
+"""Builders of compound patterns, named like DeepSpeed's configurations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _indices(begins: Sequence[int], ends: Sequence[int] | None, limit: int) -> list[int]:
-    """The blocks of these ranges, or these blocks, below the limit."""
+    """The blocks of these ranges, or the blocks `begins`, below the limit."""
     begins = list(begins)
     ends = [begin + 1 for begin in begins] if ends is None else list(ends)
     if len(ends) != len(begins) or any(b < 0 or b >= e for b, e in zip(begins, ends, strict=True)):
@@ -26,7 +26,7 @@ def _indices(begins: Sequence[int], ends: Sequence[int] | None, limit: int) -> l
 
 
 class Compounds(Builders):
-    """Class methods that build compounds."""
+    """Class methods that build compound patterns."""
 
     @classmethod
     def fixed(
@@ -42,10 +42,10 @@ class Compounds(Builders):
         num_different_global_patterns: int = 1,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Sparse Transformer's: local windows, whose last blocks are seen by all.
+        """Sparse Transformer's fixed pattern: local windows, whose last blocks all rows see.
 
-        With `num_different_global_patterns`, the global blocks of head h come before those of head
-        h - 1, and the layout differs between its `num_heads` heads.
+        With `num_different_global_patterns` the `num_heads` heads differ: the global blocks of head
+        h come before those of head h - 1 in a window.
         """
         grid = grid_of(seq_len, block, device)
         at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
@@ -91,7 +91,7 @@ class Compounds(Builders):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Local windows of given sizes, the last again and again; global blocks; random ones."""
+        """Local windows of given sizes (the last one repeats), global blocks and random blocks."""
         grid = grid_of(seq_len, block, device)
         at_least(0, num_random_blocks=num_random_blocks)
         sizes = list(local_window_blocks)
@@ -122,9 +122,9 @@ class Compounds(Builders):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> Self:
-        """BigBird's: a sliding window, the first blocks seen by all and seeing all, random ones.
+        """BigBird's pattern: a sliding window, global first blocks, and random blocks.
 
-        Unidirectional rows draw from the blocks that they may see; the first ones have fewer.
+        Unidirectional rows draw from the blocks that they may see, so the first rows have fewer.
         """
         grid = grid_of(seq_len, block, device)
         at_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
@@ -150,7 +150,7 @@ class Compounds(Builders):
         attention: str = "bidirectional",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Longformer's: a sliding window, and blocks that are seen by all and see all."""
+        """Longformer's pattern: a sliding window, and blocks that see all and are seen by all."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         chosen = _indices(global_block_indices, global_block_end_indices, grid.columns)

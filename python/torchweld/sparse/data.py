@@ -1,4 +1,4 @@
-"""The builders that take a layout from data: blocks, scores, a function, lengths of documents."""
+"""Builders that make a layout from data: blocks, scores, a function, or documents' lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sized_grid(
     seq_len: int | tuple[int, int] | None,
     block: int,
 ) -> Grid:
-    """The grid of a tensor of blocks, which are whole if no lengths are given."""
+    """The grid for a tensor of blocks. Without lengths all blocks are whole."""
     grid = grid_of(
         (rows * block, columns * block) if seq_len is None else seq_len, block, value.device
     )
@@ -35,7 +35,7 @@ def _sized_grid(
 
 
 class FromData(Builders):
-    """Class methods that build from data."""
+    """Class methods that build a layout from data."""
 
     @classmethod
     def from_blocks(
@@ -45,7 +45,7 @@ class FromData(Builders):
         block: int = 64,
         seq_len: int | tuple[int, int] | None = None,
     ) -> Self:
-        """From booleans [rows, columns] of blocks, [heads, ...] or [batch, heads, ...] of them.
+        """Take blocks from booleans [rows, columns], [heads, ...] or [batch, heads, ...].
 
         Without `seq_len` all blocks are whole.
         """
@@ -70,12 +70,12 @@ class FromData(Builders):
         within: Builders | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
-        """From a function of (batch, head, query, key) to whether the key takes part.
+        """Take tokens from a function: whether (batch, head, query, key) takes part.
 
-        It is FlexAttention's `mask_mod`, called with int64 indices that broadcast, [n, 1] and
-        [1, m]; the batch is 0. It is called for some blocks at a time, and only blocks in which it
-        finds something are kept. With `within`, only blocks of that layout are looked at.
-        `num_heads` is 1 if it ignores its head.
+        The function is FlexAttention's `mask_mod`. It gets int64 indices that broadcast, [n, 1] and
+        [1, m], for a few blocks at a time; the batch is 0. Blocks without any key are left out.
+        With `within`, only blocks of that layout are evaluated. Use `num_heads=1` if the function
+        ignores the head.
         """
         grid = grid_of(seq_len, block, device)
         at_least(1, num_heads=num_heads)
@@ -96,9 +96,9 @@ class FromData(Builders):
         block: int = 64,
         causal: bool = False,
     ) -> Self:
-        """Sequences packed one after another; each sees only itself.
+        """Packed sequences, each of which sees only itself.
 
-        `cu_seqlens` is FlashAttention's: [0, length of the first, of the first two, ...]. `causal`
+        `cu_seqlens` has FlashAttention's meaning: cumulative lengths that start with 0. `causal`
         aligns the last query of each sequence with its last key.
         """
         cu_keys = cu_seqlens if cu_seqlens_keys is None else cu_seqlens_keys
@@ -121,11 +121,11 @@ class FromData(Builders):
         block: int = 64,
         seq_len: int | tuple[int, int] | None = None,
     ) -> Self:
-        """Content-based: in every row the `top_k` blocks with the highest scores.
+        """In every row the `top_k` blocks with the highest scores.
 
-        Scores are [rows, columns], [heads, ...] or [batch, heads, ...]; -inf excludes a block. All
-        of it runs on the device of the scores, and nothing is read from there: lists have room for
-        `top_k` blocks a row, however many there are.
+        Scores are [rows, columns], [heads, ...] or [batch, heads, ...]; -inf excludes a block.
+        Everything runs on the scores' device, without synchronisation: lists have room for `top_k`
+        blocks per row, even if a row has fewer.
         """
         if not scores.is_floating_point() or not 2 <= scores.ndim <= 4:
             came = f"a {scores.dtype} tensor of shape {list(scores.shape)}"

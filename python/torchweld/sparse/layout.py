@@ -18,17 +18,17 @@ from torchweld.sparse.patterns import Grid
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout(Compounds, FromData):
-    """Which blocks of queries attend to which blocks of keys, for all heads or for each.
+    """The blocks of keys that each block of queries attends to, for all heads or for each head.
 
     Build one with a class method, such as `BlockLayout.bigbird(4096, block=64)`; combine layouts
-    with `|` and `&`, and restrict one with `causal()`. A layout never changes. Layouts of the same
-    builder and the same arguments are equal; one that was built from data is equal only to itself.
+    with `|` and `&`, and restrict one with `causal()`. Layouts are immutable. Layouts from the same
+    builder and arguments are equal. A layout built from data equals only itself.
 
     Attributes:
         queries, keys: lengths in tokens, which need not be multiples of the block.
         block: 16, 32, 64 or 128 tokens.
         batch, heads: 1 if the layout is shared.
-        lists: what kernels read; None: all blocks, which need no lists.
+        lists: the lists that kernels read, or None for a layout of all blocks.
     """
 
     queries: int
@@ -60,7 +60,7 @@ class BlockLayout(Compounds, FromData):
 
     @property
     def count(self) -> int:
-        """The number of blocks. Reads it from the device."""
+        """The number of blocks. Synchronises with the device."""
         total = self.batch * self.heads * self.grid.rows * self.grid.columns
         if self.lists is None:
             return total
@@ -68,12 +68,12 @@ class BlockLayout(Compounds, FromData):
 
     @property
     def density(self) -> float:
-        """The share of possible blocks that it has. Reads it from the device."""
+        """The number of blocks over the number of possible ones. Synchronises with the device."""
         return self.count / max(self.batch * self.heads * self.grid.rows * self.grid.columns, 1)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it keeps."""
+        """The bytes that it occupies."""
         return sum(t.nbytes for t in self.lists or ())
 
     def to(self, device: torch.device | str) -> BlockLayout:
@@ -94,7 +94,7 @@ class BlockLayout(Compounds, FromData):
         return Blocks(number, None, lists.no_masks(self.block, self.device))
 
     def causal(self) -> BlockLayout:
-        """Only keys that do not come after their query; the last query sees every key.
+        """Exclude keys that come after their query. The last query sees every key.
 
         `causal=True` in the call does the same without lists.
         """
@@ -103,7 +103,7 @@ class BlockLayout(Compounds, FromData):
         return self._make(self.grid, restricted, ("causal", self.key), self.batch, self.heads)
 
     def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> BlockLayout:
-        """What queries and keys of these ranges have of it; both begin with a block."""
+        """The layout of a range of queries and a range of keys. Both start at a block."""
         for name, length, (begin, end) in (
             ("queries", self.queries, queries),
             ("keys", self.keys, keys),
@@ -161,7 +161,7 @@ class BlockLayout(Compounds, FromData):
         return sizes[0], sizes[1]
 
     def _expanded(self, batch: int, heads: int) -> Blocks:
-        """The blocks, repeated for this many."""
+        """The blocks, repeated for this batch and these heads."""
         blocks = self.blocks()
         if (batch, heads) == (self.batch, self.heads):
             return blocks
@@ -170,7 +170,7 @@ class BlockLayout(Compounds, FromData):
         return lists.repeated(blocks, own, self.grid.rows * self.grid.columns)
 
     def to_mask(self) -> torch.Tensor:
-        """Booleans [batch, heads, queries, keys], True where a key takes part."""
+        """Booleans [batch, heads, queries, keys], True if the key takes part."""
         if self.lists is None:
             shape = (1, 1, self.queries, self.keys)
             return torch.ones(shape, dtype=torch.bool, device=self.device)
@@ -178,7 +178,7 @@ class BlockLayout(Compounds, FromData):
         return lists.token_mask(rows, row_entries, masks, self.block, self.queries, self.keys)
 
     def kinds(self) -> torch.Tensor:
-        """[batch, heads, rows, columns] of blocks: 0 none, 1 full, 2 partial."""
+        """The kind of each block, [batch, heads, rows, columns]: 0 none, 1 full, 2 partial."""
         grid = self.grid
         if self.lists is None:
             return torch.ones(1, 1, grid.rows, grid.columns, dtype=torch.int32, device=self.device)

@@ -1,4 +1,4 @@
-"""Layouts by length: what a module keeps in place of a layout."""
+"""Layouts by length, for modules whose inputs vary in length."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEPT = 16
 
 
 class Layouts:
-    """The layouts of a source, each made once and kept on its device.
+    """The layouts of a source, each made once per lengths and device.
 
-    Two layers share layouts only if they share a Layouts.
+    Layers share layouts only if they share a Layouts.
     """
 
     def __init__(self, source: Source) -> None:
@@ -30,15 +30,15 @@ class Layouts:
         self._made: dict[tuple[int, int, torch.device], BlockLayout] = {}
 
     def of(self, q: torch.Tensor, k: torch.Tensor) -> BlockLayout:
-        """The layout of these queries and keys, whose lengths are the last dimension but one."""
+        """The layout for these queries and keys. Their lengths are the second to last dimension."""
         key = (q.shape[-2], k.shape[-2], q.device)
         found = self._made.get(key)
         if found is None:
             tracing = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-            # While torch.export traces, it would be made of tensors that only stand for others.
+            # Under torch.export the layout would otherwise be made of fake tensors.
             with _disable_current_modes() if tracing else nullcontext():
                 found = self._make(key[:2]).to(q.device)
-            if len(self._made) == _KEPT:  # ragged batches would add more and more
+            if len(self._made) == _KEPT:  # bounded, since ragged batches have many lengths
                 self._made.pop(next(iter(self._made)))
             self._made[key] = found
         return found

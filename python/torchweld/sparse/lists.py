@@ -1,4 +1,4 @@
-"""The lists that kernels walk: for every row of blocks its columns, for every column its rows."""
+"""The lists that kernels read: the columns of every row of blocks, the rows of every column."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import torch
 class Lists(NamedTuple):
     """A layout as kernels read it, all of int32.
 
-    Lines are rows of blocks, or columns in the transpose. A line is four numbers: which one it is,
-    where its entries begin, where those of its partial blocks begin, and where they end. The lines
-    of a head are sorted by falling length, so that work which is handed out in their order ends
-    with the shortest. An entry is two numbers: the line's partner, and the mask of a partial block.
+    A line is a row of blocks, or a column in the transpose. It has four numbers: its index, the
+    begin of its entries, the begin of the entries of partial blocks, and the end. The lines of a
+    head are sorted longest first, to balance work that is distributed in that order. An entry has
+    two numbers: the column (or row) of the block, and the mask if the block is partial.
     """
 
     rows: torch.Tensor  # [batch or 1, heads or 1, rows of blocks, 4]
     row_entries: torch.Tensor  # [at least as many as there are blocks, 2]
     columns: torch.Tensor  # [batch or 1, heads or 1, columns of blocks, 4]
     column_entries: torch.Tensor
-    # [masks, block * words]: bit `key % 32` of word `query * words + key // 32`, positions being
-    # those within a block, says whether the key takes part; words = words_of(block).
+    # [masks, block * words], words = words_of(block): bit `key % 32` of word
+    # `query * words + key // 32` says whether the key takes part. Positions are within the block.
     masks: torch.Tensor
 
 
 class Blocks(NamedTuple):
-    """A layout as builders make it: the blocks of all heads in order, each once.
+    """A layout as builders make it: the sorted blocks of all heads, without duplicates.
 
-    A block's number is (head * rows + row) * columns + column, where heads run over the batch too.
+    A block's number is (head * rows + row) * columns + column. Heads are counted over the batch.
     """
 
-    number: torch.Tensor  # int64, or int32 where that holds all of them
-    mask: torch.Tensor | None  # of each block, as an index into masks; -1: it is full
+    number: torch.Tensor  # int64, or int32 if it can hold them
+    mask: torch.Tensor | None  # index of each block's mask; -1: the block is full
     masks: torch.Tensor  # as in Lists
 
 
 def words_of(block: int) -> int:
-    """The number of words for a query's bits of a partial block."""
+    """The number of words that hold a query's bits in a partial block."""
     return max(block // 32, 1)
 
 
 def count_of(length: int, block: int) -> int:
-    """The blocks of a sequence."""
+    """The number of blocks in a sequence."""
     return -(-length // block)
 
 
@@ -52,8 +52,8 @@ def no_masks(block: int, device: torch.device) -> torch.Tensor:
 
 
 def in_order(values: torch.Tensor) -> torch.Tensor:
-    """The values sorted, in their own memory where they are on the CPU."""
-    if values.device.type == "cpu":  # numpy's sort is vectorised, and many times as fast
+    """The sorted values. On the CPU this sorts in place."""
+    if values.device.type == "cpu":  # numpy's vectorised sort is many times as fast
         values.numpy().sort()
         return values
     return values.sort().values
@@ -65,10 +65,10 @@ def listed(
     masks: torch.Tensor,
     sizes: tuple[int, int, int, int],
 ) -> Lists:
-    """The lists of these blocks, which are numbered as in Blocks and may come in any order.
+    """The lists of these blocks, given by number (see Blocks) in any order.
 
-    `sizes` are batch, heads, rows and columns. Numbers past the last block's do not count: a
-    builder on a device allocates the most that it may need, and never reads how many it has.
+    `sizes` are batch, heads, rows and columns. Numbers past the last possible block are ignored: a
+    builder on a GPU allocates the most that it may need, and never reads back the actual count.
     """
     batch, heads, rows, columns = sizes
     kinds = len(masks) + 1
@@ -98,7 +98,7 @@ def _lines(
         begins = torch.searchsorted(number, line * partners).to(torch.int32)
         begin, partial, end = begins[:-1], begins[1:], begins[1:]
     else:
-        # Full blocks come before partial ones; a block's mask is part of what is sorted.
+        # Full blocks come before partial ones, so the sort key includes the mask.
         half = number // partners * 2 + (mask >= 0)
         code = in_order((half * partners + number % partners) * kinds + (mask + 1))
         which = (code % kinds - 1).clamp_(min=0)
@@ -116,7 +116,7 @@ def _lines(
 
 
 def blocks_of(lists: Lists) -> Blocks:
-    """The blocks that lists were made of. It reads how many there are from the device."""
+    """The blocks that these lists were made from. Synchronises with the device."""
     rows = lists.rows.flatten(0, 2).long()
     lines, columns = lists.rows.shape[2], lists.columns.shape[2]
     lengths = rows[:, 3] - rows[:, 1]
@@ -139,9 +139,9 @@ def ranges(begin: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def kinds_of(rows: torch.Tensor, row_entries: torch.Tensor, columns: int) -> torch.Tensor:
-    """[batch, heads, rows, columns] of blocks: 0 for none, 1 for a full one, else 2 + its mask.
+    """The kind of each block, [batch, heads, rows, columns]: 0 none, 1 full, 2 + mask partial.
 
-    Reads nothing from the device.
+    Does not synchronise with the device.
     """
     begin, partial, end = rows[..., 1:2], rows[..., 2:3], rows[..., 3:4]
     position = begin + torch.arange(columns, device=rows.device, dtype=torch.int32)
@@ -163,7 +163,7 @@ def token_mask(
     queries: int,
     keys: int,
 ) -> torch.Tensor:
-    """[batch or 1, heads or 1, queries, keys], True where the layout lets a key take part."""
+    """Booleans [batch or 1, heads or 1, queries, keys], True if the layout includes the key."""
     kinds = kinds_of(rows, row_entries, count_of(keys, block))
     whole = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
     every = torch.cat([~whole, whole, unpacked(masks, block)])
@@ -172,7 +172,7 @@ def token_mask(
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:
-    """Booleans [n, block, block] to bits, as Lists has them."""
+    """Pack booleans [n, block, block] into the bits of Lists."""
     n, block = mask.shape[:2]
     mask = torch.nn.functional.pad(mask, (0, 32 * words_of(block) - block))
     weight = 2 ** torch.arange(8, device=mask.device, dtype=torch.uint8)
@@ -181,14 +181,14 @@ def packed(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(masks: torch.Tensor, block: int) -> torch.Tensor:
-    """Bits to booleans [n, block, block]."""
+    """Unpack bits to booleans [n, block, block]."""
     bit = torch.arange(32, device=masks.device, dtype=torch.int32)
     bits = (masks.view(-1, block, words_of(block), 1) >> bit) & 1
     return bits.flatten(2).bool()[..., :block]
 
 
 def joined(a: Blocks, b: Blocks, block: int, union: bool) -> Blocks:
-    """The blocks of a or b, or those of both."""
+    """The union or the intersection of two layouts' blocks."""
     number = torch.cat([a.number, b.number])
     number, order = number.sort(stable=True)
     twice = torch.zeros_like(number, dtype=torch.bool)
@@ -220,7 +220,7 @@ def _mask(blocks: Blocks) -> torch.Tensor:
 
 
 def tidy(blocks: Blocks, block: int) -> Blocks:
-    """The same blocks with each mask once, and with full and empty ones recognised."""
+    """The same blocks with each mask once, without full masks and empty blocks."""
     assert blocks.mask is not None
     whole = packed(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
     every = torch.cat([whole, torch.zeros_like(whole), blocks.masks])
@@ -237,7 +237,7 @@ def tidy(blocks: Blocks, block: int) -> Blocks:
 
 
 def repeated(blocks: Blocks, own: torch.Tensor, each: int) -> Blocks:
-    """Every place of `own` names a head: its blocks, which have `each` numbers, at that place."""
+    """The blocks of heads own[0], own[1], ... in order; a head has `each` block numbers."""
     bounds = torch.searchsorted(blocks.number, torch.stack([own, own + 1]) * each)
     lengths = bounds[1] - bounds[0]
     position = ranges(bounds[0], lengths)

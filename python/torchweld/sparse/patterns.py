@@ -1,4 +1,4 @@
-"""Block patterns, each as the numbers of its blocks: row * columns + column, in any order."""
+"""Block patterns as block numbers, row * columns + column, in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchweld.sparse.lists import (
 
 
 class Grid(NamedTuple):
-    """Lengths in tokens, the block, and where tensors are to be."""
+    """Lengths in tokens, the block size, and the device for tensors."""
 
     queries: int
     keys: int
@@ -45,9 +45,9 @@ class Grid(NamedTuple):
         return torch.arange(self.columns, device=self.device)
 
     def diagonal(self) -> torch.Tensor:
-        """For every row the column of the key that stands beside its last query.
+        """For every row, the column of the key that is aligned with the row's last query.
 
-        Queries stand beside the last keys, as `causal` has them. -1: it comes before all keys.
+        The last query is aligned with the last key, as for `causal`. -1 means before all keys.
         """
         last = ((self.row() + 1) * self.block).clamp(max=self.queries) - 1
         return (last + self.keys - self.queries).div(self.block, rounding_mode="floor").clamp(-1)
@@ -56,7 +56,7 @@ class Grid(NamedTuple):
 def spans(
     grid: Grid, first: torch.Tensor, end: torch.Tensor, step: int = 1, base: torch.Tensor | int = 0
 ) -> torch.Tensor:
-    """In every row the columns base + step * i for i from `first` to before `end`."""
+    """In every row, the columns base + step * i for first <= i < end."""
     lengths = (end - first).clamp(min=0)
     row = grid.row().repeat_interleave(lengths)
     start = base if isinstance(base, int) else base[row]
@@ -66,13 +66,13 @@ def spans(
 
 
 def window(grid: Grid, blocks: int) -> torch.Tensor:
-    """Around the diagonal, half of the blocks on each side."""
+    """The blocks around the diagonal, half of them on each side."""
     middle = grid.diagonal()
     return spans(grid, middle - blocks // 2, middle + blocks // 2 + 1)
 
 
 def dilated(grid: Grid, blocks: int, dilation: int) -> torch.Tensor:
-    """Around the diagonal, every `dilation`-th block."""
+    """Every `dilation`-th block around the diagonal."""
     side = torch.full_like(grid.row(), blocks // 2)
     return spans(grid, -side, side + 1, dilation, grid.diagonal())
 
@@ -85,7 +85,7 @@ def strides(grid: Grid, stride: int) -> torch.Tensor:
 
 
 def windows(grid: Grid, sizes: Sequence[int]) -> torch.Tensor:
-    """Windows of these many blocks along the diagonal, the last size again and again."""
+    """Windows of these numbers of blocks along the diagonal. The last size repeats."""
     middle = grid.diagonal()
     listed = torch.tensor(sizes, device=grid.device)
     ends = listed.cumsum(0)
@@ -109,21 +109,21 @@ def chosen_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
 
 
 def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) -> torch.Tensor:
-    """In every row of each head this many different columns, or all that the row may see.
+    """In every row of each head, `blocks` distinct columns, or all that the row may see.
 
-    Memory is proportional to what is drawn.
+    Memory is proportional to the number of blocks drawn.
     """
     generator = torch.Generator(device=grid.device).manual_seed(seed)
     seen = grid.diagonal() + 1 if backward_only else torch.full_like(grid.row(), grid.columns)
     seen = seen.repeat(heads)
     near = min(2 * blocks, grid.columns)
-    # Few columns to choose from: those with the largest random numbers.
+    # Few columns to choose from: take those with the largest random numbers.
     few = (seen <= near).nonzero()
     order = torch.rand(len(few), near, generator=generator, device=grid.device)
     order = order.masked_fill(grid.column()[:near] >= seen[few], -1)
     best = order.topk(min(blocks, near))
     short = (few * grid.columns + best.indices)[best.values >= 0]
-    # Many: independent draws; duplicates are drawn again.
+    # Many columns: draw independently, and redraw duplicates.
     kind = torch.int32 if len(seen) * grid.columns < 2**31 else torch.int64
 
     def draw(line: torch.Tensor, count: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) 
 
 
 def _repeats(number: torch.Tensor) -> torch.Tensor:
-    """Which of sorted numbers equal the one before."""
+    """Which sorted numbers equal their predecessor."""
     again = torch.zeros_like(number, dtype=torch.bool)
     again[1:] = number[1:] == number[:-1]
     return again
@@ -156,9 +156,10 @@ def _repeats(number: torch.Tensor) -> torch.Tensor:
 
 
 def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Blocks:
-    """The blocks restricted to keys that are `low` to `high` tokens after their query; None: any.
+    """Restrict blocks to keys that are `low` to `high` tokens after their query; None means no
+    bound.
 
-    Whether a block is full, partial or empty depends only on how far it is from the diagonal.
+    Whether a block is full, partial or empty depends only on its distance from the diagonal.
     """
     block, columns = grid.block, grid.columns
     number = blocks.number.long()
@@ -189,7 +190,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Piece(NamedTuple):
-    """Blocks, and the indices of their tokens, which broadcast to all pairs of these blocks."""
+    """Blocks, and the indices of their tokens, which broadcast to all pairs in these blocks."""
 
     number: torch.Tensor  # [rows, columns] of blocks
     head: torch.Tensor
@@ -198,12 +199,12 @@ class Piece(NamedTuple):
 
 
 def pairs_at_once(device: torch.device) -> int:
-    """The most pairs of tokens to evaluate at once: few stay in the cache of a CPU."""
+    """The most pairs of tokens to evaluate at once. On a CPU they should stay in the cache."""
     return 2**18 if device.type == "cpu" else 2**24
 
 
 def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
-    """All blocks. Pieces are wide: loops along a whole row of keys are the fastest."""
+    """All blocks, in wide pieces: loops along a whole row of keys are fastest."""
     blocks = pairs_at_once(grid.device) // grid.block**2
     across = max(min(blocks, grid.columns), 1)
     down = max(blocks // across, 1)
@@ -223,7 +224,7 @@ def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
 
 
 def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
-    """The blocks of these numbers, in their order."""
+    """The blocks with these numbers, in order."""
     at = torch.arange(grid.block, device=grid.device)
     for some in number.split(pairs_at_once(grid.device) // grid.block**2):
         column, line = some % grid.columns, some // grid.columns
@@ -234,9 +235,9 @@ def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
 
 
 class _Growing:
-    """Integers [n, 2] in one tensor with room for more.
+    """Integers [n, 2] in one growing tensor.
 
-    Many small tensors between large ones would keep the allocator from using the gaps again.
+    Many small tensors between large ones would fragment memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -252,14 +253,14 @@ class _Growing:
         self._count = end
 
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """The first and the second of all pairs."""
+        """The first and second numbers of all pairs."""
         return self._room[: self._count].unbind(1)
 
 
 def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Blocks:
-    """Those of these blocks in which the function lets some key take part.
+    """The blocks in which the function includes some key.
 
-    Only the bits of partial blocks are kept.
+    Stores bits only for partial blocks.
     """
     block, device = grid.block, grid.device
     kept, bits = _Growing(device), []
@@ -272,7 +273,7 @@ def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Bl
             raise ArgumentError("BlockLayout", "mask_mod", came, "one that returns booleans")
         found = found.expand(torch.broadcast_shapes(query.shape, key.shape)).contiguous()
         found = found.view(number.shape[0], block, number.shape[1], block)
-        # Four booleans are a word: nothing of a block is seen if the largest word is 0.
+        # View four booleans as one word: a block is empty if its largest word is 0.
         words = found.view(torch.int32)
         there = words.amax(1).amax(-1) > 0
         if not there.any():
@@ -292,13 +293,13 @@ def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Bl
 
 
 def documents(grid: Grid, ends: torch.Tensor, key_ends: torch.Tensor, causal: bool) -> Blocks:
-    """Packed sequences that end at these tokens. Blocks of only one are not looked into."""
+    """Packed sequences that end at these tokens. Blocks within one sequence are not evaluated."""
     block, columns = grid.block, grid.columns
     if grid.rows == 0 or columns == 0:
         return Blocks(ends.new_empty(0), None, no_masks(block, grid.device))
     own = torch.searchsorted(ends, torch.arange(grid.queries, device=grid.device), right=True)
     key_own = torch.searchsorted(key_ends, torch.arange(grid.keys, device=grid.device), right=True)
-    after = key_ends - ends  # how far the last key of a sequence is from its last query
+    after = key_ends - ends  # distance from a sequence's last query to its last key
 
     def visible(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         which = own[query]

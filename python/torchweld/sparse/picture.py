@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 _WIDTH, _HEIGHT = 64, 32
-# By the share of a cell's possible blocks.
+# Shades by the share of a cell's possible blocks.
 _SHADES = " ░▒▓█"
 
 
 def drawn(kinds: torch.Tensor) -> str:
-    """Lines of characters: blank where no block is, darker where there are more.
+    """Lines of characters: blank without blocks, darker with more.
 
     A partial block counts half.
     """

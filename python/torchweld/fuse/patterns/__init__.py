@@ -1,7 +1,7 @@
-"""Recognisers of modules to weld, one function each, in the order in which they are asked.
+"""Recognisers of modules to weld, one function each, in the order of use.
 
-A recogniser gets a module and a View of the model. It yields a Proposal, or a Left with the reason
-why it proposes nothing. Append your own to PATTERNS.
+A recogniser takes a module and a View of the model. It yields a Proposal, or a Left with the reason
+to leave the module alone. Append your own to PATTERNS.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Activation(Weld):
 
 
 class Identity(Weld):
-    """An activation or a dropout that the module before it computes now."""
+    """An activation or a dropout that the preceding module now computes."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
         (x,) = given or named.values()
@@ -36,12 +36,12 @@ class Identity(Weld):
 
 
 def in_words(kind: tuple[str, str]) -> str:
-    """An activation as tables name it."""
+    """An activation's name in tables."""
     return kind[0] if kind[1] == "none" else f"{kind[0]} by {kind[1]}"
 
 
 def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module that computes one of torchweld's activations, in whatever way."""
+    """A module that computes one of torchweld's activations in any way."""
     if is_welded(module) or type(module) in _FAST_IN_EAGER:
         return
     kind = view.activation(module)

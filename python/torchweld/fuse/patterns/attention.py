@@ -23,11 +23,11 @@ ON_CPU = "on the CPU block_sparse_attention over all keys"
 
 
 class MultiheadAttention(Weld):
-    """torch.nn.MultiheadAttention where gradients are wanted.
+    """torch.nn.MultiheadAttention, if gradients are required.
 
-    softmax_dropout computes the weights, if they are asked for. Otherwise attention on the CPU is
+    If the caller asks for weights, softmax_dropout computes them. Otherwise attention on the CPU is
     block_sparse_attention over all keys: torch's own is slower there, and with dropout it keeps all
-    scores. Everything else is torch's.
+    scores. All other calls run torch's forward.
     """
 
     def forward(
@@ -68,7 +68,7 @@ def _is_plain(
     attn_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> bool:
-    """Whether it runs on the CPU, with scores masked only by position and padding."""
+    """Whether it runs on the CPU and masks scores only by position and padding."""
     lengths = {x.shape[1 if module.batch_first else 0] for x in given}
     causal_or_none = attn_mask is None or (is_causal and len(lengths) == 1)
     padded = key_padding_mask is None or key_padding_mask.dtype == torch.bool
@@ -105,7 +105,7 @@ def _with_weights(
     attn_mask: torch.Tensor | None,
     average: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch.nn.functional.multi_head_attention_forward does, by softmax_dropout."""
+    """torch.nn.functional.multi_head_attention_forward, with softmax_dropout."""
     q, k, v = (_heads(part, module) for part in _projected(module, given))
     weights = functional.softmax_dropout(
         q @ k.transpose(-2, -1),
@@ -142,7 +142,7 @@ def _heads(x: torch.Tensor, module: Any) -> torch.Tensor:
 def _mask(
     q: torch.Tensor, key_padding_mask: torch.Tensor | None, attn_mask: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """softmax_dropout's mask, where True takes part, from torch's, where True is ignored."""
+    """Converts torch's mask, where True excludes, to softmax_dropout's, where True includes."""
     masks = []
     if attn_mask is not None:
         shape = (*q.shape[:2], *attn_mask.shape[-2:])
@@ -162,18 +162,18 @@ def _mask(
 
 
 def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """torch's, called with or without weights."""
+    """torch.nn.MultiheadAttention, called with or without weights."""
     own = forward_of(module)
     if own is not torch.nn.MultiheadAttention.forward:
         return
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     if any(isinstance(parent, layers) for parent in view.parents.get(id(module), [])):
-        return  # they change it themselves
+        return  # the layer's recogniser changes it
     what = type(module).__name__
     if reason := why_fixed(module) or why_unusual(module):
         yield Left(module, what, reason)
     else:
-        becomes = f"softmax_dropout where weights are wanted; {ON_CPU}"
+        becomes = f"softmax_dropout if weights are wanted; {ON_CPU}"
         changes = (Change(module, MultiheadAttention, becomes),)
         attention: Any = module
         inputs = (probe.values((2, 32, attention.embed_dim), view.device(module)),) * 3
@@ -181,17 +181,17 @@ def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Pr
 
 
 def why_unusual(attention: Any) -> str | None:
-    """Why MultiheadAttention does not compute this attention."""
+    """Why MultiheadAttention here cannot compute this attention, or None."""
     same = attention.bias_k is None and not attention.add_zero_attn
     same = same and attention._qkv_same_embed_dim
-    return None if same else "it has other keys and values than its input's"
+    return None if same else "it uses add_bias_kv, add_zero_attn, kdim or vdim"
 
 
 # --- Softmax and dropout --------------------------------------------------------------------------
 
 
 class SoftmaxDropout(Weld):
-    """A dropout that computes the softmax before it too."""
+    """A dropout that also computes the preceding softmax."""
 
     p: float
     training: bool
@@ -201,7 +201,7 @@ class SoftmaxDropout(Weld):
 
 
 def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """The dropouts among a module's children, with the softmax modules before them."""
+    """The dropouts among a module's children, with the preceding softmax modules."""
     if not any(isinstance(part, torch.nn.Softmax) for part in module.modules()):
         return
     for consumer in module.children():

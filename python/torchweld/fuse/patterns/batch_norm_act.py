@@ -1,4 +1,4 @@
-"""A BatchNorm1d whose result goes only into an activation module, as behind a linear layer."""
+"""A BatchNorm1d whose result only an activation module reads, as after a linear layer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class BatchNormAct(Weld):
-    """A batch norm of a matrix's columns with its activation; other inputs take the two in turn."""
+    """A batch norm of a matrix's columns with its activation; two steps for other inputs."""
 
     weld_activation: str
     weld_approximate: str
 
     @property
     def num_features(self) -> int:
-        """Asked for by convert_sync_batchnorm, which would lose the activation."""
+        """convert_sync_batchnorm reads this, and would lose the activation."""
         raise RuntimeError("torchweld.fuse: convert to SyncBatchNorm first, then fuse")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class BatchNormAct(Weld):
 
 
 def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """Activations among a module's children, with the batch norms before them."""
+    """The activations among a module's children, with the preceding batch norms."""
     if not any(forward_of(part) in _NORMS for part in module.modules()):
         return
     for consumer in module.children():
@@ -62,7 +62,7 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
         producer = found.producer
         what = f"{type(producer).__name__} + {type(consumer).__name__}"
         if isinstance(producer, torch.nn.SyncBatchNorm):
-            reason = "its statistics are of several processes; LinearBatchNormAct has such"
+            reason = "its statistics span several processes; LinearBatchNormAct supports that"
             yield Left(producer, what, reason)
             continue
         yield with_activation(found, consumer, what, BatchNormAct, "batch_norm_act", kind)

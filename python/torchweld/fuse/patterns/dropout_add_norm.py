@@ -1,4 +1,4 @@
-"""The end of a post-norm block: norm(dropout(linear(x)) + residual), as BERT has it."""
+"""The end of a post-norm block, as in BERT: norm(dropout(linear(x)) + residual)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.fuse.weld import Change, Weld
 
 
 class DropoutAddNorm(Weld):
-    """norm(dropout(layer(x)) + residual), by the settings of a norm and a dropout."""
+    """norm(dropout(layer(x)) + residual), with the settings of a norm and a dropout."""
 
     weld_layer: str
     weld_dropout: str
@@ -35,7 +35,7 @@ def add_and_normalize(
     norm: Any,
     return_residual: bool = False,
 ) -> Any:
-    """norm(dropout(x) + residual) in one pass, by the settings and parameters of these modules."""
+    """norm(dropout(x) + residual) in one pass, with these modules' settings and parameters."""
     return functional.dropout_add_layer_norm(
         x,
         residual,
@@ -50,7 +50,7 @@ def add_and_normalize(
 
 
 def is_layer_norm(module: Any) -> bool:
-    """Whether add_and_normalize can take its place."""
+    """Whether add_and_normalize can replace it."""
     return forward_of(module) is torch.nn.LayerNorm.forward
 
 

@@ -1,4 +1,4 @@
-"""Modules whose results go into one other module only."""
+"""Finds modules whose results only one other module reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.fuse.weld import Change, Weld
 
 
 class Pair(NamedTuple):
-    """A module whose result goes only into another, and the module that was run to see it."""
+    """A module whose result only one other module reads, and the scope that was run to find it."""
 
     producer: torch.nn.Module
     scope: Scope
@@ -22,25 +22,25 @@ class Pair(NamedTuple):
 def pair_before(
     consumer: torch.nn.Module, parent: torch.nn.Module, view: View
 ) -> Pair | Left | None:
-    """The only module that `consumer`, a child of `parent`, gets inputs from, if any."""
+    """The only module that feeds `consumer`, a child of `parent`, if there is one."""
     scope = _in_sequence(parent, consumer) or view.scope(parent, consumer)
-    what = f"{type(consumer).__name__} and what is before it"
+    what = f"{type(consumer).__name__} and the layer before it"
     if scope is None:
         return None
     if isinstance(scope, str):
-        return Left(consumer, what, f"what feeds it is not known: {scope}")
+        return Left(consumer, what, f"its producer is unknown: {scope}")
     producers = {edge.producer for edge in scope.edges if edge.consumer is consumer}
     if len(producers) != 1:
         several = sum(view.linear(producer) is not None for producer in producers) > 1
         return Left(consumer, what, "it follows several layers") if several else None
     (producer,) = producers
     if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
-        return Left(consumer, what, f"the {type(producer).__name__} before it feeds others too")
+        return Left(consumer, what, f"the {type(producer).__name__} before it also feeds others")
     for part in (producer, consumer):
         for around in view.between(part, scope.module):
             if hooks := hooks_in_words(around, besides=None):
                 called = view.names[id(around)]
-                return Left(consumer, what, f"{called} has {hooks}, which would see something else")
+                return Left(consumer, what, f"{called} has {hooks}, which would see another result")
     return Pair(producer, scope)
 
 
@@ -53,7 +53,7 @@ def with_activation(
     kind: tuple[str, str],
     **settings: Any,
 ) -> Proposal:
-    """The producer computes the activation too, by this op; the activation becomes an identity."""
+    """Compute the activation in the producer with this op; the activation becomes an identity."""
     producer = pair.producer
     settings |= {"activation": kind[0], "approximate": kind[1]}
     return Proposal(
@@ -71,7 +71,7 @@ def with_activation(
 
 
 def _in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:
-    """In a torch.nn.Sequential the edge is known without a run."""
+    """The edge in a torch.nn.Sequential, which needs no run."""
     if forward_of(parent) is not torch.nn.Sequential.forward:
         return None
     children = list(parent.children())

@@ -1,4 +1,4 @@
-"""Gated MLPs: two linear layers into a product, one of them activated, and a third behind it."""
+"""Gated MLPs: a product of two linear layers, one of them activated, then a third linear layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchweld.fuse.weld import Change, Weld
 
 
 class GatedMLP(Weld):
-    """down(dropout(activation(gate(x)) * up(x))); its layers stay modules of their own."""
+    """down(dropout(activation(gate(x)) * up(x))). Its layers stay separate modules."""
 
     weld_gate: str
-    weld_up: str | None  # None: `gate` is the linear layer of both
+    weld_up: str | None  # None: one layer computes gate and up
     weld_down: str
     weld_dropout: str | None
     weld_gate_is_first: bool
@@ -40,7 +40,7 @@ class GatedMLP(Weld):
 
 
 def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """T5 keeps the last layer in float32."""
+    """Cast to the weight's dtype: T5 keeps the last layer in float32."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dtype is hidden.dtype:
         return hidden
@@ -50,7 +50,7 @@ def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module of only two or three linear layers, an activation and perhaps a dropout."""
+    """A module of two or three linear layers, an activation and optionally a dropout."""
     children = dict(module.named_children())
     if is_welded(module) or not 3 <= len(children) <= 5:
         return
@@ -87,7 +87,7 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
 
 
 def _ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """The possible roles of the layers, by their sizes; the usual order first."""
+    """The roles that the layers' sizes allow, with the usual order first."""
     for down, (hidden, _) in layers.items():
         rest = [name for name in layers if name != down]
         if len(rest) == 1 and layers[rest[0]][1] == 2 * hidden:

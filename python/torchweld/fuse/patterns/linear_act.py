@@ -1,4 +1,4 @@
-"""A linear layer whose result goes only into an activation module."""
+"""A linear layer whose result only an activation module reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.fuse.weld import Weld
 
 
 class LinearAct(Weld, torch.nn.Module):
-    """A linear layer with its activation; no torch.nn.Linear, as torchweld.nn.LinearAct is none."""
+    """A linear layer with its activation; like torchweld.nn.LinearAct, not a torch.nn.Linear."""
 
     weld_keeps_class = False
     weld_activation: str
@@ -40,7 +40,7 @@ class LinearAct(Weld, torch.nn.Module):
 
 
 def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """The activations among a module's children, with the linear layers before them."""
+    """The activations among a module's children, with the preceding linear layers."""
     activations = [child for child in module.children() if view.activation(child)]
     for consumer in activations:
         yield from _with(consumer, module, view)
@@ -66,7 +66,7 @@ def _with(
     what = f"{type(producer).__name__} + {type(consumer).__name__}"
     if form is None:
         if isinstance(producer, torch.nn.Linear):
-            reason = why_fixed(producer) or "it is a linear layer of another kind"
+            reason = why_fixed(producer) or "it is another kind of linear layer"
             yield Left(producer, what, reason)
         return
     transposed = form == "transposed"
@@ -88,7 +88,7 @@ def _before_unknown(
 def _functional(module: torch.nn.Module, view: View) -> Iterator[Left]:
     """Activations of a linear layer's result, softmax and dropout that a module calls as functions.
 
-    A linear layer is one of the module's own.
+    Only the module's own linear layers count.
     """
     scope = view.watched(module)
     if isinstance(scope, str):
@@ -97,7 +97,7 @@ def _functional(module: torch.nn.Module, view: View) -> Iterator[Left]:
     if own:
         what = " + ".join(dict.fromkeys(map(str, own)))
         yield Left(
-            module, what, "functions, which no class swap changes: call torchweld.functional"
+            module, what, "functions, which fuse() cannot replace: call torchweld.functional"
         )
     for producer, consumer in scope.edges:
         if isinstance(consumer, str) and view.linear(producer):

@@ -14,7 +14,7 @@ from torchweld.fuse.twin import CannotCopyError, Twin
 from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
 
-# The dtype of a result, by those of x and the weight.
+# Rules for the dtype of a result, given the dtypes of x and the weight.
 _RULES = {
     "x": lambda x, weight: x,
     "wider": torch.promote_types,
@@ -37,8 +37,8 @@ class RMSNorm(Weld):
 class Norm(Weld):
     """A norm over the dimensions of its weight.
 
-    `weight_name`, `bias_name` and `eps_name` are those of attributes. With `offset` one is added to
-    the weight. `rule` says what dtype a result has.
+    `weight_name`, `bias_name` and `eps_name` are names of attributes. With `offset`, 1 is added to
+    the weight. `rule` determines the dtype of the result.
     """
 
     weld_weight_name: str
@@ -71,7 +71,7 @@ _TORCHS: dict[Any, tuple[type[Weld], str]] = {
 
 
 def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A leaf whose parameters are a weight and perhaps a bias, with an epsilon."""
+    """A leaf with a weight, an epsilon and optionally a bias."""
     what = type(module).__name__
     computed = torch.nn.utils.parametrize.is_parametrized(module)
     if is_welded(module) or (module._modules and not computed):
@@ -130,7 +130,7 @@ def _others(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal
 
 
 def _rule(module: torch.nn.Module, device: torch.device) -> str:
-    """The rule for a result's dtype if x and weight differ in theirs."""
+    """The rule for the result's dtype if x and weight differ in dtype."""
     possible = set(_RULES)
     for x, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         copy = Twin(module, device, weight).module

@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer, where gradients are wanted."""
+"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer, if gradients are required."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Block = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Layer(Weld):
-    """Blocks with the additions, dropouts and norms between them; linear1 activates."""
+    """Blocks with the additions, dropouts and norms between them; linear1 has the activation."""
 
     linear1: torch.nn.Module
     linear2: torch.nn.Module
@@ -46,7 +46,7 @@ class _Layer(Weld):
 
 
 class EncoderLayer(_Layer):
-    """torch.nn.TransformerEncoderLayer; without gradients torch's own fast path runs."""
+    """torch.nn.TransformerEncoderLayer. Without gradients torch's fast path runs."""
 
     def forward(
         self,
@@ -143,7 +143,7 @@ def _proposal(module: Any, weld: type[Weld], numbers: str, view: View) -> Propos
     if view.linear(module.linear1) != "plain":
         return Left(module, what, f"its linear1 is a {type(module.linear1).__name__}")
     if not all(is_layer_norm(getattr(module, name)) for name in norms):
-        return Left(module, what, "its norms are no torch.nn.LayerNorm")
+        return Left(module, what, "its norms are not torch.nn.LayerNorm")
     given = ("activation",) if isinstance(activation, torch.nn.Module) else ()
     inner = (*norms, *dropouts, *given)
     settings = {"activation": kind[0], "approximate": kind[1], "transposed": False}
@@ -175,6 +175,6 @@ def _proposal(module: Any, weld: type[Weld], numbers: str, view: View) -> Propos
 
 
 def _is_usual(attention: Any) -> bool:
-    """Whether it is torch's own, which can be welded."""
+    """Whether it is torch's own attention, which can be welded."""
     own = forward_of(attention) is torch.nn.MultiheadAttention.forward
     return own and why_fixed(attention) is None and why_unusual(attention) is None

@@ -60,8 +60,9 @@ def block_sparse_attention(
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator. The same
             scores [batch, heads, queries, keys] are dropped as in softmax_dropout.
-        shard: the place of q in a larger tensor. The last offset is not q's: it is the number of
-            the first key, a multiple of 4. Keys and values are those of q's heads, or of all heads.
+        shard: the place of q in a larger tensor: it says what is dropped, and what distances are.
+            The last offset is not q's: it is the number of the first key, a multiple of 4. Keys and
+            values are those of q's heads, or of all heads.
         return_lse: return the log of the sum of exponentials too, which is differentiable.
 
     Returns:

@@ -62,19 +62,23 @@ def scores(
     alibi_slopes: torch.Tensor | None,
     scale: float,
     softcap: float,
+    offset: Sequence[int] | None,
 ) -> torch.Tensor:
     """The scores that the masks and the softmax get."""
     z = q @ k.mT * scale
     if softcap:
         z = torch.tanh(z / softcap) * softcap
     if alibi_slopes is not None:
-        z = z - alibi_slopes * distance(q, k)
+        z = z - alibi_slopes * distance(q, k, offset)
     return z
 
 
-def distance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def distance(q: torch.Tensor, k: torch.Tensor, offset: Sequence[int] | None) -> torch.Tensor:
+    """Between tokens of the whole tensor, in which the first ones have these numbers."""
     queries, keys = q.shape[-2], k.shape[-2]
-    query = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    first_query, first_key = (_four_of(offset, 0) or [0] * 4)[2:]
+    ahead = keys - queries + first_query - first_key
+    query = torch.arange(queries, device=q.device)[:, None] + ahead
     return (query - torch.arange(keys, device=q.device)).abs()
 
 
@@ -109,7 +113,7 @@ def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = (for_each_head(x, q.shape[1], group, offset) for x in (k, v))
     seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    z = scores(q, k, slopes, scale, softcap).to(kind)
+    z = scores(q, k, slopes, scale, softcap, offset).to(kind)
     weights, lse = softmax(z, seen, None if sinks is None else sinks.to(kind))
     y = dropped(weights, p, seed, whole, offset).to(v.dtype) @ v
     return y.reshape(shape).contiguous(), lse.reshape(shape[:-1]).contiguous()
@@ -143,11 +147,11 @@ def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict
     grad_y, grad_lse = grad_y.double().view(q.shape).abs(), grad_lse.double().view(q.shape[:-1])
     grad_lse = grad_lse.abs().unsqueeze(-1)
     seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
-    z = scores(q, k, slopes, scale, softcap)
+    z = scores(q, k, slopes, scale, softcap, offset)
     weights, lse = softmax(z, seen, sinks)
     sums = q.abs() @ k.abs().mT * abs(scale)
     slope = 1 + 2 * sums / abs(softcap) if softcap else 1.0
-    bias = 0.0 if slopes is None else slopes.double().abs() * distance(q, k)
+    bias = 0.0 if slopes is None else slopes.double().abs() * distance(q, k, offset)
     exponent = sums + bias + (z - lse.unsqueeze(-1)).abs()
     exponent = torch.where(weights > 0, exponent, 0)
     shared = (weights * exponent).sum(-1, keepdim=True)
