@@ -17,6 +17,7 @@ from torchweld.dispatch import verdicts as kept_verdicts
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.verdicts import Trial, Verdict, Verdicts
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
+from torchweld.registry.backends import parts
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import in_the_way
 from torchweld.version import __version__
@@ -127,6 +128,10 @@ class OnGpu:
         """Why evidence does not take this backend."""
         raise NotImplementedError
 
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        """None: a direction is not chosen for itself."""
+        return ()
+
     def may_run(self) -> bool:
         """Not while a graph is captured."""
         return not torch.cuda.is_current_stream_capturing()
@@ -161,6 +166,13 @@ class OpTrial(OnGpu):
     def against(self, backend: str) -> str | None:
         """Why evidence does not take this backend."""
         return evidence.against(self._op, backend, self._inputs)
+
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        """The forward of one of these with the backward of another, where both directions run."""
+        if self.direction != "full":
+            return ()
+        of = {name: parts(name) for name in self._op.kernels}
+        return [name for name, two in of.items() if len(two) > 1 and set(two) <= set(backends)]
 
     def fault(self, backend: str) -> str | None:
         """What is wrong on some of the rows, forward and, where a gradient is wanted, backward."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchweld.registry.backends import BACKENDS, EAGER
+from torchweld.registry.backends import BACKENDS, EAGER, parts
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
 
@@ -93,7 +93,8 @@ class Op:
     # Where the forward has tensors; where it has flags, which decide what a kernel does.
     tensors_at: tuple[int, ...] = field(init=False)
     flags_at: tuple[int, ...] = field(init=False)
-    # Backend -> its implementation, made by torchweld.dispatch.
+    # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward of
+    # one and the backward of the other.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,6 +133,8 @@ class Op:
         """Why this backend cannot serve these inputs; None if it can."""
         if backend == EAGER:
             return None
+        if len(both := parts(backend)) > 1:
+            return next((r for part in both if (r := self.why_not(part, inputs))), None)
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
         x, served = inputs[0], BACKENDS[backend].devices
@@ -156,7 +159,8 @@ class Op:
         if self.refuses is None:
             return None
         names = self.forward_signature.arguments  # more than there are inputs, to the doctor
-        return self.refuses(backend, dict(zip(names, inputs, strict=False)))
+        given = dict(zip(names, inputs, strict=False))
+        return next((r for part in parts(backend) if (r := self.refuses(part, given))), None)
 
 
 def in_the_way() -> str | None:
