@@ -90,8 +90,10 @@ class Op:
     # Names of the forward's arguments that get a gradient, and where the dropout's seed is.
     differentiable: list[str] = field(init=False)
     seed_at: int | None = field(init=False)
-    # Where the forward has tensors; where it has flags, which decide what a kernel does.
+    # Where the forward has tensors; where they are weights, the factors of GEMMs, whose sizes are
+    # not the rows'; where it has flags, which decide what a kernel does.
     tensors_at: tuple[int, ...] = field(init=False)
+    weights_at: tuple[int, ...] = field(init=False)
     flags_at: tuple[int, ...] = field(init=False)
     # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward of
     # one and the backward of the other.
@@ -107,6 +109,9 @@ class Op:
         object.__setattr__(self, "seed_at", seed_at)
         kinds = list(enumerate(self.forward_signature.types))
         object.__setattr__(self, "tensors_at", tuple(i for i, kind in kinds if "Tensor" in kind))
+        specs = ((i, value) for sample in self.samples for i, value in enumerate(sample))
+        weights = {i for i, value in specs if getattr(value, "kind", "") == "weight"}
+        object.__setattr__(self, "weights_at", tuple(sorted(weights)))
         flags = tuple(i for i, kind in kinds if kind in ("bool", "str"))
         object.__setattr__(self, "flags_at", flags)
         OPS[self.name] = self
@@ -160,7 +165,10 @@ class Op:
             return None
         names = self.forward_signature.arguments  # more than there are inputs, to the doctor
         given = dict(zip(names, inputs, strict=False))
-        return next((r for part in parts(backend) if (r := self.refuses(part, given))), None)
+        for part in parts(backend):
+            if reason := self.refuses(part, given):
+                return reason
+        return None
 
 
 def in_the_way() -> str | None:
