@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,54 @@ def test_torchs_step_serves_what_is_not_proven(name: str) -> None:
         assert torch.equal(p, q)
     counts = [int(state["step"]) for state in a.state.values()]
     assert set(counts) == {3}
+
+
+def _whole(name: str) -> list[torch.nn.Parameter]:
+    return [p for p in _params(name) if p.numel()]
+
+
+@pytest.mark.usefixtures("unproven")
+def test_torchs_adafactor_serves_what_is_not_proven() -> None:
+    """Bitwise torch's own, with factors and without, in groups of two rates."""
+    ours, theirs = _whole("adafactor"), _whole("adafactor")
+    a, b = (
+        make([{"params": some[:1], "lr": 0.05}, {"params": some[1:]}], weight_decay=0.1, d=1.5)
+        for make, some in (
+            (optim.Adafactor, ours),
+            (partial(torch.optim.Adafactor, foreach=True), theirs),
+        )
+    )
+    for _ in range(3):
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        for name, value in b.state[q].items():
+            assert torch.equal(a.state[p][name].view_as(value), value), name
+
+
+@pytest.mark.parametrize(
+    "what", ["found_inf", "transformers", "masters", "empty", "compiled", "torch's"]
+)
+def test_where_torch_has_no_such_adafactor(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference serves: an unscaled step, another rule, coded states, nothing to divide by."""
+    monkeypatch.setattr(BareOp, "overload", lambda op, name: None)
+    served = []
+    reference = rules.Rule._reference
+    monkeypatch.setattr(
+        rules.Rule, "_reference", lambda *given: (served.append(1), reference(*given))[1]
+    )
+    params = _params("masters" if what == "masters" else what)
+    make = optim.TransformersAdafactor if what == "transformers" else optim.Adafactor
+    if what == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    optimizer = make(
+        params[-1:] if what == "empty" else params[:1], master_weights=what == "masters"
+    )
+    if what == "found_inf":
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    optimizer.step()
+    assert bool(served) == (what != "torch's")
 
 
 @pytest.mark.parametrize("what", ["dampened", "strides"])

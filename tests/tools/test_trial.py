@@ -152,6 +152,33 @@ def test_a_compiled_graph_takes_what_is_proven(
 
 
 @pytest.mark.usefixtures("times")
+@pytest.mark.parametrize(("kept_as", "chosen"), [(torch.float32, EAGER), (torch.bfloat16, "cpu")])
+def test_a_compiled_graph_takes_what_served_its_dtype(
+    kept_as: torch.dtype, chosen: str, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another size, too; a verdict on another dtype says nothing, and the op is tried."""
+    times["cpu"] = 3.0
+    given = (torch.randn(1024, 512, dtype=kept_as), [512], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == EAGER
+    times["cpu"] = 1.0
+    assert trial.while_compiling("layer_norm", 0, torch.float32, "fwd") == chosen
+
+
+def test_a_linear_layers_class_has_its_features() -> None:
+    """Both GEMMs of layers that widen the same rows differently take a time of their own."""
+    x, op = torch.randn(8, 64), OPS["linear_act"]
+
+    def of(features: int, rows: int = 8) -> tuple[tuple[Any, ...], str]:
+        given = (x[:rows], torch.randn(features, 64), None, "gelu", "tanh")
+        return trial.class_of(op, given), OpTrial(op, given).key
+
+    for at in (0, 1):
+        assert of(256)[at] != of(1024)[at]
+        assert of(256)[at] == of(256)[at]
+        assert of(256)[at] != of(256, 2)[at]
+
+
+@pytest.mark.usefixtures("times")
 def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
     torchweld.warmup(lambda: call(LAYER_NORM, *given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from torchweld.dispatch.verdicts import Verdict, Verdicts
 from torchweld.registry import EAGER
 
 BACKENDS = ("cuda", "triton")
+MIXED = ("cuda/triton", "triton/cuda")
 
 
 class FakeTrial:
@@ -34,8 +36,9 @@ class FakeTrial:
         evidence: str | None = None,
         capturing: bool = False,
         error: Exception | None = None,
+        both: Sequence[str] = (),
     ) -> None:
-        self.key, self.backends = key, BACKENDS
+        self.key, self.backends, self.both = key, BACKENDS, both
         self.wrong, self.ms, self.evidence = wrong, ms or {}, evidence
         self.capturing, self.error = capturing, error
         self.tried = 0
@@ -54,6 +57,9 @@ class FakeTrial:
 
     def preferred(self, backends: Sequence[str]) -> str | None:
         return self.evidence if self.evidence in (*backends, EAGER) else None
+
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        return [name for name in self.both if set(name.split("/")) <= set(backends)]
 
     def times(self, backends: Sequence[str]) -> Mapping[str, float]:
         return {name: self.ms[name] for name in (*backends, EAGER)}
@@ -86,6 +92,34 @@ def test_a_slow_kernel_is_not_chosen(
     ms: dict[str, float], chosen: str, of_process: Verdicts
 ) -> None:
     assert of_process.decide(FakeTrial(ms=ms), "time") == chosen
+
+
+@pytest.mark.parametrize(
+    ("wrong", "chosen"),
+    [([], "cuda/triton"), (["cuda/triton"], "triton/cuda"), (["cuda"], "triton")],
+)
+def test_a_direction_is_chosen_for_itself(
+    wrong: list[str], chosen: str, of_process: Verdicts, tmp_path: Path
+) -> None:
+    """By check and time, among kernels that are right as wholes; kept for the next process."""
+    ms = {"cuda": 2.0, "triton": 1.5, "cuda/triton": 1.0, "triton/cuda": 1.2, EAGER: 3.0}
+
+    def trial() -> FakeTrial:
+        return FakeTrial(wrong=wrong, ms=ms, both=MIXED)
+
+    with pytest.warns(RuntimeWarning) if wrong else contextlib.nullcontext():
+        assert of_process.decide(trial(), "time") == chosen
+    again = trial()
+    assert Verdicts(tmp_path / "verdicts.json", "a GPU").decide(again, "time") == chosen
+    assert again.tried == 0
+
+
+def test_checks_and_evidence_take_whole_backends(of_process: Verdicts) -> None:
+    """They say nothing of a mixed one's time."""
+    check, evidence = FakeTrial(both=MIXED), FakeTrial("other", evidence="triton", both=MIXED)
+    assert of_process.decide(check, "check") == "cuda"
+    assert of_process.decide(evidence, "time") == "triton"
+    assert check.tried == evidence.tried == len(BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +170,10 @@ KERNELS = st.fixed_dictionaries(
     {
         key: st.builds(
             dict,
-            wrong=st.lists(st.sampled_from(BACKENDS), unique=True),
+            wrong=st.lists(st.sampled_from(BACKENDS + MIXED), unique=True),
             evidence=st.sampled_from([None, EAGER]),
-            ms=st.fixed_dictionaries(dict.fromkeys((*BACKENDS, EAGER), st.floats(0.1, 9))),
+            both=st.sampled_from([(), MIXED]),
+            ms=st.fixed_dictionaries(dict.fromkeys((*BACKENDS, *MIXED, EAGER), st.floats(0.1, 9))),
         )
         for key in "abc"
     }
@@ -165,7 +200,9 @@ def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
         for key, given in kernels.items():
             file.unlink(missing_ok=True)
             chosen = Verdicts(file, "a GPU").decide(FakeTrial(key, **given), "time")
-            right = [name for name in (*BACKENDS, EAGER) if name not in given["wrong"]]
+            right = [name for name in BACKENDS if name not in given["wrong"]]
+            mixed = FakeTrial(both=given["both"]).mixed(right)
+            right += [EAGER, *(name for name in mixed if name not in given["wrong"])]
             if given["evidence"] is None or right == [EAGER]:
                 assert given["ms"][chosen] == min(given["ms"][name] for name in right)
             else:

@@ -150,7 +150,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
 
     # With its name from the start: that of its nodes, in grad_fn and in the profiler, is made then.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    name, base = f"{op.name}_{kernel.backend}", torch.autograd.Function
+    name, base = f"{op.name}_{kernel.backend.replace('/', '_')}", torch.autograd.Function
     return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(methods))
 
 

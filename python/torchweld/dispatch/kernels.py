@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,23 +15,37 @@ from torchweld.dispatch.autograd import (
     exports_a_derivative,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload
-from torchweld.registry import Op
+from torchweld.registry import BACKENDS, Op
 
 
 def define(op: Op) -> None:
-    """Make the kernels of a declared op, one for each backend that it has sources for."""
-    op.kernels.update({backend: Kernel(op, backend) for backend in op.sources})
+    """Make the kernels of a declared op, one for each backend that it has sources for.
+
+    Backends of a GPU have one schema, so that the backward of each reads what any forward saves: a
+    trial may find the forward of one and the backward of another fastest.
+    """
+    for backend in op.sources:
+        op.kernels[backend] = Kernel(op, backend, *_overloads(op, backend))
+    on_gpu = [op.kernels[name] for name in op.sources if "cuda" in BACKENDS[name].devices]
+    for one, other in itertools.permutations(on_gpu, 2):
+        both = f"{one.backend}/{other.backend}"
+        op.kernels[both] = Kernel(op, both, one.forward, other.backward)
+
+
+def _overloads(op: Op, backend: str) -> tuple[Any, Any]:
+    """A backend's own ops for the two schemas."""
+    source, backward = op.sources[backend][0], f"{op.name}_backward"
+    return (
+        define_overload(op.name, backend, op.forward, _fake_forward(op), source),
+        define_overload(backward, backend, op.backward, _fake_backward(op), source),
+    )
 
 
 class Kernel:
-    """One backend's implementation of an op: its two overloads and its autograd function."""
+    """An implementation of an op: its two overloads and their autograd function."""
 
-    def __init__(self, op: Op, backend: str) -> None:
-        source = op.sources[backend][0]
-        backward = f"{op.name}_backward"
-        self.backend = backend
-        self.forward = define_overload(op.name, backend, op.forward, _fake_forward(op), source)
-        self.backward = define_overload(backward, backend, op.backward, _fake_backward(op), source)
+    def __init__(self, op: Op, backend: str, forward: Any, backward: Any) -> None:
+        self.backend, self.forward, self.backward = backend, forward, backward
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self.function = autograd_function(Differentiable.of(op), self)

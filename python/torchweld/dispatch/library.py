@@ -33,7 +33,7 @@ def define_differentiable(name: str, backend: str, schema: str, run: Callable[..
 
     Graphs that torch.export makes hold it: an overload of a kernel has no derivative of its own.
     """
-    overload = f"{backend}_differentiable"
+    overload = f"{backend.replace('/', '_')}_differentiable"
     LIBRARY.define(f"{name}.{overload}{schema}")
     LIBRARY.impl(f"{name}.{overload}", run, "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops.torchweld, name), overload)

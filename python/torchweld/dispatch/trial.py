@@ -17,6 +17,7 @@ from torchweld.dispatch import verdicts as kept_verdicts
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.verdicts import Trial, Verdict, Verdicts
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
+from torchweld.registry.backends import parts
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import in_the_way
 from torchweld.version import __version__
@@ -65,7 +66,7 @@ def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction:
     op is tried now, on numbers of its own. torch.compile takes the result for a constant.
     """
     kept = verdicts(index).all_kept()  # type: ignore[arg-type]
-    alike = f"({str(dtype).removeprefix('torch.')}, "
+    alike = f" elements, {str(dtype).removeprefix('torch.')} "  # the first argument's
     found = {
         v.backend for k, v in kept.items() if k.startswith(f"{name} {direction}, ") and alike in k
     }
@@ -82,16 +83,18 @@ def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction:
 
 def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What a verdict holds for: equal for calls that are alike."""
-    x = inputs[0]
-    shape, train = x.shape, torch.is_grad_enabled()
-    found = [op.name, x.get_device(), torch.is_autocast_enabled(x.device.type)]
-    found += (shape[-1] if shape else 1, x.numel().bit_length(), train)
+    x, train = inputs[0], torch.is_grad_enabled()
+    autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+    width = x.size(-1) if x.ndim else 1
+    found = [op.name, x.get_device(), autocast, width, x.numel().bit_length(), train]
     for at in op.tensors_at:
         if (t := inputs[at]) is None:
             found.append(None)
         else:
             aligned = t.data_ptr() % _ALIGNMENT == 0 and t.is_contiguous()
-            found += (t.dtype, aligned, train and t.requires_grad)
+            found += t.dtype, aligned, train and t.requires_grad
+    for at in op.weights_at:
+        found.append(inputs[at].size(0))  # GEMMs of as many columns may differ in their results'
     for at in op.flags_at:
         found.append(inputs[at])
     return tuple(found)
@@ -127,6 +130,10 @@ class OnGpu:
         """Why evidence does not take this backend."""
         raise NotImplementedError
 
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        """None: a direction is not chosen for itself."""
+        return ()
+
     def may_run(self) -> bool:
         """Not while a graph is captured."""
         return not torch.cuda.is_current_stream_capturing()
@@ -161,6 +168,13 @@ class OpTrial(OnGpu):
     def against(self, backend: str) -> str | None:
         """Why evidence does not take this backend."""
         return evidence.against(self._op, backend, self._inputs)
+
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        """The forward of one of these with the backward of another, where both directions run."""
+        if self.direction != "full":
+            return ()
+        of = {name: parts(name) for name in self._op.kernels}
+        return [name for name, two in of.items() if len(two) > 1 and set(two) <= set(backends)]
 
     def fault(self, backend: str) -> str | None:
         """What is wrong on some of the rows, forward and, where a gradient is wanted, backward."""
@@ -204,7 +218,7 @@ class OpTrial(OnGpu):
         for at in range(x.ndim - 1):
             others = torch.Size(sizes[:-1]).numel() // max(sizes[at], 1)
             sizes[at] = min(sizes[at], max(1, rows // max(others, 1)))
-        factors = _factors(self._op)
+        factors = self._op.weights_at
         return [
             _fresh(_part(v, x.shape, sizes) if at not in factors else v, self._cast_to)
             for at, v in enumerate(self._inputs)
@@ -242,12 +256,6 @@ def _gradient(result: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator(result.device).manual_seed(1)
     values = torch.randn(result.shape, generator=generator, device=result.device)
     return values.bfloat16().half().to(result.dtype)
-
-
-def _factors(op: Op) -> set[int]:
-    """Which inputs are factors of GEMMs, whose sizes are not the rows'."""
-    kinds = ((at, getattr(v, "kind", "")) for sample in op.samples for at, v in enumerate(sample))
-    return {at for at, kind in kinds if kind == "weight"}
 
 
 def _part(value: Any, shape: Sequence[int], sizes: Sequence[int]) -> Any:

@@ -67,6 +67,9 @@ class Trial(Protocol):
     def preferred(self, backends: Sequence[str]) -> str | None:
         """What evidence of this capability, width and direction prefers; None without any."""
 
+    def mixed(self, backends: Sequence[str]) -> Sequence[str]:
+        """More contenders, made of the forward of one of these and the backward of another."""
+
     def times(self, backends: Sequence[str]) -> Mapping[str, float]:
         """Milliseconds of these and eager's."""
 
@@ -117,7 +120,8 @@ class Verdicts:
     def _kept(self, trial: Trial) -> Verdict | None:
         """What is in the file; not a backend that cannot serve here."""
         found = self.all_kept().get(trial.key)
-        served = found is not None and found.backend in (EAGER, *trial.backends)
+        can = EAGER, *trial.backends, *trial.mixed(trial.backends)
+        served = found is not None and found.backend in can
         return found if served else None
 
     def _alone(self, trial: Trial, how: str) -> Verdict:
@@ -145,15 +149,12 @@ class Verdicts:
         """A verdict, and whether it is for good: not where memory was wanting."""
         faults: dict[str, str] = {}
         try:
-            for backend in trial.backends:
-                if (reason := trial.fault(backend)) is not None:
-                    faults[backend] = reason
-                    proof.refuse(f"{backend} for {trial.key}", reason)
-            right = [backend for backend in trial.backends if backend not in faults]
+            right = _right(trial, trial.backends, faults)
             if not right or how == "check":
                 return Verdict(next(iter(right), EAGER), "check", faults, {}), True
             if (preferred := trial.preferred(right)) is not None:
                 return Verdict(preferred, "evidence", faults, {}), True
+            right += _right(trial, trial.mixed(right), faults)
             ms = dict(trial.times(right))
             fastest = min([*right, EAGER], key=lambda name: ms.get(name, float("inf")))
             return Verdict(fastest, "time", faults, ms), True
@@ -170,6 +171,15 @@ class Verdicts:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(f"torchweld: {message}", RuntimeWarning, stacklevel=2)
+
+
+def _right(trial: Trial, backends: Sequence[str], faults: dict[str, str]) -> list[str]:
+    """Those without a fault; the user is told of the others', which are added."""
+    for backend in backends:
+        if (reason := trial.fault(backend)) is not None:
+            faults[backend] = reason
+            proof.refuse(f"{backend} for {trial.key}", reason)
+    return [backend for backend in backends if backend not in faults]
 
 
 def _entries(content: Mapping[str, Any], conditions: str) -> dict[str, Any]:

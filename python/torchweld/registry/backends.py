@@ -73,5 +73,12 @@ BACKENDS = {
         Backend("triton", {"cuda"}, lambda: _TRITON_MISSING, _too_old_for_triton),
     )
 }
+
+
+def parts(backend: str) -> list[str]:
+    """The backend of a kernel's forward and that of its backward: "cuda/triton" has two."""
+    return backend.split("/")
+
+
 # Not an entry of BACKENDS: it needs no overload, its autograd is torch's, and it always serves.
 EAGER = "eager"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchweld.registry.backends import BACKENDS, EAGER
+from torchweld.registry.backends import BACKENDS, EAGER, parts
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
 
@@ -90,10 +90,13 @@ class Op:
     # Names of the forward's arguments that get a gradient, and where the dropout's seed is.
     differentiable: list[str] = field(init=False)
     seed_at: int | None = field(init=False)
-    # Where the forward has tensors; where it has flags, which decide what a kernel does.
+    # Where the forward has tensors; where they are weights, the factors of GEMMs, whose sizes are
+    # not the rows'; where it has flags, which decide what a kernel does.
     tensors_at: tuple[int, ...] = field(init=False)
+    weights_at: tuple[int, ...] = field(init=False)
     flags_at: tuple[int, ...] = field(init=False)
-    # Backend -> its implementation, made by torchweld.dispatch.
+    # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward of
+    # one and the backward of the other.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +109,9 @@ class Op:
         object.__setattr__(self, "seed_at", seed_at)
         kinds = list(enumerate(self.forward_signature.types))
         object.__setattr__(self, "tensors_at", tuple(i for i, kind in kinds if "Tensor" in kind))
+        specs = ((i, value) for sample in self.samples for i, value in enumerate(sample))
+        weights = {i for i, value in specs if getattr(value, "kind", "") == "weight"}
+        object.__setattr__(self, "weights_at", tuple(sorted(weights)))
         flags = tuple(i for i, kind in kinds if kind in ("bool", "str"))
         object.__setattr__(self, "flags_at", flags)
         OPS[self.name] = self
@@ -132,6 +138,8 @@ class Op:
         """Why this backend cannot serve these inputs; None if it can."""
         if backend == EAGER:
             return None
+        if len(both := parts(backend)) > 1:
+            return next((r for part in both if (r := self.why_not(part, inputs))), None)
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
         x, served = inputs[0], BACKENDS[backend].devices
@@ -156,7 +164,11 @@ class Op:
         if self.refuses is None:
             return None
         names = self.forward_signature.arguments  # more than there are inputs, to the doctor
-        return self.refuses(backend, dict(zip(names, inputs, strict=False)))
+        given = dict(zip(names, inputs, strict=False))
+        for part in parts(backend):
+            if reason := self.refuses(part, given):
+                return reason
+        return None
 
 
 def in_the_way() -> str | None:

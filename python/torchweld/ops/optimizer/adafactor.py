@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim._adafactor import adafactor
 
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.reference import Read, number_of, read
 from torchweld.ops.optimizer.rule import Rule, Updates
+from torchweld.ops.optimizer.torchs import stepped
 
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]  # over these dimensions of the parameter
 Update = Generator[Any, Tensors, None]
@@ -234,9 +236,60 @@ def _update(
     yield p * decay.to(p.dtype) - step, new
 
 
+def _torchs(task: Task) -> bool:
+    """Step as torch.optim.Adafactor does; False where torch has no such rule.
+
+    torch's step waits for the GPU to read norms, which no graph can capture, and takes no
+    found_inf. It divides by the number of elements.
+    """
+    s, batch = task.settings, task.batch
+    assert isinstance(s, AdafactorSettings)
+    rule = s._replace(
+        eps_square=0.0, beta1=0.0, relative=True, warmup=False, scaled=True, scaled_decay=False
+    )
+    waits = not (torch.compiler.is_compiling() or _is_captured(batch.params[0]))
+    whole = not batch.is_sharded and all(p.numel() for p in batch.params)
+    if s != rule or task.found_inf is not None or not (waits and whole):
+        return False
+
+    def step(lists: Sequence[Tensors], lr: float, _: torch.Tensor | None) -> None:
+        params, grads, first, *second, steps = lists
+        none: list[torch.Tensor | None] = [None] * len(params)
+        rows, columns = none, none
+        squares: list[torch.Tensor | None] = list(first)
+        if second:
+            rows = [m.view(*p.shape[:-1], 1) for m, p in zip(first, params, strict=True)]
+            lying = [(*p.shape[:-2], 1, p.shape[-1]) for p in params]
+            columns = [m.view(shape) for m, shape in zip(second[0], lying, strict=True)]
+            squares = none
+        adafactor(
+            list(params),
+            list(grads),
+            rows,
+            columns,
+            squares,
+            list(torch._foreach_sub(steps, 1.0)),  # it counts itself
+            foreach=True,
+            d=s.clip,
+            lr=lr,
+            beta2_decay=s.decay_rate,
+            weight_decay=s.weight_decay,
+            eps1=s.eps_floor,
+            eps2=s.eps_scale,
+            maximize=False,
+        )
+
+    return stepped(task, step)
+
+
+def _is_captured(p: torch.Tensor) -> bool:
+    return p.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 ADAFACTOR = _Factored(
     "adafactor",
     AdafactorSettings,
     signed=(False, False, True),
     update=_update,
+    torchs=_torchs,
 )

@@ -1,4 +1,4 @@
-"""torch's own fused steps: they serve a GPU on which no kernel of ours is proven."""
+"""torch's own fused and foreach steps: they serve a GPU on which no kernel of ours is proven."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stepped(task: Task, fused: Fused) -> bool:
 
 
 def _serves(task: Task, lists: Sequence[Tensors]) -> bool:
-    """Whether torch keeps such states, and steps them without waiting for the GPU."""
+    """Whether torch keeps such states, those of each element in the parameter's own layout."""
     batch = task.batch
     first = batch.params[0]
     coded = batch.masters or batch.absmaxes or batch.rounding_offsets
@@ -48,7 +48,10 @@ def _serves(task: Task, lists: Sequence[Tensors]) -> bool:
         return False
     if is_foreign_to_kernels(first) or {t.dtype for some in lists for t in some} != {first.dtype}:
         return False
-    return all(len({t.stride() for t in of_one}) == 1 for of_one in zip(*lists, strict=True))
+    return all(
+        len({t.stride() for t in of_one if t.shape == of_one[0].shape}) == 1
+        for of_one in zip(*lists, strict=True)
+    )
 
 
 def _by_rate(lr: torch.Tensor, count: int) -> dict[float, Sequence[int]]:
