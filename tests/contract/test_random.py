@@ -263,7 +263,7 @@ def test_rows_that_are_masked_away_are_zero(target: Target, p: float) -> None:
     excluded = torch.zeros(3, 7, device=target.device)
     excluded[1] = -torch.inf
     ops = [target.op.reference, None]
-    for mask in (excluded, excluded == 0):
+    for mask in (excluded, excluded == 0, excluded[:, :1], excluded[:, :1] == 0):
         seed = torch.tensor([3], device=target.device) if p else None
         for function in ops:
             found = run(target.op, [x, mask, 1.0, False, p, seed, [], []], function)

@@ -404,6 +404,25 @@ def test_clipping_is_that_of_clip_grad_norm(limit: float, backend: str) -> None:
         assert ((p - q).abs() <= 5 * (2 * U * q.abs() + 1e-5 * 1e-2)).all()
 
 
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_a_scaled_ascent_is_clipped(limit: float, backend: str) -> None:
+    """SGD from zero: its step is the clipped gradient, whereas Adam's hardly feels a factor."""
+    params = draw()
+    draw_grads(params, 0)
+    exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    factor = (limit / (exact + 1e-6)).clamp(max=1.0)
+    expected = [factor * p.grad.double() for p in params]
+    for p in params:
+        p.data.zero_()
+        p.grad *= 8.0
+    optimizer = optim.SGD(params, lr=1.0, maximize=True, max_grad_norm=limit)
+    optimizer.grad_scale = torch.tensor(8.0)
+    optimizer.step()
+    for p, value in zip(params, expected, strict=True):
+        # The norm, its sum with 1e-6, the quotient and the products each round once.
+        assert ((p - value).abs() <= 8 * U * value.abs()).all()
+
+
 def test_the_norm_has_the_same_bits_at_any_thread_count() -> None:
     params = draw(shapes=[(999, 37)] * 9 + [(5,)] * 20)
     draw_grads(params, 0)
