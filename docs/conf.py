@@ -10,9 +10,9 @@ import os
 import re
 import site
 
-# API pages import torchweld, so torch has to be real: importing torchweld defines ops and derives
-# from torch's classes, and signatures show torch's values. Here lie the torch and the torchweld
-# that the tests use; the packages of the docs come first.
+# API pages import torchweld, so torch must be real: importing torchweld defines ops and derives
+# from torch's classes, and signatures show torch's values. This is the path of the tests' torch and
+# torchweld; the packages of the docs come first.
 site.addsitedir(os.environ["TORCHWELD_SITE_PACKAGES"])
 
 from torchweld import __version__

@@ -81,7 +81,7 @@ class Training:
         for name, block in model.blocks.items() if given.recompute != "none" else ():
             model.blocks[name] = recompute(block, keep=given.recompute == "selective")
         kind = getattr(optim, OPTIMIZERS[given.optimizer])
-        self.averages = given.optimizer == "onebit"  # gradients, by itself
+        self.averages = given.optimizer == "onebit"  # averages gradients itself
         if self.averages:
             if (parallel.tensor, parallel.pipeline, parallel.data) != (1, 1, "ddp"):
                 raise SystemExit("--optimizer onebit goes with --strategy ddp")
@@ -201,7 +201,7 @@ def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     declared = given.strategy
     if given.config is not None:
-        import tomllib  # of Python 3.11
+        import tomllib  # since Python 3.11
 
         declared = tomllib.loads(given.config.read_text())["parallel"]
     parallel = Parallel.of(declared, world)
@@ -240,7 +240,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(alone | dict(os.environ))  # without torchrun it is one process
+    os.environ.update(alone | dict(os.environ))  # a single process without torchrun
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(given, device)
     dist.destroy_process_group()

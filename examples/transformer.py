@@ -25,8 +25,8 @@ class Settings:
     heads: int = 4
     layers: int = 4
     dropout: float = 0.1
-    attention_dropout: float | None = None  # None: as dropout
-    # A GPT is causal and normalises before each part; a BERT is neither.
+    attention_dropout: float | None = None  # None: the same as dropout
+    # A GPT is causal and pre-norm; a BERT is neither.
     causal: bool = True
     sparse: bool = False
     block: int = 16

@@ -11,12 +11,12 @@ import torch
 
 from torchweld.errors import ArgumentError
 
-# A union would be made anew at every call. The last type is for NumPy's numbers.
+# A module-level tuple: a union would be built at every call. numbers.Real admits NumPy's numbers.
 NUMBER: Any = (int, float, numbers.Real)
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:
-    """In words."""
+    """List dtypes in words."""
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -29,9 +29,9 @@ def dense(
     *,
     jagged: bool = False,
 ) -> None:
-    """A dense tensor of one of these dtypes; with `jagged`, also a jagged one.
+    """Check for a dense tensor of one of these dtypes; with `jagged`, also a jagged one.
 
-    `beside` names the argument that the dtypes go with.
+    `beside` names the argument that the dtypes depend on.
     """
     if not isinstance(value, torch.Tensor):
         accepted = "a tensor"
@@ -51,7 +51,7 @@ def dense(
 
 
 def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether torch's GEMMs read these rightly: all are strided, and all on meta or none."""
+    """Whether torch's GEMMs read these correctly: all are strided, and all or none are on meta."""
     strided, meta = torch.strided, x.is_meta
     return x.layout is strided and all(
         t is None or (t.layout is strided and t.is_meta is meta and not t.is_nested) for t in others
@@ -59,7 +59,7 @@ def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:
-    """On the device of x."""
+    """Check that value is on the device of x."""
     if value.device != x.device:
         accepted = f"the device of {x_name}, {x.device}"
         raise ArgumentError(function, name, f"on {value.device}", accepted)
@@ -71,7 +71,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of tensors beside x: its own, or float32 if x has 16 bits."""
+    """Dtypes accepted beside x: its own, or float32 too if x has 16 bits."""
     return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
 
 
@@ -79,27 +79,27 @@ _BESIDE_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of a norm's parameters and statistics: as above, or 16 bits if x is float32."""
+    """Dtypes of a norm's parameters and statistics: `beside`, or 16 bits too if x is float32."""
     return _BESIDE_FLOAT32 if x.dtype is torch.float32 else beside(x)
 
 
 def shaped(
     function: str, name: str, value: torch.Tensor, shape: Sequence[int], meaning: str
 ) -> None:
-    """Check the shape; `meaning` says whose it is."""
+    """Check the shape; `meaning` names the expected one."""
     if tuple(value.shape) != tuple(shape):
         accepted = f"{meaning}, {list(shape)}"
         raise ArgumentError(function, name, f"of shape {list(value.shape)}", accepted)
 
 
 def epsilon(function: str, eps: Any) -> None:
-    """A number that is not negative and not NaN."""
+    """Check for a number that is neither negative nor NaN."""
     if not isinstance(eps, NUMBER) or math.isnan(eps) or eps < 0:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
 def probability(function: str, p: Any) -> None:
-    """A number from 0 to 1."""
+    """Check for a number from 0 to 1."""
     if not isinstance(p, NUMBER) or not 0 <= p <= 1:
         raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
 
@@ -108,7 +108,7 @@ _LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.float6
 
 
 def factor(function: str, name: str, value: Any, dtype: torch.dtype | None = None) -> None:
-    """A factor that is finite in float32, or in float64 for that dtype."""
+    """Check for a factor that is finite in float32, or in float64 if dtype is float64."""
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     if not isinstance(value, NUMBER) or not abs(value) <= _LARGEST[kind]:
         accepted = f"a number that {names([kind])} holds"
@@ -116,7 +116,7 @@ def factor(function: str, name: str, value: Any, dtype: torch.dtype | None = Non
 
 
 def flag(function: str, name: str, value: Any) -> None:
-    """True or False."""
+    """Check for True or False."""
     if not isinstance(value, bool):
         raise ArgumentError(function, name, repr(value), "True or False")
 
@@ -138,7 +138,7 @@ def dropout(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> None:
-    """A seed on the device of x, and a place that x fits into."""
+    """Check that the seed is on the device of x, and that x fits into the whole at this offset."""
     if seed is not None:
         like(function, "seed", seed, x, x_name)
     whole, offset = whole or (), offset or ()

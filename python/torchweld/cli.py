@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=link.run)
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments[:2]) == ["bench", "compare"]:  # what follows are files, where bench has ops
+    if list(arguments[:2]) == ["bench", "compare"]:  # takes files; bench takes ops
         return compare.run(arguments[2:])
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -26,7 +26,7 @@ Facts = list[tuple[str, str]]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings. What is missing is a finding, not a failure."""
+    """Print the findings. A missing backend is a finding, not a failure."""
     sections = {
         "Versions": _versions(),
         "CPU": _cpu(),
@@ -72,7 +72,7 @@ def _cpu() -> Facts:
 
 
 def _gpus() -> Facts:
-    """The driver's own report, for a GPU that torch cannot use."""
+    """The driver's own report, for GPUs that torch cannot use."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_seen_by_torch()]
@@ -141,7 +141,7 @@ def _in_force() -> str:
 
 
 def _print_backends() -> None:
-    """A table of op x backend; reasons stand below it, each once."""
+    """A table of op x backend, with each reason once below it."""
     reasons: list[str] = []
     table = Table(["op", EAGER, *BACKENDS], numbers_from=len(BACKENDS) + 2)
     for op in OPS.values():
@@ -166,7 +166,7 @@ def _cell(op: Op, backend: str, reasons: list[str]) -> str:
 
 
 def _serves(op: Op, backend: str) -> tuple[str, str | None]:
-    """yes, or "by name" or no with the reason."""
+    """yes; "by name" or no with the reason."""
     if backend not in op.sources:
         return "no", f"it has no {backend} kernel"
     if reason := BACKENDS[backend].missing():

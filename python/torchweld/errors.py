@@ -2,9 +2,9 @@
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument was not acceptable: names it, what came and what is accepted.
+    """An argument was not acceptable. The message names it, what came and what is accepted.
 
-    It is also a RuntimeError, which torch raises in these places: code that catches torch's error
+    It is also a RuntimeError, as torch raises in these cases: code that catches torch's error
     still works when a function is replaced.
     """
 
@@ -15,7 +15,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class BackendError(RuntimeError):
-    """No backend that was asked for by name can serve: says why, one by one."""
+    """No backend that was asked for by name can serve. The message gives the reason of each."""
 
     def __init__(self, op: str, reasons: dict[str, str]) -> None:
         self.op = op
@@ -30,7 +30,7 @@ class BackendError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """An exchange between ranks failed: says which rank and why."""
+    """An exchange between ranks failed. The message says on which rank and why."""
 
     def __init__(self, function: str, why: str) -> None:
         super().__init__(f"{function}: {why}")

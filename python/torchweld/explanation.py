@@ -19,7 +19,7 @@ from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, and why the others do not; how it runs it, if that may vary."""
+    """Which backend runs a call and how, and why the others do not."""
 
     op: str
     chosen: str
@@ -47,9 +47,11 @@ def explain(
 ) -> Explanation | WeldReport:
     """Which backend `function(*args, **kwargs)` would run on, and why the others would not.
 
-    `function` is one of torchweld.functional, or its name. Nothing is computed. For a model it
-    says what torchweld.fuse changes or has changed, what it leaves alone, and why: a sequence of
-    rows, which prints as a table. Copies of its parts run on small inputs; the model does not.
+    `function` is one of torchweld.functional, or its name. Nothing is computed.
+
+    For a model the result is a sequence of rows, which prints as a table: what torchweld.fuse
+    changes or has changed, what it leaves unchanged, and why. Copies of the model's modules run on
+    small inputs; the model itself does not.
     """
     if isinstance(function, torch.nn.Module):
         return report(function, *args, **kwargs)

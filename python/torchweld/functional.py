@@ -44,6 +44,6 @@ __all__ = [
     "softmax_dropout",
 ]
 
-# torch.fx.symbolic_trace records calls of these names in this module, and does not look into them.
+# torch.fx.symbolic_trace records calls of these names in this module without tracing into them.
 for _name in __all__:
     torch.fx.wrap(_name)

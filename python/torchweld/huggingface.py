@@ -1,4 +1,4 @@
-"""Models of transformers with sparse attention; importing this imports transformers.
+"""Sparse attention for models of transformers; importing this module imports transformers.
 
 from torchweld import huggingface, sparse
 
@@ -24,10 +24,10 @@ from torchweld.sparse import BlockLayout, Layouts
 from torchweld.sparse.layouts import Source
 
 NAME = "torchweld_sparse"
-# Where modules keep what they were given.
+# The attribute that holds a module's layouts.
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
-# Names of modules in which a decoder attends to its encoder.
+# Names of the modules with which a decoder attends to its encoder.
 _CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
 
 
@@ -49,16 +49,16 @@ def set_layout(
 ) -> None:
     """Give a model's attention a layout.
 
-    Its attention modules share the layouts that are made. Passes of `generate`, which get
-    `past_key_values`, are dense, and so are a pass with fewer queries than keys and a decoder's
-    attention to its encoder.
+    Its attention modules share the layouts. Attention stays dense in three cases: in passes of
+    `generate`, which get `past_key_values`; with fewer queries than keys; and from a decoder to its
+    encoder.
 
     Args:
-        model: a model whose attn_implementation is "torchweld_sparse". Of an encoder and a
-            decoder, give each its own.
-        layout: a BlockLayout of the sequences' length; or what makes one of any, such as
-            `functools.partial(BlockLayout.bigbird, block=64)`.
-        layers: numbers of layers, as their modules' `layer_idx` has them; None: all.
+        model: a model whose attn_implementation is "torchweld_sparse". Call this separately for an
+            encoder and a decoder.
+        layout: a BlockLayout of the sequences' length, or a function that makes one for any length,
+            such as `functools.partial(BlockLayout.bigbird, block=64)`.
+        layers: the `layer_idx` of the layers to change; None: all.
     """
     layouts, state = Layouts(layout), getattr(model, _PASS, None)
     if state is None:
@@ -81,7 +81,7 @@ def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -
 
 
 def mask(q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """A pass over whole sequences has the mask of its keys; another one, sdpa's."""
+    """Passes over whole sequences get the mask of their keys, others that of sdpa."""
     if q_length != kv_length:
         return sdpa_mask(
             q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
@@ -102,7 +102,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for a module: [batch, heads, length, head_dim] to the transposed."""
+    """The function that transformers calls: inputs [batch, heads, length, head_dim]."""
     layouts, state = getattr(module, _LAYOUTS, (None, None))
     if layouts is None or state is None:
         came = f"{type(module).__name__} without a layout"

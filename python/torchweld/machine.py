@@ -12,7 +12,7 @@ from torchweld.version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that a time, or a failure, depends on."""
+    """The versions that timings and failures depend on."""
     return {
         "torchweld": __version__,
         "torch": torch.__version__,
@@ -30,7 +30,7 @@ def _triton_version() -> str | None:
 
 
 def cpu_name() -> str:
-    """The CPU's own name, where the system tells it."""
+    """The CPU's model name, where the system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -9,10 +9,10 @@ from types import TracebackType
 
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-# Blocks of up to 1 GiB come from the heap, which grows by 256 MiB at a time and gives its end back
+# Blocks of up to 1 GiB come from the heap. The heap grows by 256 MiB at a time, and returns its end
 # to the system when 2 GiB of it are free.
 KEPT = {M_MMAP_THRESHOLD: 2**30, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 2**28}
-# The most that glibc's own thresholds grow to. They are fixed once a program has set them.
+# The largest values of glibc's dynamic thresholds. Setting a threshold stops its adjustment.
 GLIBC = {M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**26, M_TOP_PAD: 2**17}
 OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
@@ -46,21 +46,20 @@ class KeptPages:
 def keep_pages() -> KeptPages:
     """Have the C library keep freed blocks of CPU memory instead of unmapping them.
 
-    By default glibc maps every block past 32 MiB anew, and each of its pages faults when it is
-    first written. In a training step on the CPU this takes longer than many kernels do, torch's
-    own among them. Call this once at the top of a script, or use it as a context:
+    By default glibc maps every block larger than 32 MiB anew, and each of its pages faults at the
+    first write. In a training step on the CPU these faults take longer than many kernels, torch's
+    own included. Call this once at the top of a script, or use it as a context:
 
         torchweld.keep_pages()
 
         with torchweld.keep_pages():
             train()
 
-    The process then keeps about as much memory as it has ever used at once: up to 2 GiB at the end
-    of the heap, and all below a block that is still in use. Leaving the context gives free memory
-    back.
+    The process then keeps about as much memory as its peak use: up to 2 GiB at the end of the heap,
+    and everything below a block that is still in use. Leaving the context returns free memory.
 
-    With another C library, or under jemalloc, tcmalloc or mimalloc, nothing is changed: the result
-    is false, and its `reason` says why.
+    With another C library, or under jemalloc, tcmalloc or mimalloc, nothing changes: the result is
+    false, and its `reason` says why.
     """
     reason = why_not()
     if reason is None and not _set(KEPT):

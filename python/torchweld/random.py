@@ -1,18 +1,18 @@
 """The random stream of dropout: what is dropped is a function of a seed and of the element's place.
 
-Philox 4x32-10 in counter mode. An element at (row, column) of the whole tensor, whose leading
-dimensions make its row number, takes word `column & 3` of
+The generator is Philox 4x32-10 in counter mode. The leading dimensions of the whole tensor make up
+an element's row number. The element at (row, column) takes word `column & 3` of
 
     philox(counter=(column >> 2, row & LOW, row >> 32, 0), key=(seed & LOW, seed >> 32))
 
-with LOW = 2**32 - 1, and is dropped where that word is below round(p * 2**32). So every backend,
+with LOW = 2**32 - 1, and is dropped if that word is below round(p * 2**32). So every backend,
 every shard of a tensor and every recomputation drops the same elements, and no mask is stored.
 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
-governs it; passing a seed with `seed=` repeats what it dropped. Processes that share a tensor have
-to share the seed: seed their generators alike, or pass it.
+governs it; passing a seed with `seed=` repeats what it dropped. Processes that share a tensor must
+share the seed: seed their generators alike, or pass it.
 
-Optimizers round stochastically by other counters, which end in a parameter's number, from 1.
+Stochastic rounding in optimizers uses other counters, which end in a parameter's number, from 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROUNDS = 10
 class Shard(NamedTuple):
     """The place of a shard in the whole tensor.
 
-    `sizes` are the whole tensor's, `offsets` say where the shard begins; both have its rank.
+    `sizes` are the whole tensor's, and `offsets` say where the shard begins, per dimension.
     """
 
     sizes: Sequence[int]
@@ -45,10 +45,10 @@ class Shard(NamedTuple):
 
 
 def seed(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Draws a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
+    """Draw a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
     if torch.compiler.is_compiling():
         return torch.ops.torchweld.seed(torch.empty(1, device=device))
-    if torch._C._are_functorch_transforms_active():  # vmap can draw one for each, but not in place
+    if torch._C._are_functorch_transforms_active():  # vmap cannot draw in place
         return torch.randint(2**63 - 1, (1,), device=device)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
 
@@ -72,7 +72,7 @@ def philox(
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(_ROUNDS):
-        # Products wrap around at 64 bits, which leaves all their bits in place.
+        # Products wrap around at 64 bits, which keeps all of their bits.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((product1 >> 32) & LOW) ^ c1 ^ key0
         c2 = ((product0 >> 32) & LOW) ^ c3 ^ key1
@@ -90,15 +90,15 @@ def kept(
     trailing: int = 1,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Which elements dropout with this seed keeps: True where one is kept.
+    """The mask of dropout with this seed: True where an element is kept.
 
     Args:
         shape: of the tensor.
         p: the probability of being dropped.
         seed: an int, or one int64 as drawn by `seed`.
-        shard: where the tensor lies in the whole one; None: it is the whole.
-        trailing: how many of the last dimensions are columns; norms count those they normalise.
-        device: where to compute it; None: on the seed's.
+        shard: where the tensor lies in the whole tensor; None: it is the whole.
+        trailing: how many of the last dimensions are columns; for norms, those they normalise.
+        device: where to compute the mask; None: on the seed's device.
     """
     seed = as_seed("kept", seed, device)
     whole, offset = place(shard)
@@ -113,7 +113,7 @@ def _words(
     whole: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    """The word of every element: [rows..., columns]."""
+    """The random word of every element: [rows..., columns]."""
     leading, width = shape[: len(shape) - trailing], math.prod(shape[len(shape) - trailing :])
     row = torch.zeros((), dtype=torch.int64, device=seed.device)
     stride = 1
@@ -131,7 +131,7 @@ def _words(
     return words.flatten(-2)[..., skew : skew + width]
 
 
-# --- What ops with dropout do with their arguments ---------------------------------------------
+# --- The arguments of ops with dropout ---------------------------------------------------------
 
 
 def as_seed(
@@ -159,7 +159,7 @@ def drawn(
     training: bool,
     seed_: torch.Tensor | int | None,
 ) -> tuple[float, torch.Tensor | None]:
-    """The p and seed that an op gets; 0 and None, without a draw, if nothing is dropped."""
+    """The p and seed for an op; 0 and None, without drawing one, if nothing is dropped."""
     probability(function, p)
     if not training or p == 0:
         return 0.0, None
@@ -169,9 +169,9 @@ def drawn(
 
 
 def place(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
-    """What an op gets: sizes of the whole and offsets; None if it is the whole.
+    """A shard as an op takes it: sizes of the whole and offsets; None if it is the whole.
 
-    Empty lists would do, but AOTInductor cannot pass them.
+    AOTInductor cannot pass empty lists, hence None.
     """
     return (None, None) if shard is None else (list(shard.sizes), list(shard.offsets))
 

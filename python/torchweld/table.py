@@ -1,4 +1,4 @@
-"""Tables and progress for a terminal: by rich where it is installed, else plain."""
+"""Tables and progress for a terminal: drawn by rich where it is installed, else plain."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Literal
 
 @dataclass
 class Table:
-    """Columns of text; those from `numbers_from` on are aligned to the right."""
+    """Columns of text; columns from `numbers_from` on are right-aligned."""
 
     headers: Sequence[str]
     numbers_from: int
-    # Cells, rich's style, and whether a group of rows begins.
+    # Cells, rich's style, and whether the row begins a group.
     rows: list[tuple[Sequence[str], str, bool]] = field(default_factory=list)
 
     def add(self, *cells: str, style: str = "", group: bool = False) -> None:
         self.rows.append((cells, style, group))
 
     def show(self) -> None:
-        """Print it: in colour on a terminal, plainly into a file or a pipe."""
+        """Print the table: in colour on a terminal, plain to a file or a pipe."""
         if sys.stdout.isatty() and _rich():
             self._show_rich()
         else:
@@ -58,7 +58,7 @@ class Table:
                 drawn.add_row()
             drawn.add_row(*cells, style=style)
         console = Console(highlight=False)
-        # On a narrow terminal lines wrap, which reads better than cut-off columns.
+        # On a narrow terminal, wrapped lines read better than cut-off columns.
         console.width = max(console.width, len(self.plain().splitlines()[1]))
         console.print(drawn)
 
@@ -68,7 +68,7 @@ def _rich() -> bool:
 
 
 def progress(items: Sequence[object]) -> Iterator[int]:
-    """The position of each item in turn, with a bar on stderr that names the item at work."""
+    """The position of each item in turn, with a bar on stderr that names the current item."""
     if not sys.stderr.isatty():
         yield from range(len(items))
     elif _rich():

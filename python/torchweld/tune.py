@@ -2,8 +2,7 @@
 
 Every kernel's results are checked against the reference in float64, at a few shapes. The forward
 without gradients and both directions together are timed beside eager. The user's cache keeps the
-findings as evidence for this GPU, torch and torchweld. They count for more than evidence in the
-package.
+findings as evidence for this GPU, torch and torchweld. They override the package's evidence.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchweld.bench.timing import clock_for
 from torchweld.dispatch import evidence
 from torchweld.table import Table, progress
 
-# Tensors of a step, and their shape: few enough for any GPU.
+# Number and shape of a step's tensors: small enough for any GPU.
 STEPS = (4, 1024, 1024)
 SIZES = (SMALLEST, MIDDLE)
 DTYPE_NAMES = [name(dtype) for dtype in DTYPES["cuda"]]
@@ -42,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; its exit status is 1 where a kernel's result was wrong."""
+    """Run the command; the exit status is 1 if a kernel's result was wrong."""
     try:
         results = _tune(options.ops or list(recording.PROVEN))
     except Refusal as refusal:
@@ -72,12 +71,12 @@ def _tune(ops: list[str]) -> list[Result]:
 
 
 def minutes(jobs: Sequence[Job]) -> int:
-    """How long they take, most of it the start of a process."""
+    """How long the jobs take; most of the time goes into starting processes."""
     return math.ceil(SECONDS_A_JOB * len(jobs) / 60)
 
 
 def own_record(facts: dict[str, Any]) -> recording.Record:
-    """The findings kept for this GPU, to go on with; not those of another torch or torchweld."""
+    """The record for this GPU to add to; findings of another torch or torchweld are discarded."""
     path = evidence.own_path(facts["name"])
     if evidence.own(facts["name"]) is None:
         path.unlink(missing_ok=True)
@@ -85,7 +84,7 @@ def own_record(facts: dict[str, Any]) -> recording.Record:
 
 
 def show(results: list[Result]) -> None:
-    """The findings, a line for each kernel, shape and dtype."""
+    """Print the findings, one line for each kernel, shape and dtype."""
     table = Table(["op", "shape", "dtype", "backend", "ms", "eager ms", "vs eager"], 4)
     for result in results:
         if result.contender == "eager":

@@ -1,4 +1,4 @@
-"""What a CUDA graph's capture needs beforehand."""
+"""Preparation for capturing a CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-# torch.cuda.make_graphed_callables runs as often before it captures.
+# As many as torch.cuda.make_graphed_callables makes before a capture.
 CALLS = 3
 
 
 def warmup(fn: Callable[[], Any]) -> None:
-    """Call `fn` a few times, so that a capture of it, or a timing, finds everything ready.
+    """Call `fn` a few times, so that capturing or timing it finds everything ready.
 
-    At its first use on a GPU a kernel is compiled, checked and timed, which a capture forbids: what
-    was never tried is then not used. On a GPU the calls are made on a stream of their own, as
-    capturing asks for, and have ended when this returns. `fn` is called as it is: a step that it
-    takes is taken.
+    A kernel is compiled, checked and timed at its first use on a GPU. A capture forbids that, and
+    leaves out kernels that were never tried. On a GPU the calls run on a side stream, as capturing
+    requires, and have ended when this returns. Calls have their usual effects: an optimizer step
+    inside `fn` is taken.
 
         torchweld.warmup(lambda: model(x).sum().backward())
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling over ranks: one rank's infinite gradient leaves the step out on all."""
+"""Dynamic loss scaling over ranks: one rank's infinite gradient makes all ranks skip the step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _model() -> _Model:
 def _train(
     model: Any, step: Any, zero_grad: Any, part: slice, poison: torch.Tensor
 ) -> torch.amp.GradScaler:
-    """`poison` is a parameter of which a part, on one rank, has an infinite gradient once."""
+    """`poison` is a parameter that once has an infinite gradient in one rank's part."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
@@ -95,7 +95,7 @@ def _scaled(rank: int) -> None:
         finish(model, _train(model, step, optimizer.zero_grad, part, poison))
 
     model = _model()
-    # The norm too: torch's scaler takes DTensors only, or none.
+    # The norm too: torch's scaler takes either only DTensors or none.
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel(), "norm": Rows(Replicate())}
     parallelize_module(model, mesh, plan)
     optimizer = optim.AdamW(model.parameters(), **GIVEN)
@@ -103,7 +103,7 @@ def _scaled(rank: int) -> None:
     step = lambda scaler: scaler.step(optimizer)  # noqa: E731
     finish(model, _train(model, step, optimizer.zero_grad, slice(None), poison))
 
-    # DDP has averaged them: an infinite one is so on both, but its rows are one rank's.
+    # DDP has averaged them: both ranks have the infinite one, but its rows belong to one rank.
     model = _model()
     bias = model.norm.bias
     rows = zero.RowSharded(model.parameters(), lambda s: optim.AdamW(s, **GIVEN), mesh)

@@ -32,7 +32,7 @@ def _batches() -> list[torch.Tensor]:
 
 
 def _plain(layers: torch.nn.Sequential) -> torch.nn.Sequential:
-    """The same of torch's modules."""
+    """The same with torch's modules."""
     modules = [[layer.linear, layer.norm, torch.nn.GELU()] for layer in layers]
     return torch.nn.Sequential(*[m for three in modules for m in three])
 
@@ -71,13 +71,13 @@ def _uneven_batches(rank: int) -> None:
     for layer in model:
         layer.process_group = group.WORLD
     _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
-    # In evaluation nobody waits for anybody.
+    # In evaluation no process waits for another.
     if rank == 0:
         model.eval()(_batches()[0])
 
 
 def _all_rows_on_one(rank: int) -> None:
-    """The other has none, and its gradients are zero."""
+    """The other process has no rows, and its gradients are zero."""
     model = _layers()
     for layer in model:
         layer.process_group = group.WORLD
@@ -86,7 +86,7 @@ def _all_rows_on_one(rank: int) -> None:
 
 
 def _one_row(rank: int) -> None:
-    """Enough with others' rows beside it; not alone."""
+    """Enough together with others' rows; not by itself."""
     x = _batches()[0][rank : rank + 1]
     model = _layers()
     for layer in model:
@@ -105,7 +105,7 @@ def _ddp(rank: int) -> None:
     for layer in model:
         layer.process_group = group.WORLD
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    # What is averaged is the same everywhere: two of it are the sum.
+    # The averaged value is the same everywhere: twice that is the sum.
     _assert_equal(model, _train(wrapped, _rows(rank)), _rows(rank))
 
 
@@ -117,7 +117,7 @@ def _converted(rank: int) -> None:
 
 
 def _compiled(rank: int) -> None:
-    """In one graph, the exchanges included."""
+    """In one graph, with the exchanges."""
     model = _layers()
     for layer in model:
         layer.process_group = group.WORLD

@@ -1,4 +1,4 @@
-"""Selective checkpoints: the same bits under dropout, and nothing dear is computed twice."""
+"""Selective checkpoints: the same bits under dropout, and no expensive op runs twice."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _checkpoint(**how: Any) -> _Wrap:
     return lambda block: lambda x: checkpoint(block, x, use_reentrant=False, **how)
 
 
-# Each with whether it keeps the results of dear ops.
+# Each with whether it keeps the results of expensive ops.
 CHECKPOINTS: list[tuple[_Wrap, bool]] = [
     (_checkpoint(determinism_check="default"), False),
     (_checkpoint(context_fn=selective), True),
@@ -86,7 +86,7 @@ CHECKPOINTS: list[tuple[_Wrap, bool]] = [
 def _run(
     sparse: bool, dtype: torch.dtype, wrap: _Wrap = lambda block: block
 ) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Result, gradients and the generator's state after it; and what was called."""
+    """Result, gradients, the generator's state afterwards, and the ops that were called."""
     model = _blocks(sparse, dtype)
     x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
     y = x
@@ -101,7 +101,7 @@ def _run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
-    """Full and selective checkpoints leave the bits of a run without, and its generator."""
+    """Full and selective checkpoints equal a run without them bit for bit, generator included."""
     with torchweld.use_backend("cpu"):
         expected, once = _run(sparse, dtype)
         for wrap, keeps in CHECKPOINTS:
@@ -116,7 +116,7 @@ def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not show policies what an op made")
 def test_what_is_kept() -> None:
-    """A GEMM's result each, attention's, and the input; not one tensor for every step between."""
+    """Each GEMM's result, attention's, and the input; no tensors of the steps between."""
     with torchweld.use_backend("cpu"):
         block = _blocks(True, torch.float32)[0]
         x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
@@ -149,7 +149,7 @@ def _stored(block: nn.Module, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_attention_that_drops_is_computed_again(p: float) -> None:
-    """It draws in its kernel: kept, what is drawn after it would be another number."""
+    """It draws in its kernel: if it were kept, later draws would change."""
     q = torch.empty(1, 1, 1, 8)
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     kept = save_policy(None, op, q, q, q, p) is CheckpointPolicy.MUST_SAVE
@@ -158,7 +158,7 @@ def test_attention_that_drops_is_computed_again(p: float) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_a_layer_that_does_not_learn_is_not_done_twice(activation: str) -> None:
-    """Its activation is in place, but not where a checkpoint keeps what it would write to."""
+    """Its activation is in place, unless a checkpoint keeps the tensor it would overwrite."""
     torch.manual_seed(0)
     x, w = torch.randn(128, WIDTH), torch.randn(WIDTH, WIDTH)
     scale = torch.ones(WIDTH, requires_grad=True)

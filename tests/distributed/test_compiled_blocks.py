@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one: the model learns the same."""
+"""Blocks compiled one by one: training is the same."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def _loss(name: str, model: Any) -> torch.Tensor:
     return loss_of(model(tokens), targets)
 
 
-# Dynamo asks every tensor that it meets for its gradient.
+# Dynamo reads .grad of every tensor it meets.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", ["GPT", "sparse GPT"])
 def test_a_block_compiles_in_one_graph(name: str) -> None:
-    """Each block apart, as FSDP2 wants them; it drops what it drops without the compiler."""
+    """Each block separately, as FSDP2 needs it; dropout is the same as without the compiler."""
     left = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model: Any = Transformer(SETTINGS[name])
         with torch.no_grad():
-            _loss(name, model)  # makes the layout, which is no part of a graph
+            _loss(name, model)  # makes the layout, which must not be traced
         for key, block in model.blocks.items() if compiled else ():
             model.blocks[key] = torch.compile(block, fullgraph=True, backend="aot_eager")
         LayerSeeds(model.blocks.items()).begin(0)

@@ -107,7 +107,7 @@ def _pipeline(rank: int) -> None:
 
 
 def _dropout_on_shards(rank: int) -> None:
-    """Heads, queries or batches on two devices drop what one device would, causal ones too."""
+    """Sharded by heads, queries or batches, dropout is that of one device, also if causal."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -134,7 +134,7 @@ def _dropout_on_shards(rank: int) -> None:
 
 
 def _dropout_on_strided_shards(rank: int) -> None:
-    """As FSDP2 over tensor parallelism leaves them, and with gaps; norms too."""
+    """As made by FSDP2 over tensor parallelism, and with gaps; norms too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -165,7 +165,7 @@ def _dropout_on_strided_shards(rank: int) -> None:
 
 
 def _residual_streams_on_shards(rank: int) -> None:
-    """Sequence and tensor parallelism drop what one device would; gradients of what all share."""
+    """Sequence and tensor parallelism: one device's dropout, and gradients of shared parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

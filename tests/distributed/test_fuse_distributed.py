@@ -1,4 +1,4 @@
-"""fuse() before and after what torch.distributed does to a model: two processes, plain results."""
+"""fuse() before and after torch.distributed's wrappers: two processes, unfused results."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def _refused(rank: int) -> None:
 
 
 def test_tensor_parallel_after_is_refused_by_torch() -> None:
-    """A linear layer with its activation is no torch.nn.Linear."""
+    """A linear layer with its activation is not a torch.nn.Linear."""
     with processes(2) as two:
         two.run("cpu", _refused)

@@ -1,4 +1,4 @@
-"""`torchweld link`, its formula, and what docs/one-bit.md says of it."""
+"""`torchweld link`, its formula, and its figures in docs/one-bit.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = {
 
 
 def test_the_formula() -> None:
-    """Two ranks, 25 MB/s, 1 ms, 30 M parameters and 0.3 s: by hand."""
+    """Two ranks, 25 MB/s, 1 ms, 30 M parameters and 0.3 s, worked out by hand."""
     found = {c.name.partition(":")[0]: c for c in choices(*EXAMPLES[list(EXAMPLES)[-1]])}
     plain = 0.002 + 120e6 / 25e6
     assert found["float32"].sent == 120e6

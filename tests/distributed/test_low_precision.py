@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter in 8 bits: its bound, its bytes, and training beside bfloat16's."""
+"""FSDP2's reduce-scatter in 8 bits: its error bound, its bytes, and training against bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _drawn(rank: int, ranks: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def _bound(x: torch.Tensor, format: str, rounding: str) -> torch.Tensor:
-    """How far what one rank sends may be off, by the blocks of its row."""
+    """The error bound of one rank's message, from the blocks of its row."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 256)).view(len(x), -1, 256)
     largest = blocks.abs().amax(2).repeat_interleave(256, 1)[:, : x.shape[1]]
     bound = largest / 254
@@ -69,13 +69,13 @@ def _is_right_on_average(rank: int, ranks: int) -> None:
             reduce(out, x.flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
             total += out
         bounds = [_bound(_drawn(r, ranks, 256), format, "stochastic")[rank] for r in range(ranks)]
-        # A sum of so many errors of mean 0 within these bounds: beyond 6 deviations never.
+        # A sum of that many zero-mean errors within these bounds stays within 6 deviations.
         deviation = torch.stack(bounds).square().sum(0).sqrt() / draws**0.5
         assert ((total / draws - exact).abs() <= 6 * deviation).all()
 
 
 def _feeds_back(rank: int, ranks: int) -> None:
-    """All that came in is what went out and the errors of all ranks."""
+    """The inputs' sum equals the results plus the errors of all ranks."""
     for format, rounding in CASES:
         reduce = LowPrecisionReduceScatter(format, rounding=rounding, feedback=True)
         came, went, out = torch.zeros(300).double(), torch.zeros(300).double(), torch.empty(300)
@@ -107,7 +107,7 @@ def test_sums_are_within_the_bound(ranks: int) -> None:
 
 
 def _model() -> torch.nn.Module:
-    """Layers of uneven rows, of which some ranks have none."""
+    """Layers of uneven rows, with none on some ranks."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3), torch.nn.Tanh(),

@@ -1,4 +1,4 @@
-"""Offloaded steps under DDP and FSDP2, with real processes: the bits that there are without."""
+"""Offloaded steps under DDP and FSDP2, with real processes: the same bits as without."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ddp() -> None:
 
 
 def _fsdp2(rank: int) -> None:
-    """Rules whose steps devices exchange nothing in step during the backward; others after it."""
+    """Rules without collectives step during the backward, others after it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -78,7 +78,7 @@ def _fsdp2(rank: int) -> None:
         optimizer = make(list(model.parameters()))
         ahead = 0
         for step in range(5):
-            # The weights that are gathered for a layer are none of the activations.
+            # The weights gathered for a layer do not count as activations.
             with optimizer.activations(1) if saves else contextlib.nullcontext():
                 losses = [loss_of(model, 100 * (10 * step + rank) + k) for k in range(2)]
             for loss in losses:
@@ -128,7 +128,7 @@ def test_fsdp2() -> None:
 
 
 def _checkpoint(rank: int, folder: str) -> None:
-    """torch's distributed checkpoint, from an offloaded run into one that is not, and back."""
+    """torch's distributed checkpoint, from an offloaded run to a plain one and back."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -179,7 +179,7 @@ def part_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def _on_a_gpus_mesh(rank: int) -> None:
-    """States of DTensors of a mesh of GPUs are DTensors of it whose parts are on the host."""
+    """States of DTensors on a mesh of GPUs are DTensors on it with parts on the host."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

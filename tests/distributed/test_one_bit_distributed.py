@@ -1,4 +1,4 @@
-"""The 1-bit collective and optimizers among gloo processes, against numpy's from the papers."""
+"""The 1-bit collective and optimizers on gloo processes, against the papers in numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"adam": (optim.OneBitAdam, one_bit.Adam), "lamb": (optim.OneBitLAMB, on
 
 
 def _dyadic(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers of few bits, whose sums are exact in whatever order ranks are added."""
+    """Numbers of few bits, with exact sums in any order of ranks."""
     drawn = np.random.default_rng(seed).standard_normal(shape)
     return np.asarray(np.round(drawn * 256) / 256, dtype=np.float32)
 
@@ -69,7 +69,7 @@ def _reduces(rank: int, ranks: int, sizes: list[int], bucket: int, is_async: boo
     is_async=st.booleans(),
 )
 def test_the_mean_of_any_lengths(ranks: int, sizes: list[int], bucket: int, is_async: bool) -> None:
-    """As in numpy, with errors, in one bucket or many, at once or while something else runs."""
+    """As in numpy, with errors, in one bucket or many, synchronous or not."""
     with processes(ranks) as group:
         group.run(None, _reduces, ranks, sizes, bucket, is_async)
 
@@ -113,7 +113,7 @@ def _saves(rank: int, folder: str) -> None:
 
 
 def _owed(states: list[dict[str, Any]], i: int, size: int) -> np.ndarray:
-    """What a mean over these ranks lacks of tensor i."""
+    """The error of the mean of tensor i over these ranks."""
     workers = np.mean([s["errors"][i]["worker"].double().numpy() for s in states], axis=0)
     servers = [s["errors"][i]["server"] for s in states if s["errors"][i]["server"] is not None]
     return workers + (torch.cat(servers).numpy() if servers else np.zeros(size))

@@ -1,4 +1,4 @@
-"""1-bit optimizers beside DDP, in bfloat16, with scaled losses; and where a rank fails."""
+"""1-bit optimizers under DDP, in bfloat16, with scaled losses, and with a failing rank."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _dies(rank: int, port: int, how: str, folder: str) -> None:
 
 @pytest.mark.parametrize("how", ["dies", "raises"])
 def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
-    """It ended, or went on without coming to the step: an error within the group's timeout."""
+    """It ended, or never reached the step: an error within the group's timeout."""
     context = torch.multiprocessing.get_context("spawn")
     started = [
         context.Process(target=_dies, args=(rank, 0, how, str(tmp_path))) for rank in range(2)
@@ -192,7 +192,7 @@ def _beside_ddp(rank: int, kind: str) -> None:
 
 @KINDS
 def test_ddp_leaves_the_reduction_to_the_optimizer(kind: str) -> None:
-    """Bit for bit the steps without DDP; and where it would average too, the step is refused."""
+    """Bit for bit the steps without DDP; if DDP would average too, the step is rejected."""
     with processes(2) as group:
         group.run(None, _beside_ddp, kind)
 
@@ -309,7 +309,7 @@ def test_momentum_is_stored_as_bits(kind: str) -> None:
 
 
 def _scales(rank: int) -> None:
-    """An infinity in one rank's scaled gradients leaves the step out on both."""
+    """An infinity in one rank's scaled gradients makes both skip the step."""
     params = _params()
     optimizer = optim.OneBitAdam(params, freeze_step=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

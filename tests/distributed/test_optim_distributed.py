@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters, with real processes: the bits that one device would have."""
+"""Optimizers on sharded parameters, with real processes: the bits of one device."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _shards(rank: int) -> None:
                 for name, value in found[1].state[p].items()
                 if name != "step"
             )
-            # What one saved, another goes on from.
+            # One resumes from what another saved.
             half = run(settings, place, range(1, 3))
             saved = ([whole_of(p.detach()) for p in half[0]], half[1].state_dict())
             assert_same(run(settings, place, range(3, 5), saved), expected)
 
-    # A state that is sharded in another way is refused as a whole.
+    # A state sharded in another way is rejected as a whole.
     rows, columns = (run({"state_dtype": "8bit"}, placer(mesh, d), range(1, 2)) for d in (0, 1))
     before = columns[1].state_dict()
     for name in ("exp_avg_codes", "exp_avg_absmax"):
@@ -93,7 +93,7 @@ def _shards(rank: int) -> None:
 
 
 def _codecs(rank: int) -> None:
-    """A float32 state becomes codes and goes back, under a scaler too, as on one device."""
+    """A float32 state becomes codes and back, also under a scaler, as on one device."""
     from torch.distributed.device_mesh import init_device_mesh
 
     place = placer(init_device_mesh("cpu", (2,)), 1)
@@ -121,7 +121,7 @@ def _codecs(rank: int) -> None:
 
 
 def _fsdp2(rank: int) -> None:
-    """Trained under fully_shard, saved by torch's state dict functions, as one process would."""
+    """Trained under fully_shard and saved by torch's state dict functions: as one process."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -166,7 +166,7 @@ def _fsdp2(rank: int) -> None:
 
 
 def _zero(rank: int) -> None:
-    """ZeroRedundancyOptimizer, each process with the state of its share: the same bits."""
+    """ZeroRedundancyOptimizer, with part of the states on each process: the same bits."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     expected, _ = run({"state_dtype": "8bit"}, lambda t: t, range(1, 5))
@@ -195,7 +195,7 @@ def _grid(rank: int) -> None:
 
             def place(t: torch.Tensor, dim: int = dim) -> torch.Tensor:
                 along = min(dim, t.ndim - 1)
-                even = t.shape[along] % 4 == 0  # the others torch does not place so
+                even = t.shape[along] % 4 == 0  # torch does not place others this way
                 first = _StridedShard(along, split_factor=2) if even else Shard(along)
                 return distribute_tensor(t, mesh, [first, Shard(along)])
 
@@ -213,7 +213,7 @@ def _grid(rank: int) -> None:
 
 
 def _emulated(rank: int) -> None:
-    """The CUDA kernels, where shards cut rows."""
+    """The CUDA kernels, if shards cut rows."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2))
@@ -228,10 +228,10 @@ def _emulated(rank: int) -> None:
 
 
 def _fsdp2_and_tp(rank: int) -> None:
-    """Trained under fully_shard over parallelize_module, with clipping: what one device makes.
+    """Trained under fully_shard over parallelize_module, with clipping: as on one device.
 
-    It is given the gradients, and the factor that they are clipped by, whose norm is compared with
-    its own. Then rules of elements have the same bits, and those of norms their roundings.
+    The single device gets the gradients and the clipping factor, and its own norm is compared. Then
+    elementwise rules have the same bits, and rules with norms differ by roundings.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -287,8 +287,8 @@ def _fsdp2_and_tp(rank: int) -> None:
                 assert ((whole_of(p.detach()) - e).abs() <= bound).all()
 
 
-# Stages of a run: each on so many processes, from the last one's checkpoint; and the dimensions
-# that tensors are sharded in.
+# Stages of a run, each resuming from the previous checkpoint: the number of processes, and the
+# dimensions in which tensors are sharded.
 STAGES = ((1,), (2,), (2, 2), (1,))
 RESHARDED = [(settings, ((1,), (2,), (0, 1), (0,))) for settings in CODECS]
 RESHARDED.append((CODECS[1], ((0,), (0,), (1, 2), (1,))))
@@ -345,7 +345,7 @@ def test_processes_in_the_emulator_equal_one() -> None:
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
-    """On disk, from 1 process to 2, 4 and back: the run is that of one device without a break."""
+    """On disk, from 1 process to 2, 4 and back: the run equals one device's, uninterrupted."""
     for stage, sizes in enumerate(STAGES):
         with processes(math.prod(sizes)) as started:
             started.run(None, _stage, stage, tmp_path)

@@ -19,7 +19,7 @@ from torchweld.ops.optimizer.adafactor import ADAFACTOR
 
 
 def _adaptive(rank: int) -> None:
-    """Norms are those of whole tensors, summed in another order."""
+    """Norms are those of whole tensors, but summed in another order."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -41,13 +41,13 @@ def _adaptive(rank: int) -> None:
             torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
 
 
-# Which of a matrix's dimensions averages are over; one of each element is over none.
+# The dimensions of a matrix that each average runs over; elementwise averages have none.
 AVERAGED = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col": -2}
 AVERAGED |= {"variance": 0, "exp_avg_sq": 0}
 
 
 def _assert_averages_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
-    """Bit for bit, where none is over a dimension that is sharded."""
+    """Bit for bit, if no average runs over a sharded dimension."""
     for p, e in zip(found[0], expected[0], strict=True):
         sharded = {getattr(at, "dim", None) for at in p.placements}  # type: ignore[attr-defined]
         for name, value in expected[1].state[e].items():
@@ -57,7 +57,7 @@ def _assert_averages_same(found: tuple[list[torch.Tensor], Any], expected: Any) 
 
 @contextlib.contextmanager
 def _kernels_alone() -> Iterator[None]:
-    """Within it eager torch serves no step of Adafactor's."""
+    """A context in which eager torch must not serve Adafactor's steps."""
 
     def reference(*_: Any) -> None:
         raise AssertionError("eager served")
@@ -135,7 +135,7 @@ def _rounded_sums(rank: int) -> None:
                 (whole_of(p.detach()) != e).sum() for p, e in zip(found, expected, strict=True)
             ]
             assert sum(others) <= 1e-3 * sum(e.numel() for e in expected), kind
-        # Few elements of a small one are rounded to the other side, or none.
+        # In small parameters few or no elements are rounded to the other side.
         for e, u in zip(expected, unrounded, strict=True):
             assert e.numel() < 100 or (e != u).any()
 

@@ -1,4 +1,4 @@
-"""Pipelines by every schedule, dropout on: losses and gradients are those of one process."""
+"""Pipelines with every schedule and dropout: losses and gradients equal one process's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULES = get_args(stages.Name)
 
 
 class _Layer(nn.Module):
-    """Of our modules, with residuals past each and dropout in each."""
+    """A block of our modules, with a residual around each and dropout in each."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class _Backwards(TorchDispatchMode):
-    """Counts backward kernels of ours, whatever they are asked for."""
+    """Counts calls of our backward kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _equals_one_process(rank: int, schedule: stages.Name) -> None:
     assert len(mine) > 10
     for name, parameter in mine:
         assert torch.equal(parameter.grad, grads[name].grad), name
-    # What runs twice, for inputs and for weights, computes once.
+    # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
     torch.distributed.all_gather_object(total, counted.calls)
     assert total[0] + total[1] == calls
@@ -120,7 +120,7 @@ def test_a_schedule_equals_one_process(schedule: stages.Name) -> None:
 
 
 def _fused(rank: int) -> None:
-    """Costs are measured; the stages have what fuse() has made of torch's layers."""
+    """Costs are measured; the stages have the layers that fuse() made from torch's."""
 
     def blocks() -> list[nn.Module]:
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ def test_cuts_are_the_best_of_all(costs: list[float], data: st.DataObject) -> No
 
 
 class _Slow(nn.Module):
-    """It sleeps where it is told to, and drops something."""
+    """A block that can sleep, and that uses dropout."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _Layers(nn.Module):
 
 
 def test_measured_costs_find_the_dear_block() -> None:
-    """By 90 ms of sleep; what is measured leaves no trace, in a row of blocks or inside a model."""
+    """With 90 ms of sleep; measuring has no side effects, in a list of blocks or inside a model."""
     model, x = _Layers(0.0, 0.03, 0.0), torch.randn(2, 4)
     state = torch.get_rng_state()
     costs = stages.measured([*model.layers], (x,))

@@ -1,4 +1,4 @@
-"""tp_plan and its styles: Megatron's two all-reduces, exact results, and no gathers beside."""
+"""tp_plan and its styles: Megatron's two all-reduces, exact results, and no other gathers."""
 
 from __future__ import annotations
 

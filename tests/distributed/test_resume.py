@@ -1,4 +1,4 @@
-"""A checkpoint of one strategy in another, bit by bit; and after a process was killed in a step."""
+"""Checkpoints of one strategy resumed in another, bit for bit; and after a killed process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _whole(value: Any) -> Any:
 
 
 def _content(cell: Cell, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Parameters and states by name, whole."""
+    """Whole parameters and states by name."""
     found = {}
     for name, parameter in cell.model.named_parameters():
         found[name] = _whole(parameter)
@@ -40,7 +40,7 @@ def _content(cell: Cell, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def _go_on(rank: int, strategy: str, steps: tuple[int, int], folder: str) -> None:
-    """These steps by a strategy, from a checkpoint if they are not the first, into the next one."""
+    """Take these steps with a strategy, from a checkpoint if any, and save the next one."""
     cell, count = Cell("GPT", torch.float32), dist.get_world_size()
     mesh = init_device_mesh("cpu", (count,))
     data = 1
@@ -103,7 +103,7 @@ def _until_killed(rank: int, store: str, folder: str, end: Any) -> None:
             optimizer.zero_grad()
         except RuntimeError as error:
             end.send((str(error), time.monotonic() - start))
-            os._exit(0)  # what is left of the group waits for nothing
+            os._exit(0)  # without leaving the group
         if step == 1:
             checkpoint.save(folder, cell.model, optimizer, 2)
     end.send(("no error", 0.0))

@@ -1,4 +1,4 @@
-"""Ring attention on four processes: exact against one, and slices go only where they are seen."""
+"""Ring attention on four processes: equal to one, and slices go only where they are seen."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torchweld.sparse import BlockLayout
 
 LENGTH, PROCESSES = 128, 4
 SHAPE = (2, 4, LENGTH, 8)
-# A layout, whether it is causal, and how many chunks go to processes that see something of them: of
-# slices in order, and balanced.
+# A layout, whether it is causal, and the numbers of chunks sent to processes that see some of them:
+# with slices in order, and balanced.
 LAYOUTS = {
     "dense": (BlockLayout.dense(LENGTH, block=16), False, 12, 24),
     "causal": (BlockLayout.dense(LENGTH, block=16), True, 6, 18),
@@ -95,7 +95,7 @@ SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_one_process(name: str, backend: str, balanced: bool) -> None:
-    """Everything that attention takes, in float64 and in float32."""
+    """Every argument of attention, in float64 and in float32."""
     every = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double(), "with_sinks": True}
     some = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
     with processes(PROCESSES) as four:
@@ -121,7 +121,7 @@ def test_balanced_processes_have_equal_work() -> None:
 
 
 class _Sinking(torch.nn.Module):
-    """Attention with sinks that it learns, with slopes, and a dropout of torch's behind it."""
+    """Attention with learnt sinks and slopes, followed by torch's dropout."""
 
     def __init__(self) -> None:
         super().__init__()

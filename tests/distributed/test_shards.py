@@ -1,4 +1,4 @@
-"""Contract 9: every op serves the shards that it declares without a collective, exactly."""
+"""Contract 9: every op serves its declared shards without a collective, exactly."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _serves_its_shards(rank: int, name: str) -> None:
         found, gradients, sent = _with_gradients(op, inputs, place)
         forward, backward = sent
         assert not forward.calls, f"dimension {dim}: {dict(forward.calls)}"
-        # What is whole on every device has a gradient that is a sum; an op's own GEMMs leave it to
-        # whoever asks.
+        # A replicated argument has a partial gradient; GEMMs inside an op leave reducing it to the
+        # caller.
         sums = [g for g in gradients if g.placements != (Shard(dim),)]
         assert backward.calls.keys() <= {"all-reduce"}
         assert backward.calls["all-reduce"] <= len(sums)
@@ -83,7 +83,7 @@ def test_shards_need_no_collective(name: str) -> None:
 
 
 def _gathers_once(rank: int) -> None:
-    """Parts of a row are no shards that a norm serves: torch's own gathers them too."""
+    """Norms do not serve parts of a row: torch's own gathers them too."""
     mesh, op = init_device_mesh("cpu", (2,)), OPS["layer_norm"]
     inputs = materialize(op.sized((4, 6), (16,)), torch.float32)
     inputs[0] = distribute_tensor(inputs[0], mesh, [Shard(2)])

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: on made-up times by hand, and on stages that sleep, by the formula."""
+"""The bubble of a pipeline: on made-up times, and on stages that sleep, against the formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _made() -> Timeline:
 
 
 def test_what_is_spent() -> None:
-    """Idle time is what nobody can help; the rest of the waiting is overhead."""
+    """Idle time is unavoidable; the rest of the waiting is overhead."""
     timeline = _made()
     spent = timeline.spent()
     assert spent[0] == (3.0, 3.5, 0.0)
@@ -57,7 +57,7 @@ def _bubbles(rank: int, schedule: stages.Name, ideal: float, low: float, high: f
         costs=[1.0] * 4,
     )
     found: list[Timeline] = []
-    # Until a step was hardly disturbed by what else runs here; the first one makes buffers.
+    # Repeat until other processes hardly disturb a step; the first one makes buffers.
     while len(found) < 2 or (len(found) < STEPS and min(map(_length, found)) > 1.05 * ideal):
         with record(pipe.schedule) as timeline:
             args = (batch,) if pipe.is_first else ()

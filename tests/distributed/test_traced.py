@@ -1,4 +1,4 @@
-"""What torch.export or the pipeline's tracer recorded, trained: eager's gradients bit by bit."""
+"""Training graphs recorded by torch.export or the pipeline's tracer: eager's gradients, bitwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/train.py: every strategy learns the same, from its own start and from another's end."""
+"""examples/train.py: every strategy learns the same, also when resuming another's run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_strategies_learn_the_same(folder: Path, count: int, arguments: list[str
 
 
 def test_goes_on_from_another_strategy(folder: Path) -> None:
-    """Halves, each by another strategy and number of processes, are one run."""
+    """Two halves with different strategies and numbers of processes make one run."""
     halves = _alone(folder)["losses"][:2]
     for first, then in (
         ((2, "zero1"), (2, "pp")),

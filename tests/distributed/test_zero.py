@@ -1,4 +1,4 @@
-"""ZeRO's recipes against one process, and memory_estimate against the storages that are there."""
+"""ZeRO's recipes against one process, and memory_estimate against live storages."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ KINDS += [(optim.LAMB, {}), (optim.AdamW, {"max_grad_norm": 0.1})]
 
 
 def _rows_equal_ddp(rank: int) -> None:
-    """Bit by bit, but where norms are sums over ranks."""
+    """Bit for bit, except where norms are sums over ranks."""
     for kind, settings in KINDS:
         plain, mine = _model(settings), _model(settings)
         part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
@@ -141,7 +141,7 @@ def test_recipes_equal_one_process() -> None:
 
 
 def _local_bytes(tensors: Any) -> int:
-    """Of storages, each once."""
+    """The bytes of storages, each counted once."""
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
     return sum(storages.values())
@@ -153,7 +153,7 @@ def _states_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _measured(rank: int, strategy: memory.Strategy, kind: Any, settings: Any) -> None:
-    """The storages that are there after a step and a backward, within 5 %."""
+    """The live storages after a step and a backward, within 5 %."""
     model = _model(settings)
     bare = copy.deepcopy(model)
     expected = memory.memory_estimate(
@@ -219,7 +219,7 @@ def _gathered(rank: int, strategy: memory.Strategy) -> None:
     model.head.register_forward_hook(note)
     model(_batch(model, 0)).square().mean().backward()
     largest = max(sum(map(_size, layer.parameters())) for layer in model.layers)
-    # FSDP2 may be ahead by a layer, whose memory is there before its parameters are; it pads rows.
+    # FSDP2 may allocate the next layer before gathering its parameters; it also pads rows.
     least = expected - largest * (strategy == "zero3")
     assert 0.95 * least <= max(seen) <= 1.05 * expected, (seen, expected)
 
@@ -272,7 +272,7 @@ def test_tensor_parallel_estimate() -> None:
 
 
 class _Alive(TorchDispatchMode):
-    """Knows every storage that is made inside, and which of them are still there."""
+    """Records every storage made inside, and which of them are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_are_what_a_graph_holds(p: float, dtype: torch.dtype) -> None:
-    """Within 15 % of the storages that are there as long as the loss is."""
+    """Within 15 % of the storages alive as long as the loss."""
     torch.manual_seed(0)
     model = _Model(p).to(dtype)
     x = torch.randn(1024, WIDTH, dtype=dtype)

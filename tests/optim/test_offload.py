@@ -1,4 +1,4 @@
-"""An offloaded optimizer gives the bits of the optimizer itself, however gradients come."""
+"""An offloaded optimizer is bitwise equal to the optimizer itself, however gradients arrive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
 def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: Any) -> None:
-    """Half of the states have room on the device with "auto"."""
+    """With "auto" the device has room for half of the states."""
     transfers = SimulatedTransfers(capacity=500_000)
 
     def make(params: Any) -> Any:
@@ -66,7 +66,7 @@ def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: A
     assert_same_run(found[:2], expected[:2])
     homes = {bucket.home for bucket in found[1]._store.buckets}
     assert homes == {"auto": {"cpu", "cuda"}, "cpu": {"cpu"}, "cuda": {"cuda"}}[placement]
-    # A norm that is clipped is another one at each step: nothing can begin before it is known.
+    # A clipped norm varies from step to step: nothing can begin before it is known.
     assert (found[2] > 0) == (placement != "cuda" and clip != 1e-2)
     if clip is not None:
         assert torch.equal(found[1].grad_norm, expected[1].grad_norm)
@@ -88,7 +88,7 @@ def test_rules_and_codecs(name: str, release: bool) -> None:
 
 @pytest.mark.parametrize("clip", [None, 1e-2])
 def test_passes_that_nothing_announced(clip: Any) -> None:
-    """Another number of backwards before each step; steps that began are undone."""
+    """Varying numbers of backwards before a step; steps that began early are undone."""
     for release in (False, True):
         runs = []
         for is_offloaded in (False, True):
@@ -110,7 +110,7 @@ def test_passes_that_nothing_announced(clip: Any) -> None:
 
 
 def test_gradients_and_parameters_that_others_write() -> None:
-    """clip_grad_norm_, hooks, weights that are set: steps that began are undone."""
+    """clip_grad_norm_, hooks, replaced weights: steps that began early are undone."""
     runs = []
     for is_offloaded in (False, True):
 
@@ -141,7 +141,7 @@ def test_gradients_and_parameters_that_others_write() -> None:
 
 @pytest.mark.parametrize("unscales", ["no", "yes", "and clips"])
 def test_grad_scaler(unscales: str) -> None:
-    """Overflows in some steps, and a scale that grows; gradients are left unscaled."""
+    """Overflows in some steps, and a growing scale; gradients end up unscaled."""
     runs = []
     for is_offloaded in (False, True):
 
@@ -176,7 +176,7 @@ def test_grad_scaler(unscales: str) -> None:
 
 
 def test_groups_schedulers_and_closures() -> None:
-    """A learning rate that is a tensor, a group that is added later, the norm of all."""
+    """A tensor as learning rate, a group added later, the norm of all gradients."""
     runs = []
     for is_offloaded in (False, True):
         model = small_model()
@@ -269,7 +269,7 @@ def test_refresh_masters() -> None:
 
 @pytest.mark.parametrize(("warm_up", "release"), [(0, False), (3, False), (3, True)])
 def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
-    """By a reference that keeps the last gradients and steps by them."""
+    """Compared with a reference that steps on the previous gradients."""
     model, reference = small_model(), small_model()
     ours = offloaded(
         lambda params: optim.AdamW(params, **ADAMW),
@@ -326,7 +326,7 @@ def test_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
 
 
 def test_only_ours_are_taken_over() -> None:
-    """And none that communicates by itself."""
+    """Nor an optimizer that communicates by itself."""
     theirs = torch.optim.AdamW(small_model().parameters())
     with pytest.raises(torchweld.ArgumentError, match="params_or_optimizer is a AdamW"):
         optim.Offload(theirs)
@@ -336,7 +336,7 @@ def test_only_ours_are_taken_over() -> None:
 
 
 class _Odd(torch.nn.Module):
-    """Sparse gradients, complex numbers, channels that lie last, no elements, a shared matrix."""
+    """Sparse gradients, complex numbers, channels-last, no elements, a shared matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Activations that wait on the host: the same bits, the bytes by formula, and what fails."""
+"""Offloaded activations: the same bits, bytes as in the formula, and failures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run(optimizer_of: Any, steps: int = 6, micro: int = 1, recomputes: bool = Fa
     optimizer = optimizer_of(model)
     for step in range(steps):
         for k in range(micro):
-            # Sequences of other lengths: what stays goes by the bytes that there are.
+            # Sequences of varying lengths: the number of tensors that stay depends on the bytes.
             forward(model, optimizer, 10 * step + k, ROWS * (1 + step % 2)).backward()
             drained(optimizer)
         optimizer.step()
@@ -105,7 +105,7 @@ def given(model: nn.Module, clip: float | None = None) -> Any:
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
 def test_the_same_bits(placement: str, micro: int, clip: float | None) -> None:
-    """With "auto", a part of the activations has room on the device."""
+    """With "auto", the device has room for some of the activations."""
     transfers = SimulatedTransfers(capacity=120_000)
     expected = run(lambda model: given(model, clip), micro=micro)
     found = run(
@@ -117,7 +117,7 @@ def test_the_same_bits(placement: str, micro: int, clip: float | None) -> None:
 
 
 def test_recomputed_activations() -> None:
-    """Only the inputs of what is recomputed leave."""
+    """Only the inputs of recomputed blocks leave."""
     expected = run(given, recomputes=True)
     found = run(offload_of, recomputes=True)
     assert_same_run(found, expected)
@@ -129,14 +129,14 @@ def test_bytes_of_activations(stay: int) -> None:
     """As torch's own memory has them: the last ones are on the device, the others on the host."""
     model = Deep()
     optimizer = offload_of(model, placement="auto")
-    forward(model, optimizer, 0).backward()  # which tells the sizes
+    forward(model, optimizer, 0).backward()  # measures the sizes
     pair = 2 * ONE  # the piece that the backward reads, and the next one
     optimizer._activations.keep(stay * ONE + pair * (0 < stay < len(SAVED)))
     traffic = optimizer._transfers.fetched  # type: ignore[attr-defined]
     loss = forward(model, optimizer, 1)
     leaving = SAVED[stay:]
     assert optimizer._transfers.fetched - traffic == sum(leaving)  # type: ignore[attr-defined]
-    # Nothing else keeps these tensors: the last one is the input of the square.
+    # Nothing else references these tensors: the last one is the input of the square.
     assert model.alive() == optimizer.memory()["device"]["activations"] == stay * ONE
     alive = [not storage.expired() for storage, _ in model.made]
     assert alive == [False] * (len(SAVED) - stay) + [True] * stay
@@ -150,7 +150,7 @@ def test_bytes_of_activations(stay: int) -> None:
 
 
 def test_the_farthest_next_use_leaves() -> None:
-    """The policy for chunks in general lets the same pieces go, moment by moment."""
+    """The general policy for chunks evicts the same pieces, moment by moment."""
     count, room = 7, 3
     uses = [[at] for at in [*range(count), *reversed(range(count))]]
     residency = Residency([1] * count, uses, [room] * len(uses))
@@ -165,7 +165,7 @@ def test_the_farthest_next_use_leaves() -> None:
 
 
 def test_activations_come_back_ahead_of_their_use() -> None:
-    """When the backward reads one, the next one is on its way; each returns once."""
+    """When the backward reads one, the next one is being copied; each returns once."""
     model = Deep()
     optimizer = offload_of(model)
     order: list[tuple[str, int]] = []
@@ -188,7 +188,7 @@ def test_activations_come_back_ahead_of_their_use() -> None:
     assert reads == list(range(last, -1, -1))
     assert [at for what, at in order if what == "load"] == list(range(last, -1, -1))
     for at in range(last):
-        # On its way before the backward goes on from the one that it reads before.
+        # Being copied before the backward finishes with the previous one.
         loads = order[: order.index(("read", at))].count(("load", at))
         between = order[order.index(("read", at + 1)) + 1 : order.index(("load", at))]
         assert loads == 1
@@ -196,9 +196,9 @@ def test_activations_come_back_ahead_of_their_use() -> None:
 
 
 def test_auto_follows_the_pressure() -> None:
-    """The device raises an error where it has not enough: it never does, and the bits stay.
+    """The device would raise an error on a lack of memory: it never does, and bits are equal.
 
-    "cpu" needs the parameters, the gradients and two activations; others take all else, then less.
+    "cpu" needs the parameters, the gradients and two activations; others use the rest, then less.
     """
     model = Deep()
     fixed = 2 * sum(p.nbytes for p in model.parameters())
@@ -243,7 +243,7 @@ def test_the_report_has_activations() -> None:
 
 
 def test_an_exception_in_the_backward() -> None:
-    """Its activations are given up, and the next step has the bits that it has without."""
+    """A failed backward frees its activations, and the next step is unaffected, bit for bit."""
     runs = []
     for make in (given, offload_of):
         model, optimizer = run(make, steps=2)
@@ -281,7 +281,7 @@ def test_a_gradient_is_missing() -> None:
 
 @pytest.mark.parametrize("fails", ["memory", "lock"])
 def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward says so; nothing is lost, and it can be repeated."""
+    """The forward raises; nothing is lost, and it can be repeated."""
 
     class Full(SimulatedTransfers):
         is_full = False
@@ -315,7 +315,7 @@ def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_writing_what_was_saved() -> None:
-    """What stays is guarded as autograd guards it; what has left is what it was."""
+    """Tensors that stay are guarded by autograd; tensors that left keep their values."""
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
     for placement in ("cuda", "cpu"):
         optimizer = offload_of(Deep(), placement=placement)
@@ -345,7 +345,7 @@ def test_memory_that_is_saved_twice() -> None:
 
 
 class Late(SimulatedTransfers):
-    """Copies to the host are made when something waits for them, copies to the device in `join`."""
+    """Copies to the host run when something waits for them, copies to the device in `join`."""
 
     def __init__(self) -> None:
         super().__init__()

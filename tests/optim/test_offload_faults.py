@@ -1,4 +1,4 @@
-"""Steps that began are undone exactly, and what fails leaves everything as it was."""
+"""Early steps are undone exactly, and failures leave everything unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CODECS: list[dict[str, Any]] = [
 
 
 def everything(optimizer: Any) -> list[torch.Tensor]:
-    """All that steps write: parameters on the host, and states."""
+    """Everything that steps write: parameters on the host, and states."""
     members = [m for _, m in optimizer._store.members.values()]
     states = [v for m in members for v in optimizer._store._states[m.twin].values()]
     return [t.detach().clone() for t in [*(m.twin for m in members), *states]]
@@ -50,14 +50,14 @@ def test_a_step_is_undone_to_the_bit(kind: Any, codec: dict[str, Any]) -> None:
     stepped = [bucket for bucket in optimizer._store.buckets if bucket.uncertain]
     assert len(stepped) == len(optimizer._store.buckets)
     assert not all(torch.equal(a, b) for a, b in zip(everything(optimizer), before, strict=True))
-    # The device has what it had until the step is asked for.
+    # The device does not change before step().
     assert all(torch.equal(a, b) for a, b in zip(values(model), weights, strict=True))
     optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(everything(optimizer), before, strict=True))
 
 
 def test_an_overflow_in_the_last_bucket() -> None:
-    """The others have stepped when it is found."""
+    """The other buckets have stepped when it is found."""
 
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)
@@ -93,8 +93,8 @@ def test_an_overflow_in_the_last_bucket() -> None:
     st.booleans(),
 )
 def test_any_order_of_calls(calls: list[str], undo_bytes: int, release: bool) -> None:
-    """What is done between steps has the effect that it has without offloading."""
-    if release:  # a gradient that has left is none that others write
+    """Actions between steps have the same effect as without offloading."""
+    if release:  # others cannot write a gradient that has left
         calls = [call for call in calls if call != "clip"]
     runs = []
     for is_offloaded in (False, True):
@@ -141,7 +141,7 @@ class _BrokenError(Exception):
 
 
 def _fail(model: torch.nn.Module, seed: int) -> None:
-    """A backward that ends in the middle, after some gradients."""
+    """A backward that fails in the middle, after some gradients."""
 
     def broken(_: Any) -> None:
         raise _BrokenError
@@ -157,7 +157,7 @@ def _fail(model: torch.nn.Module, seed: int) -> None:
 
 
 def test_an_exception_in_the_backward() -> None:
-    """What had stepped is undone by zero_grad; without it gradients are what they are."""
+    """zero_grad undoes early steps; without it gradients stay."""
     for clears in (True, False):
         runs = []
         for is_offloaded in (False, True):
@@ -179,7 +179,7 @@ def test_an_exception_in_the_backward() -> None:
 
 
 def test_a_gradient_is_missing() -> None:
-    """Its parameter stays, the others step, and the next step takes all."""
+    """Its parameter does not change, the others step, and the next step covers all."""
     runs = []
     for is_offloaded in (False, True):
 
@@ -234,7 +234,7 @@ def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room_for_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets then step when they are asked to; and ahead again when there is room."""
+    """Buckets then step in step(), and early again when there is room."""
 
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)
@@ -260,7 +260,7 @@ def test_no_room_for_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_of_what_is_kept_come_back() -> None:
-    """Where buckets move to the device and back."""
+    """While buckets move to the device and back."""
 
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)
@@ -273,7 +273,7 @@ def test_limits_of_what_is_kept_come_back() -> None:
 
 
 def test_no_room_for_buffers() -> None:
-    """The optimizer that was to be taken over is as it was."""
+    """The original optimizer is unchanged."""
 
     class Full(SimulatedTransfers):
         def pin(self, buffer: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Where bytes are: by formula in every mode, and where pressure changes."""
+"""Where bytes are: as in the formula in every mode, and under changing pressure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def matrix(dtype: torch.dtype) -> nn.Linear:
 
 
 def after_a_backward(dtype: torch.dtype, codec: Any, **arguments: Any) -> Any:
-    """After two steps, and while the third one's gradients are there and have stepped."""
+    """After two steps, and after early steps on the third one's gradients."""
     model = matrix(dtype)
     optimizer = offloaded(lambda params: optim.AdamW(params, **codec), **arguments)(
         list(model.parameters())
@@ -56,7 +56,7 @@ def test_bytes_for_a_parameter(
 ) -> None:
     """The device: the parameter, and its gradient until it has left. The host: both, and states.
 
-    A step that may be undone keeps once more what it writes.
+    A step that may be undone keeps a copy of what it overwrites.
     """
     optimizer = after_a_backward(
         dtype, codec, release_gradients=release, undo_bytes=1 << 30 if undoes else 0
@@ -75,7 +75,7 @@ def test_bytes_for_a_parameter(
         "states to go back to": ((states + size) * COUNT + STEP) * undoes,
         "activations": 0,
     }
-    # As they are measured: what torch holds for these tensors.
+    # As measured: the storages of these tensors.
     held = [bucket._buffers for bucket in optimizer._store.buckets]
     assert sum(b.untyped_storage().nbytes() for some in held for b in some) == 2 * size * COUNT
     assert sum(optimizer._transfers.pinned.values()) == 2 * size * COUNT
@@ -116,10 +116,10 @@ def test_undo_has_a_limit() -> None:
 
 
 def test_auto_follows_the_pressure() -> None:
-    """Others take more of the device, then less: states leave and return, and the bits stay.
+    """Others use more of the device, then less: states leave and return, and bits are equal.
 
-    The device raises an error where it has not enough; what others take grows by less than the
-    margin in a step, but where everything leaves.
+    The device raises an error on a lack of memory. The others' use grows by less than the margin
+    per step, except where everything leaves.
     """
     codec = {"lr": 1e-2, "master_weights": True}
     capacity = 800_000
@@ -138,7 +138,7 @@ def test_auto_follows_the_pressure() -> None:
         optimizer.step()
         optimizer.zero_grad()
         on_device.append(optimizer.memory()["device"]["states"])
-        # The gradients and what others took are counted at their most.
+        # The gradients and the others' memory are counted at their peak.
         seen = max(pressure[max(0, step - 2) : step + 1])
         params = sum(p.nbytes for p in model.parameters())
         assert on_device[-1] + 2 * params + seen <= max(MARGIN * capacity, 2 * params + seen)

@@ -1,4 +1,4 @@
-"""What the policy decides, on traces: recorded ones, simulated ones, and any."""
+"""The policy's decisions on traces: recorded, simulated and random ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchweld.optim.offload.simulation import (
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(5, 60))
 def test_chunk_sizes(sizes: list[int], most: int) -> None:
-    """Nothing that the search could take wastes less."""
+    """No size that the search could take wastes less."""
     found = search_chunk_size(sizes, 5, most, 3)
     assert found.waste == min(packed(sizes, size).waste for size in range(5, most + 1, 3))
     whole = [max(size, found.size) for size in sizes if size > found.size]
@@ -77,7 +77,7 @@ def test_the_farthest_next_use_goes() -> None:
 def test_never_more_than_there_is_room_for(
     sizes: list[int], uses: list[list[int]], rooms: list[int]
 ) -> None:
-    """With room for any two chunks; what is used is there; loads are the fewest that there are."""
+    """With room for any two chunks: used chunks are present, with the fewest possible loads."""
     used = [sorted({chunk % len(sizes) for chunk in some}) for some in uses]
     residency = Residency(sizes, used, rooms[: len(used)])
     loads = 0
@@ -91,7 +91,7 @@ def test_never_more_than_there_is_room_for(
 
 
 def _fewest(uses: list[list[int]], room: int) -> int:
-    """Loads of the best of all ways, tried one by one."""
+    """The fewest loads, by exhaustive search."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for chunks in uses:
         after: dict[frozenset[int], int] = {}
@@ -154,7 +154,7 @@ def test_step_times_by_hand() -> None:
     assert seconds(0) == pytest.approx(computes + copy + step + copy)
     on_device = 12e6 * STEP / 1e12
     assert seconds(2) == pytest.approx(computes + 2 * on_device)
-    # The one that steps on the host is over, and returns while the other one steps.
+    # The step on the host is over, and its layer returns while the other one steps.
     assert seconds(1) == pytest.approx(computes + copy)
 
 
@@ -196,7 +196,7 @@ def test_auto_is_the_fastest(work: Workload, machine: Machine) -> None:
 
 @pytest.mark.parametrize("work", [GPT_1B, GPT_13B])
 def test_auto_fits_wherever_the_host_does(work: Workload) -> None:
-    """Down to the least device that holds what a layer needs, with the margin that auto keeps."""
+    """Down to the smallest device that holds a layer, with the margin that auto keeps."""
     least = Plan(0, streams=True)
     for gb in (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 141):
         machine = Machine(gb * 1e9)

@@ -1,4 +1,4 @@
-"""The order that a GPU's copies have among each other and with all else, without a GPU."""
+"""The order of a GPU's copies relative to other work, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.optim.offload._transfers import CudaTransfers
 
 
 class Machine:
-    """Streams, events and page-locked memory that only write down what is asked of them."""
+    """Streams, events and page-locked memory that only record calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -116,7 +116,7 @@ def test_parameters_return_after_what_reads_them(machine: Machine) -> None:
 
 
 def test_memory_is_locked_as_it_is(machine: Machine) -> None:
-    """Not in powers of two; and unlocked before it is given up, or when all is."""
+    """Not rounded to powers of two; unlocked before it is freed, or when everything is."""
     ours = transfers()
     buffers = [torch.empty(100, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)]
     for buffer in [*buffers, torch.empty(0)]:

@@ -1,4 +1,4 @@
-"""Optimizers: torch.optim's numbers, whatever their states are stored as."""
+"""Optimizers: torch.optim's numbers, however states are stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchweld.ops.optimizer.reference import read_param
 
 
 class _Transformer:
-    """Gradients of a small transformer as it is trained, of float32 weights."""
+    """Gradients from training a small transformer with float32 weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -56,10 +56,10 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_torchs_trajectory(name: str, settings: dict[str, Any], backend: str) -> None:
-    """50 steps on a transformer: within the roundings of a step, of torch's loop and its fused one.
+    """50 steps on a transformer: within a step's roundings of torch's for-loop and fused steps.
 
-    A step rounds a parameter once on either side, and some ten times in an update that is at most
-    about lr / sqrt(1 - beta2), at the first of amsgrad's steps, and lr otherwise.
+    Each side rounds the parameter once per step, and the update some ten times. An update is at
+    most about lr / sqrt(1 - beta2) in amsgrad's first step, and lr otherwise.
     """
     problem = _Transformer()
     theirs = list(problem.model.parameters())
@@ -110,7 +110,7 @@ def test_no_further_from_float64_than_torch(dtype: torch.dtype) -> None:
 
 
 def test_torchs_fused_bfloat16() -> None:
-    """Its states and weights in bfloat16: the same bits but where roundings meet a tie."""
+    """States and weights in bfloat16: the same bits except where roundings meet a tie."""
     a, ours = run(lambda p: optim.AdamW(p, state_dtype=torch.bfloat16), 20, torch.bfloat16)
     b, theirs = run(lambda p: torch.optim.AdamW(p, fused=True), 20, torch.bfloat16)
     for of in (
@@ -200,7 +200,7 @@ def test_the_kernel_is_the_reference_to_the_bit(
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 12, 15, 16, 17, 33, 64, 100, 127, 128, 129])
 def test_narrow_rows_are_blocks_of_their_own(width: int, backend: str) -> None:
-    """The reference's bits, however many are stepped together, wherever a thread begins."""
+    """The reference's bits, for any number of parameters and any thread's begin."""
     shapes = [(rows, width) for rows in (1, 75, 3, 40_000 // (width + 64))]  # for three threads
     results = []
     threads = torch.get_num_threads()
@@ -249,7 +249,7 @@ def test_an_8_bit_step_is_a_float32_step_between_codes() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_8_bit_second_moment_stays_where_the_first_does(loaded: bool, backend: str) -> None:
-    """Small gradients beside large ones, and then none: a moment over the root of nothing, if not.
+    """Small gradients beside large ones, and then none: no moment is divided by a root of zero.
 
     `loaded`: after a first step with float32 states.
     """
@@ -274,7 +274,7 @@ def test_an_8_bit_second_moment_stays_where_the_first_does(loaded: bool, backend
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_a_remainder_is_half_of_a_master(state_dtype: Any, backend: str) -> None:
-    """The same float32s at every step; the bfloat16 beside them rounds ties away from zero."""
+    """The same float32 values at every step; the bfloat16 part rounds ties away from zero."""
     runs = []
     for masters in (True, "remainder"):
         params = draw(torch.bfloat16)
@@ -296,7 +296,7 @@ def test_a_remainder_is_half_of_a_master(state_dtype: Any, backend: str) -> None
 
 @pytest.mark.parametrize("bits", [0x7F7FFFFF, 0x3F808000, 0x3F818000, 1, 0x8000, 0x7F800000])
 def test_a_remainder_completes_any_float(bits: int, backend: str) -> None:
-    """The largest, ties, subnormals, infinity: what a step leaves as it is comes back."""
+    """The largest number, ties, subnormals, infinity: unchanged values are reproduced exactly."""
     values = torch.tensor([bits, bits - 2**31], dtype=torch.int32).view(torch.float32)
     p = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     optimizer = optim.AdamW([p], lr=0.0, master_weights="remainder")
@@ -323,7 +323,7 @@ def test_what_is_stored_in_8_bits() -> None:
     quantized = ["exp_avg_codes" in optimizer.state[p] for p in every]
     assert quantized == [True, False, False, True, True]
     bytes_of = {k: v.nbytes for k, v in optimizer.state[params[0]].items() if k != "step"}
-    assert sum(bytes_of.values()) == 2 * (4096 + 4 * 64)  # rows of 64 are blocks of their own
+    assert sum(bytes_of.values()) == 2 * (4096 + 4 * 64)  # each row of 64 is a block
 
 
 # --- Gradients that are not finite, scaled or clipped -------------------------------------------
@@ -331,7 +331,7 @@ def test_what_is_stored_in_8_bits() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
 def test_gradients_that_are_not_finite(bad: float, backend: str) -> None:
-    """float32 states go torch's way. A block's element is skipped and starts anew, alone."""
+    """float32 states behave as in torch. In a block only the element is skipped and reset."""
     for state_dtype in (torch.float32, "8bit"):
         (p,), optimizer = run(
             lambda p, d=state_dtype: optim.AdamW(p, lr=1e-2, state_dtype=d), 2, shapes=[(16, 300)]
@@ -359,7 +359,7 @@ def test_gradients_that_are_not_finite(bad: float, backend: str) -> None:
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_grad_scaler(state_dtype: Any, backend: str) -> None:
-    """Unscaled inside the step; left out, with its count, where a gradient is infinite."""
+    """Unscaled inside the step; skipped and not counted if a gradient is infinite."""
     p, q = (torch.nn.Parameter(draw(shapes=[(64, 64)])[0].detach()) for _ in range(2))
     ours = optim.AdamW([p], 1e-2, state_dtype=state_dtype)
     plain = optim.AdamW([q], 1e-2, state_dtype=state_dtype)
@@ -398,9 +398,9 @@ def test_clipping_is_that_of_clip_grad_norm(limit: float, backend: str) -> None:
         ours.step()
         theirs.step()
         torch.testing.assert_close(ours.grad_norm, norm, rtol=1e-5, atol=0)
-        assert same([p.grad for p in a], kept)  # gradients stay as they were
+        assert same([p.grad for p in a], kept)  # gradients do not change
     for p, q in zip(a, b, strict=True):
-        # The norm's rounding reaches every element of an update.
+        # The norm's rounding affects every element of an update.
         assert ((p - q).abs() <= 5 * (2 * U * q.abs() + 1e-5 * 1e-2)).all()
 
 

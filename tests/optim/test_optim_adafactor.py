@@ -1,4 +1,4 @@
-"""Adafactor by torch's rule and by transformers'."""
+"""Adafactor with torch's rule and with transformers'."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ NOT_EMPTY = tuple(shape for shape in MATRICES if 0 not in shape)
     ids=str,
 )
 def test_torchs_trajectory(settings: dict[str, Any], backend: str) -> None:
-    """20 steps: within the roundings of a step, of torch's, of what a step is at most.
+    """20 steps: within the roundings of torch's step, relative to the largest step.
 
-    A step is lr times the root mean square of the parameter, at most, times what an element's
-    direction is of the mean one: less than 10 here.
+    A step is at most lr times the root mean square of the parameter, times the ratio of an
+    element's direction to the mean one: less than 10 here.
     """
     a, _ = run(lambda p: optim.Adafactor(p, **settings), 20, shapes=NOT_EMPTY)
     b, _ = run(lambda p: torch.optim.Adafactor(p, foreach=False, **settings), 20, shapes=NOT_EMPTY)
@@ -103,7 +103,7 @@ def test_transformers_rule(settings: dict[str, Any], backend: str) -> None:
 @pytest.mark.parametrize("masters", [False, True, "remainder"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_is_the_reference(dtype: torch.dtype, masters: Any) -> None:
-    """At any thread count the same bits; those of the reference but for sums that meet a tie."""
+    """At any thread count the same bits; those of the reference except where sums meet a tie."""
 
     def make(params: Any) -> Optimizer:
         return optim.Adafactor(params, master_weights=masters)
@@ -167,7 +167,7 @@ def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.TransformersAdafactor])
 def test_what_is_not_finite_is_as_in_eager(kind: Any, bad: float, backend: str) -> None:
-    """NaN of one element is that of its tensor's mean, and of all its elements."""
+    """NaN in one element spreads through the mean to all of the tensor's elements."""
     results = []
     for name in (backend, "eager"):
         with torchweld.use_backend("cuda" if name == "emulator" else name):

@@ -1,4 +1,4 @@
-"""LAMB and LARS, and the schedulers for large batches that they are used with."""
+"""LAMB and LARS, and the schedulers for large batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchweld.optim import lr_scheduler
 
 
 def _exact(steps: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """In float64: the parameters that a run begins with, and its gradients."""
+    """A run's initial parameters and its gradients, in float64."""
     given = draw()
     of_steps = []
     for seed in range(steps):
@@ -71,7 +71,7 @@ def test_lamb_as_published(settings: dict[str, Any], backend: str) -> None:
     ids=str,
 )
 def test_lars_as_published(settings: dict[str, Any], backend: str) -> None:
-    """In float64: torch's SGD of gradients that are brought to the parameter's scale."""
+    """In float64: torch's SGD on gradients rescaled to the parameter."""
     steps = 8
     settings = {"lr": 0.5} | settings
     found, _ = run(lambda p: optim.LARS(p, **settings), steps)
@@ -114,7 +114,7 @@ def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
 def test_the_norms_are_exact(name: str) -> None:
-    """At any thread count the ratio over 10^6 elements has the bits of float64's."""
+    """At any thread count the ratio over 10^6 elements is bitwise that in float64."""
     p = torch.randn(1000, 1013, generator=torch.Generator().manual_seed(0)).requires_grad_()
     p.grad = p.detach().flip(0) * 1e-3
     found = []
@@ -136,7 +136,7 @@ def test_the_norms_are_exact(name: str) -> None:
 
 
 def test_gradients_that_are_not_finite(backend: str) -> None:
-    """A block's element is skipped alone, and is not part of the norm."""
+    """Only the block's element is skipped, and it does not enter the norm."""
     results = []
     for bad in (torch.nan, torch.inf, 0.0):
         (p,), optimizer = run(lambda p: optim.LAMB8bit(p, 1e-2), 2, shapes=[(16, 300)])
@@ -176,7 +176,7 @@ def test_a_saved_run_goes_on(name: str) -> None:
     ("schedule", "scale"), [(lr_scheduler.LinearScaling, 16.0), (lr_scheduler.SqrtScaling, 4.0)]
 )
 def test_a_large_batch(schedule: Any, scale: float, optimizer: Any) -> None:
-    """Warm-up, decay and end; each group keeps its own rate; a saved schedule goes on."""
+    """Warm-up, decay and end; each group keeps its own rate; a saved schedule resumes."""
     lr = torch.tensor(0.1)
     params = draw()
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": lr}]
@@ -209,7 +209,7 @@ def test_a_large_batch(schedule: Any, scale: float, optimizer: Any) -> None:
     for (first, second), factor in zip(found, expected, strict=True):
         assert first == pytest.approx(0.2 * scale * factor)
         assert second == pytest.approx(0.1 * scale * factor)
-    assert trained.param_groups[1]["lr"] is lr  # in place, as torch's schedulers do
+    assert trained.param_groups[1]["lr"] is lr  # changed in place, as by torch's schedulers
 
 
 def test_a_step_has_the_learning_rate_of_its_schedule() -> None:
@@ -249,7 +249,7 @@ def test_arguments_of_schedules_are_named(argument: str) -> None:
 
 
 def test_momentum_that_begins_late(backend: str) -> None:
-    """As in torch: its first gradient is undampened, and what was learnt before stays."""
+    """As in torch: its first gradient is undampened, and parameters keep earlier steps."""
     made = [draw(), draw()]
     optimizers = [m.SGD(p, 0.1) for m, p in zip((optim, torch.optim), made, strict=True)]
     for seed in range(6):

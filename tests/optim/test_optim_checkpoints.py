@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints: of torch's optimizers into ours and back, fresh and again."""
+"""torch's distributed checkpoints: from torch's optimizers to ours and back, also repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchweld import optim
 
-# In one process there is nothing to coordinate, which torch warns of.
+# torch warns that one process has nothing to coordinate.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 
@@ -66,7 +66,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_both_ways(
     name: str, settings: dict[str, Any], from_torch: bool, flat: bool, tmp_path: Path
 ) -> None:
-    """Our own arguments are in no checkpoint: a loaded run goes on as the saved one does."""
+    """Our own arguments are in no checkpoint: a loaded run continues like the saved one."""
     theirs, ours = getattr(torch.optim, name), getattr(optim, name)
 
     def of_us(params: Any) -> Any:

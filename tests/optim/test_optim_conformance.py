@@ -1,7 +1,7 @@
-"""torch's own conformance data, torch.testing._internal.common_optimizers, with our classes in.
+"""torch's own conformance data, torch.testing._internal.common_optimizers, on our classes.
 
-Every input and every error input that torch tests its Adam, AdamW, SGD and Adafactor with on the
-CPU. What differs on purpose is in DIFFERENCES, each with its reason.
+It includes every input and every error input with which torch tests Adam, AdamW, SGD and Adafactor
+on the CPU. DIFFERENCES lists intended differences, each with its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchweld import optim
 
 
 def _torchs_data() -> Any:
-    """Its import wants a package for other tests, and changes what the process goes by."""
+    """Its import needs a package for other tests, and changes global settings."""
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
     frozen = torch.backends.flags_frozen()
     try:
@@ -49,13 +49,13 @@ INFOS = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where we do otherwise than torch, and why."""
+    """Where we differ from torch, and why."""
 
     what: str
     reason: str
 
 
-# By the description of torch's input, or by what is asked of all inputs.
+# Keyed by the description of torch's input, or by a property of all inputs.
 DIFFERENCES = {
     "a param group cannot have duplicate parameters": Difference(
         "torch's warning comes, and the group has each parameter once",
@@ -108,7 +108,7 @@ def _step(params: list[torch.Tensor], optimizer: Any, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(params):
         grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        p.grad = None if (i + number) % 4 == 3 else grad.to(p.dtype)  # one is left out now and then
+        p.grad = None if (i + number) % 4 == 3 else grad.to(p.dtype)  # some gradients are missing
     optimizer.step()
 
 
@@ -123,7 +123,7 @@ def _both(name: str, given: Any, dtype: torch.dtype, **more: Any) -> list[Any]:
 @INPUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 def test_inputs(name: str, given: Any, dtype: torch.dtype) -> None:
-    """torch's parameters after seven steps, to the roundings of them, and its state's entries."""
+    """torch's parameters after seven steps, within roundings, and the entries of its state."""
     if dtype.is_complex and not INFOS[name].supports_complex:
         return
     (ours, mine), (theirs, peer) = _both(name, given, dtype, foreach=False)
@@ -146,7 +146,7 @@ def test_inputs(name: str, given: Any, dtype: torch.dtype) -> None:
 
 @INPUTS
 def test_flags_choose_nothing(name: str, given: Any) -> None:
-    """Each of the implementations that torch has, but the differentiable one."""
+    """Each of torch's implementations except the differentiable one."""
     results = []
     for flag in ("plain", *INFOS[name].supported_impls):
         params = _params(torch.float32)
@@ -157,7 +157,7 @@ def test_flags_choose_nothing(name: str, given: Any) -> None:
                 getattr(optim, name)(params, **kwargs)
             continue
         if flag == "foreach" and any(torch.is_tensor(v) for v in kwargs.values()):
-            continue  # which torch's constructor refuses, capturable aside
+            continue  # rejected by torch's constructor, except for capturable
         optimizer = getattr(optim, name)(params, **kwargs)
         for number in range(3):
             _step(params, optimizer, number)
@@ -194,7 +194,7 @@ def test_sixteen_bits(name: str, given: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("name", "error"), list(_errors()))
 def test_error_inputs(name: str, error: Any) -> None:
-    """torch's error, with torch's words where they are torch's to say, at the same moment."""
+    """torch's errors, raised at the same point, with torch's text where torch raises them."""
     given = error.optimizer_error_input
     params = _params(torch.float32) if given.params is None else given.params
     cls = getattr(optim, name)
@@ -214,7 +214,7 @@ def test_error_inputs(name: str, error: Any) -> None:
 
 @pytest.mark.parametrize("name", INFOS)
 def test_metadata(name: str) -> None:
-    """What torch says that its class takes: sparse gradients, complex parameters, capturable."""
+    """What torch declares for its class: sparse gradients, complex parameters, capturable."""
     info, cls = INFOS[name], getattr(optim, name)
     assert not info.only_supports_sparse_grads
     assert not info.step_requires_closure
@@ -261,7 +261,7 @@ def test_sparse_gradients_as_torch_tests_them(name: str, given: Any) -> None:
 
 @INPUTS
 def test_schedulers_copies_and_checkpoints(name: str, given: Any) -> None:
-    """torch's schedulers; deepcopy, pickle and state_dict in the midst of a run, to torch's too."""
+    """torch's schedulers; deepcopy, pickle and state_dict in mid-run, also to torch's class."""
     for schedulers in INFOS[name].scheduler_inputs:
         (ours, mine), (theirs, peer) = _both(name, given, torch.float32, foreach=False)
         pairs = [[make(o) for make in schedulers] for o in (mine, peer)]

@@ -1,6 +1,6 @@
-"""The CUDA kernels of optimizers: the reference's bits, wherever tensors lie and numbers are.
+"""The CUDA kernels of optimizers: the reference's bits for any layout and placement.
 
-In the emulator, on CPU tensors, and on a GPU where there is one.
+They run in the emulator, on CPU tensors, and on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_the_kernel_is_the_reference_to_the_bit(
 def test_tensors_that_lie_anywhere(
     dtype: torch.dtype, state_dtype: Any, offset: int, cuda_device: str
 ) -> None:
-    """Off by so many elements, of odd sizes; what lies around them stays as it is."""
+    """Offset by some elements, of odd sizes; surrounding memory does not change."""
     shapes = [(1,), (3,), (255,), (256,), (257,), (5, 300), (3, 255), (7, 514), (2, 1024)]
     results = []
     for backend in ("cuda", "eager"):
@@ -79,7 +79,7 @@ def test_tensors_that_lie_anywhere(
 @STATES
 @pytest.mark.parametrize("alike", [True, False])
 def test_tensors_that_lie_across(state_dtype: Any, alike: bool, cuda_device: str) -> None:
-    """In channels-last, with gradients that lie alike or not."""
+    """In channels-last, with gradients of the same layout or another."""
     results = []
     for backend in ("cuda", "eager"):
         drawn = draw(shapes=[(16, 40, 3, 3), (8, 300, 1, 2)], device=cuda_device)
@@ -102,11 +102,11 @@ def test_tensors_that_lie_across(state_dtype: Any, alike: bool, cuda_device: str
 def test_narrow_rows_that_a_warp_takes_together(
     dtype: torch.dtype, rounding: bool, cuda_device: str
 ) -> None:
-    """With each of the rule's branches; of widths that are taken so and that are not."""
+    """With each of the rule's branches; with widths that take this path and others."""
     widths = [2, 4, 8, 12, 16, 32, 64, 100, 128]
     shapes = [(rows, width) for width in widths for rows in (1, 150)]
     for kind, settings in RULES:
-        # Where nothing is skipped, what is not finite spreads.
+        # If nothing is skipped, values that are not finite spread.
         grads = draw_grads if kind in (optim.SGD, optim.LARS) else draw_grads_by_row
         results = []
         for backend in ("cuda", "eager"):
@@ -153,7 +153,7 @@ def test_more_tensors_than_a_launch_takes(
 
 @STATES
 def test_600_small_tensors_are_three_launches(state_dtype: Any, cuda_device: str) -> None:
-    """Their rules are one, and two step them."""
+    """One launch makes their rules, and two step them."""
     params = draw(shapes=[(2, 16 + i % 3) for i in range(600)], device=cuda_device)
     optimizer = maker(optim.AdamW, {}, state_dtype)(params)
     draw_grads(params, 0)
@@ -178,7 +178,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
 @pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
-    """A block of rows again and again: each goes as one does alone.
+    """Many repeated blocks of rows: each steps as it would by itself.
 
     Without a GPU there are too few rows for that: then it only shows that the test is right.
     """
@@ -193,7 +193,7 @@ def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) ->
         p, grad = (v.repeat(times, 1) for v in values)
         assert times == 1 or cuda_device != "cuda" or p.numel() > 2**31
         p.requires_grad_().grad = grad
-        # Above any norm: gradients stay as they are.
+        # Above any norm: gradients do not change.
         optimizer = optim.AdamW([p], lr=0.1, state_dtype=state_dtype, max_grad_norm=1e9)
         optimizer.step()
         found.append([p.detach(), *optimizer.state[p].values(), optimizer.grad_norm])
@@ -310,7 +310,7 @@ def test_the_norm_of_gradients_of_any_size(dtype: torch.dtype, cuda_device: str)
 
 
 def test_steps_that_were_saved_on_the_cpu(cuda_device: str) -> None:
-    """As torch saves those of optimizers that are neither fused nor capturable."""
+    """As torch saves them for optimizers that are neither fused nor capturable."""
     params, theirs = run(lambda p: torch.optim.AdamW(p), 2, device=cuda_device)
     mine = [p.detach().clone().requires_grad_() for p in params]
     ours = optim.AdamW(mine)

@@ -1,6 +1,6 @@
-"""The CUDA kernels of Adafactor, whose sums over rows and columns have an order of their own.
+"""The CUDA kernels of Adafactor, which sum over rows and columns in another order.
 
-In the emulator, on CPU tensors, and on a GPU where there is one.
+They run in the emulator, on CPU tensors, and on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_adafactor_is_the_reference(
 
 
 def test_adafactor_rounds_at_random(cuda_device: str) -> None:
-    """As the reference does, but for sums that meet a tie; each tensor by its own step."""
+    """As in the reference, except where sums meet a tie; each tensor has its own step count."""
     results = []
     for backend in ("cuda", "eager"):
         params = draw(torch.bfloat16, FACTORED * 2, cuda_device)
@@ -77,7 +77,7 @@ def test_adafactor_rounds_at_random(cuda_device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adafactors_tensors_lie_anywhere(dtype: torch.dtype, cuda_device: str) -> None:
-    """Off by some elements they have the same bits; what lies around them stays as it is."""
+    """Offset by some elements: the same bits, and surrounding memory does not change."""
     shapes = [(1,), (255,), (5000,), (5, 300), (3, 255), (7, 514), (2, 1024), (4, 6, 8)]
     results = []
     for offset in (0, 1, 2, 4):
@@ -107,7 +107,7 @@ def test_adafactors_tensors_lie_anywhere(dtype: torch.dtype, cuda_device: str) -
 
 
 def test_more_of_adafactors_tensors_than_a_launch_takes(cuda_device: str) -> None:
-    """Each has the bits that it has alone, and its own number of steps."""
+    """Each has the bits it has by itself, and its own number of steps."""
     shapes = [s for i in range(150) for s in ((i * 7 % 300,), (i % 5, 1 + i % 7))]
     shapes += [(0, 3), (40, 450), (0,)]
     results = []
@@ -152,7 +152,7 @@ PASSES = ("adafactor_squares", "adafactor_averages", "adafactor_directions", "ad
 
 
 class _Parts:
-    """A matrix's parts on devices that share its rows or its columns, by the op's own passes."""
+    """A matrix's parts on devices that split its rows or columns, through the op's passes."""
 
     def __init__(self, whole: torch.Tensor, grad: torch.Tensor, dim: int, cuts: list[int]) -> None:
         self.dim, self.whole = dim, whole
@@ -197,7 +197,7 @@ def _columns(p: torch.Tensor) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("dim", "cuts"), [(0, [40, 0, 30]), (1, [600, 7, 93]), (1, [700, 0])])
 def test_passes_of_adafactors_parts(dim: int, cuts: list[int], cuda_device: str) -> None:
-    """Averages and steps are those of the whole; a device may have none of it."""
+    """Averages and steps are those of the whole; a device may have an empty part."""
     (p, g) = (t.detach() for t in draw(shapes=[(70, 700)] * 2, device=cuda_device))
     whole = _Parts(p, g, 0, [70])
     parts = _Parts(p, g, dim, cuts)

@@ -1,6 +1,6 @@
 """The CUDA kernels of optimizers, for parameters whose rows shards cut.
 
-In the emulator, on CPU tensors, and on a GPU where there is one.
+They run in the emulator, on CPU tensors, and on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from optimizers import CODECS, RULES, draw_grads, maker, run, same
 from torchweld import optim
 from torchweld.ops.optimizer.batch import Task
 
-# Parts of tensors whose rows other devices have parts of too, and where pieces of blocks begin and
-# end in them: of one element, of any number, not aligned, whole blocks, and none.
+# Parts of tensors with rows split across devices, and where pieces of blocks begin and end in them:
+# single elements, any number, unaligned, whole blocks, and none.
 CUT = [
     ((3, 40), (0, 10, 40)),
     ((70, 7), (0, 1, 2, 7)),
@@ -41,9 +41,9 @@ def _cut(
     bad: float = 0.0,
     rows: Any = CUT,
 ) -> tuple[Any, Any, list[torch.Tensor]]:
-    """An optimizer after a step, its batch as if rows were cut, and the memory that this is in.
+    """An optimizer after a step, its batch as if rows were cut, and the underlying memory.
 
-    Off by so many elements; one gradient in 7 is bad. What the absmax become nobody knows yet.
+    Tensors are offset by some elements; one gradient in 7 is bad. New absmaxes are still unknown.
     """
     with torchweld.use_backend("eager"):
         params, optimizer = run(make, 1, dtype, [shape for shape, _ in rows], device)
@@ -80,7 +80,7 @@ def _task(optimizer: Any, batch: Any, **numbers: Any) -> Task:
 
 
 def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
-    """What is found of the pieces here, and what a step leaves, where other devices have larger."""
+    """The absmax of the local pieces, and a step if other devices have larger ones."""
     optimizer, batch, memory = made
     task = _task(optimizer, batch, grad_factor=torch.tensor(0.5))
     before = [t.clone() for t in memory]
@@ -101,7 +101,7 @@ def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "masters"), [(d, m) for d, s, m in CODECS if s == "8bit"])
 def test_rows_that_shards_cut(dtype: torch.dtype, masters: Any, cuda_device: str) -> None:
-    """By every rule, the reference's bits; nothing is written but what is here."""
+    """The reference's bits for every rule; only the local part is written."""
     roundings = (False, True) if dtype == torch.bfloat16 and not masters else (False,)
     for (kind, settings), rounding in itertools.product(RULES, roundings):
         make = maker(kind, settings | {"stochastic_rounding": rounding}, "8bit", masters)
@@ -133,7 +133,7 @@ def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_cut_rows_that_lie_anywhere(offset: int, bad: float, cuda_device: str) -> None:
-    """What is not finite is skipped alone there too."""
+    """Only elements that are not finite are skipped there too."""
     for kind in (optim.AdamW, optim.Lion):
         given = (maker(kind, {}, "8bit"), torch.float32, cuda_device, offset, bad)
         found = _step_cut(_cut(*given))

@@ -30,7 +30,7 @@ from torchweld.ops.optimizer.reference import read_param
 
 
 def test_arguments_of_torchs_constructors() -> None:
-    """Those that choose an implementation are accepted, and change nothing."""
+    """Arguments that select an implementation are accepted and have no effect."""
     plain = snapshot(*run(lambda p: optim.AdamW(p)))
     for extra in ({"foreach": True}, {"fused": True}, {"foreach": False}, {"capturable": True}):
         assert same(snapshot(*run(lambda p, e=extra: optim.AdamW(p, **e))), plain)
@@ -76,7 +76,7 @@ def test_groups_closures_hooks_and_schedulers() -> None:
 
 
 def test_a_stale_saved_tensor_is_noticed(backend: str) -> None:
-    """A step bumps the versions of what it writes to."""
+    """A step increments the versions of the tensors it writes."""
     p = draw(shapes=[(64, 64)])[0]
     optimizer = optim.AdamW([p], state_dtype="8bit")
     loss = p.square().sum()
@@ -95,7 +95,7 @@ def test_a_stale_saved_tensor_is_noticed(backend: str) -> None:
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_states_go_from_and_to_torch(name: str, amsgrad: bool) -> None:
-    """Both ways bit for bit, and the run goes on."""
+    """Both ways bit for bit, and the run continues."""
     a, ours = run(lambda p: getattr(optim, name)(p, amsgrad=amsgrad))
     b, theirs = run(lambda p: getattr(torch.optim, name)(p, amsgrad=amsgrad))
     saved = {k: v.clone() for k, v in ours.state[a[1]].items()}
@@ -247,7 +247,7 @@ EIGHT_BIT = {
 
 @pytest.mark.parametrize("alias", EIGHT_BIT)
 def test_bitsandbytes_names(alias: Any) -> None:
-    """Its arguments, and an error where it would have done something else."""
+    """Its arguments, and an error for unsupported ones."""
     settings = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
     a = run(lambda p: alias(p, **settings, min_8bit_size=8192, is_paged=False, args=None))
     if alias is optim.LAMB8bit:
@@ -268,7 +268,7 @@ def test_torchs_own_errors() -> None:
 
 
 def test_a_step_that_cannot_be_taken_writes_nothing(backend: str) -> None:
-    """Sparse gradients, and parameters that are not of the shape that they had."""
+    """Sparse gradients, and parameters whose shape changed."""
     params, optimizer = run(lambda p: optim.AdamW(p, state_dtype="8bit"))
     before = snapshot(params, optimizer)
     draw_grads(params, 0)

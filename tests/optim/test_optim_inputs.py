@@ -1,4 +1,4 @@
-"""Optimizers given what torch's take: other defaults, sparse, wrapped and lazy tensors, groups."""
+"""Inputs that torch's optimizers take: defaults, sparse, wrapped and lazy tensors, groups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _default(default: Any) -> Iterator[None]:
 def test_defaults_change_no_step(
     kind: Any, settings: dict[str, Any], default: Any, backend: str
 ) -> None:
-    """Neither a default dtype nor a default device reaches what a step makes for itself."""
+    """Neither a default dtype nor a default device affects a step's internal tensors."""
     state_dtype = torch.float32 if "Adafactor" in kind.__name__ else "8bit"
     for more in ({}, {"maximize": True, "max_grad_norm": 1.0}):
         make = maker(kind, settings | more, state_dtype)
@@ -75,7 +75,7 @@ def test_defaults_change_no_step(
 
 
 def test_imported_under_other_defaults() -> None:
-    """What is made at import, as the maps of 8-bit blocks are, lies where it has to."""
+    """Tensors made at import, such as the maps of 8-bit blocks, are on the CPU."""
     program = """
 import torch
 torch.set_default_dtype(torch.bfloat16)
@@ -103,7 +103,7 @@ print(p.sum().item() / p.numel())
     "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}]
 )
 def test_sparse_gradients(settings: dict[str, Any]) -> None:
-    """SGD takes an embedding's, with torch's result; others refuse, as torch's do."""
+    """SGD takes an embedding's, with torch's result; others reject it, as torch's do."""
     torch.manual_seed(0)
     embedding, linear = torch.nn.Embedding(40, 16, sparse=True), torch.nn.Linear(16, 3)
     params = [*embedding.parameters(), *linear.parameters()]
@@ -170,7 +170,7 @@ def test_lazily_conjugated_and_negated_tensors(name: str, backend: str) -> None:
 
 
 def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
-    """After scaler.step, as torch's fused steps leave it; as it was where a step was left out."""
+    """After scaler.step, as torch's fused steps leave it; unchanged if the step was skipped."""
     scale = 1024.0
     for found in (0.0, 1.0):
         left = []
@@ -201,7 +201,7 @@ def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
 def test_a_subclass_that_wraps_tensors(kind: Any, settings: dict[str, Any], backend: str) -> None:
-    """Each of what it wraps takes the step that it would take by itself, where none is measured."""
+    """Each wrapped tensor steps as it would by itself, for rules without norms."""
     grads = [torch.randn(4, 9, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
     alone = [torch.ones(4, 9), torch.full((4, 9), 2.0)]
     p = torch.nn.Parameter(TwoTensor(*[t.clone() for t in alone]))
@@ -251,7 +251,7 @@ APART: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
 
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_parameters_that_share_memory(case: str) -> None:
-    """Two threads would write to it: refused, however it is shared, and wherever they are given."""
+    """Two threads would write to it: rejected, however it is shared and passed."""
     params = [t.detach().requires_grad_() for t in OVERLAPPING[case](torch.zeros(8, 16))]
     with pytest.raises(torchweld.ArgumentError, match="shares memory"):
         optim.SGD(params, lr=0.1)
@@ -302,7 +302,7 @@ def test_learning_rates_of_any_dtype(lr: Any, backend: str) -> None:
 def test_groups_step_as_one_and_as_each_by_itself(
     kind: Any, settings: dict[str, Any], backend: str
 ) -> None:
-    """Groups of other learning rates, and of other settings: the bits of an optimizer for each."""
+    """Groups with other learning rates and settings: the bits of separate optimizers."""
     shapes = [(33, 70), (5,), (33, 70), (8, 8), (5,), (33, 70)]
     varied = [
         {"lr": 1e-2},
@@ -324,7 +324,7 @@ def test_groups_step_as_one_and_as_each_by_itself(
 
 
 def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for all that differ in learning rates; each group is looked at once."""
+    """One call for groups that differ only in learning rates; each group is visited once."""
     calls: list[int] = []
     op = type(optim.AdamW([torch.zeros(1)])._rule())
     step = op.step

@@ -1,4 +1,4 @@
-"""Optimizers: parameters, gradients and states that lie in memory in any way."""
+"""Optimizers: parameters, gradients and states with any memory layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optimizers import draw, maker, same
 from torchweld import optim
 
 SHAPE = (5, 6, 70)
-# An order of dimensions, and whether there is room between elements.
+# An order of dimensions, and whether there are gaps between elements.
 LAYOUT = st.tuples(st.permutations(range(len(SHAPE))), st.booleans())
 KINDS = [
     pytest.param(optim.AdamW, {}, torch.float32, torch.float32, False, id="float32"),
@@ -53,10 +53,10 @@ def lay_out(t: torch.Tensor, order: list[int], gaps: bool) -> torch.Tensor:
 
 
 def share_ratios(optimizer: Any, known: list[torch.Tensor]) -> None:
-    """Has an adaptive rule go by these ratios, and add its own where there is none.
+    """Make an adaptive rule use these ratios, and record its own where there is none.
 
-    Its own are made of sums in another order: n products in float64, each sum within n/2 of its
-    roundings, a ratio of two roots of them within n, and so two ratios within 2n; and a few more.
+    Its own ratios have sums in another order: n products in float64, each sum within n/2 roundings,
+    a ratio of two roots within n, and so two ratios within 2n; and a few more.
     """
     own, bound = optimizer._ratios_of, (torch.Size(SHAPE).numel() + 8) * 2**-52
     to_come = iter(list(known))
@@ -88,7 +88,7 @@ def test_no_layout_changes_a_step(
     layouts: list[Any],
     backend: str,
 ) -> None:
-    """Each of the tensors of a parameter lies in its own way, or all in the same."""
+    """Each of a parameter's tensors has its own layout, or all have the same."""
     results: list[list[torch.Tensor]] = []
     ratios: list[torch.Tensor] = []
     for of_each in (None, layouts, layouts[:1] * len(layouts)):

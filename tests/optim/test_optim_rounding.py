@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 parameters: its numbers, and the same ones everywhere."""
+"""Stochastic rounding of bfloat16 parameters: its numbers, the same ones everywhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 
 @torch.no_grad()
 def _step(optimizer: Any, offset: list[int], number: int = 1) -> None:
-    """The step of this number, of the only parameter as if it lay elsewhere."""
+    """The step of this number, with the only parameter as if at another place."""
     (task,) = optimizer._tasks()
     task.batch.rounding_offsets = [torch.tensor(offset)]
     task.batch.steps[0].fill_(number - 1)
@@ -68,7 +68,7 @@ def test_known_answers(first: int, number: int, step: int, expected: list[int]) 
 def test_kernels_have_the_known_answers(
     first: int, number: int, step: int, expected: list[int], backend: str
 ) -> None:
-    """An element goes up where its bits and those that are cut off carry."""
+    """An element is rounded up if its random bits and its lower bits carry."""
     for cut in (0x0001, 0x2000, 0x8000, 0xA000, 0xF100):
         p = torch.ones(len(expected), dtype=BF16, requires_grad=True)
         p.grad = -torch.ones_like(p)
@@ -121,7 +121,7 @@ def test_bytes_of_the_bits_are_uniform() -> None:
 
 
 def test_what_is_exact_or_not_finite(backend: str) -> None:
-    """Stays; beyond the largest number rounding is to the nearest, as it is without randomness."""
+    """Unchanged; beyond the largest number rounding is to the nearest, as without randomness."""
     largest = torch.finfo(BF16).max
     values = [0.0, -0.0, 1.0, -1.5, 2.0**-133, largest, -largest, torch.inf, -torch.inf, torch.nan]
     p = torch.tensor(values).repeat(50).to(BF16)
@@ -139,7 +139,7 @@ def test_what_is_exact_or_not_finite(backend: str) -> None:
 
 
 def test_steps_too_small_for_the_nearest_number(backend: str) -> None:
-    """They are lost without it; with it the mean moves as float32 would, within four sigma."""
+    """They are lost without it; with it the mean moves as in float32, within four sigma."""
     steps, lr, count = 100, 1e-5, 2**14
     means = []
     for rounding in (False, True):
@@ -186,7 +186,7 @@ def test_the_cuda_kernel_is_the_reference_to_the_bit(state_dtype: Any, cuda_devi
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.TransformersAdafactor])
 def test_adafactor(kind: Any) -> None:
-    """At any thread count the same bits; the reference's but for sums that meet a tie."""
+    """At any thread count the same bits; the reference's except where sums meet a tie."""
     results = []
     threads = torch.get_num_threads()
     try:
@@ -218,7 +218,7 @@ def test_a_part_is_rounded_as_in_the_whole(
     after: tuple[int, ...],
     state_dtype: Any,
 ) -> None:
-    """Any part of a whole of any size: by all kernels as by the reference."""
+    """Any part of a whole of any size: all kernels equal the reference."""
     rows, columns = (b + n + a for b, n, a in list(zip(before, sizes, after, strict=True))[1:])
     strides = [rows * columns, columns, 1]
     offset = [5, sum(b * s for b, s in zip(before, strides, strict=True)), *strides]
@@ -266,11 +266,11 @@ def test_any_layout(backend: str) -> None:
     assert same(results[:1], results[2:])
 
 
-# --- Whose numbers ------------------------------------------------------------------------------
+# --- The numbers of parameters -------------------------------------------------------------------
 
 
 def test_steps_and_parameters_draw_their_own() -> None:
-    """By its number among all that the optimizer has, with a gradient or without."""
+    """The number counts all of the optimizer's parameters, with a gradient or without."""
     values = torch.full((4096,), 1.0)
     made = [values.to(BF16).requires_grad_() for _ in range(4)]
     optimizer = optim.SGD([{"params": made[:2]}, {"params": made[2:3]}], 2.0**-8, **ROUNDED)
@@ -292,7 +292,7 @@ def test_steps_and_parameters_draw_their_own() -> None:
 
 
 def test_torchs_generators_are_left_alone(backend: str) -> None:
-    """Ranks seed theirs differently, and replicas have to go the same way."""
+    """Ranks seed theirs differently, and replicas must stay equal."""
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -331,7 +331,7 @@ def test_a_step_that_is_left_out_changes_nothing(state_dtype: Any, backend: str)
 
 
 def test_other_dtypes() -> None:
-    """Nothing is rounded of float32 and float64; float16 is refused before anything is written."""
+    """float32 and float64 are not rounded; float16 is rejected before anything is written."""
     for dtype in (torch.float32, torch.float64):
         plain, asked = (snapshot(*run(maker(optim.AdamW, s), 2, dtype)) for s in ({}, ROUNDED))
         assert same(plain, asked)

@@ -19,7 +19,7 @@ from torchweld.ops.optimizer.rule import RULES, Rule
 
 CORE = Path(__file__).resolve().parents[2] / "csrc" / "core"
 IN_PYTHON = {"double": float, "bool": bool}
-# One optimizer of each rule, with settings in which every one of them shows.
+# One optimizer of each rule, with every setting having an effect.
 MAKERS: dict[str, Any] = {
     "adam": lambda p: optim.Adam(p, weight_decay=0.1),
     "sgd": lambda p: optim.LARS(p, momentum=0.9, weight_decay=0.1),
@@ -57,7 +57,7 @@ def _is_of(rule: Rule, op: str) -> bool:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_every_setting_arrives_where_it_belongs(rule: Rule, backend: str) -> None:
-    """Changed in turn: the kernel's step changes, and as the reference's does.
+    """Change each in turn: the kernel's step changes as the reference's does.
 
     Sums in another order make ratios that differ by a rounding, and steps of a few roundings more.
     """
@@ -85,7 +85,7 @@ def test_every_setting_arrives_where_it_belongs(rule: Rule, backend: str) -> Non
 
 
 def test_passes_go_one_after_another_with_exchanges_between() -> None:
-    """Each over all batches that it concerns; any function makes the exchanges."""
+    """Each runs over all batches that it concerns; any function can make the exchanges."""
     log: list[Any] = []
 
     def act(name: str, task: Any) -> list[Part]:
@@ -118,7 +118,7 @@ def test_passes_go_one_after_another_with_exchanges_between() -> None:
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_missing_entries_are_added_and_others_kept(name: str, backend: str) -> None:
-    """One parameter lacks the entry, and has one that no step asks for."""
+    """One parameter lacks the entry, and has one that no step needs."""
     params, optimizer = run(optim.AdamW, 2, shapes=[(8, 40)] * 3)
     expected = draw(shapes=[(8, 40)] * 3)
     reference = optim.AdamW(expected)

@@ -1,6 +1,6 @@
-"""Optimizers on a GPU at their first step: CPU kernels stand for a GPU's, as they are on trial.
+"""Optimizers at their first step on a GPU, with CPU kernels on trial in place of a GPU's.
 
-And torch's own fused step, where no kernel is proven.
+Also torch's own fused step, if no kernel is proven.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIXTEEN_BITS = {"masters", "stochastic"}
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdicts:
-    """Steps of CPU tensors are proven as a GPU's are."""
+    """Steps of CPU tensors need a proof as on a GPU."""
     kept = Verdicts(tmp_path / "verdicts.json", "a GPU")
     monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(trials, "verdicts", lambda index: kept)
@@ -65,7 +65,7 @@ def _params(name: str, seed: int = 0) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_a_right_kernel_serves(name: str, tried: Verdicts) -> None:
-    """From the first step on, bitwise as if it had been asked for; the trial leaves no trace."""
+    """From the first step on, bitwise as if selected by name; the trial has no side effects."""
     ours, asked = _params(name), _params(name)
     optimizer, named = MAKES[name](ours), MAKES[name](asked)
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_a_right_kernel_serves(name: str, tried: Verdicts) -> None:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels move parameters by a percent too much."""
+    """Make kernels move parameters by a percent too much."""
     overload = BareOp.overload
 
     def wrong(op: BareOp, backend: str) -> Any:
@@ -162,7 +162,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("name", PAIRS)
 def test_torchs_step_serves_what_is_not_proven(name: str) -> None:
-    """Bitwise torch's fused optimizer, a rate for each group, found_inf and a scale included."""
+    """Bitwise torch's fused optimizer, with a rate per group, found_inf and a scale."""
     ours, theirs = _params(name), _params(name)
     a, b = (
         make([{"params": some[:1], "lr": 0.05}, {"params": some[1:]}])

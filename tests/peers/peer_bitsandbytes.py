@@ -26,7 +26,7 @@ def test_the_map_is_bitsandbytes_to_the_bit(signed: bool) -> None:
 def test_the_same_blocks_and_codes(signed: bool) -> None:
     """float64 takes their code in torch, which differs from ours at thresholds only, to rounding.
 
-    Their native code for float32 is not exact; what it finds in our code's place is never nearer.
+    Their native code for float32 is not exact; a code that differs from ours is never nearer.
     """
     torch.manual_seed(0)
     x = torch.randn(512, 2048)
@@ -46,7 +46,7 @@ def test_the_same_blocks_and_codes(signed: bool) -> None:
         assert nearer.all()
 
 
-# A row of 512 is two blocks; blocks of 300 columns end elsewhere; vectors; what stays in 32 bits.
+# A row of 512 is two blocks; rows of 300 end within a block; vectors; tensors kept in 32 bits.
 SHAPES = ((64, 512), (64, 300), (5000,), (16, 16), (8, 4, 256))
 
 
@@ -60,7 +60,7 @@ def _train(optimizer: Any, steps: range) -> None:
     for seed in steps:
         generator = torch.Generator().manual_seed(seed)
         for p in optimizer.param_groups[0]["params"]:
-            # A slope and noise: most signs, which Lion goes by, are not a matter of rounding.
+            # A slope and noise: rounding decides few of the signs, on which Lion depends.
             p.grad = p.detach().sign() * 0.1 + torch.randn(p.shape, generator=generator) * 0.03
         optimizer.step()
 

@@ -46,7 +46,7 @@ def _train(rank: int, stage: int, make: Any, **settings: Any) -> list[float]:
     losses = []
     for step in range(STEPS):
         x = torch.randn(4, 96, generator=torch.Generator().manual_seed(2 * step + rank))
-        torch.manual_seed(100 * step + rank)  # what is dropped does not depend on the stage
+        torch.manual_seed(100 * step + rank)  # dropout does not depend on the stage
         loss = engine(x).square().mean()
         engine.backward(loss)
         engine.step()

@@ -17,7 +17,7 @@ from torchweld.fuse import Weld
 
 STEPS = 20
 UNIT = 2.0**-23
-# Dropouts that a weld draws from torchweld's stream: where it has some, other elements are dropped.
+# Dropouts that a weld draws from torchweld's stream: with these, other elements are dropped.
 DRAWN_ANEW = {"bert", "roberta"}
 
 
@@ -120,7 +120,7 @@ def test_dropout_of_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(functional, "dropout_add_layer_norm", as_torch)
     expected = _losses(plain, given)
     assert _losses(fused, given) == pytest.approx(expected, rel=1e-3)
-    # What is dropped moves a loss about as much as another seed does.
+    # Different dropout changes a loss about as much as another seed does.
     assert ours != pytest.approx(expected, rel=1e-6)
     assert ours == pytest.approx(expected, rel=0.05)
 

@@ -23,7 +23,7 @@ from torchweld import optim
 from torchweld.ops.quantize_8bit import BLOCK, MAPS
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
-# Packages that warn of torch's ways and of their own when they are imported.
+# Packages that warn about torch and about themselves at import.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     exact: Make
     settings: dict[str, Any]
     only_peers: Mapping[str, Any] = MappingProxyType({})
-    # How far from each other they may be in float32, of what parameters move by, besides rounding.
+    # The allowed difference in float32, relative to the parameters' movement, besides rounding.
     apart: float = 1e-5
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,7 +81,7 @@ CASES = {
         HF, optim.TransformersAdafactor, HF, GIVEN | {"beta1": 0.9, "weight_decay": 0.1}
     ),
     "DeepSpeed CPUAdam": Case(_deepspeed, optim.AdamW, ADAMW, ADAM),
-    # Which rounds what is near to two codes to another one than the nearest.
+    # It does not always round to the nearest code.
     "bitsandbytes AdamW8bit": Case(
         bitsandbytes.optim.AdamW8bit, optim.AdamW8bit, ADAMW, ADAM, apart=0.02
     ),

@@ -18,7 +18,7 @@ from torchweld.distributed import CountCollectives, tp_plan
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# The modules whose dropout is that of attention's weights.
+# The modules that apply dropout to attention's weights.
 ATTENTIONS = {"gpt2": ("GPT2Attention", "attn_dropout"), "bert": ("BertSelfAttention", "dropout")}
 
 

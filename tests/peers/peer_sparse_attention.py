@@ -99,7 +99,7 @@ def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]
         if wanted is None:
             assert parameter.grad is None
             continue
-        # A key's bias moves all scores of a query alike: its gradient is what rounding leaves.
+        # A key's bias shifts all scores of a query equally: its gradient is only rounding error.
         floor = 1e-5 * max(p.grad.abs().max() for p in expected.values() if p.grad is not None)
         error = (parameter.grad - wanted).abs().max()
         assert error <= 1e-3 * wanted.abs().max() + floor, name

@@ -68,7 +68,7 @@ def test_quantized(config: Callable[[], object], asked: bool) -> None:
         for backend in ("eager", "cpu"):
             with torchweld.use_backend(backend):
                 found = ours(x)
-            # An activation that is rounded to the other side is one step of many.
+            # An activation rounded to the other side is one step of many.
             assert (found - plain(x)).abs().max() < 0.1 * (plain(x) - exact).abs().max()
 
 

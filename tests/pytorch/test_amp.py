@@ -18,7 +18,7 @@ WIDTH, STEPS, BROKEN = 64, 8, 3
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_op_under_autocast(op: Op, dtype: torch.dtype) -> None:
-    """Eager's dtypes of results and gradients, and no larger an error, from float32 inputs."""
+    """From float32 inputs: eager's dtypes of results and gradients, and no larger error."""
     inputs = materialize(op.sized((128,), (96,)), torch.float32)
     truth = exact(op, inputs)
     with torch.autocast("cpu", dtype):
@@ -78,6 +78,6 @@ def test_training_with_dynamic_loss_scaling(dtype: torch.dtype) -> None:
     assert finite == pytest.approx(
         [loss for step, loss in enumerate(expected) if step != BROKEN], rel=1e-3
     )
-    # 16-bit activations turn a last bit of a parameter into a rounding of theirs now and then.
+    # A difference in a parameter's last bit sometimes changes the rounding of 16-bit activations.
     for found, wanted in zip(params, theirs, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=STEPS * 1e-3 * 0.05)

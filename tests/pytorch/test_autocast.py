@@ -1,4 +1,4 @@
-"""Under autocast a fused function returns the dtypes of the modules that it replaces, as exact."""
+"""Under autocast fused functions are as exact as the modules they replace, in the same dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torchweld
 from torchweld import functional
 from torchweld.registry import BACKENDS
 
-# Eager warns of 16 bits beside float32.
+# Eager warns about 16 bits beside float32.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -26,7 +26,7 @@ NORMS = {
 
 @contextmanager
 def _autocast(device: str) -> Iterator[None]:
-    """For CUDA without CUDA too, by fake tensors. A graph would ask for the device."""
+    """For CUDA even without CUDA, with fake tensors. A graph would need the device."""
     torch.set_autocast_dtype(device, BF16)
     torch.set_autocast_enabled(device, True)
     try:

@@ -32,7 +32,7 @@ def _made(name: str) -> nn.Module:
 
 
 def _ran(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Result and gradients; every run drops the same."""
+    """Result and gradients; every run uses the same dropout."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     y = model(x)
@@ -104,7 +104,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 
 def test_the_filter() -> None:
-    """It gets a module and its name, as torchao's; False leaves it alone, and explain says so."""
+    """It gets a module and its name, as in torchao; False excludes it, and explain says so."""
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
     asked: list[tuple[nn.Module, str]] = []
 
@@ -136,7 +136,7 @@ def test_a_configuration_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_of_a_decoder_reuse_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen layers that differ in their number take as many runs of copies as two."""
+    """Sixteen equal layers take as many trial runs as two."""
     called: list[Any] = []
     real = probe.call
     monkeypatch.setattr(probe, "call", lambda *given: called.append(given) or real(*given))
@@ -195,7 +195,7 @@ def test_what_computes_something_else_is_left_alone(
 
 @pytest.mark.parametrize("at", range(3))
 def test_all_changes_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure planted in a recogniser, and in each of the changes."""
+    """A failure planted in a recogniser, and one in each change."""
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH))
     classes = [type(module) for module in model]
     real, done = Change.apply, []
@@ -251,7 +251,7 @@ def test_bad_arguments() -> None:
     [("compile", "function"), ("fuse", "function"), ("compile", "method of the parts")],
 )
 def test_compiled_before_or_after(first: str, how: str) -> None:
-    """The kernels are in the graphs, and are not after unfuse()."""
+    """The graphs have the kernels, and no longer after unfuse()."""
     targets: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Welds that draw dropout of their own, and layers with masks, beside torch's."""
+"""Welds with their own dropout, and layers with masks, against torch's."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_attention_with_masks(name: str, batch_first: bool) -> None:
 
 @pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
 def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By block_sparse_attention, except with other masks; results and gradients equal torch's."""
+    """On block_sparse_attention, except with other masks; results and gradients equal torch's."""
     torch.manual_seed(0)
     length = 96
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
@@ -169,7 +169,7 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
 
 
 def test_synchronised_batch_norms() -> None:
-    """It is left alone; converting a fused one raises, since that would lose its activation."""
+    """It is not fused; converting a fused one raises, since that would lose its activation."""
     model = Normalized()
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     (row,) = torchweld.explain(synchronised)

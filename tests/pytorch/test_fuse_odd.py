@@ -1,4 +1,4 @@
-"""Odd modules: fuse() is right, or leaves them alone with a reason."""
+"""Odd modules: fuse() is right, or skips them with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _kernels() -> Iterator[None]:
 
 
 class Calls(nn.Module):
-    """A module of given parts with a given forward."""
+    """A module with given submodules and a given forward."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Named(nn.Linear):
 
 
 class Hidden(nn.Module):
-    """A norm whose epsilon is a constant of its code."""
+    """A norm with its epsilon hard-coded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,14 +145,14 @@ class Failing(nn.Module):
 
 
 class Around(nn.Sequential):
-    """A Sequential of its own mind."""
+    """A Sequential with a forward of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + super().forward(x)
 
 
 def _parent() -> nn.Module:
-    """A part knows its model."""
+    """A submodule references its model."""
     model = nn.Sequential(_pair())
     model[0].model = [model]
     return model
@@ -168,7 +168,7 @@ def _loop(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# How a module is made, what is welded, and why not.
+# How the module is made, what is welded, and the reason if not.
 ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "shared linear": (_shared_linear, {"0.act"}, "0.fc is shared"),
     "shared activation": (_shared_activation, {"0.act"}, "0.act is shared"),
@@ -334,7 +334,7 @@ def test_right_or_left_alone(name: str) -> None:
 
 
 def test_a_module_that_needs_what_a_probe_has_not() -> None:
-    """It is left alone, with the error; its activation has a weld of its own."""
+    """It is skipped, with the error; its activation is welded separately."""
     model = nn.Sequential(Failing())
     rows = {row.where: row for row in torchweld.explain(model)}
     assert "did not run on a probe" in rows["0.act"].reason or rows["0.act"].becomes
@@ -347,7 +347,7 @@ def test_a_module_that_needs_what_a_probe_has_not() -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "feed_forward", "norm"])
 def test_on_the_meta_device(kind: str) -> None:
-    """It is tried on a copy with values; the model gets its own later, as by to_empty."""
+    """It is tried on a copy with values; the model gets values later, as with to_empty."""
     made = {
         "gated": lambda: Gated(nn.SiLU()),
         "feed_forward": lambda: FeedForward(nn.GELU()).eval(),
@@ -375,7 +375,7 @@ def test_a_lazy_layer_is_welded_when_it_is_one() -> None:
 
 
 def test_global_hooks_and_modes_of_the_caller() -> None:
-    """Global hooks, autocast, inference mode and other defaults are left as they are."""
+    """Global hooks, autocast, inference mode and other defaults do not change."""
     called: list[nn.Module] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: called.append(m))
     model = nn.Sequential(_pair(), PlainRMSNorm())

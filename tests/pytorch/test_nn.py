@@ -53,7 +53,7 @@ def test_options(ours: type, theirs: type) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_assigning_the_class_converts_a_module(ours: type, theirs: type) -> None:
-    """What surgery will do, also after fully_shard."""
+    """As module surgery does, also after fully_shard."""
     module = theirs(64)
     expected = module(torch.ones(600, 64).cumsum(1))
     module.__class__ = ours

@@ -20,7 +20,7 @@ Multihead = torchweld.nn.BlockSparseMultiheadAttention
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 12, "vdim": 20}])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_multihead_attention_loads_torchs_weights(options: dict, batch_first: bool) -> None:
-    """State dicts load either way; results and gradients are those with the layout's mask."""
+    """State dicts load both ways; results and gradients equal those with the layout's mask."""
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first, **options)
     ours = Multihead(32, 4, WINDOW, batch_first=batch_first, **options)

@@ -31,7 +31,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "DropoutAddRMSNorm": lambda: nn.DropoutAddRMSNorm(64, 0.1),
 }
 every_module = pytest.mark.parametrize("name", MODULES)
-# jit's own deprecation, and what its tracer says of sizes that it takes for constants.
+# jit's own deprecation, and its tracer's warnings about sizes taken as constants.
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
 
@@ -47,7 +47,7 @@ def _made(name: str, *, training: bool = False) -> tuple[torch.nn.Module, tuple[
 
 
 def _ours(graph: torch.fx.Graph) -> list[str]:
-    """Ops of ours in a graph."""
+    """Our ops in a graph."""
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [name for name in names if name.startswith("torchweld")]
 
@@ -108,7 +108,7 @@ def test_jit_script_refuses() -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_export(name: str, training: bool, gradients: bool) -> None:
-    """With the kernels in it, and their derivatives; both drop the same."""
+    """With the kernels and their derivatives in it; both use the same dropout."""
     module, given = _made(name, training=training)
     with torchweld.use_backend("cpu"), torch.set_grad_enabled(gradients):
         program = torch.export.export(module, given)
@@ -132,9 +132,9 @@ def test_export(name: str, training: bool, gradients: bool) -> None:
 
 @every_module
 def test_onnx(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.onnx.export captures, as it says that it does, has none of our ops.
+    """The graph that torch.onnx.export captures has none of our ops.
 
-    Its translation needs onnxscript, which the suite does without.
+    The translation needs onnxscript, which the suite does not use.
     """
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     module, given = _made(name)
@@ -172,7 +172,7 @@ def test_aotinductor(tmp_path: Path) -> None:
 
 
 def test_vmap_randomness() -> None:
-    """It acts as torch.nn.functional.dropout's."""
+    """It behaves as with torch.nn.functional.dropout."""
     x = torch.ones(3, 5, 64)
     functions: list[Callable[..., torch.Tensor]] = [
         lambda x: torch.nn.functional.dropout(x, 0.5),

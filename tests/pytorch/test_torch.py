@@ -44,7 +44,7 @@ def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
 def test_opcheck(target: Target, dtype: torch.dtype) -> None:
     """Schema, fake and functionalisation agree with the implementation, dynamic shapes included.
 
-    It is about the graph, and so one sample is enough where kernels are imitated.
+    It concerns the graph, so one sample is enough where kernels are imitated.
     """
     forward, backward = _overloads(target)
     samples = [s for s in target.op.samples if len(s[0].shape) == 2 and s[0].shape[-1] > 1]
@@ -79,7 +79,7 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
         backend="aot_eager",
         dynamic=dynamic,
     )
-    # Not 4: torch takes equal sizes for one, and a layout's lines are four numbers.
+    # Not 4: torch identifies equal sizes, and a layout's lines are four numbers.
     for position, rows in enumerate((7, 6, 9, 12)):
         settled = position >= (1 if dynamic else 2)
         inputs = materialize(
@@ -90,7 +90,7 @@ def test_no_recompilation(target: Target, dynamic: bool | None) -> None:
 
 
 def test_compiled_choice_can_change(op: Op) -> None:
-    """The backend in force is guarded on: another one compiles again instead of being ignored."""
+    """Graphs guard on the backend in force: another one recompiles instead of being ignored."""
     torch._dynamo.reset()
     graphs: list[set[Any]] = []
 
@@ -108,7 +108,7 @@ def test_compiled_choice_can_change(op: Op) -> None:
 
 
 def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one graph also where evidence is asked about a GPU backend, and for any size."""
+    """In one graph, also when evidence about a GPU backend is consulted, and for any size."""
     torch._dynamo.reset()
     monkeypatch.setattr(BACKENDS["cpu"], "missing", lambda: "not here")
     for backend in ("cuda", "triton"):
@@ -125,7 +125,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
 
 @contextmanager
 def _autocast(device: str) -> Iterator[None]:
-    """torch.autocast to bfloat16, for CUDA without CUDA too: fake tensors follow its rules."""
+    """torch.autocast to bfloat16, for CUDA even without CUDA: fake tensors follow its rules."""
     torch.set_autocast_dtype(device, torch.bfloat16)
     torch.set_autocast_enabled(device, True)
     try:
@@ -148,7 +148,7 @@ def _empty(argument: Any, dtype: torch.dtype, device: str) -> Any:
 def test_autocast_has_eagers_dtype(
     op: Op, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On each device the result under autocast is of the dtype that eager's is."""
+    """On each device the result under autocast has the dtype of eager's."""
     backend = next((b for b in op.sources if device in BACKENDS[b].devices), None)
     if backend is None:
         pytest.skip(f"{op.name} has no kernel for {device}")
@@ -159,7 +159,7 @@ def test_autocast_has_eagers_dtype(
     with FakeTensorMode(), _autocast(device):
         inputs = [_empty(v, dtype, device) for v in sample]
         with torchweld.use_backend(backend):
-            plain = op.plain or op.reference  # the reference's words ask for a device that is there
+            plain = op.plain or op.reference  # the reference needs an existing device
             ours, eager = as_tuple(call(op, *inputs)), as_tuple(plain(*inputs))
             assert [result.dtype for result in ours] == [result.dtype for result in eager]
 

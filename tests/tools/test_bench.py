@@ -1,4 +1,4 @@
-"""The benchmark: what it counts, how it times, what it refuses, what it writes."""
+"""The benchmark: what it counts, how it times, what it rejects, what it writes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_quick_has_the_shape_of_the_acceptance() -> None:
 
 
 def _scripted(samples: list[Sample]) -> Callable[[Any], Sample]:
-    """A run whose warm-up and rounds take what the script says."""
+    """A run whose warm-up and rounds take scripted times."""
     left = iter([Sample(99), *samples])
     return lambda clock: next(left)
 
@@ -106,7 +106,7 @@ def test_disturbed_calls_are_left_out() -> None:
 
 
 def test_disturbed_calls_count_for_all_where_one_has_no_others() -> None:
-    """Else a disturbed contender would be compared with an undisturbed one."""
+    """Otherwise a disturbed contender would be compared with an undisturbed one."""
     mixed = [Sample(1.0)] * 9 + [Sample(9.0, waited=8.0)]
     runs = [_scripted([Sample(9.0, waited=8.0)] * 10), _scripted(mixed)]
     first, second = interleaved(runs, wall_time, seconds=60, at_least=5, at_most=10)
@@ -134,7 +134,7 @@ def test_a_case_is_measured_in_every_direction() -> None:
         assert result.status == "timed", result.reason
         assert result.ms
         assert result.ms > 0
-        assert result.automatic == (result.contender == "eager")  # so small a tensor
+        assert result.automatic == (result.contender == "eager")  # the tensor is this small
 
 
 def test_overhead_of_a_call() -> None:
@@ -203,7 +203,7 @@ def test_a_wrong_kernel_is_not_timed(
 
 @pytest.mark.targets(composites=True)
 def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
-    """A part has few enough elements for float64, and arguments that fit each other."""
+    """A part is small enough for float64, and its arguments fit each other."""
     for case in cases([op], "cuda", [torch.bfloat16]):
         part = case.part()
         assert torch.Size(part.shape).numel() <= bench_cases.MOST_JUDGED
@@ -229,7 +229,7 @@ def test_a_wrong_kernel_is_found_by_a_part(
 
 
 def test_what_is_not_written_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a row that the part does not have."""
+    """In a row outside the part."""
     monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
 
     def unwritten(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -244,7 +244,7 @@ def test_what_is_not_written_is_found_in_the_whole(monkeypatch: pytest.MonkeyPat
 
 
 def _undisturbed(call: Callable[[], Any]) -> Sample:
-    """Else the machine's other work would decide which rows a table leaves out."""
+    """Otherwise other load on the machine would decide which rows a table omits."""
     return wall_time(call)._replace(waited=0.0)
 
 
@@ -283,7 +283,7 @@ def test_bench_prints_and_writes_what_it_found(
 def test_the_csv_and_the_plots_have_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each result; lines over sizes only where there are several."""
+    """A line for each result; lines over sizes only if there are several."""
     small, large = _result("cpu", 1.0), _result("cpu", 2.0)
     small.flops = large.flops = 100
     where = {"name": "a CPU", "date": "today", "device": "cpu", "threads": 2, "isa": "avx2"}
@@ -410,7 +410,7 @@ MACHINE = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Sources of layer_norm's kernels, as they might be."""
+    """Made-up sources of layer_norm's kernels."""
     for files in LAYER_NORM.sources.values():
         for name in files:
             path = tmp_path / name

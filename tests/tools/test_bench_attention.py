@@ -1,4 +1,4 @@
-"""The benchmark's rivals of block_sparse_attention compute what they are to."""
+"""The benchmark's rivals of block_sparse_attention compute the right result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.sparse import BlockLayout
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_attention_has_the_layouts_blocks(causal: bool) -> None:
-    """Its lists of blocks and its mask of tokens are those of the layout, head by head."""
+    """Its lists of blocks and its token mask equal the layout's, head by head."""
     layout = BlockLayout.random(
         160, 2, block=32, num_heads=2, different_layout_per_head=True, seed=1
     )

@@ -12,7 +12,7 @@ from torchweld.bench.runner import Result
 
 
 def _saved(path: Path, speeds: dict[str, float], *, spread: float = 0.0) -> str:
-    """A run in which each contender was so many times as fast as eager's 2 ms."""
+    """A run in which each contender has this speed-up over eager's 2 ms."""
     results = [
         Result(
             op="layer_norm",

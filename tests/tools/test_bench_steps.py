@@ -1,4 +1,4 @@
-"""The benchmark of optimizer steps, and the evidence that their GPU kernels go by."""
+"""The benchmark of optimizer steps, and the evidence that decides on their GPU kernels."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_the_command_measures_a_rule(
     ("shipped", "own", "taken"),
     [
         ({}, None, False),
-        ({"NVIDIA H100": (3, 0)}, None, True),  # another GPU's, where this one has none
+        ({"NVIDIA H100": (3, 0)}, None, True),  # another GPU's, if this one has none
         ({"NVIDIA H200": (3, 1), "NVIDIA H100": (3, 0)}, None, False),
-        ({"NVIDIA H200": (3, 0)}, (0, 1), False),  # what was found here counts for more
+        ({"NVIDIA H200": (3, 0)}, (0, 1), False),  # local findings count for more
         ({"NVIDIA H200": (3, 1)}, (1, 0), True),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_step_is_taken_by_evidence(
 
 
 def test_evidence_is_asked_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled code does that quantizes."""
+    """As compiled code with quantisation does."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU known")
     monkeypatch.setattr(evidence, "records", dict)
     evidence._is_proven.cache_clear()

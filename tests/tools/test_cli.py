@@ -1,4 +1,4 @@
-"""The command line as users meet it: in a process of its own."""
+"""The command line as users run it: in a separate process."""
 
 from __future__ import annotations
 

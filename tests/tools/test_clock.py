@@ -1,4 +1,4 @@
-"""The clock of a GPU, on one that only keeps time."""
+"""The clock of a GPU, on an imitation that only keeps time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MS = st.floats(0.001, 10.0)
 
 @given(device=MS, host=MS)
 def test_the_gpus_time_is_its_own(device: float, host: float) -> None:
-    """Many launches of a slow host: once the clock knows the host, the GPU waits for none."""
+    """Many launches from a slow host: once the clock knows the host, the GPU never waits."""
     gpu = FakeGpu()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Tests and measurements on a GPU: what a kernel that fails, hangs or crashes takes with it."""
+"""Tests and measurements on a GPU: the effects of a kernel that fails, hangs or crashes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweld.bench.contract import Limit, Verdict, contract
 from torchweld.bench.isolated import Job
 from torchweld.bench.runner import Plan
 
-# Behind a planted fault every later test of its process fails, as after a kernel's on a GPU.
+# After a planted fault every later test of its process fails, as after a kernel's fault on a GPU.
 _OPS = """
 import os, time
 import pytest
@@ -99,7 +99,7 @@ def test_nothing_named():
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_rules_fault_is_its_own(broken: bool, tmp_path: Path) -> None:
-    """And what names no rule counts for each."""
+    """Tests that name no rule count for each."""
     tests = tmp_path / "tests" / "optim"
     tests.mkdir(parents=True)
     (tests / "test_optim_cuda.py").write_text(_RULES.replace("BROKEN", str(broken)))
@@ -142,7 +142,7 @@ def test_a_job_tells_what_it_measured() -> None:
 def test_a_jobs_process_may_end(
     fault: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it told before counts; the fault is its backend's."""
+    """Earlier output counts; the fault is attributed to its backend."""
     planted = f"""
 import os, time
 from torchweld.bench import kinds

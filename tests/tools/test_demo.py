@@ -1,4 +1,4 @@
-"""`torchweld demo`, small: the losses do not depend on what is fused, and JSON has all of it."""
+"""A small `torchweld demo`: losses do not depend on fusion, and the JSON is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents say what the code says."""
+"""The docs agree with the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_tables_are_current() -> None:
 
 
 def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other sources than those measured mark a row; without evidence the README says so."""
+    """A row is marked if sources changed since; without evidence the README says so."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     monkeypatch.setattr(evidence, "records", dict)
     assert generate["NO_GPU"] in generate["measured"]()
@@ -53,9 +53,9 @@ def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_pages_python_runs(page: str, count: int) -> None:
-    """Every Python block, in order, in one namespace, but for what needs something else.
+    """Every Python block, in order, in one namespace, except those that need other packages.
 
-    Pages that are no beginning take a model for granted.
+    Pages that are not introductions assume a model.
     """
     blocks = re.findall(
         r"(<!-- needs \w+ -->\n)?```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL
@@ -68,7 +68,7 @@ def test_a_pages_python_runs(page: str, count: int) -> None:
 
 
 def test_the_doctors_words_are_its_words() -> None:
-    """What docs/troubleshooting.md quotes is in a source file; its dots stand for what differs."""
+    """Quotes in docs/troubleshooting.md occur in a source file; dots stand for variable parts."""
     files = [*(ROOT / "python" / "torchweld").rglob("*.py")]
     joined = " ".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
     joined = re.sub(r"\{[^{}]*\}", "", joined).replace("`", "")
@@ -87,7 +87,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    """`make docs` checks them too, where its generator is installed."""
+    """`make docs` checks them too, if its generator is installed."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     found = [(page, re.findall(r"\]\((.*?)\)", page.read_text())) for page in pages]
     inner = [(page, link) for page, links in found for link in links if "://" not in link]
@@ -109,7 +109,7 @@ def test_public_functions_are_documented() -> None:
 
 
 def test_the_walks_lead_through_what_is_there() -> None:
-    """Every stop names a file, and what it names there is defined there."""
+    """Every stop names a file and definitions in it."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     walks = text.partition("## Three walks")[2].partition("## Adding an op")[0].split("### ")[1:]
     assert len(walks) == 3

@@ -1,4 +1,4 @@
-"""What the automatic choice makes of evidence from GPUs, and what `torchweld tune` keeps."""
+"""How the automatic choice uses evidence from GPUs, and what `torchweld tune` keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MACHINE = {
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Evidence of a GPU, to be changed by the test."""
+    """Evidence of a GPU for the test to change."""
     proofs: dict[str, Any] = {}
     record = {"gpu": "NVIDIA H200", "capability": "9.0", "ops": {"layer_norm": proofs}}
     monkeypatch.setattr(evidence, "records", lambda: {"NVIDIA H200": record})
@@ -145,7 +145,7 @@ def test_a_record_of_nothing_hides_no_evidence(
 def test_verdict_is_among_what_can_serve(
     planted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A faster backend that refuses these arguments is no rival."""
+    """A faster backend that rejects these arguments does not compete."""
     monkeypatch.setattr(Op, "refused", lambda _, name, __: "no" if name == "triton" else None)
     planted.update({"cuda": _proof(1.0), "triton": _proof(0.8)})
     x = torch.empty(8192, 1024, dtype=torch.bfloat16)
@@ -156,7 +156,7 @@ def test_verdict_is_among_what_can_serve(
 def test_what_tuning_finds_is_gone_by(
     faulty: bool, planted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On this GPU, with this torch; a kernel that was wrong is not taken, whatever is shipped."""
+    """On this GPU, with this torch; a wrong kernel is never chosen, whatever is shipped."""
     gpu = MACHINE["name"]
     planted["cpu"] = _proof(2.5)
     versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
@@ -199,7 +199,7 @@ def _results(job: Job) -> list[list[Any]]:
 def test_nothing_is_lost_before_something_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that ended before its first case takes nothing away, nor does one of other cases."""
+    """A job that ended before its first case removes nothing, nor does one with other cases."""
     job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
     monkeypatch.setattr(Job, "cases", lambda job: [CASE])
     record = recording.Record(tmp_path / "own.json", MACHINE, None)

@@ -1,4 +1,4 @@
-"""The libraries: instruction sets, what happens without them, what they need of the system."""
+"""The libraries: instruction sets, behaviour without them, and system requirements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(program: str = PROGRAM, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize("isa", native.supported_isas())
 def test_every_instruction_set_can_be_forced(isa: str) -> None:
-    """The library of that name serves, and the numbers are the same to rounding."""
+    """The library of that name serves, and numbers agree to rounding."""
     which, numbers = _run(TORCHWELD_CPU_ISA=isa)
     assert which == f"{isa} cpu"
     expected = _run(TORCHWELD_LIB="/nonexistent")[1]
@@ -83,7 +83,7 @@ def test_a_broken_library_is_recorded(tmp_path: Path) -> None:
 
 
 def test_no_library_holds_a_path_of_the_machine_that_built_it() -> None:
-    """Neither in messages nor for debuggers: they go into the wheel as they are."""
+    """Neither in messages nor for debuggers: the wheel contains them unchanged."""
     root = Path(__file__).resolve().parents[2]
     paths = {str(path) for path in (root, Path(sys.prefix), Path(torch.__file__).parent)}
     for library in [*LIBRARIES, *([EMULATED] if EMULATED.exists() else [])]:
@@ -173,7 +173,7 @@ def test_importing_leaves_the_compiler_alone() -> None:
 
 
 def _fits(architectures: str, capability: str) -> bool:
-    """CUDA's rules of compatibility, spelled out for the capabilities that there are."""
+    """CUDA's rules of compatibility, spelled out for existing capabilities."""
     same = {"8.0": {"8.0", "8.6", "8.9"}, "9.0": {"9.0"}, "10.0": {"10.0", "10.3"}}
     machine = {a: same.get(a, {a}) for a in GPUS} | {f"{a}a": {a} for a in GPUS}
     later = {f"{a}+PTX": set(GPUS[at:]) for at, a in enumerate(GPUS)}
@@ -208,7 +208,7 @@ def test_a_library_without_the_gpus_code_says_so(
 def test_an_op_asks_for_the_capability(
     capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A T4 or a V100 is told why, and eager serves it, instead of "no kernel image"."""
+    """On a T4 or V100 eager serves with a reason, instead of "no kernel image"."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(native, "cuda_architectures", "8.0")
@@ -222,7 +222,7 @@ def test_an_op_asks_for_the_capability(
 
 
 def test_a_gpu_at_hand_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the variable names others; without either, all that a wheel is for."""
+    """Unless the variable names others; without either, all of a wheel's architectures."""
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _architectures() == ["8.0", "9.0", "10.0", "12.0+PTX"]
@@ -242,7 +242,7 @@ def test_a_gpu_at_hand_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _architectures() -> list[str]:
-    """As csrc/build.py, which is no package, finds them."""
+    """As csrc/build.py, which is not a package, finds them."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import build; print(*build.architectures())"
     )
@@ -253,7 +253,7 @@ def _architectures() -> list[str]:
 
 @pytest.fixture
 def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """csrc/build.py as a module, in a checkout where nothing was built."""
+    """csrc/build.py as a module, in a checkout without builds."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "csrc"))
     module = importlib.import_module("build")
     monkeypatch.setattr(module, "ROOT", tmp_path)
@@ -281,7 +281,7 @@ def test_libraries_built_elsewhere_serve(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the same sources and for the GPU at hand, nothing is compiled."""
+    """From the same sources and for the present GPU, nothing is compiled."""
     build = fresh_build
     names = [*build.cpu_names(), "torchweld_cuda"]
     for name in names:

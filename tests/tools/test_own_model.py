@@ -1,4 +1,4 @@
-"""`torchweld bench --model`: what build() may return, and that every contender does the same."""
+"""`torchweld bench --model`: build()'s accepted results, and equal work for all contenders."""
 
 from __future__ import annotations
 

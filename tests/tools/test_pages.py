@@ -61,7 +61,7 @@ def test_other_allocators_are_left_alone(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc_minimal", "mimalloc"])
 def test_a_preloaded_allocator_is_seen(name: str) -> None:
-    """The real library, where the machine has it."""
+    """The real library, if the machine has it."""
     library = find_library(name)
     if library is None:
         pytest.skip(f"lib{name} is not installed")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a room may import, besides itself; a module at the top of the package is a room of its own.
+# What a room may import besides itself; each module at the top of the package is its own room.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -38,7 +38,7 @@ BELOW: dict[str, set[str]] = {
     },
     "triton_kernels": set(),
 }
-# The commands, which may use whatever is above; the package itself gathers the public names.
+# The commands may import any room; the package itself gathers the public names.
 COMMANDS = {"bench", "tune", "doctor", "cli", "__main__", "__init__"}
 CSRC = {"core": set(), "cpu": {"core"}, "cuda": {"core"}, "bind": {"core", "cpu", "cuda"}}
 
@@ -61,7 +61,7 @@ MODULES = _modules()
 
 
 def _imports(name: str) -> set[str]:
-    """The modules of torchweld that a module imports, wherever in it."""
+    """The modules of torchweld that a module imports, at any level."""
     path, found = MODULES[name], set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):

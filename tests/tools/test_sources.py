@@ -1,4 +1,4 @@
-"""Which files decide what a kernel does: derived from includes and imports, and all of them."""
+"""The files that determine a kernel, derived completely from includes and imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _named(path: Path) -> str:
     "source", sorted({p for _, _, p in KERNELS if p.suffix != ".py"}), ids=_named
 )
 def test_headers_are_those_the_compiler_reads(source: Path) -> None:
-    """CUDA's are read with the emulator in CUDA's place."""
+    """CUDA's sources are read with the emulator in CUDA's place."""
     emulator = ROOT / "tests" / "emulator" / "include"
     flags = ["-std=c++17", f"-I{ROOT / 'csrc'}", "-x", "c++"]
     flags += ["-DTW_EMULATED", f"-I{emulator}"] if source.suffix == ".cu" else ["-DTW_VARIANT=avx2"]

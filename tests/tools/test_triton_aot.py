@@ -1,7 +1,7 @@
 """Every Triton kernel, compiled for GPUs that need not be here: no spill, and bounded resources.
 
 A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
-The compiler runs in processes of its own, since TRITON_INTERPRET=1 leaves none in this one.
+The compiler runs in separate processes, since TRITON_INTERPRET=1 disables it in this one.
 `pytest -s` prints what each takes.
 """
 
@@ -22,11 +22,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-# Compute capability -> bytes of shared memory that one block can have.
+# Compute capability -> the most bytes of shared memory per block.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 REGISTERS_PER_MULTIPROCESSOR = 65536
-# Warps that are to fit a multiprocessor at once: sixteen keep loads in flight. Eight do where loads
-# go to shared memory, and registers are filled with sums of products.
+# Warps that must fit a multiprocessor at once: sixteen keep loads in flight. Eight suffice if loads
+# go to shared memory and registers hold sums of products.
 WARPS = dict.fromkeys(
     (
         "_linear_act",
@@ -121,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 SPILLED_BY_TRITON_3_6 = {"attention_key_gradients": 32, "attention_deltas": 8}
 
 
-# An architecture is one test, so that it is compiled once however tests are shared out.
+# One test per architecture, so that each is compiled once however tests are distributed.
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles_within_bounds(capability: int) -> None:
     """Without a spill, and with warps enough on a multiprocessor."""

@@ -1,1 +1,1 @@
-"""What processes exchange in few bytes, below the optimizers and hooks that use it."""
+"""Compressed exchanges between processes, below the optimizers and hooks that use them."""

@@ -1,4 +1,4 @@
-"""OneBitAllReduce: the mean of tensors over a group, with its errors kept between calls."""
+"""OneBitAllReduce: the mean of tensors over a group, with errors carried between calls."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _NAME = "OneBitAllReduce"
 
 
 class OneBitAllReduce:
-    """Averages tensors over a group of processes by their signs: 32 times fewer bytes than float32.
+    """Average tensors over a process group from their signs: 32 times fewer bytes than float32.
 
-    What a call leaves out is added to the next call's tensors. A call takes the same tensors, in
-    number, sizes and order, as the first one did, on every rank.
+    The error of a call is added to the next call's tensors. On every rank, all calls take tensors
+    of the same number, sizes and order.
 
     Args:
-        group: a process group, of gloo or NCCL; None: the default one, or this process by itself.
-        error_dtype: of the errors: torch.float32 or torch.bfloat16.
-        feedback: False drops the errors, which is for comparisons: training suffers from it.
+        group: a process group of gloo or NCCL; None: the default group, or only this process.
+        error_dtype: dtype of the errors: torch.float32 or torch.bfloat16.
+        feedback: False drops the errors, only for comparisons: training suffers from it.
 
-    `bytes_sent` counts what this rank has sent to others, scales and checks included.
+    `bytes_sent` counts the bytes this rank has sent to others, scales and checks included.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class OneBitAllReduce:
         self._wire = Wire(_NAME, group)
         self._error_dtype, self._feedback = error_dtype, feedback
         self._errors: dict[Hashable, Errors] = {}
-        self._loaded: list[Errors] = []  # for keys that have not come yet, in their order
-        self._numbers: dict[Hashable, int] = {}  # of keys, in the order in which they came
+        self._loaded: list[Errors] = []  # for keys not seen yet, in their order
+        self._numbers: dict[Hashable, int] = {}  # of keys, in the order of their first calls
         self._under_way: OneBitWork | None = None
 
     @property
@@ -64,10 +64,9 @@ class OneBitAllReduce:
     ) -> OneBitWork | None:
         """Replace each tensor by the mean over all ranks: plus or minus the scale of a chunk.
 
-        With async_op the tensors change, and errors with them, when the result's wait() is called
-        on every rank, or the next reduction; the bits are under way meanwhile. Raises
-        CollectiveError on every rank, and changes nothing, where tensors differ between ranks or
-        are not finite, or a rank is gone.
+        With async_op the bits travel in the background. Tensors and errors change when every rank
+        calls the result's wait() or the next reduction. Raises CollectiveError on every rank, and
+        changes nothing, if tensors differ between ranks or are not finite, or if a rank is gone.
         """
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         return self.reduce_keyed(given, range(len(given)), async_op)
@@ -75,13 +74,13 @@ class OneBitAllReduce:
     def reduce_keyed(
         self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], async_op: bool = False
     ) -> OneBitWork | None:
-        """The same of tensors whose errors go by keys, of which calls may take different ones.
+        """Reduce tensors whose errors are stored by key; calls may take different keys.
 
-        A saved state has errors in the order in which keys first came.
+        A saved state lists errors in the order in which keys were first used.
         """
         for t in tensors:
             checks.dense(_NAME, "tensors", t, _FLOATS)
-        if self._under_way is not None:  # the errors that it leaves are to be added
+        if self._under_way is not None:  # this call adds the errors it leaves
             self._under_way.wait()
         self._under_way = work = OneBitWork(self, tensors, keys)
         if async_op:
@@ -102,19 +101,19 @@ class OneBitAllReduce:
     # --- State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors. Every rank saves its own; whole_state_dict() is for all of them."""
+        """This rank's errors. Every rank saves its own; whole_state_dict() covers all ranks."""
         rank, size = self._wire.rank, self._wire.size
         return {"rank": rank, "world_size": size, "errors": [e._asdict() for e in self._kept()]}
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """What all ranks owe, the same on all of them: a collective, for any number of ranks."""
+        """The errors of all ranks, the same on each and for any number of ranks: a collective."""
         kept = self._kept()
         workers = [e.worker for e in kept if e.worker is not None]
         owed = whole_errors(self._wire, kept, sizes_of(workers))
         return {"rank": None, "world_size": None, "errors": [e._asdict() for e in owed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over errors: this rank's own of as many ranks, or the whole of any number."""
+        """Load errors: this rank's own from as many ranks, or a whole state from any number."""
         given = [Errors(**each) for each in state_dict["errors"]]
         rank, size = state_dict["rank"], state_dict["world_size"]
         check_rank(_NAME, self._wire, rank, size)
@@ -124,7 +123,7 @@ class OneBitAllReduce:
         self._errors, self._loaded = {}, [Errors(*each) for each in as_stored]
 
     def _kept(self) -> list[Errors]:
-        """The errors of keys, in the order in which keys came, then loaded ones of keys to come."""
+        """Errors of keys in the order of first use, then loaded errors of keys not seen yet."""
         of_keys = (self._errors.get(key, NONE) for key in self._numbers)
         pairs = itertools.zip_longest(of_keys, self._loaded, fillvalue=NONE)
         kept = [loaded if found.worker is None else found for found, loaded in pairs]
@@ -132,7 +131,7 @@ class OneBitAllReduce:
 
 
 class OneBitWork:
-    """A reduction that is under way."""
+    """A reduction in progress."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class OneBitWork:
         self._is_done = False
 
     def wait(self) -> None:
-        """Finish the reduction: all ranks call it, in the order in which they began."""
+        """Finish the reduction. All ranks call it, in the order in which reductions began."""
         if self._is_done:
             return
         self._is_done, self._reducer._under_way = True, None  # even if it fails
@@ -159,14 +158,14 @@ class OneBitWork:
 
 
 def check_error_dtype(function: str, dtype: Any) -> None:
-    """One that errors are stored in."""
+    """Check for a dtype that errors can be stored in."""
     if dtype not in (torch.float32, torch.bfloat16):
         accepted = "torch.float32 or torch.bfloat16"
         raise ArgumentError(function, "error_dtype", repr(dtype), accepted)
 
 
 def check_rank(function: str, wire: Wire, rank: int | None, size: int | None) -> None:
-    """Check that saved errors are this rank's own, or the whole."""
+    """Check that saved errors are this rank's own, or of all ranks."""
     if rank is not None and (rank, size) != (wire.rank, wire.size):
         came = f"that of rank {rank} of {size}"
         accepted = f"rank {wire.rank}'s own of {wire.size}, or a whole_state_dict() of any number"

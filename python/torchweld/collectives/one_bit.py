@@ -1,8 +1,9 @@
-"""The mean of tensors over ranks, by their signs: what both sides leave out is kept as errors.
+"""The mean of tensors over ranks, from their signs, with the errors of both sides carried over.
 
-Every tensor is cut into a chunk for each rank. A rank quantises its tensors, each with one scale,
-and sends everyone their chunk's bits. It averages what comes in, quantises the mean with a scale of
-its own, and sends that to all. The result is bits and a scale for each chunk, the same everywhere.
+Every tensor is cut into one chunk per rank. As a worker, a rank quantises each tensor with one
+scale and sends every rank its chunk's bits. As a server, it averages the chunks it receives,
+quantises the mean with a scale of its own, and sends that to all ranks. The result is bits and a
+scale for each chunk, the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torchweld.ops.quantize_1bit import (
     whole,
 )
 
-BUCKET = 1 << 25  # elements that are exchanged at once: 4 MiB of bits
+BUCKET = 1 << 25  # elements exchanged at once: 4 MiB of bits
 
 
 class Errors(NamedTuple):
-    """What is owed: by this rank's side, [elements], and by its chunk of the mean."""
+    """Quantisation errors: of this rank's tensor, [elements], and of its chunk of the mean."""
 
     worker: torch.Tensor | None
     server: torch.Tensor | None
@@ -37,14 +38,14 @@ NONE = Errors(None, None)
 
 
 class Packed(NamedTuple):
-    """A tensor of so many elements as bits, and a scale for each chunk, even for an empty one."""
+    """A tensor of `size` elements as bits, with a scale for each chunk, empty chunks included."""
 
     bits: torch.Tensor
     scale: torch.Tensor
     size: int
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Its elements, [size]."""
+        """The elements, [size]."""
         block = chunk_of(self.size, len(self.scale))
         scale = self.scale[: blocks_of(self.size, block)]
         return dequantize_1bit(self.bits, scale, self.size, block=block, dtype=dtype)
@@ -56,13 +57,13 @@ def chunk_of(size: int, ranks: int) -> int:
 
 
 def count_of(size: int, wire: Wire) -> int:
-    """How many elements of the tensor are in this rank's chunk; the last ones may have none."""
+    """How many elements of the tensor are in this rank's chunk; the last chunks may be empty."""
     chunk = chunk_of(size, wire.size)
     return min(max(size - wire.rank * chunk, 0), chunk)
 
 
 class OneBitExchange:
-    """One reduction. It begins when it is made, and changes no error: finish() returns new ones."""
+    """One reduction. The constructor starts it; it changes no errors, finish() returns new ones."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class OneBitExchange:
         self._under_way = [wire.to_all(self._to_servers(bucket)) for bucket in self._buckets]
 
     def finish(self) -> tuple[list[Packed], list[Errors]]:
-        """The means, and the errors from now on."""
-        if self._wire.size == 1:  # its mean is what it has, and the server would leave out nothing
+        """The means and the new errors."""
+        if self._wire.size == 1:  # the mean is the tensor itself, and the server has no error
             return self._packed, [Errors(worker, None) for worker in self._worker]
         server: list[torch.Tensor] = []
         gathers: list[Pending] = []
@@ -102,7 +103,7 @@ class OneBitExchange:
             gathers.append(self._wire.gather(message))
         pairs = zip(self._buckets, gathers, strict=True)
         self._packed = [one for b, pending in pairs for one in self._unpack(b, pending.wait())]
-        if self._packed and not self._is_finite():  # every rank has all scales
+        if self._packed and not self._is_finite():  # all ranks agree: each has all scales
             self._wire._refuse("the mean's scale overflows")
         return self._packed, list(map(Errors, self._worker, server))
 
@@ -159,7 +160,7 @@ class OneBitExchange:
 
 
 def _buckets(sizes: Sequence[int]) -> Iterable[range]:
-    """Runs of tensors that are exchanged together."""
+    """Consecutive tensors that are exchanged together."""
     begin = total = 0
     for i, size in enumerate(sizes):
         if total and total + size > BUCKET:
@@ -170,13 +171,13 @@ def _buckets(sizes: Sequence[int]) -> Iterable[range]:
         yield range(begin, len(sizes))
 
 
-# --- What is owed, whatever the number of ranks --------------------------------------------------
+# --- Errors, independent of the number of ranks --------------------------------------------------
 
 
 def whole_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> list[Errors]:
-    """What all ranks together owe, as one rank's: a collective.
+    """The errors of all ranks, in the form of one rank's: a collective.
 
-    A reduction owes the mean of the workers' errors and the error of every chunk. Both are float32,
+    They are the mean of the workers' errors and the servers' errors of all chunks, both float32,
     [elements].
     """
     owed = []
@@ -192,9 +193,9 @@ def whole_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> 
 
 
 def part_of(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
-    """This rank's share of what is owed: the mean on every rank, and its chunk.
+    """This rank's share of the errors of all: the workers' mean, and the error of its chunk.
 
-    One process has no chunk of a mean: both are its own.
+    A single process has no server: it takes the sum of both.
     """
     assert owed.worker is not None
     assert owed.server is not None
@@ -207,16 +208,16 @@ def part_of(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The number of elements of each."""
+    """The number of elements of each tensor."""
     return [t.numel() for t in tensors]
 
 
 def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them, one after another, in float32."""
+    """All tensors, flattened and concatenated, in float32."""
     return torch.cat([t.reshape(-1).float() for t in tensors])
 
 
 def runs(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors of these sizes that lie one after another."""
+    """Views of consecutive runs of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

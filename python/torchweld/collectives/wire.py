@@ -1,7 +1,7 @@
-"""A process group whose bytes are counted, and whose ranks agree before they exchange anything.
+"""A process group that counts bytes, and whose ranks agree before they exchange anything.
 
-What ranks have to have in common is compared first, in one message of fixed size. So a rank whose
-tensors differ, or whose numbers are not finite, is an error on every rank before anything changes.
+Ranks first compare a fingerprint of their tensors in one message of fixed size. So tensors that
+differ or are not finite on one rank raise an error on every rank before anything changes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torchweld.errors import ArgumentError, CollectiveError
 
 
 class Status(IntEnum):
-    """How a rank stands before an exchange; of all ranks the last one counts."""
+    """The state of a rank before an exchange. The highest one of all ranks decides."""
 
     READY = 0
-    SKIPS = 1  # it leaves this step out, and so does every rank
+    SKIPS = 1  # this rank skips the step, so every rank does
     NOT_FINITE = 2
     FAILED = 3
 
 
 class Wire:
-    """A process group, or one process by itself where there is none."""
+    """A process group, or a single process if there is none."""
 
     def __init__(self, function: str, group: Any = None) -> None:
         is_there = dist.is_available() and dist.is_initialized()
@@ -40,12 +40,12 @@ class Wire:
         self.rank = dist.get_rank(group) if is_there else 0
         if self.rank < 0:
             raise ArgumentError(function, "group", "one without this process", "one that has it")
-        self.bytes_sent = 0  # by this rank to others, since it was made
+        self.bytes_sent = 0  # by this rank to others, since construction
 
     def agree(self, tensors: Sequence[torch.Tensor], status: Status, *phase: object) -> Status:
-        """Compare what is exchanged, and in which phase, with the other ranks: their status.
+        """Compare tensors and phase with the other ranks; return the highest status.
 
-        Raises CollectiveError where ranks differ, one has numbers that are not finite, or one
+        Raises CollectiveError if ranks differ, if one has numbers that are not finite, or if one
         raised an error instead.
         """
         sizes = [t.numel() for t in tensors]
@@ -71,14 +71,14 @@ class Wire:
         return max(statuses)
 
     def failed(self, device: torch.device) -> None:
-        """Tell ranks that wait in agree() that this one raised an error."""
+        """Tell ranks waiting in agree() that this one raised an error."""
         if self.size > 1:
             mine = torch.tensor([0, 0, 0, int(Status.FAILED)], device=device)
             with self._exchanging():
                 self.gather(mine).wait()
 
     def to_all(self, message: torch.Tensor) -> Pending:
-        """Send row r of a message to rank r; row r of the result is what came from rank r."""
+        """Send row r of a message to rank r; row r of the result came from rank r."""
         if self.size == 1:
             return Pending(self, message)
         received = torch.empty_like(message)
@@ -88,20 +88,20 @@ class Wire:
         return Pending(self, received, work)
 
     def gather(self, message: torch.Tensor) -> Pending:
-        """What all ranks have, one under the other."""
+        """The messages of all ranks, stacked."""
         received = message.new_empty(self.size, *message.shape)
         if self.size == 1:
             received[0] = message
             return Pending(self, received)
         self.bytes_sent += (self.size - 1) * message.nbytes
         with self._exchanging():
-            # Its name changed in torch 2.13, which warns of the former one.
+            # Renamed in torch 2.13, which warns about the old name.
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = gather(received.view(-1), message.view(-1), group=self.group, async_op=True)
         return Pending(self, received, work)
 
     def average(self, flat: torch.Tensor) -> Pending:
-        """The mean over all ranks, in place; bytes are those of a ring."""
+        """The mean over all ranks, in place; bytes are counted as for a ring."""
         if self.size == 1:
             return Pending(self, flat)
         self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
@@ -116,7 +116,7 @@ class Wire:
     def _exchanging(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's: of a rank that died or does not come
+        except RuntimeError as error:  # from gloo or NCCL: a rank died or timed out
             why = str(error).strip().partition("\n")[0]
             raise CollectiveError(
                 self.function,
@@ -126,7 +126,7 @@ class Wire:
 
 
 class Pending:
-    """What is under way."""
+    """An exchange in progress."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Pending:
         self._wire, self._result, self._work, self._then = wire, result, work, then
 
     def wait(self) -> torch.Tensor:
-        """The result, once it is there."""
+        """Wait for the result and return it."""
         if self._work is not None:
             with self._wire._exchanging():
                 self._work.wait()

@@ -1,7 +1,6 @@
-"""Parts for training on many devices: plans, stages, compressed collectives, estimates.
+"""Tools for training on many devices: plans, stages, compressed collectives, estimates.
 
-The engines are PyTorch's (DDP, FSDP2, DTensor, pipelining) and DeepSpeed; what is here fits into
-them.
+They plug into the engines of PyTorch (DDP, FSDP2, DTensor, pipelining) and into DeepSpeed.
 """
 
 from torchweld.collectives.all_reduce import OneBitAllReduce

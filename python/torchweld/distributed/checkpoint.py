@@ -1,4 +1,4 @@
-"""Checkpoints that any strategy and any number of processes can go on from."""
+"""Checkpoints that any strategy and any number of processes can resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Entries by the names of parameters, which the stages of a pipeline have in common.
+# Entries keyed by the names of parameters, common to the stages of a pipeline.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -23,8 +23,9 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
     """Write this process's part by names and whole shapes, with torch.distributed.checkpoint.
 
     Args:
-        folder: that all processes see.
-        model: of DDP, FSDP2 or tensor parallelism, or a pipeline's stage with the whole's names.
+        folder: a folder that all processes see.
+        model: a model under DDP, FSDP2 or tensor parallelism, or a pipeline's stage that uses the
+            names of the whole model.
         optimizer: its optimizer, or ZeroRedundancyOptimizer around one.
         step: how many steps were taken.
     """
@@ -34,7 +35,7 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
 
 
 def load(folder: str | Path, model: Any, optimizer: Any) -> int:
-    """Read what `save` wrote, of this strategy or another; returns how many steps were taken."""
+    """Read what `save` wrote with any strategy; return how many steps were taken."""
     whole = _with_all(optimizer, filled=False)
     parameters, states = get_state_dict(model, whole, options=_FLAT)
     content = {"model": parameters, "optimizer": states, "step": 0}
@@ -60,7 +61,7 @@ def _with_all(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
     made = inner._optim_constructor(parameters, **inner._optim_defaults)
     if filled:
         group = optimizer.process_group
-        for rank in range(dist.get_world_size(group)):  # each has the states only in its turn
+        for rank in range(dist.get_world_size(group)):  # each rank has the states only in its turn
             optimizer.consolidate_state_dict(to=rank)
             if rank == dist.get_rank(group):
                 made.load_state_dict(optimizer.state_dict())

@@ -20,8 +20,8 @@ from torchweld.distributed.zero import zero2, zero3
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
-# Ways to cut matrices: each takes a module, the devices that share it, and whether they share the
-# sequence too.
+# Ways to shard matrices: each takes a module, the devices, and whether these also shard the
+# sequence.
 MODES: dict[str, Callable[[torch.nn.Module, DeviceMesh, bool], Any]] = {
     "1d": lambda model, mesh, sequence: parallelize_module(model, mesh, tp_plan(model, sequence)),
 }
@@ -38,15 +38,15 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of the dimensions of a mesh, and what is done along each.
+    """The sizes of a mesh's dimensions, and the kind of parallelism along each.
 
     Attributes:
-        pipeline: stages that run in different processes.
+        pipeline: the number of pipeline stages.
         tensor: processes that share each matrix.
         replicas: processes of data parallelism.
         data: "ddp", "zero1" (sharded states), "zero2" (and gradients), "zero3" (and parameters).
-        mode: how matrices are cut; "1d" is Megatron's.
-        sequence: whether processes that share matrices share the sequence between them too.
+        mode: how matrices are sharded; "1d" is Megatron's way.
+        sequence: whether processes that share matrices also shard the sequence in between.
     """
 
     pipeline: int
@@ -58,7 +58,7 @@ class Parallel:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str, world: int) -> Parallel:
-        """From a declaration, or the name of one, for so many processes; a size of 0 is all."""
+        """Parse a declaration, or the name of one, for `world` processes; a size of 0 means all."""
         if isinstance(config, str):
             _one_of("config", config, _NAMES)
             config = _NAMES[config]  # type: ignore[assignment]
@@ -84,18 +84,18 @@ class Parallel:
         return cls(pipeline, size, replicas, data, mode, bool(tensor.get("sequence", False)))
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Processes by their place in a pipeline, in data and in a matrix."""
+        """The mesh of processes, with dimensions for pipeline, data and tensor parallelism."""
         sizes = (self.pipeline, self.replicas, self.tensor)
         return init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
 
     def cut(self, model: Any, mesh: DeviceMesh) -> Any:
-        """Share the matrices of a model, or of a stage of one."""
+        """Shard the matrices of a model, or of a stage of one."""
         return MODES[self.mode](model, mesh["tensor"], self.sequence) if self.tensor > 1 else model
 
     def wrap(self, model: Any, mesh: DeviceMesh) -> Any:
-        """Share the data of a model that was cut.
+        """Apply data parallelism to a model whose matrices are sharded.
 
-        In a pipeline ZeRO-3 is ZeRO-2: a schedule would gather for each microbatch.
+        In a pipeline ZeRO-3 runs as ZeRO-2: otherwise every microbatch would gather parameters.
         """
         if self.data in ("zero2", "zero3"):
             recipe = zero3 if self.data == "zero3" and self.pipeline == 1 else zero2
@@ -105,7 +105,7 @@ class Parallel:
         return model
 
     def optimizer(self, model: torch.nn.Module, kind: Any, **settings: Any) -> Any:
-        """An optimizer of this class, whose states ZeRO-1 shards."""
+        """An optimizer of this class; ZeRO-1 shards its states."""
         if self.data == "zero1" and self.replicas > 1:
             return ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
         return kind(model.parameters(), **settings)

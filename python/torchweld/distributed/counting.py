@@ -1,4 +1,4 @@
-"""CountCollectives: what a step sends, by kind, in numbers and bytes."""
+"""CountCollectives: the number and bytes of a step's collectives, by kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The names of torch's ops, which DDP, FSDP2, DTensor and pipelines all come to, to those of ours.
+# From the names of torch's ops, which DDP, FSDP2, DTensor and pipelines all call, to kinds.
 _KINDS = {
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
@@ -28,12 +28,12 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 class CountCollectives(TorchDispatchMode):
     """A context that counts this process's collectives, of every engine, in both directions.
 
-    A collective's bytes are those of the whole tensor: what an all-gather makes, a reduce-scatter
-    takes, and the others take. What is received is not counted.
+    A collective's bytes are those of the whole tensor: the result of an all-gather, the input of
+    the others. Receives are not counted.
 
     Attributes:
-        calls, bytes: kind ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast",
-            "send") to the sum.
+        calls, bytes: sums by kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
+            "broadcast", "send".
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class CountCollectives(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """So that torch compiles inside of it: a compiled graph's collectives come here as well."""
+        """Let torch compile inside the context: collectives of compiled graphs are counted too."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does on this device's part comes here again
+            return NotImplemented  # its ops on the local part come here again
         result = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES:
             name = func._schema.name.partition("::")[2].strip("_")
@@ -61,6 +61,6 @@ class CountCollectives(TorchDispatchMode):
 
 def _bytes(kind: str, args: Any, result: Any) -> int:
     tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
-    if kind in ("all-gather", "reduce-scatter"):  # the larger of what is taken and what is made
+    if kind in ("all-gather", "reduce-scatter"):  # the larger of input and result
         return max((t.nbytes for t in tensors), default=0)
     return sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))

@@ -1,10 +1,10 @@
-"""`torchweld link`: how fast a group's link is, and which compression pays on it, if any does.
+"""`torchweld link`: how fast a group's link is, and which compression pays on it, if any.
 
-An exchange in which every rank sends b bytes in k rounds takes k * latency + b / bandwidth. What
-DistributedDataParallel exchanges hides behind the backward pass, two thirds of the computation.
-What a 1-bit optimizer exchanges comes after it, and is quantised before; its warm-up averages in
-float32. FSDP2 gathers parameters besides. Time to a loss counts, not bytes: a 1-bit optimizer takes
-as many steps as Adam. Adam on gradients of 1 bit takes more, and by how many nobody can say.
+An exchange in which every rank sends b bytes in k rounds takes k * latency + b / bandwidth.
+DistributedDataParallel's exchange hides behind the backward pass, two thirds of the computation. A
+1-bit optimizer quantises and exchanges after the backward; its warm-up averages in float32. FSDP2
+also gathers parameters. The measure is time to a loss, not bytes: a 1-bit optimizer takes as many
+steps as Adam. Adam on 1-bit gradients takes more steps, and their number cannot be predicted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torchweld.table import Table
 
 BACKWARD = 2 / 3  # of a step's computation
 WARM_UP = 0.2  # of all steps of a 1-bit optimizer
-PAYS = 1.05  # a gain below this is within what steps vary by
-_SECONDS = 0.3  # that an exchange takes for its bandwidth to be measured
+PAYS = 1.05  # a smaller gain is within the variation of steps
+_SECONDS = 0.3  # duration of an exchange that measures bandwidth
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a group of so many ranks exchanges with: bytes a second from each rank, and seconds."""
+    """The link of a group: bytes per second from each rank, and seconds of latency."""
 
     ranks: int
     bandwidth: float
@@ -38,22 +38,22 @@ class Link:
     quantising: float = 0.0  # seconds for each element of a 1-bit exchange
 
     def seconds(self, sent: float, rounds: int) -> float:
-        """What an exchange takes."""
+        """The seconds of an exchange."""
         return rounds * self.latency + sent / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to reduce gradients: what a step sends, and a step's seconds over a whole run."""
+    """One way to reduce gradients: the bytes of a step, and its mean seconds over a whole run."""
 
     name: str
     sent: float
     step: float
-    is_adam: bool = True  # whether Adam reaches the loss in as many steps
+    is_adam: bool = True  # whether it needs as many steps as Adam
 
 
 def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
-    """Ways to reduce gradients of so many parameters, where a step computes for so many seconds."""
+    """Ways to reduce the gradients of `parameters` when a step computes for `computing` seconds."""
     others = link.ranks - 1
     ring = 2 * others / link.ranks
 
@@ -69,7 +69,7 @@ def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
     return [
         plain,
         behind_backward("bfloat16: DDP, bf16_compress_hook", 2),
-        # Half a ring, and parameters in bfloat16, which are gathered twice.
+        # Half a ring, and parameters in bfloat16, gathered twice.
         behind_backward("8 bits: FSDP2, reduce_in_low_precision", (1 + 4 / 256 + 2 * 2) / 2),
         Choice("1 bit: DDP, onebit_hook", bits, frozen, is_adam=False),
         Choice("1 bit: OneBitAdam", bits, WARM_UP * warm + (1 - WARM_UP) * frozen),
@@ -77,7 +77,7 @@ def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
 
 
 def verdict(found: list[Choice]) -> str:
-    """Which of them pays, and by how much."""
+    """Which choice pays, and by how much."""
     plain = found[0]
     best = min((choice for choice in found if choice.is_adam), key=lambda choice: choice.step)
     gain = plain.step / best.step
@@ -87,7 +87,7 @@ def verdict(found: list[Choice]) -> str:
 
 
 def measure(group: Any = None) -> Link:
-    """The link of a group, in some seconds; every rank calls it."""
+    """Measure the link of a group, which takes seconds; every rank calls it."""
     wire = Wire("torchweld link", group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
@@ -95,12 +95,12 @@ def measure(group: Any = None) -> Link:
         message = torch.zeros(wire.size, size, dtype=torch.uint8, device=device)
         found = []
         for _ in range(times):
-            wire.gather(message[0, :8]).wait()  # all are here
+            wire.gather(message[0, :8]).wait()  # a barrier
             began = time.perf_counter()
             received = wire.to_all(message).wait()
             received[-1, -1].item()
             found.append(time.perf_counter() - began)
-        # The same on every rank, and the slowest's.
+        # The slowest rank's numbers, the same on every rank.
         median = torch.tensor([sorted(found)[times // 2]], dtype=torch.float64, device=device)
         return wire.gather(median).wait().max().item()
 
@@ -114,7 +114,7 @@ def measure(group: Any = None) -> Link:
 
 
 def _quantising(device: torch.device) -> float:
-    """Seconds for an element: two quantisations and what comes back, by this process itself."""
+    """Seconds per element on this process: two quantisations and the dequantisation."""
     x = torch.ones(1 << 22, device=device)
     error = torch.zeros_like(x)
     found = []
@@ -127,7 +127,7 @@ def _quantising(device: torch.device) -> float:
 
 
 def show(link: Link, parameters: float, computing: float, batch: int) -> None:
-    """Print what was measured, what follows, and the verdict."""
+    """Print the measurement, the choices and the verdict."""
     print(
         f"{link.ranks} ranks, {link.bandwidth * 8 / 1e9:.3g} Gbit/s from each, "
         f"latency {link.latency * 1e3:.3g} ms; {parameters / 1e6:.4g} M parameters, "
@@ -139,7 +139,7 @@ def show(link: Link, parameters: float, computing: float, batch: int) -> None:
 
 
 def table(found: list[Choice], batch: int) -> Table:
-    """A row for each choice."""
+    """A table with a row for each choice."""
     shown = Table(["gradients", "Adam's loss", "MB a step", "ms a step", "samples/s", "gain"], 2)
     for choice in found:
         shown.add(
@@ -163,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the group that torchrun has started this process in."""
+    """Measure the group in which torchrun started this process."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         print(
             "torchweld link measures a group of two or more: torchrun --nproc-per-node 2 "

@@ -1,7 +1,7 @@
 """FSDP2's reduce-scatter in 8 bits, with the sum in float32.
 
-Each rank quantises what it sends, in blocks with a scale of their own, and adds up in float32 what
-comes in. A sum inside the collective would round after every addition.
+Each rank quantises what it sends, with a scale per block, and sums what it receives in float32. A
+sum inside the collective would round after every addition.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torchweld.errors import ArgumentError
 
 _NAME = "LowPrecisionReduceScatter"
 _FP8 = torch.float8_e4m3fn
-# The magnitude that a block's largest becomes.
+# A block is scaled so that its largest magnitude becomes this.
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 class LowPrecisionReduceScatter:
-    """What FSDPModule.set_custom_reduce_scatter takes; one for each module.
+    """A collective for FSDPModule.set_custom_reduce_scatter; one per module.
 
     Args:
         format: "int8", or "fp8" for float8_e4m3fn.
         block: how many elements share a scale, a float32.
         rounding: "nearest", or "stochastic", which is right on average.
-        feedback: whether to add what was left out to the next gradients; that takes 4 bytes for
+        feedback: whether to add the rounding errors to the next gradients; that takes 4 bytes for
             each element of the module's gradients.
-        seed: of stochastic rounding, which every rank does in its own way.
+        seed: seed of stochastic rounding, which differs between ranks.
 
-    An element of the result is off by at most the sum over ranks of: int8, its block's largest
-    magnitude / 254; fp8, 1/16 of its own magnitude or its block's largest / 2^18.8, whichever is
-    more. Stochastic rounding doubles that. A block with a NaN or an infinity becomes NaN, as a step
-    with it would, and leaves errors as they are. `bytes_sent` counts what this rank has sent.
+    The error of a result's element is at most a sum over ranks. The terms are, for int8, its
+    block's largest magnitude / 254; for fp8, 1/16 of its own magnitude or its block's largest /
+    2^18.8, whichever is more. Stochastic rounding doubles them. A block with a NaN or an infinity
+    becomes NaN and leaves errors unchanged. `bytes_sent` counts what this rank has sent.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LowPrecisionReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Room for what is reduced."""
+        """Allocate a buffer for the reduction."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class LowPrecisionReduceScatter:
         return {"error": self._error, "generator": generator}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over this rank's state; errors of another number of ranks are refused at a call."""
+        """Load this rank's state; a call rejects errors from another number of ranks."""
         self._error = state_dict["error"]
         if state_dict["generator"] is not None:
             device = "cpu" if self._error is None else self._error.device
@@ -135,7 +135,7 @@ class LowPrecisionReduceScatter:
         rows, width = value.shape
         fill = self._blocks(width) * self._block - width
         blocks = torch.nn.functional.pad(value, (0, fill)).view(rows, -1, self._block)
-        largest = blocks.abs().amax(2)  # NaN where there is one
+        largest = blocks.abs().amax(2)  # propagates NaN
         scale = largest / _LARGEST[self._format]
         divisor = torch.where(scale == 0, 1.0, scale).unsqueeze(2)
         fractions = (blocks / divisor).view(rows, -1)[:, :width]
@@ -149,17 +149,17 @@ class LowPrecisionReduceScatter:
         return torch.cat([scale.view(torch.uint8).view(rows, -1), codes.view(torch.uint8)], 1)
 
     def _decoded(self, message: torch.Tensor, width: int) -> torch.Tensor:
-        """The rows that bytes stand for."""
+        """Decode bytes to rows."""
         bytes_of_scales = 4 * self._blocks(width)
         scales, codes = message.split([bytes_of_scales, width], 1)
-        # A copy: a view as wider elements has to begin on their boundary.
+        # Copy: a view as wider elements must be aligned to them.
         scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
         values = codes.view(torch.int8 if self._format == "int8" else _FP8).float()
-        # Where codes have no NaN, the scale has it.
+        # If codes have no NaN, the scale holds it.
         return values * scale.repeat_interleave(self._block, 1)[:, :width]
 
     def _rounded(self, fractions: torch.Tensor, rank: int) -> torch.Tensor:
-        """Numbers that the codes have, the upper neighbour as probable as it is near."""
+        """Round stochastically to numbers that the codes represent."""
         if self._generator is None:
             self._generator = torch.Generator(fractions.device)
             self._generator.manual_seed(self._seed * 65537 + rank)
@@ -177,7 +177,7 @@ def reduce_in_low_precision(
 ) -> list[LowPrecisionReduceScatter]:
     """Give every FSDPModule in a model a LowPrecisionReduceScatter, in the order of modules().
 
-    Arguments are that class's. Returns them, for their bytes and their states.
+    Arguments are those of that class. Returns the instances, for their bytes and states.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -25,9 +25,9 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        parameters, gradients, states: what the rank has of them for the whole of a step.
-        gathered: parameters that FSDP2 has whole beside its shards, at most.
-        activations: saved for the backwards that are under way.
+        parameters, gradients, states: held by the rank throughout a step.
+        gathered: the peak of parameters that FSDP2 holds gathered besides its shards.
+        activations: saved for pending backwards.
     """
 
     parameters: int
@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it: a step's most, but for what single ops need for themselves."""
+        """The peak of a step, except for temporary memory of single ops."""
         return sum(astuple(self))
 
     def show(self) -> None:
@@ -65,22 +65,22 @@ def memory_estimate(
     """What one rank holds in a step.
 
     Args:
-        model: as it is before data parallelism takes it. With "tp" its parameters are this rank's
-            parts already, DTensors by torch's parallelize_module; with "pp" it is the part of this
-            rank. DTensors count as their parts in all strategies.
-        optimizer: of this model's parameters, ours or another; it is not stepped.
+        model: the model before data parallelism wraps it. With "tp" its parameters must already
+            be DTensors made by torch's parallelize_module; with "pp" it is this rank's stage.
+            DTensors count as their local parts in all strategies.
+        optimizer: an optimizer of this model's parameters, from any package; it is not stepped.
         strategy: "ddp", "zero1" (torch's ZeroRedundancyOptimizer), "zero1_rows" (RowSharded),
             "zero2" (FSDP2 that keeps parameters gathered until the backward), "zero3", "tp", "pp".
-        world: ranks that share what the strategy divides.
-        rank: which of them. The first has most, where something does not divide.
+        world: the number of ranks among which the strategy divides.
+        rank: one of them. The first has most if something does not divide evenly.
         example: the model's arguments, a microbatch of one rank; None: no activations are counted.
-            They run forward once, and nothing is kept of them.
-        loss_fn: of the model's result, whose own activations count too.
-        in_flight: microbatches whose activations are kept at a time; None: one, and in 1F1B, which
-            "pp" is taken for, one for each stage from this one on. GPipe has all of them.
+            One forward runs on them, and nothing of it is kept.
+        loss_fn: a function of the model's result, whose activations count too.
+        in_flight: microbatches whose activations are kept at a time; None: one, or with "pp" those
+            of 1F1B, one for each stage from this one on. GPipe keeps all microbatches.
 
     Returns:
-        A Memory. What a selective checkpoint keeps for itself is not in its activations.
+        A Memory. Its activations do not include a selective checkpoint's own storage.
     """
     if strategy not in get_args(Strategy):
         accepted = ", ".join(get_args(Strategy))
@@ -123,7 +123,7 @@ def _bytes(t: torch.Tensor) -> int:
 
 
 def _rows(p: torch.Tensor, world: int, rank: int) -> float:
-    """The part of a parameter that FSDP2 gives a rank: rows, as torch.chunk cuts them."""
+    """The part of a parameter that FSDP2 gives a rank: rows, divided as by torch.chunk."""
     rows = p.shape[0] if p.ndim else 1
     if not rows:
         return 1.0
@@ -132,7 +132,7 @@ def _rows(p: torch.Tensor, world: int, rank: int) -> float:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model: what its lists and dicts of modules have, the outermost ones only."""
+    """The layers of a model: the items of its outermost lists and dicts of modules."""
     found: list[torch.nn.Module] = []
     for child in model.children():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
@@ -143,7 +143,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _gathered(model: torch.nn.Module, strategy: Strategy) -> int:
-    """Of FSDP2 over each layer: all parameters; or the rest, a layer, and the one after it."""
+    """With FSDP2 on each layer: all parameters; or the rest, a layer, and the next layer."""
     whole = sum(map(_bytes, model.parameters()))
     if strategy == "zero2":
         return whole
@@ -159,9 +159,9 @@ def _gathered(model: torch.nn.Module, strategy: Strategy) -> int:
 def _owned(
     optimizer: torch.optim.Optimizer, group: Any, strategy: Strategy, world: int, rank: int
 ) -> list[torch.Tensor]:
-    """The parameters of a group that this rank steps, all of them but in ZeRO-1.
+    """The parameters of a group that this rank steps; all of them except in ZeRO-1.
 
-    There a rank has whole parameters: the largest one goes to whom has least, over all groups.
+    ZeRO-1 assigns whole parameters, the largest first, to the rank that has least so far.
     """
     if strategy != "zero1":
         return group["params"]
@@ -178,7 +178,7 @@ def _owned(
 def _states(
     optimizer: torch.optim.Optimizer, group: Any, params: Iterable[torch.Tensor]
 ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """Each parameter with what the optimizer will keep of it."""
+    """Each parameter with the state that the optimizer will keep for it."""
     kept: dict[Any, Sequence[torch.Tensor]] = {}
     found: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
     for p in params:
@@ -197,7 +197,7 @@ def _states(
 
 
 def _after_a_step(kind: Any, group: Any, p: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What another package's optimizer keeps, found by a step of zeros of that shape."""
+    """The state of another package's optimizer, found by a step on zeros of that shape."""
     zeros = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
     zeros.grad = torch.zeros_like(zeros)
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -208,7 +208,7 @@ def _after_a_step(kind: Any, group: Any, p: torch.Tensor) -> Sequence[torch.Tens
 
 
 def _shared(entry: torch.Tensor, p: torch.Tensor, part: float) -> float:
-    """Bytes of a state's entry on a rank: it is divided as its parameter, or whole everywhere."""
+    """Bytes of a state's entry on a rank: divided as its parameter, or replicated."""
     if is_one(p):
         part *= _bytes(p) / max(p.nbytes, 1)
     return entry.nbytes * part if entry.ndim and entry.shape[0] != 1 else entry.nbytes
@@ -222,13 +222,13 @@ def activations(
     example: tuple[Any, ...],
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> int:
-    """Bytes that a forward saves for its backward, beside parameters and buffers.
+    """Bytes that a forward saves for its backward, besides parameters and buffers.
 
-    What is saved is let go at once, so that measuring takes no more than an op needs. No generator
-    changes; statistics of batch norms do.
+    Saved tensors are released at once, so that measuring takes no more memory than an op needs.
+    Generators do not change; statistics of batch norms do.
     """
     own = (*model.parameters(), *model.buffers())
-    # References keep the names of storages that are gone from being given to others.
+    # References keep the keys of freed storages from being reused.
     seen = {_name(t): StorageWeakRef(_storage(t)) for t in own}
     total = 0
 
@@ -249,7 +249,7 @@ def activations(
                 result = loss_fn(result)
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
-                count(t)  # which the caller holds
+                count(t)  # held by the caller
     return total
 
 

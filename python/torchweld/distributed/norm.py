@@ -1,4 +1,4 @@
-"""grad_norm: the norm of all gradients, of which each process has some or a part."""
+"""grad_norm: the norm of all gradients across processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 def grad_norm(
     parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The norm of the gradients of all devices' parameters; parts of DTensors are parts of one.
+    """The norm of the gradients of all processes' parameters; a DTensor counts once.
 
     Args:
         parameters: this process's, on any meshes.
-        group: processes with other parameters, the stages of a pipeline; None: there are none.
+        group: processes with other parameters, such as the stages of a pipeline; None: no others.
     """
     squares: dict[Any, torch.Tensor | float] = defaultdict(float)
     device: torch.device | None = None

@@ -1,22 +1,22 @@
-"""onebit_hook: DistributedDataParallel's gradients as signs, for any optimizer."""
+"""onebit_hook: DistributedDataParallel's gradients sent as signs, for any optimizer."""
 
 import torch
 
 from torchweld.collectives.all_reduce import OneBitAllReduce
 
-# No postponed annotations in this file: torch compares a hook's with its own classes.
+# No postponed annotations in this file: torch compares a hook's annotations with its classes.
 
 
 def onebit_hook(
     state: OneBitAllReduce, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that averages gradients by their signs, with error feedback.
+    """A communication hook that averages gradients from their signs, with error feedback.
 
         ddp.register_comm_hook(OneBitAllReduce(), onebit_hook)
 
-    Errors belong to parameters, not to buckets, which DistributedDataParallel forms anew after its
-    first step. Buckets are reduced one after another, as they come; `state.state_dict()` belongs
-    into a checkpoint.
+    Errors belong to parameters, not to buckets, which DistributedDataParallel rebuilds after its
+    first step. Buckets are reduced one after another, as they become ready. Save
+    `state.state_dict()` in checkpoints.
     """
     state.reduce_keyed(bucket.gradients(), bucket.parameters())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

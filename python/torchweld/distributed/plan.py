@@ -38,17 +38,19 @@ _ON_HEADS = (nn.BlockSparseAttention, nn.SoftmaxDropout)
 def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
     """A plan for `torch.distributed.tensor.parallel.parallelize_module`.
 
-    It knows transformers made of torchweld.nn's modules, and GPT-2, Llama and BERT of transformers
-    after `torchweld.fuse`, by the names of their layers. Each block's forward and backward have two
-    all-reduces each; with `sequence_parallel` an all-gather and a reduce-scatter for each of them.
+    It recognises, from the names of layers, transformers made of torchweld.nn's modules, and GPT-2,
+    Llama and BERT of transformers after `torchweld.fuse`. Each block has two all-reduces in the
+    forward and two in the backward; `sequence_parallel` replaces each by an all-gather and a
+    reduce-scatter.
 
     Args:
-        model: all of it, or a stage of a pipeline. Its blocks are in a ModuleList or ModuleDict.
-        sequence_parallel: norms, dropouts and additions have a part of the sequence on each device.
-            Lengths are multiples of the number of devices.
+        model: a whole model, or a stage of a pipeline. Its blocks are in a ModuleList or
+            ModuleDict.
+        sequence_parallel: shard the sequence in norms, dropouts and additions. Lengths must be
+            multiples of the number of devices.
 
     Returns:
-        Names of modules to styles.
+        A dict from names of modules to styles.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     found: Plan = {}
@@ -65,7 +67,7 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
         if not name.startswith(within):
             found[name] = style
     if sequence_parallel:
-        # Also of attention's weights, of which devices have heads.
+        # Includes dropout of attention's weights, which are sharded by heads.
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Dropout) and name.startswith(within):
                 found[name] = Dropped(1)
@@ -75,16 +77,16 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
 
 
 def sequence_plan(model: torch.nn.Module) -> Plan:
-    """A plan under which each device has a slice of the sequence, and every parameter whole.
+    """A plan that shards the sequence over devices and replicates every parameter.
 
-    The model is given its slice of the tokens, and their places. Attention is BlockSparseAttention,
-    as a ring; gradients are summed over the devices after each backward.
+    The model's inputs are the device's slice of the tokens, and their positions.
+    BlockSparseAttention runs as a ring. Gradients are summed over devices after each backward.
 
     Args:
         model: any model whose other modules work on rows.
 
     Returns:
-        Names of modules to styles, for `parallelize_module`.
+        A dict from names of modules to styles, for `parallelize_module`.
     """
     found: Plan = {}
     for name, module in model.named_modules():
@@ -100,7 +102,7 @@ def sequence_plan(model: torch.nn.Module) -> Plan:
 
 
 def _blocks(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the blocks that have attention, in order."""
+    """Names of the blocks with attention, in order."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             for key, child in module.named_children():
@@ -108,7 +110,7 @@ def _blocks(model: torch.nn.Module) -> Iterator[str]:
                     yield f"{name}.{key}"
 
 
-# --- Recipes: a module to names inside it, with their styles --------------------------------------
+# --- Recipes: from a module to the names inside it and their styles -------------------------------
 
 
 def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -156,7 +158,7 @@ def _of_mlp(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, A
 
 
 def _of_bert(module: torch.nn.Module, stream: Placement) -> Iterator[tuple[str, Any]]:
-    """A layer's halves end in a dense layer, a dropout, the residual and a norm."""
+    """Both halves of a layer end in a dense layer, a dropout, the residual and a norm."""
     children = _children(module)
     if children.keys() >= {"self", "output"} or children.keys() >= {"intermediate", "output"}:
         if "intermediate" in children:
@@ -174,11 +176,11 @@ _Recipe = Callable[[torch.nn.Module, Placement], Iterator[tuple[str, Any]]]
 _RECIPES: tuple[_Recipe, ...] = (_of_attention, _of_mlp, _of_bert, _of_rows)
 
 
-# --- Before the first block, and after the last one -----------------------------------------------
+# --- Before the first block and after the last one ------------------------------------------------
 
 
 def _around(model: torch.nn.Module) -> Plan:
-    """What all devices compute; vocabularies are cut, unless embedding and head are one tensor."""
+    """Modules outside blocks; vocabularies are sharded unless embedding and head share a tensor."""
     found: Plan = {}
     for name, module in model.named_modules():
         for inner, _ in _of_rows(module, Replicate()):

@@ -1,10 +1,10 @@
-"""Activation checkpointing: what a block saves, and what its backward computes again.
+"""Activation checkpointing: what a block saves, and what its backward recomputes.
 
     checkpoint(block, x, use_reentrant=False, context_fn=selective)
 
-keeps the results of GEMMs, attention and reductions over devices, and computes norms, activations
-and dropouts again, which take one pass over memory each and drop the same elements as before.
-transformers take it too: `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn":
+keeps the results of GEMMs, attention and reductions over devices. It recomputes norms, activations
+and dropouts, which take one pass over memory each and drop the same elements as before.
+transformers accepts it too: `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn":
 selective}`.
 """
 
@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
-# Not batched GEMMs: attention's scores are as large as the square of a sequence.
+# No batched GEMMs: attention's scores grow with the square of the sequence length.
 _GEMMS = {_aten.mm, _aten.addmm, _aten._scaled_mm, torch.ops.mkldnn._linear_pointwise}
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention,
@@ -49,7 +49,7 @@ def save_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it takes random numbers, which what is computed again after it would get instead."""
+    """Whether it draws random numbers: if it were skipped, later recomputed ops would get them."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False
@@ -57,19 +57,19 @@ def _draws(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def selective() -> Any:
-    """The contexts of a checkpoint by save_policy, of its forward and of its recomputation."""
+    """The contexts of a checkpoint with save_policy, for its forward and its recomputation."""
     return create_selective_checkpoint_contexts(save_policy)
 
 
 def recompute(module: torch.nn.Module, keep: bool = False) -> torch.nn.Module:
-    """The module, of which only the input is saved for the backward; what it drops stays dropped.
+    """Wrap a module to save only its input for the backward; dropout masks are reproduced.
 
     Args:
         module: a block, after tensor parallelism and before FSDP2.
-        keep: save what `save_policy` says, too.
+        keep: also save the results that `save_policy` selects.
 
     Returns:
-        A module around it, whose state_dict is its own.
+        A module around it, with the same state_dict.
     """
     context: dict[str, Any] = {"context_fn": selective} if keep else {}
     return checkpoint_wrapper(module, **context)

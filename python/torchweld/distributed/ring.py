@@ -1,8 +1,8 @@
 """ring_attention: each process has a slice of the sequence, and keys and values travel.
 
-A chunk goes to the processes whose queries see something of it by the layout, and to no others.
-Partial results are merged by the log of their sums of exponentials. The backward fetches the chunks
-again, so that no process ever holds more than two slices.
+A chunk is sent only to processes with queries that see some of it under the layout. Partial results
+are merged using the log of their sums of exponentials. The backward fetches the chunks again, so
+that no process ever holds more than two slices.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ def ring_attention(
     balanced: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """block_sparse_attention of a sequence that the processes of a group share.
+    """block_sparse_attention of a sequence sharded over the processes of a group.
 
-    It drops what one process would drop, if all draw the same seed.
+    If all draw the same seed, dropout is that of a single process.
 
     Args:
         q: this process's queries, [batch, heads, length / processes, head_dim].
         k: its keys, [batch, key heads, length / processes, head_dim].
         v: its values.
-        layout: of the whole sequence. Chunks are multiples of its block.
+        layout: the layout of the whole sequence; its block divides the chunks.
         group: the processes; None: all.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
         causal: no query sees a later key.
         key_padding_mask: booleans [batch, length], of the whole sequence; True is ignored.
-        alibi_slopes: [heads] or [batch, heads], float32; a score is lowered by the slope times the
-            distance of its query and key in the whole sequence. They get no gradient.
-        sinks: [heads], for each head the learnt score of a key without a value. The gradient in
-            each process is that of its own queries: the sum over the group is that of the whole.
-        softcap: not 0: scores become softcap * tanh(score / softcap) before anything is added.
-        dropout_p: the probability of a weight to be dropped, where training is true.
+        alibi_slopes: [heads] or [batch, heads], float32; the slope times the distance of query and
+            key in the whole sequence is subtracted from their score. Slopes get no gradient.
+        sinks: [heads], for each head the learnt score of a key without a value. Each process gets
+            the gradient from its own queries; the sum over the group is the whole gradient.
+        softcap: if not 0, scores become softcap * tanh(score / softcap) before anything is added.
+        dropout_p: the probability that a weight is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, the same in every process; None draws one from torch's generator.
-        balanced: of 2p chunks, process i of p has numbers i and 2p-1-i, as `ring_slice` takes them.
-            Under a causal limit all processes then have equal work. False: slices in order.
-        return_lse: return the log of the sum of exponentials too, which is differentiable.
+        balanced: process i of p has chunks i and 2p-1-i of 2p, as `ring_slice` takes them, so that
+            causal attention is equal work for all processes. False: slices in order.
+        return_lse: also return the log of the sum of exponentials, which is differentiable.
 
     Returns:
         A tensor of q's shape and dtype; with `return_lse` also one of [batch, heads, queries].
@@ -110,7 +110,7 @@ def ring_slice(
 ) -> torch.Tensor:
     """This process's slice of a whole sequence, as `ring_attention` takes it.
 
-    `ring_slice(torch.arange(length), 0)` has the places of its tokens.
+    `ring_slice(torch.arange(length), 0)` returns the positions of its tokens.
 
     Args:
         x: a tensor with the whole sequence.
@@ -133,7 +133,7 @@ def _places(count: int, balanced: bool) -> list[tuple[int, ...]]:
 
 
 class _How(NamedTuple):
-    """The arguments that all parts have in common."""
+    """The arguments common to all parts."""
 
     scale: float | None
     padding: torch.Tensor | None
@@ -150,7 +150,7 @@ _Parts = dict[tuple[int, int], BlockLayout]
 def _divided(
     layout: BlockLayout, causal: bool, rank: int, count: int, balanced: bool
 ) -> tuple[list[tuple[int, ...]], _Parts, list[list[int]], list[list[int]]]:
-    """The places, parts and chunks that travel, of a Ring."""
+    """The places, the parts and the travelling chunks of a Ring."""
     layout = layout.causal() if causal else layout
     places = _places(count, balanced)
     chunks = count * len(places[0])
@@ -167,7 +167,7 @@ def _divided(
     }
 
     def seen(by: int, source: int) -> list[int]:
-        """Which of one process's chunks another one sees something of."""
+        """Which chunks of one process are visible to another, at least in part."""
         return [i for i, at in enumerate(places[source]) if any(sees[q][at] for q in places[by])]
 
     others = range(count)
@@ -179,9 +179,10 @@ class Ring(NamedTuple):
 
     Attributes:
         group: the processes.
-        rank: this one's.
+        rank: this process's rank.
         places: the numbers of each process's chunks.
-        parts: of the layout, by the numbers of a chunk of queries, this process's, and of keys.
+        parts: parts of the layout, keyed by the numbers of a local chunk of queries and of a chunk
+            of keys.
         sent: for each process, which of this process's chunks it sees.
         fetched: for each process, which of its chunks this process sees.
     """
@@ -195,13 +196,13 @@ class Ring(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many each process has."""
+        """How many chunks each process has."""
         return len(self.places[0])
 
     def slices(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each source from this process back, with those of its chunks that this process sees.
+        """Yield each source, going backwards from this process, with its chunks visible here.
 
-        All processes take the same steps; while one is taken, the next chunks are on their way.
+        All processes take the same steps; the next chunks travel during a step.
         """
         coming = self._fetch(1, mine)
         yield self.rank, _some(mine, self.fetched[self.rank])
@@ -213,7 +214,7 @@ class Ring(NamedTuple):
             yield (self.rank - step) % len(self.places), came
 
     def _fetch(self, step: int, mine: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Send this process's chunks `step` places on, and receive those from as far back."""
+        """Send this process's chunks `step` ranks ahead, and receive from `step` ranks back."""
         count = len(self.places)
         if step >= count:
             return mine[:0], []
@@ -224,7 +225,7 @@ class Ring(NamedTuple):
     def exchange(
         self, sent: torch.Tensor, target: int, came: torch.Tensor, source: int
     ) -> list[Any]:
-        """Begin to send and to receive, unless there are no chunks."""
+        """Start sending and receiving, unless there are no chunks."""
         operations = []
         for operation, tensor, peer in ((dist.isend, sent, target), (dist.irecv, came, source)):
             if len(tensor):
@@ -278,7 +279,7 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         queries = q.chunk(ring.chunks, 2)
         ys = [torch.zeros(part.shape, dtype=wide, device=q.device) for part in queries]
-        # A sink has no value: the sum of exponentials begins with it.
+        # A sink has no value: it only starts the sum of exponentials.
         first = q.new_tensor(-torch.inf, dtype=wide) if sinks is None else sinks.to(wide)[:, None]
         lses = [first.expand(part.shape[:-1]) for part in queries]
         with torch.autocast(q.device.type, enabled=False):
@@ -314,7 +315,7 @@ class _RingAttention(torch.autograd.Function):
             if source == ring.rank:
                 total[ring.fetched[source]] += made
                 continue
-            user = (2 * ring.rank - source) % len(ring.places)  # as far on as the source is back
+            user = (2 * ring.rank - source) % len(ring.places)  # as far ahead as the source is back
             came = mine.new_empty((len(ring.sent[user]), *mine.shape[1:]))
             for work in ring.exchange(made.to(k.dtype), source, came, user):
                 work.wait()
@@ -336,7 +337,7 @@ def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def _part_backward(
     inputs: Any, grad_y: Any, grad_lse: Any, y: Any, lse: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v of a part; a kernel takes the result and the sum of whole rows."""
+    """Gradients of q, k and v of a part; kernels need the result and the sum of whole rows."""
     backend = choose(_OP, inputs)
     if backend != EAGER:
         wanted = (True, True, True, False)
@@ -387,5 +388,5 @@ def _attend(
 
 
 def _whole(x: torch.Tensor | None) -> torch.Tensor | None:
-    """What every process has; its gradient is a summand of each."""
+    """A replicated tensor; its gradient is the sum of the processes' gradients."""
     return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x

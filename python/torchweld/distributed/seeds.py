@@ -1,4 +1,4 @@
-"""LayerSeeds: each layer drops the same in each microbatch, wherever and whenever that runs."""
+"""LayerSeeds: each layer's dropout in a microbatch is independent of where and when it runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 class LayerSeeds:
     """Seeds torch's generators before each of these layers while the model trains.
 
-    A pipeline runs a layer in another process than the layer before it, and data parallelism a
-    microbatch in another process than the one before that: what both draw from one generator in
-    one process, they would draw from several. Here a draw depends on the seed, the step, the
-    microbatch and the layer's name only. Call `begin` before each step. A PipelineStage has to be
-    given `input_args` and `output_args`: it would find out their shapes by another forward.
+    A single process draws from one generator for all layers and microbatches. Pipelines run layers,
+    and data parallelism runs microbatches, in several processes with several generators. Here a
+    draw depends only on the seed, the step, the microbatch and the layer's name. Call `begin`
+    before each step. Give a PipelineStage `input_args` and `output_args`: otherwise it runs an
+    extra forward to find out their shapes.
 
-    What compiles, or checkpoints and recomputes, belongs inside a layer: `torch.compile(block)` or
-    `recompute(block)` is the layer to hand over.
+    Compilation and checkpointing belong inside a layer: pass `torch.compile(block)` or
+    `recompute(block)` as the layer.
 
     Args:
         layers: names and modules, such as `model.blocks.items()`; names are the same everywhere.
-        seed: of the run.
+        seed: the seed of the run.
     """
 
     def __init__(self, layers: Iterable[tuple[str, torch.nn.Module]], seed: int = 0) -> None:
@@ -32,7 +32,7 @@ class LayerSeeds:
             layer.register_forward_pre_hook(self._hook(name), prepend=True)
 
     def begin(self, step: int, microbatch: int = 0) -> None:
-        """The next forward of each layer is of this step and this microbatch, of all devices'."""
+        """Set the step, and the global number of the microbatch, for each layer's next forward."""
         self._step, self._first = step, microbatch
         self._seen.clear()
 

@@ -1,4 +1,4 @@
-"""Pipelines of torch.distributed.pipelining out of blocks, cut so that all stages cost the same."""
+"""Pipelines of torch.distributed.pipelining from blocks, divided into stages of equal cost."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Name = Literal[
 Costs = Sequence[float] | Callable[[torch.nn.Module], float]
 _ONE_STAGE = ("gpipe", "1f1b")
 _LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
-# The second stage of each rank goes back: the first rank has the first stage and the last.
+# The order of second stages is reversed: the first rank has the first stage and the last.
 _FOLDED = ("zbvzerobubble", "dualpipev")
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What this rank has of a pipeline.
+    """This rank's share of a pipeline.
 
     Attributes:
-        schedule: torch's; `schedule.step(...)` runs a batch forward and backward.
+        schedule: torch's schedule; `schedule.step(...)` runs a batch forward and backward.
         parts: the modules of this rank's stages, for the optimizer.
-        numbers: which stages they are.
-        cuts: of every stage, the blocks that it has.
+        numbers: the numbers of this rank's stages.
+        cuts: the blocks of every stage.
     """
 
     schedule: Any
@@ -77,22 +77,22 @@ def pipeline(
     """Divide a model among the ranks of a group, and make torch's schedule for it.
 
     Args:
-        blocks: the model, from embedding to head: each takes what the one before returns, and a
-            tuple as several arguments. A fused model's blocks are welded already.
+        blocks: the model, from embedding to head. Each block takes the result of the previous one,
+            a tuple as several arguments. Fuse the model first.
         schedule: "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble",
             "zbvzerobubble" or "dualpipev".
-        microbatches: how many a batch is cut into.
-        loss_fn: a microbatch's results and targets to its loss.
+        microbatches: how many a batch is divided into.
+        loss_fn: computes the loss from a microbatch's results and targets.
         example: the first block's arguments, one microbatch of them.
-        costs: of each block, or a function that says them; None: the first rank measures a forward
-            and a backward of each on the example.
-        per_rank: stages that a rank has, in schedules of several: two in those that fold.
-        wrap: what to do to a stage's module first, such as FSDP2's or a checkpoint's wrapper.
-        group: None: all processes.
-        settings: others of the schedule's, such as `scale_grads`.
+        costs: the cost of each block, or a function that returns them; None: the first rank
+            measures a forward and a backward of each on the example.
+        per_rank: stages per rank, for schedules with several; two in schedules that fold.
+        wrap: a wrapper applied to a stage's module first, such as FSDP2 or a checkpoint.
+        group: the processes; None: all.
+        settings: further arguments of the schedule, such as `scale_grads`.
 
     Returns:
-        The Pipeline of this rank. A part's parameters have the names that they have in
+        The Pipeline of this rank. Parameters of its parts are named as in
         torch.nn.Sequential(*blocks).
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -106,7 +106,7 @@ def pipeline(
     parts = [wrap(_Part({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
     device = _device(parts[0], example)
     stages = [
-        # With what goes in and out: torch would find out by a step that draws and counts as others.
+        # Pass inputs and outputs: torch would find them by a step with all side effects.
         pipelining.PipelineStage(
             part,
             number,
@@ -150,7 +150,7 @@ def _stages_of_a_rank(schedule: str, per_rank: int) -> int:
 
 
 class _Part(torch.nn.ModuleDict):
-    """Some blocks in turn, by their numbers in the whole."""
+    """Consecutive blocks, named by their numbers in the whole model."""
 
     def forward(self, *given: Any) -> Any:
         for block in self.values():
@@ -173,15 +173,16 @@ def layer_cuts(
     costs: Costs | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage, of a model that is no row of blocks and drops what a stage lacks.
+    """The layers of each stage, for a model that is not a list of blocks but can skip layers.
 
     Args:
-        layers: the name of the list with the layers; what is before them counts to the first stage
-            and what is after them to the last.
-        count: of stages.
+        layers: the name of the list with the layers; modules before it count for the first stage,
+            modules after it for the last.
+        count: the number of stages.
         example: the model's arguments.
-        costs: of each layer, or a function that says them; None: measured by the first rank.
-        group: None: all processes, if there are several.
+        costs: the cost of each layer, or a function that returns them; None: measured by the first
+            rank.
+        group: the processes; None: all, if there are several.
     """
     blocks = [*model.get_submodule(layers).children()]
     if len(blocks) < count:
@@ -199,9 +200,9 @@ def layer_cuts(
 
 
 def balanced(costs: Sequence[float], count: int) -> tuple[range, ...]:
-    """Cut a row of blocks into stages, the dearest of which is as cheap as can be.
+    """Divide a list of blocks into stages so that the costliest one is as cheap as possible.
 
-    Among those cuts, the one whose stages' squares have the least sum: the others are even too.
+    Ties are resolved by the least sum of squared costs, which evens out the other stages.
     """
     worst, _ = _cut(costs, count, max)
     _, cuts = _cut(costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf)
@@ -211,12 +212,12 @@ def balanced(costs: Sequence[float], count: int) -> tuple[range, ...]:
 def _cut(
     costs: Sequence[float], count: int, add: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value, to which `add` adds each stage's cost, and where its stages end."""
+    """The least value, accumulated by `add` over the stages' costs, and where the stages end."""
     total = [0.0, *itertools.accumulate(costs)]
-    # For each number of blocks: the best way to divide them among the stages so far.
+    # For each number of blocks: the best division into the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(count):
-        ends = range(stage + 1, len(costs) - (count - 1 - stage) + 1)  # a block each for the rest
+        ends = range(stage + 1, len(costs) - (count - 1 - stage) + 1)  # a block for each later one
         best = {
             end: min(
                 (add(value, total[end] - total[start]), (*cuts, end))
@@ -231,9 +232,9 @@ def _cut(
 def measured(
     blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], repeats: int = 3
 ) -> list[float]:
-    """Seconds of a forward and a backward of each block, the median of so many after one more.
+    """Seconds of a forward and a backward of each block: the median of `runs` after a warm-up.
 
-    On copies, one at a time: no statistics change, and no generator.
+    They run on copies, one at a time: statistics and generators do not change.
     """
     return _run_through(blocks, example, repeats + 1)[0]
 
@@ -241,9 +242,9 @@ def measured(
 def _run_through(
     blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], runs: int
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
-    """Seconds of each block; what flows into the first block, out of it, and so on, without data.
+    """Seconds of each block; and the values between blocks on meta, from the first input on.
 
-    Where there is one run only, its time counts; else the first one warms up.
+    A single run counts; otherwise the first one warms up.
     """
     given, found, flow = example, [], [_described(example)]
     for block in blocks:
@@ -267,7 +268,7 @@ def _measured_inside(
 ) -> list[float]:
     """Seconds of each block with the arguments that the model gives it.
 
-    The first has the time before it too, and the last the time after it, thrice that of a forward.
+    The first block includes the time before it, and the last the time after it, as three forwards.
     """
     given: list[Any] = []
     times: list[float] = []
@@ -291,7 +292,7 @@ def _measured_inside(
 
 
 def _time(block: torch.nn.Module, runs: int, args: Any, kwargs: Any) -> tuple[float, Any]:
-    """The median of some runs after the first, which warms up, of a copy; and the result."""
+    """The median of runs of a copy after a warm-up, and the result."""
     block = copy.deepcopy(block)
     seconds, result = [], None
     with torch.random.fork_rng(), torch.enable_grad():
@@ -303,7 +304,7 @@ def _time(block: torch.nn.Module, runs: int, args: Any, kwargs: Any) -> tuple[fl
 
 
 def _there_and_back(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """The block's result; done on the device as well."""
+    """The block's result, once the device has finished it."""
     args, kwargs = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
     result = block(*args, **kwargs)
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -324,7 +325,7 @@ def _agreed(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
-    """The costs of the blocks, and what flows between them; the same on every rank."""
+    """The costs of the blocks, and the values between them; the same on every rank."""
     box: list[Any] = [None]
     if rank == 0:
         found, flow = _run_through(blocks, example, 4 if costs is None else 1)
@@ -337,7 +338,7 @@ def _agreed(
 
 
 def _said(costs: Costs | None, blocks: Sequence[torch.nn.Module]) -> list[float]:
-    """The costs that were given; nothing where they are to be measured."""
+    """The given costs; None if they must be measured."""
     if callable(costs):
         return [*map(costs, blocks)]
     return [] if costs is None else [*costs]

@@ -1,7 +1,7 @@
 """Styles of `parallelize_module` for fused modules, which torch's own styles refuse or gather.
 
-Modules take and return local tensors. What a tensor's part is of the whole is said where an op
-needs to know it: dropout then drops what one process would.
+Modules take and return local tensors. Ops that need the place of a part in the whole tensor are
+told: dropout then drops the same elements as in one process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _local(x: Any) -> Any:
 def _distribute(
     module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[str, torch.Tensor], Placement]
 ) -> None:
-    """Make a module's own parameters DTensors, placed by their names."""
+    """Convert a module's own parameters to DTensors, with placements by name."""
     for name, parameter in module.named_parameters(recurse=False):
         part = distribute_tensor(parameter.detach(), mesh, [place(name, parameter)])
         made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -49,9 +49,9 @@ def _distribute(
 
 
 def _align_gradients(module: torch.nn.Module) -> None:
-    """Place gradients as their parameters are, which optimizers ask for.
+    """Give gradients their parameters' placements, as optimizers require.
 
-    Where devices have summands of one, that is the sum.
+    A partial gradient is summed.
     """
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
@@ -68,12 +68,12 @@ def _replicate(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Rows(ParallelStyle):
-    """Rows of the stream are sharded, the module's parameters are whole on every device.
+    """Shard the rows of the stream, and replicate the module's parameters.
 
-    For norms, dropouts, attention without weights, and whatever else works on rows or heads.
+    For norms, dropouts, attention without weights, and anything else that works on rows or heads.
 
     Args:
-        placement: of the first input, and of all that have as many dimensions.
+        placement: placement of the first input, and of all inputs of the same rank.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -99,10 +99,10 @@ class Rows(ParallelStyle):
 
 
 class Dropped(ParallelStyle):
-    """nn.Dropout of a shard: it draws the mask of the whole tensor, and takes the shard's part.
+    """nn.Dropout of a shard: draw the mask of the whole tensor, and use the shard's part.
 
-    So a model drops what it would drop in one process, and torch's generator goes on as there. The
-    mask costs every device random numbers for the whole tensor.
+    So a model drops the same elements as in one process, and torch's generator advances alike.
+    Every device generates random numbers for the whole tensor.
 
     Args:
         dim: the sharded dimension.
@@ -127,11 +127,11 @@ class Dropped(ParallelStyle):
 
 
 class Gather(ParallelStyle):
-    """The input of several column-parallel layers is gathered once, and its gradient reduced once.
+    """Gather the input of several column-parallel layers once, and reduce its gradient once.
 
     Args:
-        placement: of the module's first input as it comes.
-        name: of that input where it is handed over by name.
+        placement: placement of the module's first input.
+        name: the input's name, if it is passed by name.
     """
 
     def __init__(self, placement: Placement, name: str = "hidden_states") -> None:
@@ -150,12 +150,12 @@ class Gather(ParallelStyle):
 
 
 class Stream(ParallelStyle):
-    """Devices share the sequence from the block that begins it to the one that ends it.
+    """Shard the sequence from the block that begins it to the one that ends it.
 
     Args:
-        begins: go on with this device's part of the input.
+        begins: continue with this device's part of the input.
         ends: gather the output.
-        name: of the input where it is handed over by name.
+        name: the input's name, if it is passed by name.
     """
 
     def __init__(self, begins: bool, ends: bool, name: str = "hidden_states") -> None:
@@ -181,11 +181,11 @@ class Stream(ParallelStyle):
 class AddedAndNormalized(ParallelStyle):
     """The end of a welded post-norm block: norm(dropout(dense(x)) + residual).
 
-    `dense` has a style of its own; this one places the residual and the norm's parameters.
+    `dense` has its own style; this one places the residual and the norm's parameters.
 
     Args:
-        placement: of the stream.
-        name: of the residual where it is handed over by name.
+        placement: placement of the stream.
+        name: the residual's name, if it is passed by name.
     """
 
     def __init__(self, placement: Placement, name: str = "input_tensor") -> None:
@@ -211,14 +211,14 @@ class AddedAndNormalized(ParallelStyle):
 
 
 def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
-    """The arguments with another first one, or another one of this name."""
+    """Replace the first argument, or the one of this name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, name: change(kwargs[name])}
 
 
 class Columns(ColwiseParallel):
-    """ColwiseParallel, also of linear layers with their activation and of transposed weights."""
+    """ColwiseParallel, also for linear layers with an activation and for transposed weights."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -235,7 +235,7 @@ class Columns(ColwiseParallel):
 
 
 class ColumnsOfRows(RowwiseParallel):
-    """RowwiseParallel, also of transposed weights: each device has some of the input's features."""
+    """RowwiseParallel, also for transposed weights: the input's features are sharded."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if is_transposed(module):
@@ -265,12 +265,12 @@ def is_transposed(module: torch.nn.Module) -> bool:
 
 
 class Packed(ParallelStyle):
-    """GPT-2's attention, whose c_attn makes queries, keys and values side by side.
+    """GPT-2's attention, with queries, keys and values side by side in c_attn.
 
-    Each device has its heads of all three: the weight is cut within each third.
+    Each device has its heads of all three: the weight is sharded within each third.
 
     Args:
-        placement: of the input as it comes.
+        placement: placement of the input.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -292,6 +292,6 @@ class Packed(ParallelStyle):
 
 
 def _project(layer: Any, x: Any) -> torch.Tensor:
-    """The layer's features on this device; the gradient of x is a sum over the devices."""
+    """The layer's local features; the gradient of x is summed over the devices."""
     x = x.to_local(grad_placements=[Partial()])
     return torch.nn.functional.linear(x, layer.weight.to_local().T, layer.bias.to_local())

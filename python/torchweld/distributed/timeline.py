@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does when: work, idle time, and overhead, which is neither.
+"""What each rank of a pipeline does when: work, idle time and other overhead.
 
 with record(pipe.schedule) as timeline:
     pipe.schedule.step(...)
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchweld.table import Table
 
-# What an action's kind is called in a picture, and its colour.
+# The label and colour of each kind of action in a picture.
 _SHOWN = {
     "forward": ("forward", "#4c78a8"),
     "full": ("backward", "#f58518"),
@@ -35,7 +35,7 @@ _IDLE, _OVERHEAD = "#eeeeee", "#c44e52"
 class Action(NamedTuple):
     """One call of a stage's module, or of a backward through it.
 
-    `kind` is "forward", "full" for a whole backward, or "input" or "weight" for its parts; times
+    `kind` is "forward", "full" for a whole backward, or "input" or "weight" for its parts. Times
     are seconds of the host's clock.
     """
 
@@ -48,10 +48,10 @@ class Action(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds of a step: at work, waiting for another rank's result, and in between.
+    """Seconds of a step: working, waiting for another rank's result, and overhead.
 
-    Overhead is what passes while a stage could run and does not: transfers, the schedule's own
-    work, other processes on the same cores.
+    Overhead is the time when a stage could run and does not: transfers, the schedule's own work,
+    other processes on the same cores.
     """
 
     busy: float
@@ -61,10 +61,10 @@ class Spent(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The actions of one step on all ranks, from the first one's begin to the last one's end.
+    """The actions of one step on all ranks, from the first begin to the last end.
 
     Attributes:
-        actions: of all ranks, by begin. Empty until `record` ends.
+        actions: those of all ranks, sorted by begin. Empty until `record` ends.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Timeline:
         return min(a.begin for a in self.actions), max(a.end for a in self.actions)
 
     def spent(self) -> dict[int, Spent]:
-        """Where each rank's time goes; the three add up to the step."""
+        """Where each rank's time goes; the three times add up to the step."""
         begin, end = self.span
         found = {}
         for rank, actions in self._by_rank().items():
@@ -86,7 +86,7 @@ class Timeline:
         return found
 
     def _gaps(self, actions: list[Action]) -> list[tuple[float, float, float]]:
-        """Before each action of a rank: when the last one ends, when it could begin, and does."""
+        """For each action of a rank: the previous one's end, its earliest and its actual begin."""
         ready, last, gaps = self._ready, self.span[0], []
         for action in actions:
             gaps.append((last, min(max(last, ready[action]), action.begin), action.begin))
@@ -113,7 +113,7 @@ class Timeline:
 
     @functools.cached_property
     def _ready(self) -> dict[Action, float]:
-        """When what an action needs of another stage is there."""
+        """When an action's input from another stage is ready."""
         forwards = {(a.stage, a.microbatch): a.end for a in self.actions if a.kind == "forward"}
         backwards = {
             (a.stage, a.microbatch): a.end for a in self.actions if a.kind in ("full", "input")
@@ -128,7 +128,7 @@ class Timeline:
         return found
 
     def show(self) -> None:
-        """Print each rank's time, and the bubble beside that of 1F1B."""
+        """Print each rank's times, and the bubble next to that of 1F1B."""
         begin, end = self.span
         table = Table(("rank", "busy ms", "idle ms", "overhead ms", "idle", "overhead"), 1)
         for rank, spent in self.spent().items():
@@ -147,7 +147,7 @@ class Timeline:
         return 1e3 * sum(s.overhead for s in self.spent().values()) / len(self.actions)
 
     def draw(self, path: str | Path) -> None:
-        """A picture of the step, a row for each rank; matplotlib has to be installed."""
+        """Draw the step, with a row for each rank; needs matplotlib."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -188,19 +188,19 @@ class Timeline:
 
 
 def bubble_of(ranks: int, microbatches: int) -> float:
-    """The idle share of GPipe and 1F1B where all stages cost the same: (p-1)/(m+p-1)."""
+    """The idle share of GPipe and 1F1B if all stages cost the same: (p-1)/(m+p-1)."""
     return (ranks - 1) / (microbatches + ranks - 1)
 
 
 @contextmanager
 def record(schedule: Any, group: dist.ProcessGroup | None = None) -> Iterator[Timeline]:
-    """Record one step of a schedule of torch's, on every rank of its group.
+    """Record one step of a torch schedule, on every rank of its group.
 
-    The first step of a schedule makes its buffers: record a later one. On a GPU each action waits
-    for its kernels, so that its time is theirs; what overlaps otherwise does not then.
+    The first step of a schedule allocates its buffers: record a later one. On a GPU each action
+    waits for its kernels, so that its time includes them. This prevents overlap.
 
     Yields:
-        A Timeline, which has all ranks' actions once the context has ended.
+        A Timeline, which has all ranks' actions when the context ends.
     """
     timeline, mine = Timeline(), list[Action]()
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
@@ -218,13 +218,13 @@ def record(schedule: Any, group: dist.ProcessGroup | None = None) -> Iterator[Ti
 
 
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-# What runs the module or its backward, and nothing else of torch's.
+# The methods of torch that run the module or its backward, and nothing else.
 _MODULE = ("forward_maybe_with_nosync", "backward_maybe_with_nosync")
 _WATCHED = (*_CHUNKS, *_MODULE)
 
 
 def _watch(stage: Any, rank: int, note: Callable[[Action], None]) -> None:
-    """Until the methods of the stage are deleted, which uncovers its class's."""
+    """Replace methods of the stage until they are deleted, which restores its class's."""
     microbatch = 0
 
     def number(method: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""ZeRO's stages by torch's engines, with any optimizer: states, gradients, parameters are divided.
+"""ZeRO's stages with torch's engines and any optimizer: shard states, gradients, parameters.
 
     zero1       DDP with torch's ZeroRedundancyOptimizer: a rank has the states of some parameters
     RowSharded  under DDP: a rank has the states of some rows of each parameter, as DTensors
     zero2       FSDP2 that keeps parameters gathered from forward to backward
     zero3       FSDP2
 
-DeepSpeed's stages take torchweld's optimizers as they are: see docs/pipelines-and-memory.md.
+DeepSpeed's stages take torchweld's optimizers directly: see docs/pipelines-and-memory.md.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def zero1(
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """The model under DDP, and an optimizer that steps some of its parameters on each rank.
 
-    What looks at all gradients at once, as max_grad_norm does, sees a rank's own: clip before the
-    step, by torch.nn.utils.clip_grad_norm_, or take RowSharded. Its checkpoints have to be
+    Options that use all gradients at once, such as max_grad_norm, see only the rank's own: clip
+    with torch.nn.utils.clip_grad_norm_ before the step, or use RowSharded. Its checkpoints must be
     consolidated.
 
     Args:
-        optimizer: a class of torchweld.optim's or torch.optim's.
-        settings: the optimizer's.
+        optimizer: a class of torchweld.optim or torch.optim.
+        settings: arguments of the optimizer.
     """
     wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -48,17 +48,18 @@ def zero1(
 
 
 class RowSharded:
-    """Steps rows of each parameter on each rank, under DDP, and gathers what was stepped.
+    """Steps some rows of each parameter on each rank, under DDP, and gathers the results.
 
-    The optimizer's parameters are DTensors, this rank's part of which is memory of the model's own.
-    So its states are sharded DTensors: the norms of LAMB or max_grad_norm are those of whole
-    tensors, states kept in 8 bits do not depend on the number of ranks, and torch's distributed
-    checkpoints reshard them.
+    The optimizer's parameters are DTensors whose local parts are views of the model's memory. So
+    its states are sharded DTensors: the norms of LAMB or max_grad_norm are those of whole tensors,
+    8-bit states do not depend on the number of ranks, and torch's distributed checkpoints can
+    reshard them.
 
     Args:
-        parameters: the model's, the same on all ranks of the mesh, whose gradients DDP averages.
-        make: DTensors to an optimizer of torchweld.optim's.
-        mesh: of one dimension.
+        parameters: the model's parameters, the same on all ranks of the mesh; DDP averages their
+            gradients.
+        make: makes an optimizer of torchweld.optim from DTensors.
+        mesh: a mesh of one dimension.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class RowSharded:
         self.optimizer = make(self._shards)
 
     def _part(self, whole: torch.Tensor) -> DTensor:
-        """Rows of a tensor that all ranks have, in its own memory."""
+        """A DTensor over the rows of a replicated tensor, sharing its memory."""
         rows = _rows_of(whole, self._mesh.size(), self._mesh.get_local_rank())
         return DTensor.from_local(
             rows,
@@ -86,7 +87,7 @@ class RowSharded:
 
     @torch.no_grad()
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The optimizer's step, by way of the scaler where there is one; an all-gather a dtype."""
+        """Step the optimizer, through the scaler if given; then one all-gather per dtype."""
         for whole, shard in zip(self._parameters, self._shards, strict=True):
             shard.grad = None if whole.grad is None else self._part(whole.grad)
         if scaler is None:
@@ -101,7 +102,7 @@ class RowSharded:
 
     def _gather(self, wholes: list[torch.Tensor]) -> None:
         count, rank = self._mesh.size(), self._mesh.get_local_rank()
-        sizes = [_rows_of(whole, count, 0).numel() for whole in wholes]  # the first has most
+        sizes = [_rows_of(whole, count, 0).numel() for whole in wholes]  # the first rank has most
         sent = wholes[0].new_zeros(sum(sizes))
         for piece, whole in zip(sent.split(sizes), wholes, strict=True):
             rows = _rows_of(whole, count, rank).reshape(-1)
@@ -124,26 +125,26 @@ def _at_least_1d(t: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(whole: torch.Tensor, count: int, rank: int) -> torch.Tensor:
-    """A rank's rows, as DTensor cuts them: the last ranks may have fewer, or none."""
+    """A rank's rows, divided as in DTensor: the last ranks may have fewer, or none."""
     whole = _at_least_1d(whole)
     each = -(-whole.shape[0] // count)
     return whole[rank * each : (rank + 1) * each]
 
 
 def zero2(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModule:
-    """FSDP2 over each layer of the model and what is left, with states and gradients sharded.
+    """Apply FSDP2 to each layer and the rest of the model, sharding states and gradients.
 
-    Parameters are sharded between steps; from the forward to the backward they are whole, which
+    Parameters are sharded between steps, but stay gathered from the forward to the backward, which
     saves the second all-gather.
 
     Args:
-        settings: of torch's fully_shard, such as mp_policy.
+        settings: arguments of torch's fully_shard, such as mp_policy.
     """
     return _sharded(model, mesh, reshard=False, **settings)
 
 
 def zero3(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModule:
-    """As zero2; a layer's parameters are whole only while it runs."""
+    """Like zero2, but a layer's parameters are gathered only while it runs."""
     return _sharded(model, mesh, reshard=True, **settings)
 
 

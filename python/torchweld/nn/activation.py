@@ -40,7 +40,7 @@ class GELU(Activation):
 
 
 class QuickGELU(Activation):
-    """x * sigmoid(1.702 x), which CLIP has."""
+    """x * sigmoid(1.702 x), as in CLIP."""
 
     def __init__(self) -> None:
         super().__init__("quick_gelu")
@@ -54,7 +54,7 @@ class ReLU(Activation):
 
 
 class ReLUSquared(Activation):
-    """relu(x) ** 2, which Nemotron has."""
+    """relu(x) ** 2, as in Nemotron."""
 
     def __init__(self) -> None:
         super().__init__("relu2")

@@ -14,13 +14,13 @@ class BlockSparseAttention(torch.nn.Module):
     """Attention of queries to the keys that a layout lets them see.
 
     Args:
-        layout: a BlockLayout of the inputs' lengths; or what makes one of any lengths, such as
-            `functools.partial(BlockLayout.bigbird, block=64)`, which is called once for each pair
-            of lengths.
-        dropout: probability of a weight to be dropped while training.
+        layout: a BlockLayout of the inputs' lengths, or a function that makes one for any lengths,
+            such as `functools.partial(BlockLayout.bigbird, block=64)`. It is called once for each
+            pair of lengths.
+        dropout: probability that a weight is dropped while training.
         causal: the last query sees every key, each one before it one key less.
-        scale: of the scores; None: 1 / sqrt(head_dim).
-        softcap: not 0: scores become softcap * tanh(score / softcap).
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: if not 0, scores become softcap * tanh(score / softcap).
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class BlockSparseAttention(torch.nn.Module):
 class BlockSparseMultiheadAttention(torch.nn.Module):
     """Multi-head attention over a layout, with the parameters of torch.nn.MultiheadAttention.
 
-    It has that module's `state_dict` keys, and it returns a pair as that does, whose second part is
-    None: no weights are made.
+    It has that module's `state_dict` keys. Like that module it returns a pair, but the second
+    element is always None: the weights are never materialised.
 
     Args:
-        embed_dim: of queries and of the output.
-        num_heads: embed_dim is a multiple of them.
+        embed_dim: width of queries and of the output.
+        num_heads: number of heads, a divisor of embed_dim.
         layout: as BlockSparseAttention takes it.
-        dropout: probability of a weight to be dropped while training.
+        dropout: probability that a weight is dropped while training.
         bias: whether the projections add one.
-        kdim, vdim: of keys and of values; None: embed_dim.
+        kdim, vdim: widths of keys and of values; None: embed_dim.
         batch_first: inputs are [batch, length, embed_dim], not [length, batch, embed_dim].
         causal: the last query sees every key, each one before it one key less.
     """
@@ -115,7 +115,7 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             accepted = f"a divisor of embed_dim, {embed_dim}"
             raise ArgumentError(name, "num_heads", repr(num_heads), accepted)
-        # torch's own module says which parameters there are, and what they begin as.
+        # Take the parameters and their initial values from torch's own module.
         like = torch.nn.MultiheadAttention(
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, device=device, dtype=dtype
         )
@@ -132,9 +132,9 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         value: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """The output and None. Without a key it is the query, without a value the key.
+        """Return the output and None. The key defaults to the query, the value to the key.
 
-        `key_padding_mask` are booleans [batch, keys]; True is ignored.
+        `key_padding_mask` is boolean, [batch, keys]; keys where it is True are ignored.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -159,7 +159,7 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
     def _heads(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[batch, heads, length, head_dim] of a projection."""
+        """Project x and split it into heads, [batch, heads, length, head_dim]."""
         if x.ndim != 3:
             accepted = "[batch, length, embed_dim], or with batch_first=False [length, batch, ...]"
             raise ArgumentError(type(self).__name__, "query", f"of {x.ndim} dimensions", accepted)

@@ -1,4 +1,4 @@
-"""Linear layers with batch normalisation and an activation behind them."""
+"""Linear layers followed by batch normalisation and an activation."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
 class LinearBatchNormAct(torch.nn.Module):
     """activation(norm(linear(x))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
 
-    Both stay what they are, with their parameters and buffers: optimizers tell them apart, the norm
-    can be put into evaluation by itself, and torch.nn.SyncBatchNorm.convert_sync_batchnorm takes
-    it. The state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`,
+    Both remain modules with their own parameters and buffers: optimizers can tell them apart, the
+    norm can be put into evaluation by itself, and torch.nn.SyncBatchNorm.convert_sync_batchnorm
+    converts it. The state_dict has `linear.weight`, `linear.bias`, `norm.weight`, `norm.bias`,
     `norm.running_mean`, `norm.running_var` and `norm.num_batches_tracked`. If a subclass replaces
-    one of them (an adapter, a parametrisation, a shard of its own), both are called as they are,
-    and only the fusion is lost. Hooks on the two are not called.
+    one of them (an adapter, a parametrisation, a shard of its own), both are called unfused. Hooks
+    on the two are not called.
 
-    The input is [*, in_features], and every leading dimension is part of the batch. torch's
-    BatchNorm1d takes the second of three dimensions for the channels.
+    The input is [*, in_features], and every leading dimension is part of the batch. By contrast,
+    torch's BatchNorm1d takes the second of three dimensions for the channels.
 
     Args:
         in_features: last size of the input.
         out_features: last size of the output, and the number of channels.
-        bias: whether the linear layer has one. In training the mean takes it out again.
+        bias: whether the linear layer has one. In training, subtracting the mean cancels it.
         eps: added to the variance.
         momentum: as in torch.nn.BatchNorm1d; None: the running statistics are plain averages.
         affine: whether the norm has a weight and a bias.
         track_running_stats: False: evaluation too normalises with the batch's own statistics.
-        process_group: in training the statistics are those of the rows of all its processes, as
-            torch.nn.SyncBatchNorm has them, on the CPU too; torch.distributed.group.WORLD: of all.
-            None: those of this process, or of the norm's own group if it is a SyncBatchNorm.
+        process_group: in training, statistics cover the rows of all its processes, as in
+            torch.nn.SyncBatchNorm, but also on the CPU; torch.distributed.group.WORLD is all
+            processes. None: only this process, or the norm's own group if it is a SyncBatchNorm.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and compute the rest again in the backward.
+        recompute: save only the input, and recompute the rest in the backward.
     """
 
     linear: torch.nn.Linear
@@ -80,7 +80,7 @@ class LinearBatchNormAct(torch.nn.Module):
         norm: torch.nn.BatchNorm1d | torch.nn.SyncBatchNorm,
         **options: Any,
     ) -> LinearBatchNormAct:
-        """Make one that goes on using these two modules; the options are the constructor's."""
+        """Build one around these two modules; the options are the constructor's."""
         made = cls(1, 1, device="meta", **options)
         made.linear, made.norm, made.training = linear, norm, norm.training
         return made
@@ -125,7 +125,7 @@ class LinearBatchNormAct(torch.nn.Module):
 
 
 def counted_momentum(norm: Any) -> float | torch.Tensor:
-    """Count a batch; its momentum, as in torch's _BatchNorm.forward. A tensor compiles once."""
+    """Count a batch; return its momentum, as a tensor so that it compiles only once."""
     if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
         if is_first():
             norm.num_batches_tracked.add_(1)

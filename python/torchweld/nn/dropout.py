@@ -14,7 +14,7 @@ class SoftmaxDropout(torch.nn.Module):
     """Attention probabilities from scores: scale, mask, softmax and dropout in one pass.
 
     Args:
-        p: probability of an element to be dropped while training.
+        p: probability that an element is dropped while training.
         scale: multiplies the scores, 1 / sqrt(head size) in attention.
         causal: the last query sees every key, each one before it one key less.
     """
@@ -40,10 +40,10 @@ class SoftmaxDropout(torch.nn.Module):
 
 
 class BiasDropoutAdd(torch.nn.Module):
-    """residual + dropout(x + bias, p); the caller passes the bias, which the layer before owns.
+    """residual + dropout(x + bias, p); the bias, owned by the previous layer, is an argument.
 
     Args:
-        p: probability of an element to be dropped while training.
+        p: probability that an element is dropped while training.
     """
 
     def __init__(self, p: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class _DropoutAddNorm(torch.nn.Module):
         super().__init__()
         checks.probability(type(self).__name__, p)
         checks.epsilon(type(self).__name__, 0.0 if eps is None else eps)
-        integers = (int, numbers.Integral)  # the latter is NumPy's
+        integers = (int, numbers.Integral)  # the latter for NumPy
         sizes = (normalized_shape,) if isinstance(normalized_shape, integers) else normalized_shape
         self.normalized_shape = tuple([int(size) for size in sizes])
         self.eps = eps
@@ -103,21 +103,21 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
 
         x = norm(attention(x), x)
 
-    One that normalises before it lets the norm at the head of the next layer do the addition that
-    ends this one; with return_residual=True it hands on the residual stream:
+    A block that normalises before it leaves its final addition to the norm at the start of the next
+    layer. With return_residual=True the norm also returns the residual stream:
 
         x, stream = norm(attention(x), stream)
 
     Args:
-        normalized_shape: the last dimensions, over which it is normalised.
-        p: probability of an element of x to be dropped while training.
+        normalized_shape: the last dimensions, which are normalised.
+        p: probability that an element of x is dropped while training.
         eps: added to the variance.
         elementwise_affine: False: neither weight nor bias.
         bias: False: no bias.
         return_residual: return (y, dropout(x, p) + residual).
-        y_dtype: of y; None: as torch.nn.LayerNorm has it, float32 under autocast where a CUDA
-            device or a float32 residual makes it so. A y that only goes to linear layers, as that
-            of a block that normalises first, may as well be of x's dtype.
+        y_dtype: dtype of y; None: as in torch.nn.LayerNorm, so under autocast float32 on CUDA or
+            beside a float32 residual. If y only goes to linear layers, as in blocks that normalise
+            first, x's dtype is as good.
     """
 
     weight: torch.nn.Parameter | None
@@ -162,7 +162,7 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
 class DropoutAddRMSNorm(_DropoutAddNorm):
     """rms_norm(dropout(x, p) + residual), with the parameter of torch.nn.RMSNorm.
 
-    Used as DropoutAddLayerNorm is; eps=None is, as in torch, the machine epsilon.
+    Used like DropoutAddLayerNorm; eps=None is the machine epsilon, as in torch.
     """
 
     weight: torch.nn.Parameter | None

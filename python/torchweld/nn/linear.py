@@ -15,8 +15,8 @@ from torchweld.ops.activation import common as activations
 class LinearAct(torch.nn.Module):
     """activation(x @ weight.T + bias), with the parameters and state_dict keys of torch.nn.Linear.
 
-    It is no torch.nn.Linear: code that replaces or adapts those (LoRA, float8) computes what a
-    linear layer does, and would silently lose the activation.
+    It does not derive from torch.nn.Linear: code that replaces or adapts linear layers (LoRA,
+    float8) would silently lose the activation.
 
     Args:
         in_features: last size of the input.
@@ -24,7 +24,7 @@ class LinearAct(torch.nn.Module):
         bias: whether there is one.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and compute the rest again in the backward.
+        recompute: save only the input, and recompute the rest in the backward.
     """
 
     bias: torch.nn.Parameter | None
@@ -54,7 +54,7 @@ class LinearAct(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear does."""
+        """Initialise as torch.nn.Linear does."""
         torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
@@ -86,7 +86,7 @@ class LinearGELU(LinearAct):
         out_features: last size of the output.
         bias: whether there is one.
         approximate: as in torch.nn.GELU: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and compute the rest again in the backward.
+        recompute: save only the input, and recompute the rest in the backward.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LinearGELU(LinearAct):
 
 
 class _Block(torch.nn.Module):
-    """A block that may be computed again in the backward instead of saving what is inside."""
+    """A block that can be recomputed in the backward instead of saving its intermediates."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class MLP(_Block):
     Args:
         in_features: last size of the input.
         hidden_features: last size between the layers.
-        out_features: last size of the output; None: that of the input.
+        out_features: last size of the output; None: in_features.
         bias: whether the layers have one.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and compute the rest again in the backward.
+        recompute: save only the input, and recompute the rest in the backward.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class MLP(_Block):
 
 
 class GatedMLP(_Block):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), of torch.nn.Linear layers.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), with torch.nn.Linear layers.
 
-    The keys of its state_dict are those of Llama, Mistral, Qwen and Gemma.
+    It has the state_dict keys of Llama, Mistral, Qwen and Gemma.
 
     Args:
         in_features: last size of the input and the output.
@@ -181,7 +181,7 @@ class GatedMLP(_Block):
         bias: whether the layers have one.
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and compute the rest again in the backward.
+        recompute: save only the input, and recompute the rest in the backward.
     """
 
     def __init__(

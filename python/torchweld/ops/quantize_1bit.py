@@ -1,6 +1,6 @@
-"""quantize_1bit, dequantize_1bit, dequantize_mean: signs, scales, and errors that are kept.
+"""quantize_1bit, dequantize_1bit and dequantize_mean: signs, scales and error feedback.
 
-On the GPU the kernels are CUDA C++ only, as all quantisers' are.
+Like all quantisers, they have no Triton kernels: on the GPU they are CUDA C++.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def quantize_1bit(
     x: torch.Tensor, error: torch.Tensor | None = None, *, block: int | None = None
 ) -> Quantized:
-    """The signs of x + error, the scale of each block, and the error that is left.
+    """The signs of x + error, the scale of each block, and the remaining error.
 
-    A block's scale is ||x + error||_2 / sqrt(its elements). What comes back is the scale where
-    x + error >= 0 and minus the scale elsewhere; the new error is x + error minus that. So
-    x + error = dequantised + new error, but for the rounding of the new error.
+    A block's scale is ||x + error||_2 / sqrt(its elements). An element dequantises to the scale
+    where x + error >= 0 and to minus the scale elsewhere. So x + error = dequantised + new error,
+    up to the rounding of the new error.
 
     Args:
         x: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
-        error: what the last call left, of x's shape; float32 or bfloat16.
+        error: the error from the last call, of x's shape; float32 or bfloat16.
         block: how many elements of the flattened tensor share a scale, a multiple of 8; None: all.
 
     Returns:
         bits, uint8, [ceil(elements / 8)]: the first element is the most significant bit of the
         first byte, 1 where x + error >= 0, and bits past the last element are 0; scale, float32,
-        [blocks], of which there is at least one; the new error, of x's shape and error's dtype,
-        float32 without one. A NaN or an infinity makes its block's scale NaN or infinite, and
-        nothing that comes back from that block is finite. No gradient flows.
+        [blocks], at least one; the new error, of x's shape and error's dtype, float32 without one.
+        A NaN or an infinity makes its block's scale NaN or infinite, and so all of the block's
+        dequantised elements. No gradient flows.
     """
     name = "quantize_1bit"
     checks.dense(name, "x", x, _FLOATS)
@@ -58,16 +58,16 @@ def dequantize_1bit(
     block: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What quantize_1bit kept of a tensor.
+    """The tensor that quantize_1bit approximated.
 
     Args:
         bits, scale: from quantize_1bit.
         shape: of the tensor, or its number of elements.
-        block: as it was there.
+        block: as in quantize_1bit.
         dtype: of the result: float32, bfloat16, float16 or float64.
 
     Returns:
-        A tensor of this shape and dtype: its block's scale, or minus the scale.
+        A tensor of this shape and dtype; each element is plus or minus its block's scale.
     """
     name = "dequantize_1bit"
     sizes = [shape] if isinstance(shape, int) else list(shape)
@@ -89,17 +89,17 @@ def dequantize_mean(
     size: int,
     block: int | None = None,
 ) -> Quantized:
-    """The mean of what workers quantised, quantised again: the server's side of a reduction.
+    """The mean of the workers' quantised tensors, quantised again, as a server does in a reduction.
 
     Args:
         bits: uint8, [workers, ceil(size / 8)].
         scale: float32, [workers, blocks].
-        error: what the last call left, [size]; float32 or bfloat16.
+        error: the error from the last call, [size]; float32 or bfloat16.
         size: the number of elements.
-        block: as it was in quantize_1bit.
+        block: as in quantize_1bit.
 
     Returns:
-        bits, scale and the new error of the mean plus error, as from quantize_1bit.
+        bits, scale and the new error of mean + error, as from quantize_1bit.
     """
     name = "dequantize_mean"
     block = _block(name, block, size)
@@ -175,7 +175,7 @@ def _check_bits(
 def quantize_into(
     x: torch.Tensor, error: torch.Tensor | None, new_error: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_1bit that writes the new error, into the old one if that is given for both."""
+    """quantize_1bit, writing the new error; in place if both errors are the same tensor."""
     quantize = quantize_reference if x.dtype == torch.float64 else _QUANTIZE.run
     return quantize(x, error, new_error, block)
 
@@ -188,7 +188,7 @@ def mean_into(
     size: int,
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dequantize_mean that writes the new error."""
+    """dequantize_mean, writing the new error."""
     return _MEAN.run(bits, scale, error, new_error, size, block)
 
 
@@ -196,12 +196,12 @@ def mean_into(
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Of the bits of a byte, the first element's first."""
+    """The values of a byte's bits, the first element's first."""
     return 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
 
 
 def _padded(t: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Flat, with zeros up to a multiple."""
+    """Flatten, and pad with zeros to a multiple."""
     return torch.nn.functional.pad(t.flatten(), (0, -t.numel() % multiple))
 
 
@@ -231,7 +231,7 @@ def quantize_reference(
 def dequantize_reference(
     bits: torch.Tensor, scale: torch.Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """dequantize_1bit in eager torch, also of rows of bits and scales beside each other."""
+    """dequantize_1bit in eager torch; also takes rows of bits and scales."""
     size = math.prod(sizes)
     ones = (bits.unsqueeze(-1) & _weights(bits.device)).ne(0).flatten(-2)[..., :size]
     of_elements = _of_elements(scale, size, block)

@@ -15,18 +15,18 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks of 256 elements as bytes and a scale, in bitsandbytes' dynamic map.
 
-    The first dimension counts rows, and a block lies within a row; a vector is one row. If a row is
-    a multiple of 256, these are the blocks that bitsandbytes makes of the flattened tensor. An
-    element becomes the code of the map's value nearest to element / absmax; of two as near, it is
-    the one of larger magnitude. Zero stays zero.
+    The first dimension counts rows, and a block lies within a row; a vector is one row. If the row
+    length is a multiple of 256, the blocks equal those of bitsandbytes on the flattened tensor. An
+    element becomes the code of the map's value nearest to element / absmax; a tie goes to the
+    larger magnitude. Zero stays zero.
 
     Args:
         x: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
-        signed: whether the map has negative values; without them the sign of x is lost.
+        signed: whether the map has negative values; otherwise the sign of x is lost.
 
     Returns:
         codes, uint8, of x's shape, and absmax, float32, [rows, ceil(elements of a row / 256)]. A
-        NaN or an infinity is its block's absmax, and dequantising such a block gives nothing
+        NaN or an infinity becomes its block's absmax, and no dequantised element of the block is
         finite. No gradient flows.
     """
     checks.dense("quantize_8bit", "x", x, _FLOATS)
@@ -43,11 +43,11 @@ def dequantize_8bit(
     signed: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """A tensor from its codes and absmax, as quantize_8bit made them.
+    """The tensor of these codes and absmax.
 
     Args:
         codes: uint8, from quantize_8bit.
-        absmax: float32, with them.
+        absmax: float32, from the same call.
         signed: as for quantize_8bit.
         dtype: of the result: float32, bfloat16, float16 or float64.
 
@@ -116,7 +116,7 @@ def _thresholds(signed: bool) -> torch.Tensor:
 
 
 # By `signed`: the value of every code, and the bounds between neighbouring magnitudes.
-with torch.device("cpu"):  # whatever the default is where this is imported
+with torch.device("cpu"):  # whatever the default device is at import
     MAPS = {signed: _map(signed) for signed in (True, False)}
     THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
 
@@ -125,7 +125,7 @@ with torch.device("cpu"):  # whatever the default is where this is imported
 
 
 def _places(edges: torch.Tensor) -> torch.Tensor:
-    """The positions of a row's elements among pieces that are padded to blocks."""
+    """The positions of a row's elements when its pieces are padded to blocks."""
     sizes = edges.diff()
     piece = torch.arange(len(sizes), device=edges.device).repeat_interleave(sizes)
     return torch.arange(len(piece), device=edges.device) - edges[piece] + piece * BLOCK
@@ -150,7 +150,7 @@ def _unblocked(blocks: torch.Tensor, shape: torch.Size, edges: torch.Tensor | No
 
 
 def absmax_reference(x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
-    """The absmax of each block, or of each piece of a block that `edges` divide rows into."""
+    """The absmax of each block, or of each piece of a block if `edges` divide the rows."""
     return _blocks(x.float(), edges).abs().amax(2)
 
 
@@ -162,7 +162,7 @@ def quantize_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_8bit in eager torch, without its checks.
 
-    With `edges`, which divide rows into pieces of blocks, `absmax` is that of whole blocks.
+    If `edges` divide rows into pieces of blocks, `absmax` belongs to whole blocks.
     """
     blocks = _blocks(x.float(), edges)
     absmax = blocks.abs().amax(2) if absmax is None else absmax
@@ -179,7 +179,7 @@ def keep_positive(codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     The first moment is divided by the second's root. If two gradients in a block differ by more
     than a factor of 2500, the smaller one's square would round to zero, but not its first moment.
-    Without another gradient a step of lr * moment / eps would follow.
+    A step of lr * moment / eps would follow, unless another gradient came first.
     """
     return torch.where((codes == 0) & (x > 0), 1, codes)
 

@@ -26,20 +26,20 @@ def softmax_dropout(
 ) -> torch.Tensor:
     """dropout(softmax(scores * scale + mask), p) over the last dimension.
 
-    A row that is masked away entirely gives zeros, and zero gradients.
+    A fully masked row gives zeros, and zero gradients.
 
     Args:
         scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
-        mask: broadcasts to scores. Boolean: True takes part, as in
-            torch.nn.functional.scaled_dot_product_attention. Else added, in scores' dtype or
-            float32 under 16-bit scores; one that requires a gradient is added by torch.
-        scale: multiplies the scores; a number that float32 holds, or float64 under float64 scores.
+        mask: broadcasts to scores. If boolean, True takes part, as in
+            torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has scores'
+            dtype, or float32 beside 16-bit scores. torch adds a mask that requires a gradient.
+        scale: factor of the scores; representable in float32, or float64 for float64 scores.
         causal: the last query sees every key, each one before it one key less.
-        p: probability of an element to be dropped, where training is true.
+        p: probability that an element is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of scores in a larger tensor that is sharded only in leading dimensions,
-            since a softmax needs whole rows.
+        shard: the place of scores in a larger tensor, sharded only in leading dimensions, since a
+            softmax needs whole rows.
 
     Returns:
         A tensor of scores' shape and dtype.
@@ -77,7 +77,7 @@ def _visible(scores, whole, offset):
 
 
 def _softmax(scores, mask, scale, causal, whole, offset):
-    """Rows that are masked away are zero; torch's are NaN."""
+    """Softmax with zeros in fully masked rows, where torch's has NaN."""
     z = _masked(scores, mask, scale, causal, whole, offset)
     if mask is None and not causal:
         return torch.softmax(z, -1)
@@ -108,7 +108,7 @@ def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, s
 
 
 def _unsaved(scores, mask, scale, causal, p, seed, whole, offset):
-    """The result is enough if nothing is dropped; the product with the values saves it anyway."""
+    """Save only the result if nothing is dropped: the product with the values saves it anyway."""
     return ("scores", "statistics", "mask") if seed is None else ("y",)
 
 
@@ -136,7 +136,7 @@ def _fake(scores, mask, scale, causal, p, seed, whole, offset):
 
 
 def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
-    """Sums of magnitudes: an error of z is a relative error of the exponential."""
+    """Sums of magnitudes: an absolute error of z is a relative error of its exponential."""
     scores = scores.double()
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     s = _softmax(scores, mask, scale, causal, whole, offset)
@@ -153,8 +153,8 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
     return {"y": drop(relative, p, seed, whole, offset), "grad_scores": inner * abs(scale)}
 
 
-# Masks with every kind of broadcast, queries that see nothing, odd, prime and wide rows, parts of a
-# larger tensor, no rows, no keys.
+# Masks with every kind of broadcast, queries that see nothing, odd, prime and wide rows, shards, no
+# rows, no keys.
 _WHOLE: tuple[list[int], list[int]] = ([], [])
 
 

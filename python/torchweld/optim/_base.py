@@ -1,4 +1,4 @@
-"""What all optimizers share: a step over all parameters at once, and the care of their state."""
+"""The base of all optimizers: a step over all parameters at once, and their state."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchweld.optim._gather import Gathering, gradient
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import layout, local
 
-# Ratios by the norms of parameters and of their steps.
+# Computes ratios from the norms of parameters and of their steps.
 RatiosOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
 _NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
-# Groups that differ only in these step together: each tensor has its own, or they choose nothing.
+# Groups that differ only in these step together: they are per tensor, or have no effect.
 _NO_SETTINGS = {"lr", "maximize", "foreach", "fused", "capturable", "differentiable"}
 
 
 class _Kept:
-    """Hides a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
+    """Hide a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -39,18 +39,18 @@ class _Kept:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer of torch.optim's kind whose step is a torchweld op.
 
-    A subclass names its rule, and says of a group what its moments are called and what the rule's
-    settings are. It comes before the class of torch.optim that it replaces, if there is one.
+    A subclass names its rule, and says for each group the names of its moments and the rule's
+    settings. In the list of bases it precedes the class of torch.optim that it replaces, if any.
 
-    Groups have the keys that torch's have, so that checkpoints of either load into the other: what
-    is asked for besides is kept beside them.
+    Groups have the same keys as torch's, so that checkpoints of either load into the other. Other
+    options are stored outside the groups.
     """
 
-    # GradScaler leaves unscaling, and leaving out a step, to the optimizer.
+    # GradScaler leaves unscaling and skipping of steps to the optimizer.
     _step_supports_amp_scaling = True
-    # Whether gradients may be sparse: they are made dense.
+    # Whether gradients may be sparse; they are converted to dense.
     _takes_sparse = False
-    # The number of the first parameter: more than 0 where others step those before it.
+    # The number of the first parameter; not 0 if another optimizer steps earlier ones.
     _first_number = 0
     # The norm of all gradients before clipping, after a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
@@ -78,7 +78,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         self.max_grad_norm = max_grad_norm
         self._codec = codec
-        self._codecs_of: dict[torch.Tensor, Codec] = {}  # where a group asked for another
+        self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
         super().__init__(params, *args, **kwargs)
         check_apart(type(self).__name__, self.param_groups)
@@ -104,9 +104,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_apart(type(self).__name__, self.param_groups)
 
     def refresh_masters(self) -> None:
-        """Take parameters over as they are: to be called where something else has set them.
+        """Adopt the parameters' current values; call it after something else has set them.
 
-        With master_weights a parameter is rounded from what is kept here, whatever it was set to.
+        With master_weights a step rounds parameters from masters, and would overwrite new values.
         """
         with torch.no_grad():
             for p, state in self.state.items():
@@ -134,23 +134,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group["lr"]
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
-        """What makes the ratios of an adaptive rule, a float64 number for each parameter.
+        """The function that computes an adaptive rule's ratios, a float64 number per parameter.
 
-        It takes the norms of whole parameters, and of what the rule calls their steps. `lr` is one
-        number, or one for each parameter. None: the group's steps have no ratios.
+        It takes the norms of whole parameters, and of their steps as the rule defines them. `lr` is
+        one number, or one per parameter. None: the group's steps have no ratios.
         """
         return None
 
     def _begin_moments(self, state: State) -> None:
-        """Called when a parameter has a moment for the first time, after steps without it."""
+        """Called when a parameter gets a moment after steps without it."""
 
     # --- The step -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, in one pass over the parameters of each dtype and codec.
+        """Take a step, in one pass over the parameters of each dtype and codec.
 
-        `closure`, if there is one, computes the gradients and returns the loss.
+        `closure`, if given, computes the gradients and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -161,21 +161,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _passes(self) -> Iterable[passes.Pass]:
-        """What a step does to its tasks."""
+        """Run the passes of a step."""
         return self._rule().passes
 
     def _exchange(self, kind: passes.Exchange, parts: Iterable[passes.Part]) -> None:
-        """What devices make of the parts of all tasks."""
+        """Combine the parts of all tasks across devices."""
         exchange(kind, parts)
 
     def _tasks(self) -> list[Task]:
-        """What the passes of the step are over."""
+        """The tasks that a step's passes run over."""
         work = self._work()
         factor = self._gradient_factor()
         return [self._task(group, batch, factor) for group, batch in work]
 
     def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
-        """A batch's task, with settings of this group."""
+        """A batch's task with this group's settings."""
         lr = batch.lr
         if not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
@@ -193,13 +193,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [(some.group, batch) for some in self._gatherings() for batch in self._batches(some)]
 
     def _gatherings(self) -> list[Gathering]:
-        """All parameters with a gradient, checked to fit; nothing is changed yet.
+        """Gather all parameters with a gradient and check them, without changing anything.
 
-        Groups of the same settings step together, at learning rates of their own.
+        Groups with the same settings step together, at their own learning rates.
         """
         names = [name for name in self.defaults if name not in _NO_SETTINGS]
         found: dict[Any, Gathering] = {}
-        # Of a group's first parameter among all: the same in every process and run.
+        # The number of a group's first parameter, the same in every process and run.
         number = self._first_number
         for group in self.param_groups:
             lr = self._learning_rate(group)
@@ -209,7 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 key: Any = (*settings, codec)
                 try:
                     hash(key)
-                except TypeError:  # a list, as JSON has it
+                except TypeError:  # a list, from JSON
                     key = (id(group), codec)
                 if key not in found:
                     found[key] = self._new_gathering(group, codec)
@@ -231,7 +231,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return Gathering(type(self).__name__, group, codec, moments, self._takes_sparse)
 
     def _batches(self, gathering: Gathering) -> list[Batch]:
-        """The batches of what is gathered, with states; those that are missing are made."""
+        """The gathered batches, with states; missing ones are created."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
             columns = kind.columns_of(states)
@@ -251,7 +251,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state.update(codec.new_state(p, moments) | state)
 
     def _gradient_factor(self) -> torch.Tensor | None:
-        """What gradients are multiplied by, to undo a loss's scale and to clip their norm."""
+        """The factor of gradients that undoes the loss's scale and clips their norm."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scale is None else 1 / scale
         if self.max_grad_norm is None:
@@ -269,7 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if factor is not None:
             norm = norm * factor
         self.grad_norm = norm
-        # As torch.nn.utils.clip_grad_norm_.
+        # As in torch.nn.utils.clip_grad_norm_.
         clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return clip if factor is None else clip * factor
 
@@ -278,7 +278,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [p.grad for p in params if p.grad is not None]
 
     def _unscale(self) -> None:
-        """Take a loss's scale out of the gradients, as torch's fused steps do."""
+        """Unscale the gradients in place, as torch's fused steps do."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return
@@ -295,10 +295,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- State --------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Take over a saved state: this optimizer's, that of torch.optim's, in any codec.
+        """Load a state of this optimizer, or of its counterpart in torch.optim, in any codec.
 
-        How states are stored stays as this optimizer was made; what is stored in another way is
-        converted. Raises an error, and changes nothing, where the state does not fit.
+        States are converted to this optimizer's codec. Raises an error, and changes nothing, if the
+        state does not fit.
         """
         # After all other hooks.
         hook = self.register_load_state_dict_pre_hook(lambda _, given: self._adopt(given))
@@ -319,7 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     codec, moments = self._codec_of(p), self._moments(groups[-1], p)
                     adopted = codec.adopt(type(self).__name__, p, saved_state[key], moments)
                     states[key] = {name: _kept(name, value) for name, value in adopted.items()}
-        groups += saved_groups[len(groups) :]  # torch says what is wrong with their number
+        groups += saved_groups[len(groups) :]  # torch reports the wrong number
         return state_dict | {"state": states, "param_groups": groups}
 
     def __setstate__(self, state: State) -> None:
@@ -347,7 +347,7 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class OwnOptimizer(FusedOptimizer):
-    """An optimizer that torch.optim has no class for, with the arguments that its classes share."""
+    """An optimizer without a class in torch.optim, with the arguments its classes share."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class OwnOptimizer(FusedOptimizer):
                 raise ArgumentError(name, argument, repr(value), accepted)
         if differentiable:
             raise ArgumentError(name, "differentiable", "True", "False")
-        # Only those that say something are in the groups: checkpoints of others have none of them.
+        # Only options in use are in the groups: checkpoints of others lack these keys.
         habits = {
             "maximize": maximize,
             "foreach": foreach,

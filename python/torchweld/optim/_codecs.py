@@ -1,4 +1,4 @@
-"""How the state of a parameter is kept: which tensors, in which dtypes, and how to convert them."""
+"""How a parameter's state is stored: its tensors, their dtypes, and conversions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ State = dict[str, Any]
 
 
 class Moment(NamedTuple):
-    """What is kept of past gradients: a number for each element, or averages of some shape."""
+    """A moment of past gradients: a number per element, or averages of another shape."""
 
     signed: bool
     shape: torch.Size | None = None
-    # The dimension of the parameter that each dimension of averages is; None: it is averaged over.
+    # For each dimension of the averages, the parameter's dimension; None: it is averaged over.
     dims: tuple[int | None, ...] = ()
 
 
@@ -36,7 +36,7 @@ Moments = Mapping[str, Moment]
 
 
 class Entries(NamedTuple):
-    """The entries of a parameter's state that a step takes."""
+    """The entries of a parameter's state that a step uses."""
 
     master: str | None
     moments: tuple[str, ...]  # numbers or codes
@@ -49,7 +49,7 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec:
-    """What a parameter group says of the storage of its states and parameters."""
+    """How a parameter group stores its states and parameters."""
 
     state_dtype: torch.dtype | str = torch.float32
     master_weights: bool | str = False
@@ -75,9 +75,9 @@ class Codec:
             raise ArgumentError(function, "stochastic_rounding", came, "one of the two")
 
     def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
-        """The dtype of this parameter's moments; uint8 is codes.
+        """The dtype of this parameter's moments; uint8 stands for codes.
 
-        Vectors, small tensors and complex ones keep float32; float64 parameters float64.
+        Vectors, small tensors and complex ones keep float32; float64 parameters keep float64.
         """
         if p.dtype in (torch.float64, torch.complex64, torch.complex128):
             return p.dtype
@@ -92,7 +92,7 @@ class Codec:
         return self.stochastic_rounding and p.dtype == torch.bfloat16
 
     def master_entry(self, p: torch.Tensor) -> str | None:
-        """The entry of the state that completes a 16-bit parameter to float32, if there is one."""
+        """The state's entry that completes a 16-bit parameter to float32, if any."""
         if self.master_weights is False or p.dtype not in (torch.bfloat16, torch.float16):
             return None
         if self.master_weights == REMAINDER and p.dtype == torch.bfloat16:
@@ -100,7 +100,7 @@ class Codec:
         return MASTER
 
     def has(self, state: State, p: torch.Tensor, moments: Moments) -> bool:
-        """Whether all moments are there."""
+        """Whether the state has all moments."""
         return all(name in state for name in self.entries(p, moments).moments)
 
     def entries(self, p: torch.Tensor, moments: Moments) -> Entries:
@@ -110,11 +110,11 @@ class Codec:
         return Entries(self.master_entry(p), names, tuple(name + ABSMAX for name in blocks))
 
     def in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
-        """Whether it is kept as codes; averages never are."""
+        """Whether it is stored as codes; averages never are."""
         return moment.shape is None and self.moment_dtype(p) == torch.uint8
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
-        """No steps, zero moments, and the master or the remainder."""
+        """A new state: no steps, zero moments, and the master or the remainder."""
         state: State = {STEP: torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, moment in moments.items():
             if self.in_blocks(p, moment):
@@ -129,17 +129,17 @@ class Codec:
         return state
 
     def adopt(self, function: str, p: torch.Tensor, saved: State, moments: Moments) -> State:
-        """A saved state, of this codec or another, as this one keeps it.
+        """Convert a saved state of any codec to this one.
 
-        What is kept in the same way already stays as it is, bit for bit. Raises ArgumentError where
-        the state does not fit.
+        Entries in the right form are kept bit for bit. Raises ArgumentError if the state does not
+        fit.
         """
         known = {STEP, MASTER, REMAINDER}
         # torch's flat checkpoints have an empty dict where they lack an entry.
         saved = {key: v for key, v in saved.items() if v is not None and not _is_empty_dict(v)}
         if not saved:
             return {}
-        # torch's SGD has a state after its first step, and does not count; others count in ints.
+        # torch's SGD has a state after its first step but no count; others count in ints.
         state: State = {STEP: _as_step(saved.get(STEP, 1.0))}
         for name, moment in moments.items():
             value = _saved_moment(function, p, saved, name, moment)
@@ -170,7 +170,7 @@ class Codec:
             state[name] = value.to(self.moment_dtype(p))
 
     def _add_master(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
-        """Add the master or the remainder; `value` is the parameter in full."""
+        """Add the master or the remainder; `value` is the parameter in full precision."""
         entry = self.master_entry(p)
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
@@ -186,7 +186,7 @@ def _is_empty_dict(value: Any) -> bool:
 
 
 def _as_step(step: Any) -> torch.Tensor:
-    """A number of steps, in a dtype that kernels count in."""
+    """A number of steps, in the dtype in which kernels count."""
     if not isinstance(step, torch.Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return step if step.dtype in (torch.float32, torch.float64) else step.float()

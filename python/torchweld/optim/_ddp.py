@@ -1,4 +1,4 @@
-"""DistributedDataParallel beside an optimizer that averages gradients: never both of them."""
+"""Keep DistributedDataParallel from averaging gradients that an optimizer averages itself."""
 
 import gc
 import weakref
@@ -11,12 +11,12 @@ from torchweld.errors import ArgumentError
 
 
 def leave_gradients(function: str, ddp: torch.nn.Module) -> None:
-    """Let it average no gradients."""
+    """Stop it from averaging gradients."""
     if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
         accepted = "a torch.nn.parallel.DistributedDataParallel"
         raise ArgumentError(function, "ddp", f"a {type(ddp).__name__}", accepted)
 
-    # Here, since a torch without torch.distributed lacks the class. Its annotations are no strings:
+    # Not at the top: torch without torch.distributed lacks the class. Annotations are no strings:
     # torch compares them with its own classes.
     def leave(
         state: object, bucket: torch.distributed.GradBucket
@@ -33,7 +33,7 @@ def check_attached(
 ) -> None:
     """Check that no DistributedDataParallel averages these parameters' gradients as well.
 
-    Nothing leads from a parameter to it, so this looks through all objects, once.
+    A parameter has no reference to it, so this searches all objects, once.
     """
     ours, known = set(map(id, params)), {id(ref()) for ref in attached}
     wrapper = torch.nn.parallel.DistributedDataParallel

@@ -11,9 +11,9 @@ from torchweld.ops.optimizer.passes import Exchange, Part
 
 
 def exchange(kind: Exchange, parts: Iterable[Part]) -> None:
-    """Make the sum or the largest of each part's numbers over all devices, in place.
+    """Reduce each part's numbers over all devices, in place, to their sum or maximum.
 
-    One reduction for all parts that the same devices share.
+    Parts shared by the same devices take one reduction.
     """
     alike: dict[object, list[Part]] = {}
     for part in parts:
@@ -26,7 +26,7 @@ def exchange(kind: Exchange, parts: Iterable[Part]) -> None:
 
 
 def _along(part: Part) -> tuple[int, ...]:
-    """The dimensions of the mesh whose devices have other parts; replicas have the same."""
+    """The mesh's dimensions whose devices hold different parts; replicas hold the same."""
     placements = part.param.placements  # type: ignore[attr-defined]
     shards = (sharded_dim(placement) for placement in placements)
     return tuple(at for at, dim in enumerate(shards) if dim is not None and dim in part.dims)
@@ -37,7 +37,7 @@ def _reduce(kind: Exchange, parts: list[Part]) -> None:
     if not along:
         return
     mesh = parts[0].param.device_mesh  # type: ignore[attr-defined]
-    # To where the mesh's devices communicate: parts of states on the host are not there.
+    # Move parts of states on the host to where the mesh communicates.
     flat = torch.cat([part.here.flatten() for part in parts]).to(mesh.device_type)
     for at in along:
         operation = getattr(torch.distributed.ReduceOp, kind.value)

@@ -1,4 +1,4 @@
-"""Which parameters step together, and what of their state goes along with them."""
+"""Which parameters step together, with which entries of their states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweld.optim._shards import is_one, layout, local
 
 
 class _Columns:
-    """A batch, and its lists by the entries of the state that they come from."""
+    """A batch, with its lists keyed by entries of the state."""
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
@@ -39,13 +39,13 @@ class _Columns:
 
 
 class Kind:
-    """Parameters of one shape, dtype and device, which are alike in all that a step asks."""
+    """Parameters of one shape, dtype and device, which a step treats alike."""
 
     def __init__(self, p: torch.Tensor, codec: Codec, moments: Moments, columns: _Columns) -> None:
         self.params: Tensors = []
         self.grads: Tensors = []
-        self.numbers: list[int] = []  # only where parameters are rounded by them
-        self.lrs: list[float] = []  # only where they differ
+        self.numbers: list[int] = []  # only for stochastic rounding
+        self.lrs: list[float] = []  # only if they differ
         self.moments, self.entries = moments, columns.of.keys()
         self._device, self._shape = p.device, p.shape
         self.is_complex, self.is_shared = p.is_complex(), is_one(p)
@@ -60,7 +60,7 @@ class Kind:
 
     @property
     def is_split(self) -> bool:
-        """Whether other devices have parts of its rows."""
+        """Whether its rows are split across devices."""
         return self._split is not None
 
     def lacks_entries(self, state: State) -> bool:
@@ -68,7 +68,7 @@ class Kind:
         return not self.entries <= state.keys()
 
     def columns_of(self, states: list[State]) -> dict[str, Tensors] | None:
-        """The entries that the step needs, of all states; None if a state lacks one."""
+        """The entries that the step needs, from all states; None if a state lacks one."""
         columns = {
             name: [state[name] for state in states if name in state] for name in self.entries
         }
@@ -76,8 +76,8 @@ class Kind:
         return columns if complete else None
 
     def gather(self, function: str, states: list[State], columns: dict[str, Tensors]) -> None:
-        """Add all parameters, with these entries of their states, to the batch they step with."""
-        # Counts lie where the step runs, so that nothing waits; torch's may be saved on the CPU.
+        """Add all parameters and these entries of their states to their batch."""
+        # Counts are on the step's device, so that nothing waits; torch may save them on the CPU.
         for at, step in enumerate(columns[STEP]):
             if step.device != self._device:
                 states[at][STEP] = columns[STEP][at] = step.to(self._device)
@@ -110,9 +110,9 @@ class Kind:
 
 
 class Gathering:
-    """Parameters of groups of the same settings, by kind; and in batches, by device, dtype, codec.
+    """Parameters of groups with equal settings, by kind, then in batches by device, dtype, codec.
 
-    A model has hundreds of parameters of a few kinds. What a kind shares is asked once.
+    A model has hundreds of parameters of a few kinds. A kind's common facts are looked up once.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Gathering:
         return self._kinds.values()
 
     def batches(self) -> list[Batch]:
-        """Once all kinds are gathered."""
+        """Build the batches once all kinds are gathered."""
         batches = [columns.filled() for columns in self._columns.values()]
         for batch in batches:
             batch.lr = batch.lrs or self._lr
@@ -204,17 +204,17 @@ class Gathering:
 
 
 def _sort(p: torch.Tensor) -> object:
-    """What parameters of subclasses have in common if they are stored alike."""
+    """A key that parameters of subclasses share if they are stored alike."""
     return (type(p), layout(p), type(local(p.detach())))
 
 
 def real(t: torch.Tensor) -> torch.Tensor:
-    """This device's part, as real numbers."""
+    """The local part, as real numbers."""
     return torch.view_as_real(local(t)) if t.is_complex() else local(t)
 
 
 def gradient(g: torch.Tensor) -> torch.Tensor:
-    """This device's part of a gradient, as real numbers: dense, with nothing left to compute."""
+    """The local part of a gradient, as real numbers: dense, with no pending operations."""
     g = local(g)
     dense = g if g.layout is torch.strided else g.to_dense()
     return real(dense.resolve_conj().resolve_neg())

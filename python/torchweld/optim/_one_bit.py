@@ -1,9 +1,9 @@
-"""What the 1-bit optimizers share: a warm-up, and from then on momentum that travels as bits.
+"""The base of the 1-bit optimizers: a warm-up, then momentum exchanged as bits.
 
 In the warm-up gradients are averaged over the group and the step is LAMB's op, with ratios or
-without. Then second moments freeze. Every process mixes its own gradient into the momentum, which
-is common to all, and the mean of these is exchanged as signs and kept as such. The step is LAMB's
-again, with moments that it leaves as they are: its betas are 1.
+without. Then second moments freeze. Every process mixes its own gradient into the common momentum.
+The mean of these momenta is exchanged and stored as signs. The step is LAMB's op again, with betas
+of 1, which leave the moments unchanged.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from torchweld.optim._params import Group
 
 AVG, SQUARE = "exp_avg", "exp_avg_sq"
 BITS, SCALE, WORKER, SERVER = "exp_avg_bits", "exp_avg_scale", "worker_error", "server_error"
-# Entries of a group: steps taken, and whose errors a state has, [rank, ranks].
+# Entries of a group: steps taken, and the owner of a state's errors, [rank, ranks].
 TAKEN, OWNER = "steps_taken", "errors_of"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BUCKET = 1 << 24  # elements of gradients that are averaged at once
+_BUCKET = 1 << 24  # elements of gradients averaged at once
 
 
 class _LeftOut(Exception):  # noqa: N818
-    """A rank found an infinity in its scaled gradients: every rank leaves the step out."""
+    """A rank found an infinity in its scaled gradients: every rank skips the step."""
 
 
 class OneBitOptimizer(OwnOptimizer):
-    """An optimizer that averages by itself what processes find; see OneBitAdam."""
+    """An optimizer that averages over processes itself; see OneBitAdam."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class OneBitOptimizer(OwnOptimizer):
             accepted = "None: after the warm-up no process has the mean gradient"
             raise ArgumentError(name, "max_grad_norm", repr(others["max_grad_norm"]), accepted)
         self._wire, self._error_dtype = Wire(name, group), error_dtype
-        self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []  # until no rank can fail
+        self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []  # pending until no rank can fail
         self._attached: list[weakref.ref[Any]] = []
         self._is_checked = False
         super().__init__(params, defaults, **others)
@@ -87,7 +87,7 @@ class OneBitOptimizer(OwnOptimizer):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the warm-up is over, for the step that comes next."""
+        """Whether the warm-up is over for the next step."""
         first = self.param_groups[0]
         return first[TAKEN] >= first["freeze_step"]
 
@@ -117,9 +117,9 @@ class OneBitOptimizer(OwnOptimizer):
                 raise ArgumentError(name, "params", f"with one of {p.dtype}", accepted)
 
     def attach(self, ddp: torch.nn.Module) -> None:
-        """Let a DistributedDataParallel leave its gradients as they are: they are averaged here.
+        """Stop a DistributedDataParallel from averaging gradients: they are averaged here.
 
-        To be called before its first backward pass.
+        Call it before the first backward pass.
         """
         _ddp.leave_gradients(type(self).__name__, ddp)
         self._attached.append(weakref.ref(ddp))
@@ -131,9 +131,9 @@ class OneBitOptimizer(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, which all processes of the group take together.
+        """Take a step, together with all processes of the group.
 
-        Raises CollectiveError on every process, and changes no parameter and no state, where a
+        Raises CollectiveError on every process, and changes no parameter and no state, if a
         gradient is not finite, shapes or steps differ, or a process is gone.
         """
         loss = None
@@ -144,13 +144,13 @@ class OneBitOptimizer(OwnOptimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             _ddp.check_attached(type(self).__name__, params, self._attached)
             self._is_checked = True
-        self._unscale()  # ranks may have scales of their own
+        self._unscale()  # ranks may have different scales
         self.grad_scale = None
         try:
             super().step()
         except _LeftOut:
             return loss
-        except ArgumentError:  # the others wait
+        except ArgumentError:  # the others are waiting
             self._wire.failed(self.param_groups[0]["params"][0].device)
             raise
         finally:
@@ -186,7 +186,7 @@ class OneBitOptimizer(OwnOptimizer):
         return [Part(g, p, ()) for g, p in zip(batch.grads, batch.wholes, strict=True)]
 
     def _mix_gradients(self, task: Task) -> Iterable[Part]:
-        """The momentum that this process would have by its own gradient."""
+        """The common momentum with this process's own gradient mixed in."""
         batch, beta1 = task.batch, task.settings[0]
         sign = 1.0 if task.grad_factor is None else float(task.grad_factor)
         task.handed_on = []
@@ -196,7 +196,7 @@ class OneBitOptimizer(OwnOptimizer):
         return [Part(m, p, ()) for m, p in zip(task.handed_on, batch.wholes, strict=True)]
 
     def _keep_momentum(self, task: Task) -> Iterable[Part]:
-        """No rank can fail any more: what was exchanged becomes the state."""
+        """Commit the exchanged momenta to the state: no rank can fail any more."""
         for p, packed, errors in self._owed:
             state = self.state[p]
             freeze(state)
@@ -221,12 +221,12 @@ class OneBitOptimizer(OwnOptimizer):
         return ()
 
     def _find_frozen_ratios(self, task: Task) -> None:
-        """For a rule with ratios, once the momentum is there."""
+        """Called for rules with ratios when the momentum is ready."""
 
     # --- Momentum and exchanges ---------------------------------------------------------------
 
     def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
-        """The momentum that all processes have, as a new float32 tensor."""
+        """The common momentum, as a new float32 tensor."""
         state = self.state[p]
         if AVG in state:
             return state[AVG].clone()
@@ -253,7 +253,7 @@ class OneBitOptimizer(OwnOptimizer):
         return Status.READY if found_inf is None or not found_inf.item() else Status.SKIPS
 
     def _average(self, grads: Sequence[torch.Tensor]) -> None:
-        """The mean gradients, in place."""
+        """Average gradients in place."""
         status = self._status()
         if status is Status.READY and grads and not sum_of_squares(grads).isfinite():
             status = Status.NOT_FINITE
@@ -276,7 +276,7 @@ class OneBitOptimizer(OwnOptimizer):
                 g.copy_(mean.view(g.shape))
 
     def _compress(self, parts: Sequence[Part]) -> None:
-        """The mean momenta, in place; what becomes of the state waits."""
+        """Average momenta in place; the state changes later."""
         self._owed = self._reduce([(part.param, part.here) for part in parts])
         for part, (_, packed, _) in zip(parts, self._owed, strict=True):
             part.here.copy_(packed.dequantize().view(part.here.shape))
@@ -284,7 +284,7 @@ class OneBitOptimizer(OwnOptimizer):
     def _reduce(
         self, owned: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[tuple[torch.Tensor, Packed, Errors]]:
-        """The means of tensors, each with the parameter whose state has its errors."""
+        """Average tensors, each with the parameter whose state has its errors."""
         states = [self.state[p] for p, _ in owned]
         errors = [Errors(state.get(WORKER), state.get(SERVER)) for state in states]
         tensors, dtype = [t for _, t in owned], self._error_dtype
@@ -300,7 +300,7 @@ class OneBitOptimizer(OwnOptimizer):
     def whole_state_dict(self) -> State:
         """A state for any number of processes, the same on all of them: a collective.
 
-        A state_dict() has this process's errors: it is for the same process of as many.
+        A state_dict() has only this process's errors: it needs the same rank and number of ranks.
         """
         saved = self.state_dict()
         states = [state for _, state in sorted(saved["state"].items()) if WORKER in state]
@@ -340,7 +340,7 @@ class OneBitOptimizer(OwnOptimizer):
         return adopted
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """How many bytes each entry of the state takes, per element of the parameters."""
+        """Bytes of each entry of the state, per element of the parameters."""
         count = sum(p.numel() for p in self.state)
         found: dict[str, float] = {}
         for state in self.state.values():
@@ -353,8 +353,8 @@ class OneBitOptimizer(OwnOptimizer):
 def freeze(state: State) -> None:
     """End the warm-up of a parameter.
 
-    Where no gradient ever was, its second moment becomes infinite, and the step zero: bits have no
-    zero for the momentum, and eps would be all that it is divided by.
+    Elements without any gradient get an infinite second moment, so that their step is zero: bits
+    cannot store a momentum of zero, which would be divided by eps only.
     """
     if state.pop(AVG, None) is not None:
         state[SQUARE].masked_fill_(state[SQUARE] == 0, torch.inf)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer takes: each once, each with memory of its own."""
+"""Checks of an optimizer's parameters: no duplicates, no shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Group = dict[str, Any]
 
 
 def drop_duplicates(group: Group) -> None:
-    """Keep one of each parameter that a group has twice, which torch has warned of."""
+    """Drop duplicates from a group; torch has warned about them."""
     first = {p: i for i, p in reversed(list(enumerate(group["params"])))}
     if len(first) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
@@ -22,7 +22,7 @@ def drop_duplicates(group: Group) -> None:
 
 
 class _Memory(NamedTuple):
-    """Where a tensor's elements lie, those between them included: bytes of a device."""
+    """The range of bytes on a device that a tensor spans, gaps included."""
 
     device: str
     begin: int
@@ -31,10 +31,10 @@ class _Memory(NamedTuple):
 
 
 def check_apart(function: str, groups: Sequence[Group]) -> None:
-    """Check that no two parameters share memory, which threads would write to side by side."""
+    """Check that no two parameters share memory, to which threads would write concurrently."""
     params = [p for group in groups for p in group["params"]]
     memories = sorted(filter(None, (_memory(i, p) for i, p in enumerate(params))))
-    together: list[_Memory] = []  # each begins before an earlier one ends
+    together: list[_Memory] = []  # overlapping ranges
     end = -1
     for memory in memories:
         if together and memory.device == together[0].device and memory.begin < end:
@@ -59,7 +59,7 @@ def _memory(number: int, p: torch.Tensor) -> _Memory | None:
 
 
 def _check_elements(function: str, params: list[torch.Tensor], together: list[_Memory]) -> None:
-    """Element by element: columns of one matrix lie between each other and share none."""
+    """Compare element by element: interleaved columns of a matrix share no memory."""
     if len(together) < 2:
         return
     begin, end = together[0].begin, max(memory.end for memory in together)

@@ -1,4 +1,4 @@
-"""Where parameters lie in whole tensors: stochastic rounding draws its bits by that."""
+"""The places of parameters in whole tensors, from which stochastic rounding derives its bits."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class _Part(NamedTuple):
     """A device's part of a tensor."""
 
     sizes: torch.Size
-    first: int | None  # element of the whole; None where the part has gaps
+    first: int | None  # element of the whole; None if the part has gaps
 
 
 _ARGUMENT = "a parameter with stochastic_rounding"
 
 
 def check_dtype(function: str, p: torch.Tensor) -> None:
-    """Check that p can be rounded, or need not be."""
+    """Check that p can be rounded stochastically, or needs no rounding."""
     if p.dtype == torch.float16:
         accepted = "bfloat16, or float32, which is not rounded"
         raise ArgumentError(function, _ARGUMENT, "of float16", accepted)
 
 
 def check_part(function: str, p: torch.Tensor) -> None:
-    """Check that the part of p, a DTensor, that this device has is without gaps."""
+    """Check that the local part of p, a DTensor, has no gaps."""
     part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
     if part.first is None or part.sizes != here:
         shards = p.placements  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def check_part(function: str, p: torch.Tensor) -> None:
 
 
 def offset_of(p: torch.Tensor, number: int) -> torch.Tensor:
-    """The offset of p, the optimizer's parameter of this number, as a step takes it."""
+    """The rounding offset of p, the optimizer's parameter of this number."""
     if not is_one(p):
         return _offset(number, 0, p.shape)
     first = _part(p.shape, p.device_mesh, p.placements).first  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""8-bit blocks of sharded parameters, whose rows are split across devices and blocks into pieces.
+"""8-bit blocks of sharded parameters, with rows split across devices and blocks into pieces.
 
-Blocks lie within rows of the whole tensor, so the absmax of a block is that of all its pieces. Each
-device that has a part of a row keeps the absmax of all blocks of the row. They are replicated over
-these devices, and sharded as the parameter over devices that have other rows.
+Blocks lie within rows of the whole tensor, so a block's absmax covers all of its pieces. Each
+device with a part of a row keeps the absmax of all the row's blocks. Absmaxes are replicated over
+these devices, and sharded like the parameter over devices with other rows.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torchweld.ops.quantize_8bit import (
 from torchweld.optim._exchanges import exchange
 from torchweld.optim._shards import from_part, local, placements
 
-# The dimensions of a parameter that its absmax has; the blocks of a row are none of them.
+# The parameter's dimension for each dimension of its absmax; a row's blocks have none.
 ABSMAX_DIMS = (0, None)
 
 
 def split_rows(p: torch.Tensor, device: torch.device | None = None) -> SplitRows | None:
-    """How the rows of p are split; None where this device has whole rows.
+    """How the rows of p are split; None if this device has whole rows.
 
-    Tensors are on the device of p if none is named.
+    Tensors are on the device of p unless another one is given.
     """
     if not is_one(p):
         return None
@@ -45,14 +45,14 @@ def split_rows(p: torch.Tensor, device: torch.device | None = None) -> SplitRows
 
 
 def absmax_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The absmax of all blocks of p, from the part of this device."""
+    """The absmax of all blocks of p as a DTensor, from the local part."""
     if not is_one(p):
         return part
     return from_part(p, part, placements(p, ABSMAX_DIMS), scales_shape(p.shape))
 
 
 def check_blocks(function: str, p: torch.Tensor) -> None:
-    """Check that this device has the part of rows that the placements say."""
+    """Check that the local part of rows is the one that the placements imply."""
     split, part = split_rows(p), local(p)
     if split is not None and part.numel() != len(part) * split.width:
         came = f'"8bit" for a part of shape {list(part.shape)} of a parameter of {list(p.shape)}'
@@ -73,7 +73,7 @@ def zeros(p: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize(
     p: torch.Tensor, part: torch.Tensor, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and absmax of this device's part of a moment of p, from its values."""
+    """Codes and absmax of the local part of a moment of p, from its values."""
     split = split_rows(p, part.device)
     if split is None:
         return quantize_8bit(part.float().contiguous(), signed=signed)
@@ -87,7 +87,7 @@ def quantize(
 def dequantize(
     p: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, signed: bool
 ) -> torch.Tensor:
-    """What `quantize` kept."""
+    """The values that `quantize` stored."""
     split = split_rows(p, codes.device)
     if split is None:
         return dequantize_8bit(codes, absmax, signed=signed)
@@ -98,7 +98,7 @@ def dequantize(
 def _split_rows(
     shape: torch.Size, mesh: Any, shards: tuple[Any, ...], device: torch.device
 ) -> SplitRows | None:
-    """Copied to a device once, which the host waits for."""
+    """Copy it to a device once; the host waits for the copy."""
     if not any(sharded_dim(shard) for shard in shards):
         return None
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""Sharded parameters: a step runs on this device's part, and state is sharded as they are."""
+"""Sharded parameters: a step runs on the local part, and states are sharded alike."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torchweld.errors import ArgumentError
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """This device's part."""
+    """The local part."""
     return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
 
 
 def is_sharded(p: torch.Tensor) -> bool:
-    """Whether devices have different parts of it."""
+    """Whether devices hold different parts of it."""
     return is_one(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, sharded as p, from this device's part."""
+    """A DTensor, sharded as p, from the local part."""
     return from_part(p, part, p.placements, p.shape) if is_one(p) else part  # type: ignore[attr-defined]
 
 
 def from_part(
     p: torch.Tensor, part: torch.Tensor, placements: Sequence[Any], shape: torch.Size
 ) -> torch.Tensor:
-    """The whole tensor of this shape, on the devices of p, a DTensor, from this device's part."""
+    """A DTensor of this shape on the mesh of p, a DTensor, from the local part."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
     mesh = p.device_mesh  # type: ignore[attr-defined]
     if part.device.type not in (mesh.device_type, "meta"):
-        # On the host, beside the mesh's devices: from_local would move it there.
+        # The part is on the host; from_local would move it to the mesh's device.
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(shape, stride, part.dtype)
@@ -47,7 +47,7 @@ def from_part(
 def zeros_of(
     p: torch.Tensor, shape: torch.Size, dims: Sequence[int | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros whose dimensions are those of p, sharded as they are, or have one element."""
+    """Zeros, with each dimension either p's, sharded alike, or of size 1."""
     part = local(p.detach())
     if not is_one(p):
         return part.new_zeros(shape, dtype=dtype)
@@ -56,7 +56,7 @@ def zeros_of(
 
 
 def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
-    """The placements of a tensor with these dimensions of p, a DTensor; None is one of its own."""
+    """Placements of a tensor with these dimensions of p, a DTensor; None: not one of p's."""
     from torch.distributed.tensor import Replicate
 
     def of_dim(placement: Any) -> Any:
@@ -68,7 +68,7 @@ def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:
-    """Check that the gradient is sharded as its parameter, which is no sum over devices."""
+    """Check that the gradient is sharded as its parameter, which must not be partial."""
     assert p.grad is not None
     came, accepted = layout(p.grad), layout(p)
     if any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
@@ -80,5 +80,5 @@ def check_gradient(function: str, p: torch.Tensor) -> None:
 
 
 def layout(t: torch.Tensor) -> object:
-    """What all tensors have in common that the same devices share in the same way."""
+    """A key common to all tensors that the same devices share in the same way."""
     return (t.device_mesh, t.placements) if is_one(t) else t.device  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Adafactor, as torch has it and as transformers has it."""
+"""Adafactor, in torch's and in transformers' version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweld.optim._gather import Gathering
 
 
 def _average(p: torch.Tensor, *dims: int | None) -> Moment:
-    """Averages with these dimensions of p; None is one that is averaged over and kept."""
+    """Averages with these dimensions of p; None is a dimension averaged over and kept as size 1."""
     shape = [1 if dim is None else p.shape[dim] for dim in dims]
     return Moment(False, torch.Size(shape), dims)
 
@@ -43,9 +43,9 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
     """torch.optim.Adafactor: a matrix's second moment from its rows' and columns' averages.
 
     Args:
-        params, lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor's; foreach
-            is accepted and chooses nothing.
-        master_weights, stochastic_rounding, max_grad_norm: as Adam's.
+        params, lr, beta2_decay, eps, d, weight_decay, maximize: as in torch.optim.Adafactor;
+            foreach is accepted and has no effect.
+        master_weights, stochastic_rounding, max_grad_norm: as in Adam.
     """
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
@@ -79,9 +79,9 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
 
     Args:
         params, lr, eps, clip_threshold, decay_rate, beta1, weight_decay, scale_parameter,
-            relative_step, warmup_init: as transformers.Adafactor's.
-        others: maximize, foreach, fused, capturable, as torch.optim's; master_weights,
-            stochastic_rounding, max_grad_norm, as Adam's.
+            relative_step, warmup_init: as in transformers.Adafactor.
+        others: maximize, foreach, fused, capturable, as in torch.optim; master_weights,
+            stochastic_rounding, max_grad_norm, as in Adam.
     """
 
     def __init__(

@@ -29,26 +29,26 @@ class Adam(_AdamStep, torch.optim.Adam):
     """torch.optim.Adam, in one pass over memory, with states of 32 to 8 bits.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable: as torch.optim.Adam's;
-            foreach and fused are accepted and choose nothing, differentiable has to be False.
-        state_dtype: of the moments: torch.float32, torch.bfloat16 or "8bit", for each group.
-        master_weights: for 16-bit parameters. False: they are all there is. True: float32 masters,
-            which parameters are rounded from. "remainder": of bfloat16 parameters, the 16 bits that
-            complete them to float32, with the same trajectory as masters.
-        stochastic_rounding: of bfloat16 parameters without masters: steps that are too small for
-            the nearest number to change count on average. Nothing is drawn from torch's generators:
-            a step rounds by its number, the parameter's and the element's, on every rank alike.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable: as in torch.optim.Adam;
+            foreach and fused are accepted and have no effect, differentiable must be False.
+        state_dtype: dtype of the moments: torch.float32, torch.bfloat16 or "8bit"; per group.
+        master_weights: for 16-bit parameters. False: no masters. True: float32 masters, from which
+            parameters are rounded. "remainder": for bfloat16 parameters, the 16 bits that complete
+            them to float32, with the same trajectory as masters.
+        stochastic_rounding: for bfloat16 parameters without masters: steps too small to change the
+            nearest number still count on average. Nothing is drawn from torch's generators: the
+            rounding depends only on the numbers of step, parameter and element, on every rank.
         min_quantized_size: smaller tensors, and vectors, keep float32 moments.
-        max_grad_norm: gradients are used as torch.nn.utils.clip_grad_norm_ would have clipped them;
-            `grad_norm` is their norm before, as a tensor.
+        max_grad_norm: gradients are used as if clipped by torch.nn.utils.clip_grad_norm_;
+            `grad_norm` is their norm before clipping, as a tensor.
 
-    A gradient that is not finite goes the way it does in torch, but for 8-bit moments: such an
-    element is skipped and its moments start anew.
+    A gradient that is not finite has the same effect as in torch, except with 8-bit moments: then
+    the element is skipped and its moments are reset.
     """
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
     """torch.optim.AdamW, in one pass over memory, with states of 32 to 8 bits.
 
-    Takes what Adam takes; weight_decay is 0.01 unless it is given.
+    Takes Adam's arguments; weight_decay defaults to 0.01.
     """

@@ -1,11 +1,11 @@
-"""States of bitsandbytes' 8-bit optimizers: a run that began with one goes on with the other.
+"""Conversion of states from and to bitsandbytes' 8-bit optimizers, to continue a run.
 
     optimizer.load_state_dict(convert.from_bitsandbytes(saved, optimizer))
     theirs.load_state_dict(convert.to_bitsandbytes(optimizer))
 
-bitsandbytes' blocks are 256 elements of a tensor, whatever its rows are; here they lie within rows.
-Where the rows are multiples of 256 elements that is the same, and nothing is rounded. Elsewhere
-codes are made anew, which a warning says.
+bitsandbytes' blocks are 256 consecutive elements of a tensor; here blocks lie within rows. If rows
+are multiples of 256 elements, these are the same and nothing is rounded. Otherwise values are
+quantised again, with a warning.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import ABSMAX, CODES, Moment, State
 from torchweld.optim._shards import is_one
 
-# Where bitsandbytes puts what FSDP is not to touch.
+# The key under which bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
-    """What `optimizer` can load of the state of a bitsandbytes optimizer with the same rule.
+    """Convert a bitsandbytes optimizer's state for `optimizer`, which has the same rule.
 
-    Moments that are codes there become what `optimizer` keeps: codes or floating-point numbers.
-    Raises ArgumentError where the state does not fit the optimizer's parameters.
+    Codes become what `optimizer` stores: codes or floating-point numbers. Raises ArgumentError if
+    the state does not fit the optimizer's parameters.
     """
     states, groups, again = {}, [], 0
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -57,10 +57,10 @@ def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
 
 
 def to_bitsandbytes(optimizer: FusedOptimizer) -> State:
-    """What a bitsandbytes optimizer with the same rule can load of this one's state.
+    """Convert this optimizer's state for a bitsandbytes optimizer with the same rule.
 
-    Moments that are no codes stay as they are, which it takes as the 32-bit states they are. It has
-    no masters: parameters go on from how they are rounded.
+    Moments that are not codes stay unchanged, as bitsandbytes' 32-bit states. It has no masters:
+    parameters continue from their rounded values.
     """
     saved = optimizer.state_dict()
     states, groups, again = {}, [], 0
@@ -90,7 +90,7 @@ def _same_blocks(p: torch.Tensor) -> bool:
 def _read(
     state: State, name: str, moment: Moment, p: torch.Tensor, given: State, number: int
 ) -> bool:
-    """Into `state`; whether its codes are others than those that were given."""
+    """Write a moment into `state`; return whether it was quantised again."""
     codes = given.get(f"state{number}")
     if not isinstance(codes, torch.Tensor) or codes.shape != p.shape:
         came = "nothing" if codes is None else f"of shape {list(codes.shape)}"
@@ -113,7 +113,7 @@ def _read(
 def _write(
     state: State, number: int, moment: Moment, p: torch.Tensor, kept: State, name: str
 ) -> bool:
-    """Into `state`; whether its codes are others than those that are kept."""
+    """Write a moment into `state`; return whether it was quantised again."""
     if name in kept:
         state[f"state{number}"] = kept[name].float()
         return False

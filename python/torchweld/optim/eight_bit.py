@@ -13,7 +13,7 @@ from torchweld.optim.adam import Adam, AdamW
 from torchweld.optim.lamb import LAMB
 from torchweld.optim.lion import Lion
 
-# What bitsandbytes takes and there is one answer to here.
+# Arguments of bitsandbytes that have only one accepted value here.
 _ONLY: dict[str, Any] = {
     "optim_bits": 32,
     "args": None,
@@ -46,8 +46,8 @@ class AdamW8bit(_EightBit, AdamW):
 class LAMB8bit(_EightBit, LAMB):
     """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
 
-    max_unorm has to be its default, 1: a tensor's step is at most lr times as long as the tensor,
-    as LAMB's steps are without a trust_clip.
+    max_unorm must be its default, 1: a tensor's step is at most lr times as long as the tensor, as
+    in LAMB without a trust_clip.
     """
 
     _only = _ONLY | {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}

@@ -18,20 +18,20 @@ from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
 class LAMB(OwnOptimizer):
     """LAMB (You et al. 2020): Adam's step, weight decay included, at each tensor's own scale.
 
-    A tensor p moves by lr * |p| / |u| * u, where u is Adam's direction and weight_decay * p; where
-    either norm is zero, by lr * u. Norms are those of the whole tensor, sharded or not.
+    A tensor p moves by lr * |p| / |u| * u, where u is Adam's direction plus weight_decay * p, or by
+    lr * u if either norm is zero. Norms are those of the whole tensor, sharded or not.
 
     Args:
-        params, lr, betas, eps, weight_decay: as torch.optim.AdamW's.
-        bias_correction: whether moments are scaled up for their start at zero.
-        grad_averaging: whether a gradient comes into the first moment by 1 - beta1, or as it is.
-        trust_clip: the least and the largest |p| / |u| that is used; DeepSpeed's are (0.01, 10).
+        params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        bias_correction: whether moments are corrected for their start at zero.
+        grad_averaging: whether a gradient enters the first moment times 1 - beta1, or unscaled.
+        trust_clip: bounds of |p| / |u|, least and largest; DeepSpeed's are (0.01, 10).
         always_adapt: whether parameters without weight decay are adapted too; Apex has False, and
             max_grad_norm=1.0.
-        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
+        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
+            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
 
-    An infinite gradient leaves its tensor where it is, but for elements that become NaN.
+    An infinite gradient leaves its tensor unchanged, except for elements that become NaN.
     """
 
     def __init__(

@@ -11,18 +11,18 @@ from torchweld.optim.sgd import SgdStep
 
 
 class LARS(SgdStep, OwnOptimizer):
-    """LARS (You et al. 2017): SGD whose gradients are brought to each tensor's own scale.
+    """LARS (You et al. 2017): SGD with gradients rescaled to each tensor's own scale.
 
     The gradient of a tensor p, weight decay included, is multiplied by
-    trust_coefficient * |p| / (|g| + weight_decay * |p| + eps) before it comes into the momentum;
-    where either norm is zero it is left as it is. Norms are those of whole tensors, sharded or not.
+    trust_coefficient * |p| / (|g| + weight_decay * |p| + eps) before it enters the momentum;
+    it is unchanged if either norm is zero. Norms are those of whole tensors, sharded or not.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov: as torch.optim.SGD's.
-        trust_coefficient, eps: of the ratio.
-        clip: whether lr times the ratio is at most lr: Apex's LARC, as it is by default there.
-        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
+        params, lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
+        trust_coefficient, eps: constants of the ratio.
+        clip: whether lr times the ratio is at most lr, as by default in Apex's LARC.
+        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
+            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
     """
 
     def __init__(

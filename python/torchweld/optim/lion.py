@@ -17,12 +17,12 @@ class Lion(OwnOptimizer):
     """Lion (Chen et al. 2023): steps of lr in the direction of a momentum's sign.
 
     Args:
-        params: parameters, or groups of them, as torch.optim takes them.
+        params: parameters, or groups of them, as in torch.optim.
         lr: the size of a step; a tenth of AdamW's is usual.
-        betas: of the momentum that a step follows, and of the one that is kept.
-        weight_decay: decoupled, as AdamW's; ten times AdamW's is usual.
-        others: maximize, foreach, fused, capturable, as torch.optim's; state_dtype, master_weights,
-            stochastic_rounding, min_quantized_size, max_grad_norm, as Adam's.
+        betas: decay rates of the momentum that a step follows, and of the one that is stored.
+        weight_decay: decoupled, as in AdamW; ten times AdamW's is usual.
+        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
+            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Learning rates for large batches: scaled with the batch size, reached in a warm-up, then decayed.
+"""Learning rates for large batches: scaled with the batch size, warmed up, then decayed.
 
-Schedulers of torch.optim.lr_scheduler's kind, for any optimizer; step() is called once a batch.
+They work like torch.optim.lr_scheduler's, with any optimizer; call step() once per batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Scaled(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The rate that each group began with, times the factor of this step."""
+        """Each group's initial rate times the factor of this step."""
         return [lr * self._factor(self.last_epoch) for lr in self.base_lrs]
 
     def _factor(self, step: int) -> float:
@@ -70,14 +70,14 @@ class LinearScaling(_Scaled):
 
     Args:
         optimizer: its learning rates are those for a batch of base_batch_size.
-        batch_size: of all devices and accumulated steps together.
-        base_batch_size: that the learning rates are meant for.
-        warmup_steps: in which the rate rises linearly, from warmup_start of the scaled one.
-        total_steps: where it ends at 0, after a polynomial decay from the end of the warm-up. None:
-            it stays as it is.
-        power: of the decay: 1 is linear, as BERT was trained with LAMB, 2 quadratic, as ResNet-50
-            with LARS.
-        last_epoch: the number of steps taken, to go on from, as torch's schedulers have it.
+        batch_size: over all devices and accumulated steps together.
+        base_batch_size: the batch size that the learning rates are meant for.
+        warmup_steps: steps of a linear rise from warmup_start times the scaled rate.
+        total_steps: the step at which the rate reaches 0, after a polynomial decay from the end of
+            the warm-up. None: no decay.
+        power: exponent of the decay: 1 is linear, as for BERT with LAMB; 2 is quadratic, as for
+            ResNet-50 with LARS.
+        last_epoch: the number of steps taken before, as in torch's schedulers.
     """
 
     exponent = 1.0
@@ -86,7 +86,7 @@ class LinearScaling(_Scaled):
 class SqrtScaling(_Scaled):
     """A learning rate in proportion to the batch size's square root (You et al. 2020), as for LAMB.
 
-    Takes what LinearScaling takes.
+    Takes LinearScaling's arguments.
     """
 
     exponent = 0.5

@@ -10,28 +10,28 @@ from torchweld.optim._one_bit import OneBitOptimizer
 
 
 class OneBitAdam(OneBitOptimizer):
-    """1-bit Adam (Tang et al. 2021): Adam whose momentum travels, and is kept, as bits.
+    """1-bit Adam (Tang et al. 2021): Adam whose momentum is exchanged and stored as bits.
 
     For `freeze_step` steps gradients are averaged in float32 and the step is Adam's. Then second
-    moments stay as they are, and processes average their momenta by signs with error feedback.
+    moments are frozen, and processes average their momenta as signs with error feedback.
     A step is p - lr * (m / (sqrt(v) + eps) + weight_decay * p).
 
     The optimizer averages gradients itself. Under DistributedDataParallel call attach(ddp) before
-    the first backward pass; the first step refuses a model that would be averaged twice. Without a
-    process group it is the same algorithm in one process.
+    the first backward pass; the first step refuses a model whose gradients would be averaged twice.
+    Without a process group it is the same algorithm in one process.
 
     Args:
-        params, lr, betas, eps, weight_decay: as torch.optim.AdamW's; there is a default for none of
-            the warm-up's length in the paper: take 15 to 25 % of all steps, past the lr's warm-up.
-        freeze_step: how many steps the warm-up has.
-        bias_correction: whether moments are scaled up for their start at zero; DeepSpeed does not.
-        group: a process group; None: the default one, or this process by itself.
-        error_dtype: of the errors: torch.float32 or torch.bfloat16.
-        others: maximize, foreach, fused, capturable, as torch.optim's; master_weights and
-            stochastic_rounding, as AdamW's.
+        params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        freeze_step: the number of warm-up steps. The paper has no default: take 15 to 25 % of all
+            steps, and more than the warm-up of lr.
+        bias_correction: whether moments are corrected for their start at zero; not in DeepSpeed.
+        group: a process group; None: the default group, or only this process.
+        error_dtype: dtype of the errors: torch.float32 or torch.bfloat16.
+        others: maximize, foreach, fused, capturable, as in torch.optim; master_weights and
+            stochastic_rounding, as in AdamW.
 
-    An element without any gradient in the warm-up does not move after it. Steps with a GradScaler
-    are left out on all processes together. `bytes_sent` counts what this process has sent.
+    An element without any gradient in the warm-up does not move after it. With a GradScaler, all
+    processes skip a step together. `bytes_sent` counts the bytes this process has sent.
     """
 
     def __init__(

@@ -16,27 +16,27 @@ from torchweld.optim._base import RatiosOf
 from torchweld.optim._one_bit import AVG, BITS, SCALE, OneBitOptimizer, freeze
 from torchweld.optim._params import Group
 
-# Entries of a state: the average of the warm-up's ratios, the factor of the last step, what makes
-# momenta alike in size before they share a scale, and second moments that go on.
+# Entries of a state: the average of the warm-up's ratios, the factor of the last step, the
+# normalisation of momenta before they share a scale, and second moments that keep being updated.
 COEFF, FACTOR, SCALING, FRESH = "ratio_average", "last_factor", "scaling", "exp_avg_sq_fresh"
 
 
 class OneBitLAMB(OneBitOptimizer):
-    """1-bit LAMB (Li et al. 2021): LAMB whose momentum travels, and is kept, as bits.
+    """1-bit LAMB (Li et al. 2021): LAMB whose momentum is exchanged and stored as bits.
 
     For `freeze_step` steps gradients are averaged in float32 and the step is LAMB's; an average of
-    its ratios is kept. Then second moments stay as they are, and processes average all momenta as
-    one tensor by signs with error feedback. A tensor's ratio is the average times a factor. The
-    factor compares the frozen second moments with ones that go on, made of gradients that follow
-    from the momenta.
+    its ratios is kept. Then second moments are frozen, and processes average all momenta as one
+    tensor of signs with error feedback. A tensor's ratio is the average times a factor. The factor
+    compares the frozen second moments with fresh ones, updated with gradients reconstructed from
+    the momenta.
 
     Args:
         params, lr, betas, eps, weight_decay, freeze_step, bias_correction, group, error_dtype,
-            others: as OneBitAdam's.
+            others: as in OneBitAdam.
         trust_clip: the least and the largest ratio of the warm-up.
-        coeff_beta: how slowly the average of ratios changes.
+        coeff_beta: decay rate of the average of ratios.
         factor_clip: the least and the largest factor.
-        factor_threshold: by what part a factor may differ from that of the step before.
+        factor_threshold: the largest relative change of a factor from one step to the next.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class OneBitLAMB(OneBitOptimizer):
             "factor_clip": factor_clip,
             "factor_threshold": factor_threshold,
         }
-        self._momenta: dict[torch.Tensor, torch.Tensor] = {}  # of the step under way
+        self._momenta: dict[torch.Tensor, torch.Tensor] = {}  # of the current step
         self._previous: dict[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, defaults, **others)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As OneBitAdam.step."""
+        """Take a step as OneBitAdam does."""
         try:
             return super().step(closure)
         finally:
@@ -100,7 +100,7 @@ class OneBitLAMB(OneBitOptimizer):
         beta = self.param_groups[0]["coeff_beta"]
         for p, ratio in zip(task.batch.wholes, task.ratios, strict=True):
             before = self.state[p].get(COEFF, torch.zeros_like(ratio))
-            # A ratio of 1 may stand for one that is not defined.
+            # A ratio of 1 may stand for an undefined one.
             average = beta * before + (1 - beta) * ratio
             self.state[p][COEFF] = torch.where(ratio == 1, before, average)
         return ()
@@ -126,7 +126,7 @@ class OneBitLAMB(OneBitOptimizer):
         square: torch.Tensor,
         settings: Sequence[Any],
     ) -> torch.Tensor:
-        """The average ratio, times the factor of this step."""
+        """The average ratio times the factor of this step."""
         group, state = self.param_groups[0], self.state[p]
         beta1, beta2, eps, decay, *_ = settings
         gradient = (momentum - self._previous.pop(p) * beta1) / (1 - beta1)
@@ -164,7 +164,7 @@ class OneBitLAMB(OneBitOptimizer):
             part.here.copy_(momentum.view(part.here.shape) / s)
 
     def _scaling(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What makes momenta alike in size, by their size at the end of the warm-up."""
+        """Factors that equalise momenta, from their size at the end of the warm-up."""
         states = [self.state[p] for p in params]
         if SCALING not in states[0]:
             momenta = [state[AVG].double() for state in states]

@@ -27,7 +27,7 @@ class SgdStep(FusedOptimizer):
         return SgdSettings(momentum, dampening, weight_decay, group["nesterov"])
 
     def _begin_moments(self, state: State) -> None:
-        # The first gradient in a momentum is undampened: steps are the momentum's.
+        # The first gradient enters a momentum undampened: count the momentum's own steps.
         state["step"].zero_()
 
 
@@ -35,20 +35,20 @@ class SGD(SgdStep, torch.optim.SGD):
     """torch.optim.SGD, in one pass over memory, with a momentum of 32 to 8 bits.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD's;
-            foreach and fused are accepted and choose nothing, differentiable has to be False.
-            Sparse gradients are made dense.
-        state_dtype, master_weights, stochastic_rounding, min_quantized_size, max_grad_norm: as
-            Adam's.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD;
+            foreach and fused are accepted and have no effect, differentiable must be False. Sparse
+            gradients are converted to dense.
+        state_dtype, master_weights, stochastic_rounding, min_quantized_size, max_grad_norm: as in
+            Adam.
     """
 
     _takes_sparse = True
 
     def state_dict(self) -> State:
-        """As torch's, which does not count steps.
+        """A state like torch's, which does not count steps.
 
-        Their number is saved where something goes by it: stochastic rounding, and a first gradient
-        that is yet to come and is not dampened.
+        The count is saved only if something depends on it: stochastic rounding, or a first gradient
+        still to come, which is not dampened.
         """
         saved = super().state_dict()
         states = saved["state"]

@@ -2,14 +2,14 @@
 
 An op is declared once, in its file under `ops/`, as an `Op`: two schemas, an eager reference, a
 check, a fake. Each backend has its own overload of the schemas (`torchweld::layer_norm.cpu`,
-`.cuda`, `.triton`), so that the choice of a backend is a choice of an op, visible in graphs and to
-checkpointing policies. The argument names of the two schemas say how forward and backward belong
-together, and the autograd function is built from them:
+`.cuda`, `.triton`), so that choosing a backend means choosing an op, visible in graphs and to
+checkpointing policies. The argument names of the two schemas relate forward and backward, and the
+autograd function is built from them:
 
 * `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
   one of the public results; the forward's other outputs are kept only for the backward;
-* an argument named like a forward's input or output is that value, saved; where an input is not
-  among them, the declaration has a `backward_reference`;
+* an argument named like a forward's input or output is that value, saved; if an input is not among
+  them, the declaration has a `backward_reference`;
 * `x_dtype` is the dtype of input `x`, and `need_weight` whether the gradient of input `weight` is
   wanted;
 * `grad_x` in the backward's results is the gradient of input `x`, and is like `x`.

@@ -12,23 +12,23 @@ import torch
 from torchweld.registry.constant import assume_constant_result
 
 Capability = tuple[int, int]
-# Triton's own floor.
+# The oldest compute capability that Triton supports.
 _TRITON_FROM = (8, 0)
 
 
 @dataclass
 class Backend:
-    """A way to run ops: the device types that it serves, and why it is missing, if it is."""
+    """A way to run ops: the device types it serves, and the reason if it is missing."""
 
     name: str
     devices: set[str]
-    # Set by the loader of the backend's library, as the next is.
+    # This and `unfit` are set by the loader of the backend's library.
     missing: Callable[[], str | None]
-    # Why its kernels cannot run on a GPU of this compute capability, if they cannot.
+    # Why its kernels cannot run on a GPU of this compute capability; None if they can.
     unfit: Callable[[Capability], str | None] = lambda capability: None
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device, whose type it serves; None if it can."""
+        """Why it cannot run on this device, of a type it serves; None if it can."""
         if reason := self.missing():
             return reason
         return _unfit(self.name, device.index) if device.type == "cuda" else None
@@ -60,7 +60,7 @@ def _unfit(backend: str, device_index: int | None) -> str | None:
 
 @functools.cache
 def _unfit_once(backend: str, device_index: int | None) -> str | None:
-    if not torch.cuda.is_available():  # there are fake tensors only
+    if not torch.cuda.is_available():  # all tensors are fake
         return None
     return BACKENDS[backend].unfit(torch.cuda.get_device_capability(device_index))
 

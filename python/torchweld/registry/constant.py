@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def assume_constant_result(function: Function) -> Function:
     """Mark a function as torch.compiler.assume_constant_result does.
 
-    torch's function imports the compiler first, which takes longer than importing torchweld.
+    torch's own function imports the compiler, which takes longer than importing torchweld.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

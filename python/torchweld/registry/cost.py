@@ -1,4 +1,4 @@
-"""What an op costs: the bytes that it has to move and the operations that it has to do."""
+"""What an op costs: the bytes it must move and the operations it must do."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 if TYPE_CHECKING:
     from torchweld.registry.op import Op
 
-# Forward without gradients; only the backward; both, through autograd.
+# Forward without gradients; only the backward; both through autograd.
 DIRECTIONS = ("fwd", "bwd", "full")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that an op has to read and to write if it touches each tensor once."""
+    """Bytes that an op reads and writes if it touches each tensor once."""
 
     reads: int
     writes: int
-    in_place: bool = False  # all that is written is read
+    in_place: bool = False  # everything written is also read
 
     @property
     def total(self) -> int:
@@ -32,9 +32,9 @@ class Traffic:
 
 
 def traffic(op: Op, inputs: Sequence[Any], direction: str) -> Traffic:
-    """Derived from the two schemas: every tensor that goes in is read, every result is written.
+    """Derive the traffic from the two schemas: every input is read, every result is written.
 
-    `inputs` are the forward's arguments, on any device, even `meta`. Those that require a gradient
+    `inputs` are the forward's arguments, on any device, even `meta`. Inputs that require a gradient
     get one.
     """
     if direction == "full":
@@ -59,7 +59,7 @@ def flops(op: Op, inputs: Sequence[Any], direction: str) -> int:
 
 
 def results(op: Op, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The forward's results by name, without memory."""
+    """The forward's results by name, on meta."""
     shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in inputs]
     return dict(zip(op.forward_signature.results, op.fake(*shapes), strict=True))
 
@@ -70,7 +70,7 @@ def per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
 
 
 def of_gemms(*products: int) -> tuple[int, int]:
-    """Operations of GEMMs with these numbers of products; a backward has two GEMMs for each."""
+    """Operations of GEMMs with these numbers of products; the backward has two GEMMs for each."""
     return 2 * sum(products), 4 * sum(products)
 
 

@@ -19,9 +19,10 @@ OPS: dict[str, Op] = {}
 class Numerics:
     """How exact an op is, derived in docs/numerics.md.
 
-    A 16-bit result may be off by `rounding[name]` times what rounding the exact result costs, 1.1
-    where it is not named; a float32 result by `fp32[name]` unit roundoffs of the sum of its terms'
-    magnitudes, which `terms` returns by name: it takes the forward's arguments and `grad_y`.
+    A 16-bit result may be off by `rounding[name]` times the error of rounding the exact result; the
+    default factor is 1.1. A float32 result may be off by `fp32[name]` unit roundoffs of the sum of
+    its terms' magnitudes. `terms` takes the forward's arguments and `grad_y`, and returns these
+    sums by name.
     """
 
     fp32: dict[str, float]
@@ -36,43 +37,43 @@ class Op:
     name: str
     forward: str
     backward: str
-    # Eager torch, differentiable by torch: the forward's arguments to the public results.
+    # Eager torch, differentiable by torch: from the forward's arguments to the public results.
     reference: Callable[..., Any]
-    # Raises ArgumentError if the arguments are not acceptable. Called only when something failed.
+    # Raises ArgumentError if the arguments are not acceptable. Called only after a failure.
     check: Callable[..., None]
     # The forward's outputs as empty tensors.
     fake: Callable[..., tuple[torch.Tensor, ...]]
     # Which dimensions of the arguments may be sharded over devices.
     sharding: Rows
     # Backend -> the files with its kernels, from the repository's root; what they include or import
-    # is derived. Triton's is a module that has a function for each schema, under the op's name.
+    # is derived. For Triton it is a module with a function for each schema, named as the op.
     sources: Mapping[str, Sequence[str]]
     samples: tuple[tuple[Any, ...], ...]
-    # Arguments of a given size with every tensor present: takes the first one's leading sizes and
-    # those that make a row, which are of one dimension unless the op takes several.
+    # Arguments of a given size with every tensor present. Takes the leading sizes of the first
+    # argument and the sizes of a row, which has one dimension unless the op takes several.
     sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
     # Takes the forward's arguments; counts the operations of forward and backward.
     flops: Callable[..., tuple[int, int]]
-    # Arguments worth a measurement: on the CPU, on a GPU, and so few that only the call costs.
+    # Arguments worth measuring: on the CPU, on a GPU, and so small that only the call costs time.
     benchmarks: tuple[tuple[Any, ...], ...]
     benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
     tiny: tuple[Any, ...]
     numerics: Numerics
-    # With fewer elements in the first argument, eager is as fast: there is less work than overhead.
+    # With fewer elements in the first argument eager is as fast: overhead exceeds the work.
     # A call that draws random numbers never falls back, since eager draws them in many steps.
     small: int
-    # Takes the public function's arguments by name; returns the forward's, where they differ.
+    # Takes the public function's arguments by name; returns the forward's. None if they are equal.
     inputs: Callable[..., Sequence[Any]] | None = None
-    # Plain torch for the benchmark, where the reference is slower. With dropout it is: torch's own
-    # drops other elements than ours.
+    # Plain torch for the benchmark, if the reference is slower. With dropout it is, since it
+    # reproduces our masks and torch's own dropout does not.
     plain: Callable[..., Any] | None = None
     # The backward in eager torch, differentiable by torch. Needed if the backward does not take all
     # of the forward's arguments.
     backward_reference: Callable[..., Any] | None = None
     # Takes the forward's arguments; names those of the backward that need not be saved.
     unsaved: Callable[..., Collection[str]] | None = None
-    # Input -> the gradient that its own equals, and a condition on the forward's arguments under
-    # which it does: {"residual": ("grad_y", lambda *_: True)}.
+    # Input -> an incoming gradient that equals the input's own, and the condition on the forward's
+    # arguments under which it does: {"residual": ("grad_y", lambda *_: True)}.
     same_gradient: dict[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (
         torch.float32,
@@ -80,18 +81,18 @@ class Op:
         torch.float16,
         torch.float64,
     )
-    # Takes a backend and the forward's arguments by name, as far as they are known. Says why the
-    # backend has no kernel for them, where that depends on more than their dtype and device.
+    # Takes a backend and the known arguments of the forward by name. Says why the backend has no
+    # kernel for them, if that depends on more than their dtype and device.
     refuses: Callable[[str, dict[str, Any]], str | None] | None = None
-    # Device type -> the dtype that eager computes and returns under autocast, if it has a rule.
+    # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)
     backward_signature: Signature = field(init=False)
-    # Names of the forward's arguments that get a gradient, and where the dropout's seed is.
+    # Names of the forward's arguments that get a gradient, and the position of dropout's seed.
     differentiable: list[str] = field(init=False)
     seed_at: int | None = field(init=False)
-    # Where the forward has tensors; where they are weights, the factors of GEMMs, whose sizes are
-    # not the rows'; where it has flags, which decide what a kernel does.
+    # Positions of the forward's tensors, of the weights among them (factors of GEMMs, which have
+    # other sizes than rows), and of the flags that decide what a kernel does.
     tensors_at: tuple[int, ...] = field(init=False)
     weights_at: tuple[int, ...] = field(init=False)
     flags_at: tuple[int, ...] = field(init=False)
@@ -121,11 +122,11 @@ class Op:
 
     @property
     def backends(self) -> Sequence[str]:
-        """The backends that it has kernels for, the preferred one first."""
+        """The backends it has kernels for, the preferred one first."""
         return tuple(self.sources)
 
     def draws(self, inputs: Sequence[Any]) -> bool:
-        """Whether these inputs make it drop something."""
+        """Whether the op drops elements of these inputs."""
         return self.seed_at is not None and inputs[self.seed_at] is not None
 
     @property
@@ -144,7 +145,7 @@ class Op:
             return f"{self.name} has no {backend} kernel"
         x, served = inputs[0], BACKENDS[backend].devices
         if x.device.type not in served:
-            # A missing library explains more than a device that it would not serve.
+            # A missing library explains more than an unsupported device.
             return BACKENDS[backend].missing() or (
                 f"{self.forward_signature.arguments[0]} is on {x.device};"
                 f" it serves {' and '.join(sorted(served))}"
@@ -163,7 +164,7 @@ class Op:
         """Why this backend has no kernel for arguments like these; None if it has."""
         if self.refuses is None:
             return None
-        names = self.forward_signature.arguments  # more than there are inputs, to the doctor
+        names = self.forward_signature.arguments  # the doctor passes fewer inputs
         given = dict(zip(names, inputs, strict=False))
         for part in parts(backend):
             if reason := self.refuses(part, given):
@@ -172,7 +173,7 @@ class Op:
 
 
 def in_the_way() -> str | None:
-    """What torch is doing at the moment that only eager serves; None if nothing."""
+    """The current mode of torch that only eager serves; None if there is none."""
     if torch._C._are_functorch_transforms_active():
         return "inside a torch.func transform, whose rules eager has"
     if torch.autograd.forward_ad._current_level >= 0:

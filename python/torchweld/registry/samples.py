@@ -18,29 +18,29 @@ class TensorSpec:
 
     @property
     def parameter(self) -> bool:
-        """Whether its shape is only the trailing sizes of what flows."""
+        """Whether its shape is only the trailing sizes of the activations."""
         return self.kind in ("parameter", "boolean", "constant", "variance")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor argument of a sample that is made on demand, and is always the same."""
+    """A tensor argument of a sample, made on demand and always the same."""
 
     make: Callable[[], torch.Tensor]
 
 
 def activation(*shape: int) -> TensorSpec:
-    """A tensor that flows: of the tested dtype."""
+    """An activation: of the tested dtype."""
     return TensorSpec(shape)
 
 
 def parameter(*shape: int) -> TensorSpec:
-    """A learnt tensor: of the tested dtype, or float32 beside a 16-bit one."""
+    """A learnt tensor: of the tested dtype, or float32 if that has 16 bits."""
     return TensorSpec(shape, "parameter")
 
 
 def residual(*shape: int) -> TensorSpec:
-    """A tensor that flows, with the dtype of a parameter."""
+    """An activation with the dtype of a parameter."""
     return TensorSpec(shape, "residual")
 
 

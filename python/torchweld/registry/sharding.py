@@ -1,4 +1,4 @@
-"""Which dimensions of an op's arguments may be sharded over devices, and what then follows."""
+"""Which dimensions of an op's arguments may be sharded over devices, and what follows from it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Rows:
     """The first argument may be sharded in all dimensions but its last `columns`, which make a row.
 
-    `columns` takes the forward's arguments. The other arguments follow the first as they broadcast
-    to it: sharded where they are as large, else replicated, with a gradient that is a sum over the
-    devices. Results are sharded as the first argument.
+    `columns` takes the forward's arguments. The other arguments follow the first one by
+    broadcasting: a dimension of its full size is sharded, any other is replicated, and its gradient
+    is summed over the devices. Results are sharded as the first argument.
     """
 
     columns: Callable[..., int]
@@ -22,5 +22,5 @@ class Rows:
 ELEMENTS = Rows(lambda *_: 0)
 # The last dimension makes a row.
 ROWS = Rows(lambda *_: 1)
-# One device needs all of the first argument.
+# Each device needs all of the first argument.
 WHOLE = Rows(lambda x, *_: x.ndim)

@@ -1,4 +1,4 @@
-"""bias_act: add a bias, then an activation; what follows a GEMM."""
+"""bias_act: bias and activation after a GEMM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def bias_act(
     activation: str = "gelu",
     approximate: str = "none",
 ) -> torch.Tensor:
-    """activation(x + bias) in one pass; its backward gives both gradients in one.
+    """activation(x + bias) in one pass; the backward computes both gradients in one pass.
 
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
-        bias: [width], in x's dtype or float32 under a 16-bit x.
+        bias: [width], in x's dtype, or float32 beside a 16-bit x.
         activation: "gelu", "relu", "silu", "quick_gelu" (z * sigmoid(1.702 z)), "relu2" (relu's
-            square), "sigmoid", "tanh" or "identity" (none at all).
+            square), "sigmoid", "tanh" or "identity" (no activation).
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
 
     Returns:

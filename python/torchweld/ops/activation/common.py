@@ -18,10 +18,10 @@ SOURCES = {"cpu": ("csrc/cpu/act.cpp",), "triton": ("triton_kernels/act.py",)}
 
 @dataclass(frozen=True)
 class Activation:
-    """Eager torch's function, and how an error of its argument shows in its result.
+    """Eager torch's function, and how an error of its argument affects its result.
 
     `size` is the sum of the magnitudes of the argument's terms. `value(size)` is that sum for the
-    result and `slope(size)` for the derivative; docs/numerics.md derives them.
+    result, and `slope(size)` that for the derivative; docs/numerics.md derives them.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -37,8 +37,8 @@ def _relu2(z: torch.Tensor) -> torch.Tensor:
     return relu(z).square()
 
 
-# All of them, by (activation, approximate). A new one takes a line here, a line in csrc/core/act.h,
-# and its branches in triton_kernels/act.py.
+# By (activation, approximate). A new activation takes a line here, a line in csrc/core/act.h, and
+# its branches in triton_kernels/act.py.
 ACTIVATIONS = {
     ("gelu", "none"): Activation(gelu),
     ("gelu", "tanh"): Activation(partial(gelu, approximate="tanh")),
@@ -54,8 +54,8 @@ ACTIVATIONS = {
 }
 KINDS = tuple(ACTIVATIONS)
 
-# Sizes of the contract's samples: one element, odd and prime widths, widths past a vector's and a
-# block's, one to five dimensions, no rows, no width.
+# Sizes of the contract's samples: one element, odd and prime widths, widths beyond a vector and a
+# block, one to five dimensions, no rows, no width.
 SHAPES: tuple[tuple[int, ...], ...] = (
     (1,),
     (3, 1),
@@ -70,22 +70,22 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 0, 3, 7),
     (3, 0),
 )
-# The ones that every activation is tried on.
+# Every activation is tried on these.
 SHAPES_OF_ALL = ((1,), (5, 7), (33, 64), (17, 1000))
-# [rows, width] that are measured: small, a transformer's hidden layer, and wide.
+# Benchmark shapes, [rows, width]: small, a transformer's hidden layer, and wide.
 MEASURED = ((64, 256), (2048, 3072), (1024, 11008))
 MEASURED_ON_GPU = ((4096, 4096), (8192, 16384), (32768, 11008))
 
 
 def activate(op: Op, z: torch.Tensor, activation: str, approximate: str) -> torch.Tensor:
-    """Eager torch's activation; z itself where there is none."""
+    """Eager torch's activation; z itself for "identity"."""
     if (activation, approximate) not in ACTIVATIONS:
         check(op.name, activation, approximate)
     return ACTIVATIONS[activation, approximate].function(z)
 
 
 def check(function: str, activation: Any, approximate: Any) -> None:
-    """One of KINDS."""
+    """Check for one of KINDS."""
     if (activation, approximate) in KINDS:
         return
     accepted = [form for name, form in KINDS if name == activation]

@@ -22,8 +22,8 @@ def gated_act(
     """activation(gate) * up in one pass, forward and backward; only its inputs are saved.
 
     Args:
-        gate: [*, width]; float32, bfloat16, float16 (or float64). It and up may be the halves of
-            one tensor, which are read where they are.
+        gate: [*, width]; float32, bfloat16, float16 (or float64). gate and up may be halves
+            of one tensor, which are not copied.
         up: of gate's shape and dtype.
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".

@@ -38,36 +38,36 @@ def block_sparse_attention(
     shard: Shard | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q @ k.mT * scale) @ v, where a query sees the keys that its layout lets it see.
+    """softmax(q @ k.mT * scale) @ v over the keys that the layout lets each query see.
 
     A query that sees no key gives zeros, and zero gradients.
 
     Args:
         q: [batch, heads, queries, head_dim], of any strides; leading dimensions may be left out.
         k: [batch, key heads, keys, head_dim]; heads are a multiple of key heads, and adjacent
-            heads share one.
+            heads share a key head.
         v: of k's shape.
-        layout: a torchweld.sparse.BlockLayout of these lengths. Packed sequences, in a batch of
-            one, take `BlockLayout.documents`.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        layout: a torchweld.sparse.BlockLayout of these lengths. For packed sequences, in a batch of
+            one, use `BlockLayout.documents`.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
         causal: the last query sees every key, each one before it one key less.
         key_padding_mask: booleans [batch, keys]; True is ignored, as in nn.MultiheadAttention.
-        alibi_slopes: [heads] or [batch, heads], float32; a score is lowered by the slope times the
-            distance of its query and key. They get no gradient.
+        alibi_slopes: [heads] or [batch, heads], float32; the slope times the distance of query and
+            key is subtracted from their score. Slopes get no gradient.
         sinks: [heads], for each head the learnt score of a key without a value.
-        softcap: not 0: scores become softcap * tanh(score / softcap) before anything is added.
-        dropout_p: the probability of a weight to be dropped, where training is true.
+        softcap: if not 0, scores become softcap * tanh(score / softcap) before anything is added.
+        dropout_p: the probability that a weight is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator. The same
             scores [batch, heads, queries, keys] are dropped as in softmax_dropout.
-        shard: the place of q in a larger tensor: it says what is dropped, and what distances are.
-            The last offset is not q's: it is the number of the first key, a multiple of 4. Keys and
-            values are those of q's heads, or of all heads.
-        return_lse: return the log of the sum of exponentials too, which is differentiable.
+        shard: the place of q in a larger tensor, which decides dropout and distances. The last
+            offset is not q's but the number of the first key, a multiple of 4. Keys and values are
+            those of q's heads, or of all heads.
+        return_lse: also return the log of the sum of exponentials, which is differentiable.
 
     Returns:
-        A tensor of q's shape and dtype; with `return_lse` also one of [batch, heads, queries], in
-        float32, -inf where a query sees nothing.
+        A tensor of q's shape and dtype; with `return_lse` also a float32 tensor [batch, heads,
+        queries], -inf where a query sees nothing.
     """
     given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, sinks, softcap)
     y, lse = call(OP, *_inputs(*given, dropout_p, training, seed, shard))
@@ -131,7 +131,7 @@ def _heads(x: torch.Tensor) -> int:
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _check(*arguments)  # torch would accept more
-    with torch.autocast(arguments[0].device.type, enabled=False):  # the public function casts
+    with torch.autocast(arguments[0].device.type, enabled=False):  # already cast
         return attention(*arguments)
 
 
@@ -218,7 +218,7 @@ def _check_heads(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> None:
-    """Keys and values of q's heads, or of more of the whole tensor's heads."""
+    """Check that keys and values have q's heads, or more of the whole tensor's heads."""
     first = offset[-3] if offset and len(offset) > 2 else 0
     here, last = shape[1] == key_heads * group, first + shape[1] <= key_heads * group
     if not here and not (whole and last):
@@ -290,7 +290,7 @@ OP = Op(
     numerics=Numerics(
         fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
         terms=terms,
-        # y was rounded, and is a term of all of a query's gradients. Tensor cores
+        # y was rounded, and enters all gradients of a query. Tensor cores
         # take weights that are rounded too, as eager's are, for y and grad_v.
         rounding={"y": 2.0, "grad_q": 3.0, "grad_k": 3.0, "grad_v": 2.0, "grad_sinks": 3.0},
     ),

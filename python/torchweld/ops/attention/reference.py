@@ -12,14 +12,14 @@ from torchweld.sparse.lists import token_mask
 
 
 def four(x: torch.Tensor) -> torch.Tensor:
-    """The tensor with its missing leading dimensions added."""
+    """Add missing leading dimensions."""
     return x[(None,) * (4 - x.ndim)]
 
 
 def for_each_head(
     x: torch.Tensor, heads: int, group: int, offset: Sequence[int] | None
 ) -> torch.Tensor:
-    """Keys or values for each of q's heads."""
+    """Keys or values, repeated for each of q's heads."""
     x = four(x)
     if x.shape[1] == heads and group == 1:
         return x
@@ -64,7 +64,7 @@ def scores(
     softcap: float,
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
-    """The scores that the masks and the softmax get."""
+    """The scores before masks and softmax."""
     z = q @ k.mT * scale
     if softcap:
         z = torch.tanh(z / softcap) * softcap
@@ -74,7 +74,7 @@ def scores(
 
 
 def distance(q: torch.Tensor, k: torch.Tensor, offset: Sequence[int] | None) -> torch.Tensor:
-    """Between tokens of the whole tensor, in which the first ones have these numbers."""
+    """Distances between tokens; `offset` has the numbers of the first query and key."""
     queries, keys = q.shape[-2], k.shape[-2]
     first_query, first_key = (_four_of(offset, 0) or [0] * 4)[2:]
     ahead = keys - queries + first_query - first_key
@@ -126,7 +126,7 @@ def dropped(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Dropout of weights, for the place of q in a larger tensor."""
+    """Dropout of weights, at q's place in a larger tensor."""
     return drop(weights, p, seed, _four_of(whole, 1), _four_of(offset, 0))
 
 
@@ -136,7 +136,7 @@ def _four_of(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
 
 
 def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:
-    """Sums of magnitudes: an error of a score is a relative error of its weight."""
+    """Sums of magnitudes: an absolute error of a score is a relative error of its weight."""
     q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
     block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
     shapes = q.shape, k.shape

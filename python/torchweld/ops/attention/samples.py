@@ -1,4 +1,4 @@
-"""Arguments of block_sparse_attention to test and to measure, and what they cost."""
+"""Arguments of block_sparse_attention for tests and benchmarks, and what they cost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _sample(
 
 
 # Lengths that are multiples of the block and others, heads that share keys, every argument, one
-# token, nothing.
+# token, no tokens.
 SAMPLES = (
     sized((2, 3, 37), (24,)),
     sized((3,), (5,)),

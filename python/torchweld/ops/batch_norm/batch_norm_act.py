@@ -46,7 +46,7 @@ def batch_norm_act(
     activation: str = "gelu",
     approximate: str = "none",
 ) -> torch.Tensor:
-    """activation(batch_norm(x)), as torch.nn.functional.batch_norm: every column is a channel.
+    """activation(batch_norm(x)), like torch.nn.functional.batch_norm; every column is a channel.
 
     Training reads x once for the statistics and once for the result, and saves x for the backward.
     A checkpoint that recomputes does not update the running statistics again: each batch counts
@@ -56,14 +56,14 @@ def batch_norm_act(
         x: [*, width], every leading dimension a part of the batch; float32, bfloat16, float16 (or
             float64).
         running_mean, running_var: [width], in x's dtype, or float32 and 16 bits in either order;
-            needed and used in evaluation; updated in training, where they may be None.
+            required in evaluation; updated in training, where they may be None.
         weight, bias: [width], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of x.
-        momentum: the share of this batch in the running statistics' new values; a tensor of one
-            element if it changes from step to step.
+        momentum: the weight of this batch in the running statistics; a tensor of one element if it
+            changes from step to step.
         eps: added to the variance, >= 0.
-        process_group: in training the statistics cover the rows of all its processes, however many
-            each has; None: only this process's. Gradients of weight and bias are this process's
+        process_group: in training, statistics cover the rows of all its processes, which may differ
+            in number; None: only this process's. Gradients of weight and bias are this process's
             share of the sum, as in torch.nn.SyncBatchNorm.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
@@ -101,9 +101,9 @@ BareOp(
 
 
 class _Training:
-    """Forward and backward of a step on one backend, each of two passes over x.
+    """Forward and backward on one backend, two passes over x each.
 
-    Between the passes, processes exchange values of columns.
+    Between the passes, processes exchange sums of columns.
     """
 
     def __init__(self, backend):
@@ -126,7 +126,7 @@ class _Training:
 
     def backward(self, grad_y, x, mean, var, count, weight, bias, eps, group, *rest):
         *kind, need_x, need_weight, need_bias = rest
-        # The gradients stay in the sums' precision, and are computed even without parameters.
+        # The sums keep their precision, and are computed even without parameters.
         wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         columns = (mean, var, wide_weight, wide_bias)
@@ -145,12 +145,12 @@ class _Training:
         )
 
     def public(self, results):
-        """The result and, without a gradient, the statistics that update the running ones."""
+        """The result, and non-differentiable statistics that update the running ones."""
         return results
 
 
 def _of_all(mean, var, count, group):
-    """The statistics and the count of all processes' rows, from each one's own."""
+    """Combine the processes' statistics and row counts."""
     own = torch.cat([mean, var, count.reshape(1)])
     sizes = [mean.numel(), var.numel(), 1]
     means, variances, counts = gathered(own, group).split(sizes, 1)
@@ -173,9 +173,9 @@ def trained(
     *kind: str,
     offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A training step's result on this backend; `offset` is only for the running mean."""
+    """The result in training on this backend; `offset` only enters the running mean."""
     given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
-    if exports_a_derivative():  # no one op could stand for the exchange and the update
+    if exports_a_derivative():  # no single op covers exchange and update
         return reference(OP, x if offset is None else x + offset, *given[1:])
     training = _TRAINING[backend]
     if torch.is_grad_enabled() and any(
@@ -191,7 +191,7 @@ def trained(
 
 
 def is_first() -> bool:
-    """Whether statistics count: not when a checkpoint recomputes, within a backward."""
+    """Whether this forward is the first: not when a checkpoint recomputes within a backward."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
@@ -232,7 +232,7 @@ def trains(
     running_var: torch.Tensor | None,
     group: Any,
 ) -> bool:
-    """Whether there are enough rows and fitting running statistics, which no kernel checks."""
+    """Whether rows suffice and running statistics fit, which no kernel checks."""
     alone = group is None or group.size() == 1
     if x.ndim == 0 or (alone and x.shape[:-1].numel() == 1):
         return False
@@ -286,7 +286,7 @@ def _check_all(x, running_mean, running_var, weight, bias, training, momentum, e
 
 
 def check_training(op, x, running, training, momentum, group):
-    """Enough rows, running statistics where they are needed, a momentum and a process group."""
+    """Check the number of rows, running statistics, momentum and process group."""
     for (name, value), other in zip(running.items(), reversed(running.values()), strict=True):
         if value is None and (other is not None or not training):
             accepted = "a tensor: only both are left out, and only where training is True"

@@ -24,12 +24,12 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In the dtype that it is computed in."""
+    """In the dtype of the arithmetic."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def unlike(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
-    """Whether one of them differs from x in dtype or width; `check_columns` says if it may."""
+    """Whether one differs from x in dtype or width; `check_columns` decides if it may."""
     width = x.shape[-1:]
     return any(t is not None and (t.dtype is not x.dtype or t.shape != width) for t in columns)
 
@@ -50,7 +50,7 @@ def normalized(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """The definition, in x's dtype at the end."""
+    """The definition, with the result in x's dtype."""
     z = (x - mean) * torch.rsqrt(wide(var) + eps)
     z = z if weight is None else z * weight
     return (z if bias is None else z + bias).to(x.dtype)
@@ -59,14 +59,14 @@ def normalized(
 def reference(
     op, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, approximate
 ):
-    """Eager torch on rows; training updates the running statistics."""
+    """Eager torch on [rows, width]; training updates the running statistics."""
     if x.numel() == 0:  # torch has no batch_norm without columns
         z = normalized(x, running_mean, running_var, weight, bias, eps)
         return activations.activate(op, z, activation, approximate)
-    if running_mean is not None:  # torch would differentiate by them, or refuse to
+    if running_mean is not None:  # torch would differentiate them, or raise
         running_mean, running_var = running_mean.detach(), running_var.detach()
     running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)
-    if unlike(x, *columns):  # torch takes only float32 then
+    if unlike(x, *columns):  # torch then accepts only float32
         running_mean, running_var, weight, bias = [None if t is None else wide(t) for t in columns]
     # On the CPU torch's backward (2.13) reads columns as if they were packed:
     #     x = torch.randn(8, 4, requires_grad=True)
@@ -83,12 +83,12 @@ def reference(
         for given, updated in zip(running, (running_mean, running_var), strict=True):
             if given is not updated:
                 given.copy_(updated)
-    # What torch returns is contiguous, but its fake follows x.
+    # torch returns a contiguous tensor, but its fake has x's strides.
     return activations.activate(op, z, activation, approximate).contiguous().view(x.shape)
 
 
 def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
-    """A tensor with a row, and its columns' values."""
+    """Check a tensor and the vectors of its columns."""
     checks.dense(op.name, "x", x, op.dtypes)
     if x.ndim == 0:
         raise ArgumentError(op.name, "x", "of no dimensions", "[*, width]")
@@ -104,7 +104,7 @@ def check_columns(
     kind: Sequence[Any],
     *pairs: dict[str, Any],
 ) -> None:
-    """Pairs of tensors of this shape; either may be None, and a pair has one dtype."""
+    """Check pairs of tensors of this shape; each may be None, and a pair has one dtype."""
     for pair in pairs:
         given = {name: value for name, value in pair.items() if value is not None}
         for name, value in given.items():
@@ -122,7 +122,7 @@ def check_columns(
 def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
     """For each result the sum of its terms' magnitudes, in float64.
 
-    z is normalised, by its own statistics if mean and var are None; `size` has its magnitudes.
+    z is normalised with mean and var, or its own statistics; `size` has its magnitudes.
     """
     known, width = activations.ACTIVATIONS[kind], z.shape[-1]
     rows, size = rows_of(z.double()), rows_of(size)
@@ -152,6 +152,6 @@ def _mean(values: torch.Tensor) -> torch.Tensor:
     return values.mean(0) if values.shape[0] else values.sum(0)
 
 
-# [rows, width] that are measured: small, a layer of a classifier or a projection head, and wide.
+# Benchmark shapes, [rows, width]: small, a layer of a classifier or a projection head, and wide.
 MEASURED: Sequence[tuple[int, int]] = ((64, 256), (2048, 3072), (1024, 11008))
 MEASURED_ON_GPU: Sequence[tuple[int, int]] = ((4096, 4096), (8192, 16384))

@@ -1,4 +1,4 @@
-"""normalize_act: batch normalisation with statistics that are given, then an activation."""
+"""normalize_act: batch normalisation with given statistics, then an activation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normalize_act(
     activation: str = "gelu",
     approximate: str = "none",
 ) -> torch.Tensor:
-    """activation((x - mean) / sqrt(var + eps) * weight + bias), forward and backward a pass each.
+    """activation((x - mean) / sqrt(var + eps) * weight + bias), one pass in each direction.
 
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).

@@ -1,8 +1,8 @@
-"""An activation and the linear layer behind it as one node, which saves the sum z before both.
+"""An activation and the following linear layer as one node, which saves z, the sum before both.
 
-On the CPU only z is saved, and the backward computes the activation again. On CUDA the activation
-is saved as well, and one GEMM of cuBLASLt's takes the gradient back through the layer and, in its
-epilogue, through the activation. It serves where a trial found it faster than a GEMM and a pass.
+On the CPU only z is saved, and the backward recomputes the activation. On CUDA the activation is
+saved as well. There one cuBLASLt GEMM takes the gradient back through the layer and, in its
+epilogue, through the activation, if a trial found it faster than a GEMM and a pass.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def act_linear(
 ) -> torch.Tensor:
     """linear(activation(z + bias), weight, weight_bias).
 
-    On CUDA `activated` is activation(z), the bias is zeros that only carry a gradient, and
+    On CUDA `activated` is activation(z), `bias` is zeros that only carry a gradient, and
     `algorithm` is one of cuBLASLt's.
     """
     if torch.is_autocast_enabled(z.device.type):
@@ -74,10 +74,10 @@ def act_linear(
 
 
 class _ActLinear(torch.autograd.Function):
-    """On the CPU it saves z but not the activation, which is as large and takes only a pass.
+    """On the CPU, save z but not the activation: it is as large, and recomputing it is one pass.
 
-    Its backward allocates one more tensor of that size: it holds the activation, then the
-    activation's gradient, then z's. On CUDA that one more is the gradient of z.
+    The backward allocates one more tensor of that size. It holds the activation, then the
+    activation's gradient, then z's. On CUDA it holds only the gradient of z.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ _activate = torch.ops.torchweld.bias_act.cpu
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradients that this run of the graph goes on to."""
+    """Which gradients this run of the graph needs."""
     z, bias, weight, _, activated = ctx.saved_tensors
     to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = where_it_goes(ctx)
     found: list[torch.Tensor | None] = [None] * len(goes_on)
@@ -117,7 +117,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if to_weight_bias:
         found[3] = rows.sum(0)
     if to_bias and not to_z and ctx.late is not None and ctx.late[0] is grad:
-        found[1] = ctx.late[1]  # from the run that went on to z
+        found[1] = ctx.late[1]  # from the run that needed z
     elif to_z or to_bias:
         need_bias = ctx.needs_input_grad[1]
         if ctx.algorithm is None:
@@ -145,7 +145,7 @@ def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...
 
 
 # --- Choice ---------------------------------------------------------------------------------------
-# It is made in the forward, which saves what the chosen backward needs and no more.
+# The forward chooses, so that it saves only what the chosen backward needs.
 
 
 def algorithm_for(
@@ -159,7 +159,7 @@ def algorithm_for(
 ) -> int | None:
     """cuBLASLt's algorithm for the gradient of z = linear(x, w1, b1).
 
-    None: no gradient is wanted of z, or torch's GEMM and a pass are faster.
+    None: z needs no gradient, or torch's GEMM and a pass are faster.
     """
     given = (x, w1, b1, w2, b2)
     if not gemm.wants_gradient(x, w1, b1) or _why_not(*given) is not None:
@@ -178,7 +178,7 @@ def explain(
     w2: torch.Tensor,
     b2: torch.Tensor | None,
 ) -> str:
-    """Which form of the backward runs, and why; nothing if no gradient is wanted."""
+    """Which form of the backward runs, and why; empty if no gradient is needed."""
     if not gemm.wants_gradient(x, w1, b1):
         return ""
     unfused = "torch's GEMM, then a pass for the gradients of bias and activation"
@@ -193,7 +193,7 @@ def _why_not(x, w1, b1, w2, b2) -> str | None:
 
 
 def _shapes(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> str:
-    """What a time depends on beside the number of rows, in words."""
+    """What a timing depends on besides the number of rows, in words."""
     out, hidden = w2.shape
     dtype = str(gemm.computed_in(x)).removeprefix("torch.")
     words = [f"backward of {hidden} to {out} {dtype}"]
@@ -203,7 +203,7 @@ def _shapes(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> str:
 
 
 def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
-    """cuBLASLt's GEMM against torch's and a pass, on what the forward makes of these."""
+    """cuBLASLt's GEMM against torch's and a pass, on the forward's results for these."""
     dtype, need_bias = gemm.computed_in(x), b1 is not None and b1.requires_grad
     x, w1, weight = (t.detach().to(dtype) for t in (x, w1, w2))
     b1 = None if b1 is None else b1.detach().to(dtype)
@@ -214,7 +214,7 @@ def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
     algorithm = epilogue.cublaslts_algorithm(dtype)
     with torch.autocast(x.device.type, enabled=False):
         z = linear(x, w1, b1)
-        grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # stands for y's gradient
+        grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # instead of y's gradient
     zeros = torch.zeros_like(b1) if need_bias else None
 
     def unfused(grad: torch.Tensor, z: torch.Tensor) -> Results:

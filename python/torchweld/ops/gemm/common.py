@@ -1,4 +1,4 @@
-"""What the ops of this folder share: the layer in two steps, checks, and arguments of samples."""
+"""Shared by the ops of this folder: the layer in two steps, checks, and arguments of samples."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
 
 # --- The layer in two steps -----------------------------------------------------------------------
 
-# Modes that keep results, and that hand them out again.
+# Modes that keep results and return them again later.
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
-# Backends whose passes between GEMMs are another one's.
+# Backends that take their passes between GEMMs from another backend.
 PASSES = {"cuda": "triton"}
 
 # bias_act in place: no new pages, and half the lines in the caches.
 BareOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approximate) -> ()")
 
 # The GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM rounds the sum,
-# which costs least where the sum is small. The derivative bends most near a sum of 0, so it is best
-# with all of the bias in the GEMM. The result is rounded most for large sums, so it is best with
-# none. Three quarters bring both closer to the truth than all of it. The rest is exact, as numbers
-# within a factor of 2 differ by one of their kind.
+# which costs least where the sum is small. The derivative curves most near a sum of 0, so it is
+# most accurate with all of the bias in the GEMM. Large sums suffer most from rounding, so the
+# result is most accurate with none of it. With three quarters both are more accurate than with all.
+# The remainder is exact: numbers within a factor of 2 have a representable difference.
 _GEMMS_SHARE = 0.75
 
 
@@ -60,9 +60,9 @@ def in_two_steps(
 def summed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The GEMM's result, and the bias that the activation's pass has yet to add."""
+    """The GEMM's result, and the rest of the bias for the activation's pass."""
     if activation == "relu":
-        # Its derivative jumps where the sum changes its sign: no rounding before the bias is added.
+        # The derivative jumps where the sum changes sign: do not round before the bias is added.
         return gemm.linear(x, weight, bias), None
     dtype = gemm.computed_in(x)
     if bias is None or dtype.itemsize > 2:
@@ -85,7 +85,7 @@ def act(
 
 
 def may_overwrite(z: torch.Tensor) -> bool:
-    """Whether a GEMM's result may be written to: not where it is traced or kept."""
+    """Whether a GEMM's result may be overwritten: not if it is traced or kept."""
     if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and _is_kept()):
         return False
     return type(z) is torch.Tensor and z.is_contiguous()
@@ -107,7 +107,7 @@ def finite(bias: torch.Tensor) -> torch.Tensor:
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether torch's GEMM raises the error for whatever else may be wrong with these."""
+    """Whether torch's GEMM raises the errors for anything else that may be wrong."""
     return (
         weight.ndim == 2
         and checks.all_dense(x, weight, bias)
@@ -116,7 +116,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bo
 
 
 def check(name: str, x: Any, of: str = "x", *, jagged: bool = True, **parameters: Any) -> None:
-    """Raise unless x, then a weight, then its bias fit; the argument `of` gave x its width."""
+    """Check x, then a weight, then its bias; the argument `of` gave x its width."""
     checks.dense(name, "x", x, Op.dtypes, jagged=jagged)
     if x.ndim == 0:
         raise ArgumentError(name, "x", "of no dimensions", "[*, in_features]")

@@ -1,8 +1,8 @@
 """A linear layer and its activation in one kernel: a GEMM whose epilogue adds bias and activates.
 
-- triton: a kernel of ours, for every activation, where a trial found it faster than two steps.
-- cuda: cuBLASLt's, by the same rule, only for gelu by tanh.
-- cpu: oneDNN's 16-bit GEMM, where no gradient is wanted.
+- triton: our kernel, for every activation, if a trial found it faster than two steps.
+- cuda: cuBLASLt's, under the same condition, only for gelu by tanh.
+- cpu: oneDNN's 16-bit GEMM, if no gradient is needed.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ MADE_OF = (
 )
 ONE_KERNEL = ("cuda", "triton")
 
-# With fewer products a GEMM takes microseconds, and its launch as long.
+# With fewer products a GEMM takes microseconds, no longer than its launch.
 _SMALLEST = 2**28
 # Triton's kernel would have to copy longer rows, see its _factor.
 _LONGEST_ROW = 2**22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# cuBLASLt's requirements of sizes, in elements, and of addresses, in bytes.
+# cuBLASLt's requirements on sizes, in elements, and on addresses, in bytes.
 _MULTIPLE, _ALIGNMENT = 8, 16
-# Its two algorithms; the second multiplies float32 as TF32.
+# cuBLASLt's two algorithms; the second multiplies float32 as TF32.
 _PLAIN, _TF32 = 0, 1
-# oneDNN's names of activations. relu is left out, since oneDNN's makes 0 of NaN.
+# oneDNN's names of activations. relu is left out, since oneDNN's turns NaN into 0.
 _ONEDNN = {"gelu": "gelu", "silu": "swish", "sigmoid": "sigmoid", "tanh": "tanh"}
 
 
@@ -84,7 +84,7 @@ def linear_and_act(
     activation: str,
     approximate: str,
 ) -> torch.Tensor:
-    """activation(linear(x, weight, bias)), in one kernel where that is faster, or in two steps."""
+    """activation(linear(x, weight, bias)), in one kernel if that is faster, or in two steps."""
     if activation == "identity":
         return gemm.linear(x, weight, bias)
     given = (x, weight, bias, activation, approximate)
@@ -97,9 +97,9 @@ def linear_and_act(
 
 
 def _onednn_activates(x, weight, bias, activation, approximate) -> bool:
-    """Whether oneDNN takes these, and is faster: it writes once, and rounds no sum before that.
+    """Whether oneDNN takes these and is faster: it writes once, and rounds no sum before that.
 
-    In float32 torch's own GEMM is faster by more than the pass takes.
+    In float32 torch's own GEMM is ahead by more than the pass takes.
     """
     if activation not in _ONEDNN or (activation, approximate) not in activations.KINDS:
         return False
@@ -111,7 +111,7 @@ def _onednn_activates(x, weight, bias, activation, approximate) -> bool:
 class Unjoined(NamedTuple):
     """A layer whose activation y is not in autograd's graph yet; its sum z is.
 
-    All of the bias is in z, and the gradient of `zeros` is the bias's. Where no gradient is wanted,
+    z includes all of the bias, and the gradient of `zeros` is the bias's. If no gradient is needed,
     y is the result and the others are None.
     """
 
@@ -128,9 +128,9 @@ def unjoined(
     activation: str,
     approximate: str,
 ) -> Unjoined:
-    """The layer up to its activation's node, in one kernel where that is faster.
+    """The layer up to its activation's node, in one kernel if that is faster.
 
-    For a caller that has a node of its own for the activation.
+    For callers with their own node for the activation.
     """
     given = (x, weight, bias, activation, approximate)
     if (tile := tile_for(backend, *given)) is not None:
@@ -141,8 +141,8 @@ def unjoined(
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
-# There are two nodes, as in two steps: the GEMM's, whose two gradients a schedule can run apart,
-# and the activation's behind it. The kernel runs when the first one is made.
+# There are two nodes, as in two steps: the GEMM's, whose two gradients a pipeline schedule can run
+# separately, then the activation's. The kernel runs when the first node is created.
 
 
 def kernel(backend: str) -> Any:
@@ -164,7 +164,7 @@ def _in_one_kernel(backend, x, weight, bias, activation, approximate, tile) -> U
 
 
 def _joined(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
-    """The activation, in the graph if a gradient is wanted."""
+    """The activation, in the graph if a gradient is needed."""
     if layer.z is None:
         return layer.y
     return _ACTIVATION.function.apply(layer.z, layer.zeros, activation, approximate, layer.y)
@@ -176,7 +176,7 @@ def _zeros_of(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Linear(gemm.LinearNode):
-    """The GEMM's node: z, and beside it y, which the activation's node is to return."""
+    """The GEMM's node: returns z, and y for the activation's node."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, backend: str, *how: Any) -> Any:
@@ -248,7 +248,7 @@ def tile_for(
     activation: str,
     approximate: str,
 ) -> int | None:
-    """The tile to run one kernel with; None: there is no such kernel, or two steps are faster."""
+    """The tile for one kernel; None: there is no such kernel, or two steps are faster."""
     if backend not in ONE_KERNEL or why_not(backend, x, weight, bias) is not None:
         return None
     given = (x, weight, bias, activation, approximate)
@@ -304,7 +304,7 @@ def _why_not_cublaslt(weight: torch.Tensor, given: Iterable[torch.Tensor]) -> st
 
 
 def _shapes(backend, x, weight, bias, activation, approximate) -> str:
-    """What a time depends on beside the number of rows, in words. They make sizes constants."""
+    """What a timing depends on besides the number of rows, in words; makes sizes constants."""
     columns, inner = weight.shape
     dtype = str(gemm.computed_in(x)).removeprefix("torch.")
     transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
@@ -315,7 +315,7 @@ def _shapes(backend, x, weight, bias, activation, approximate) -> str:
 
 
 def _contest(backend, x, weight, bias, activation, approximate) -> Contest:
-    """One kernel with each of its tiles, against two steps."""
+    """One kernel with each of its tiles against two steps."""
     dtype, save_z = gemm.computed_in(x), gemm.wants_gradient(x, weight, bias)
     x, weight, bias = (t if t is None else t.detach().to(dtype) for t in (x, weight, bias))
     how = (activation, approximate)
@@ -364,5 +364,5 @@ def contenders(backend: str, x: torch.Tensor, weight: torch.Tensor) -> Iterable[
 
 
 def cublaslts_algorithm(dtype: torch.dtype) -> int:
-    """The one that multiplies as torch's own GEMMs do."""
+    """The algorithm that multiplies as torch's own GEMMs do."""
     return _TF32 if dtype == torch.float32 and timing.kernels().precision() == "tf32" else _PLAIN

@@ -1,4 +1,4 @@
-"""gated_mlp: a transformer's feed-forward block with a gate, as SwiGLU."""
+"""gated_mlp: a transformer's feed-forward block with a gate, such as SwiGLU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gated_mlp(
 ) -> torch.Tensor:
     """linear(activation(linear(x, gate_weight)) * linear(x, up_weight), down_weight).
 
-    The activated gate is not saved: gate and up are, and their product, which is a GEMM's input.
+    Saved are gate, up and the input of the last GEMM, but not the activated gate.
 
     Args:
         x: [*, in_features]; float32, bfloat16, float16 (or float64).
@@ -37,7 +37,7 @@ def gated_mlp(
         down_weight: [out_features, hidden_features].
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and compute the rest again in the backward.
+        recompute: save only x, and recompute the rest in the backward.
 
     Returns:
         A tensor [*, out_features].
@@ -137,7 +137,7 @@ OP = Composite(
     benchmarks=tuple(_arguments((rows,), 768, 2048, "silu", "none") for rows in (64, 2048)),
     benchmarks_on_gpu=(_arguments((8192,), 4096, 14336, "silu", "none"),),
     tiny=_arguments((1,), 64, 64, "silu", "none"),
-    # A chain of two GEMMs, whose 16-bit middle is rounded three times.
+    # A chain of two GEMMs with three roundings to 16 bits between them.
     numerics=Numerics(
         fp32=dict.fromkeys(_RESULTS, 2.0),
         terms=_terms,

@@ -1,7 +1,7 @@
-"""The GEMM of a linear layer: torch's own, or oneDNN's with a backward of ours.
+"""The GEMM of a linear layer: torch's own, or oneDNN's with our backward.
 
-oneDNN serves 16 bits on the CPU. There torch first copies the bias to every row of the result,
-while oneDNN adds it to the sums.
+oneDNN serves 16 bits on the CPU. It adds the bias to the sums, while torch first copies it to every
+row of the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TRANSPOSED = BareOp(
 
 # With fewer products the node costs what it gains.
 _SMALLEST = 2**30
-# This many products pay for the transposition of an element, see weight_gradient.
+# This many products pay for transposing one element, see weight_gradient.
 _PRODUCTS_OF_AN_ELEMENT = 512
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch.nn.functional.linear, by oneDNN where that is faster."""
+    """torch.nn.functional.linear, or oneDNN's if that is faster."""
     if (
         torch.compiler.is_compiling()  # the number of rows must not become a guard
         or x.numel() * weight.shape[:1].numel() < _SMALLEST
@@ -46,14 +46,14 @@ def onednn(
 ) -> torch.Tensor:
     """oneDNN's linear layer and activation; `served_by_onednn` says which arguments it takes.
 
-    torch's op packs x and tells oneDNN the weight's strides, but reads a bias as if it were packed.
+    torch's op packs x and tells oneDNN the weight's strides, but reads the bias as if packed.
     """
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], algorithm)
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd records what is done with these tensors."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -83,7 +83,7 @@ def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why our GEMMs leave these to torch's, which raises the error if there is one."""
+    """Why our GEMMs leave these to torch's GEMM, which raises any error."""
     given = [t for t in (x, weight, bias) if t is not None]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
         return "a tensor is of a class of its own"
@@ -96,7 +96,7 @@ def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 @functools.cache
 def _onednn_has(dtype: torch.dtype) -> bool:
-    """Whether this torch has a GEMM of that dtype for this CPU."""
+    """Whether torch has a GEMM of that dtype for this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -110,7 +110,7 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 class LinearNode(torch.autograd.Function):
     """The backward of a linear layer that saved x and weight; a schedule can run it in parts.
 
-    A subclass takes x, weight and bias first, and returns the layer's result first.
+    A subclass's first arguments are x, weight and bias; its first result is the layer's.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class LinearNode(torch.autograd.Function):
 
 
 class _OneDNN(LinearNode):
-    """The layer by oneDNN. It saves a factor only if the other factor's gradient is wanted."""
+    """The layer on oneDNN. It saves a factor only if the other factor needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
@@ -141,12 +141,12 @@ class _OneDNN(LinearNode):
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """grad.t() @ x, where both are matrices.
+    """grad.t() @ x for two matrices.
 
     oneDNN's GEMM with AMX rearranges a transposed first factor once for every panel of the second
-    factor's columns: at (2048, 3072).t() @ (2048, 768) that is half of its 10 ms. A transposing
-    pass reads and writes each element once. It runs over grad or, if they have fewer elements, over
-    x and the result.
+    factor's columns; at (2048, 3072).t() @ (2048, 768) that takes half of its 10 ms. A transposing
+    pass reads and writes each element only once. It transposes grad or, if they have fewer
+    elements, x and the result.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the graph must be torch's ops
         return grad.t() @ x
@@ -161,10 +161,10 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gains(grad: torch.Tensor, x: torch.Tensor, elements: int) -> bool:
-    """Whether that GEMM gains from transposing this many elements.
+    """Whether weight_gradient gains from transposing this many elements.
 
-    With fewer products per thread, oneDNN leaves one of two threads without work unless it
-    rearranges. Without AMX the GEMM takes ten times as long, but rearranging takes no longer.
+    With fewer products per thread, oneDNN leaves one of two threads idle unless it rearranges.
+    Without AMX the GEMM takes ten times as long, while rearranging takes no longer.
     """
     least = max(_SMALLEST * torch.get_num_threads(), _PRODUCTS_OF_AN_ELEMENT * elements)
     if grad.shape[1] * x.numel() < least or not (grad.is_contiguous() and x.is_contiguous()):

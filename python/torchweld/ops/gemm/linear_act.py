@@ -21,9 +21,9 @@ def linear_act(
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """activation(linear(x, weight, bias)); its backward has both gradients of the sum in one pass.
+    """activation(linear(x, weight, bias)); its backward passes over the activation once.
 
-    For the backward x and the sum before the activation are saved.
+    It saves x and the sum before the activation for the backward.
 
     Args:
         x: [*, in_features]; float32, bfloat16, float16 (or float64).
@@ -31,7 +31,7 @@ def linear_act(
         bias: [out_features].
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and compute the rest again in the backward.
+        recompute: save only x, and recompute the rest in the backward.
 
     Returns:
         A tensor [*, out_features].
@@ -54,7 +54,7 @@ def linear_gelu(
         weight: [out_features, in_features].
         bias: [out_features].
         approximate: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and compute the rest again in the backward.
+        recompute: save only x, and recompute the rest in the backward.
 
     Returns:
         A tensor [*, out_features].
@@ -84,7 +84,7 @@ def _fake(x, weight, bias, activation, approximate):
 
 
 def _terms(x, weight, bias, activation, approximate, grad_y):
-    """bias_act's terms, with every product of the GEMMs a term."""
+    """bias_act's terms, counting every product of the GEMMs as a term."""
     known = activations.ACTIVATIONS[activation, approximate]
     x, weight, grad = x.double().abs(), weight.double().abs(), grad_y.double().abs()
     z = linear(x, weight, None if bias is None else bias.double().abs())
@@ -98,7 +98,7 @@ def _terms(x, weight, bias, activation, approximate, grad_y):
 
 
 # Leading sizes, in_features, out_features: one element, odd and prime sizes, one to five
-# dimensions, no rows, no features on either side, and as many as the pools of errors ask for.
+# dimensions, no rows, no features on either side, and enough features for pooled errors.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     ((), 1, 1),
     ((3,), 5, 7),

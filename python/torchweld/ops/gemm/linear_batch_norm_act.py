@@ -36,10 +36,10 @@ def linear_batch_norm_act(
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """activation(batch_norm(linear(x, weight, bias))), every output feature a channel.
+    """activation(batch_norm(linear(x, weight, bias))); every output feature is a channel.
 
-    For the backward x and the GEMM's result are saved. In training the bias is not added, since the
-    mean would take it out again: it only goes into the running mean, and its gradient is zero.
+    It saves x and the GEMM's result for the backward. In training the bias is not added, since
+    subtracting the mean would cancel it: it only enters the running mean, and its gradient is zero.
 
     Args:
         x: [*, in_features], every leading dimension a part of the batch; float32, bfloat16, float16
@@ -47,24 +47,24 @@ def linear_batch_norm_act(
         weight: [out_features, in_features].
         bias: [out_features].
         running_mean, running_var: [out_features], in x's dtype, or float32 and 16 bits in either
-            order; needed and used in evaluation; updated in training, where they may be None.
+            order; required in evaluation; updated in training, where they may be None.
         bn_weight, bn_bias: [out_features], in x's dtype, or float32 and 16 bits in either order.
         training: normalise with the statistics of this batch.
-        momentum: the share of this batch in the running statistics' new values; a tensor of one
-            element if it changes from step to step.
+        momentum: the weight of this batch in the running statistics; a tensor of one element if it
+            changes from step to step.
         eps: added to the variance, >= 0.
-        process_group: in training the statistics cover the rows of all its processes, see
+        process_group: in training, statistics cover the rows of all its processes, see
             batch_norm_act; None: only this process's.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and compute the rest again in the backward.
+        recompute: save only x, and recompute the rest in the backward.
 
     Returns:
         A tensor [*, out_features].
     """
     how = (training, momentum, eps, process_group, activation, approximate)
 
-    # No arguments for the running statistics: a checkpoint watches its arguments for changes.
+    # Running statistics are not passed as arguments: a checkpoint checks its arguments for changes.
     def run(x, weight, bias, bn_weight, bn_bias):
         return call(OP, x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how)
 
@@ -105,7 +105,7 @@ def _fused(backend, x, weight, bias, running_mean, running_var, bn_weight, bn_bi
 def _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind):
     trained = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
     z = gemm.linear(x, weight, bias if trained else None)
-    if bias is not None and not trained:  # taken from the mean instead of added to z
+    if bias is not None and not trained:  # subtracted from the mean instead of added to z
         mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
     given = (z, mean, var, bn_weight, bn_bias, eps, *kind)
     if backend == "cpu" and not trained and layers.may_overwrite(z):
@@ -140,7 +140,7 @@ def _fake(x, weight, *_):
 
 
 def _terms(x, weight, bias, running_mean, running_var, bn_weight, bn_bias, *how, grad_y):
-    """batch_norm_act's terms, with every product of the GEMMs a term."""
+    """batch_norm_act's terms, counting every product of the GEMMs as a term."""
     training, _, eps, _, *kind = how
     x, weight = x.double(), weight.double()
     bias = x.new_zeros(()) if bias is None else bias.double()
@@ -169,9 +169,9 @@ def _arguments(rows, width, features, training, *kind, bias=False, tracked=True)
 
 
 def _samples():
-    """Samples in training have no bias: its gradient is zero, and eager's is only rounding.
+    """Training samples have no bias: its gradient is zero, and eager's is only rounding error.
 
-    None has relu, whose derivative jumps where a 16-bit z is rounded: tests/ops/test_batch_norm.py.
+    relu is left to tests/ops/test_batch_norm.py: its derivative jumps where a 16-bit z is rounded.
     """
     gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
     shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
@@ -180,7 +180,7 @@ def _samples():
     evaluated = (((1,), 3, 5), ((3,), 5, 4096), *shapes, ((0,), 8, 5))
     found += [_arguments(*s, False, *gelu, bias=True) for s in evaluated]
     found.append(_arguments(*shapes[3], False, "silu", "none"))
-    # Last, so that another activation does not change the seeds of the others.
+    # Last, so that a new activation does not change the seeds of the others.
     return (*found, *(_arguments(*shapes[3], True, *kind) for kind in others[2:]))
 
 

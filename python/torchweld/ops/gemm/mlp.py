@@ -35,8 +35,8 @@ def mlp(
         b2: [out_features].
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and compute the rest again in the backward. On the CPU the backward
-            then holds two tensors of the hidden layer's size at a time, not three.
+        recompute: save only x, and recompute the rest in the backward. On the CPU the backward then
+            holds two tensors of the hidden layer's size at a time, not three.
 
     Returns:
         A tensor [*, out_features].
@@ -54,13 +54,13 @@ def _fused(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
         algorithm = algorithm_for(x, w1, b1, w2, b2, activation, approximate)
         if algorithm is not None:
             y, z, zeros = epilogue.unjoined(*first)
-            assert z is not None  # its gradient is wanted
+            assert z is not None  # since it needs a gradient
             return act_linear(z, zeros, w2, b2, activation, approximate, y, algorithm)
     return gemm.linear(epilogue.linear_and_act(*first), w2, b2)
 
 
 def _lean(backend, x, w1, b1, activation, approximate, w2, b2):
-    """In a backward that computes all of this again: without saving the activation."""
+    """The forward recomputed in a backward, which does not save the activation."""
     z, bias = layers.summed(x, w1, b1, activation)
     plain = type(w2) in (torch.Tensor, torch.nn.Parameter)
     if gemm.wants_gradient(z, bias) and layers.may_overwrite(z) and plain:
@@ -96,7 +96,7 @@ def _flops(x, w1, b1, w2, *_):
 
 
 def _terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
-    """Every product of the four GEMMs a term."""
+    """Terms, counting every product of the four GEMMs."""
     known = activations.ACTIVATIONS[activation, approximate]
     x, w1, w2, grad = (t.double().abs() for t in (x, w1, w2, grad_y))
     z = linear(x, w1, None if b1 is None else b1.double().abs())
@@ -164,7 +164,7 @@ OP = Composite(
         for kind in ("none", "tanh")
     ),
     tiny=arguments((1,), 64, 64, 64, "gelu", "none"),
-    # A chain of two GEMMs, whose 16-bit middle is rounded twice.
+    # A chain of two GEMMs with two roundings to 16 bits between them.
     numerics=Numerics(
         fp32=dict.fromkeys(_RESULTS, 2.0),
         terms=_terms,

@@ -1,6 +1,6 @@
-"""The choice of an epilogue: whether a GEMM that activates serves a class of shapes, and which.
+"""The choice of an epilogue: which fused GEMM, if any, serves a class of shapes.
 
-The contenders are timed once on the GPU at hand. One of them is the unfused form, torch's GEMM and
+The contenders are timed once on the current GPU. One of them is the unfused form, torch's GEMM and
 a pass of bias_act, so the choice is never slower than that. The user's cache keeps the result.
 """
 
@@ -21,17 +21,17 @@ from torchweld.dispatch import cache, clock, proof, verdicts
 from torchweld.registry.constant import assume_constant_result
 from torchweld.version import __version__
 
-# Milliseconds that the trial of a class of shapes may take on the GPU.
+# Limit of the GPU milliseconds for the trial of a class of shapes.
 _BUDGET = 30.0
-# A fused GEMM has to be ahead by more than its time differs from one run to the next.
+# A fused GEMM must be ahead by more than the variation between runs.
 _AHEAD = 1.02
 
 
 class Contest(NamedTuple):
-    """The contenders for a class of shapes, as functions of tensors that have the same rows.
+    """The contenders for a class of shapes, as functions of tensors with the same rows.
 
-    `exact` computes the fused GEMMs' results in float64, and `trusted` by torch's own GEMMs. These
-    and the fused GEMMs return results by name.
+    `exact` computes the fused GEMMs' results in float64, and `trusted` with torch's own GEMMs. Both
+    return results by name, as the fused GEMMs do.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -43,7 +43,7 @@ class Contest(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The tile of the fastest fused GEMM, and the milliseconds that it and the unfused one took."""
+    """The tile of the fastest fused GEMM, and the milliseconds of it and the unfused form."""
 
     tile: int
     ms: float
@@ -56,14 +56,14 @@ class Timed(NamedTuple):
 
     @property
     def refused(self) -> bool:
-        """Whether no fused GEMM was right."""
+        """Whether no fused GEMM was correct."""
         return self.ms == math.inf
 
 
 def fastest(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> int | None:
-    """The tile that serves a class of shapes, as it is kept or found now; None: the unfused form.
+    """The tile that serves a class of shapes, cached or found now; None: the unfused form.
 
-    `shapes` names all that a time depends on beside the number of x's rows.
+    `shapes` names everything that a timing depends on besides the number of x's rows.
     """
     if torch.compiler.is_compiling():
         return _kept_while_compiling(x.device, shapes)
@@ -105,9 +105,10 @@ def _may_time(x: torch.Tensor) -> bool:
 
 
 def _trial(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> Timed | None:
-    """Check and time the contenders, and keep what was found. Raises nothing.
+    """Check and time the contenders, and cache the result. Raises nothing.
 
-    None if the trial itself failed, for want of memory perhaps: only this process remembers that.
+    Returns None if the trial itself failed, perhaps for lack of memory; only this process remembers
+    that.
     """
     conditions, name = _conditions(x.device, kernels().precision()), _name(shapes, rows_of(x))
     if (conditions, name) in _without_memory:
@@ -117,7 +118,7 @@ def _trial(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> Time
         kind = x.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False), torch.cuda.device_of(x):
             timed = _timed(shapes, contenders)
-    except Exception as error:  # the call goes on without what was on trial
+    except Exception as error:  # the call continues without the contender
         if not isinstance(error, torch.OutOfMemoryError):
             proof.refuse(f"the fused GEMM of {shapes}", proof.in_a_line(error))
         _without_memory.add((conditions, name))
@@ -127,12 +128,12 @@ def _trial(x: torch.Tensor, shapes: str, contest: Callable[[], Contest]) -> Time
     return timed
 
 
-# Conditions and names of shapes whose trial found no memory or failed.
+# Conditions and names of shapes whose trial ran out of memory or failed.
 _without_memory: set[tuple[str, str]] = set()
 
 
 def _timed(shapes: str, contest: Contest) -> Timed:
-    """The fastest of the fused GEMMs that are right."""
+    """The fastest of the correct fused GEMMs."""
     faults = _faults(contest)
     for tile, reason in faults.items():
         if reason is not None and not reason.startswith("OutOfResources"):
@@ -147,14 +148,14 @@ def _timed(shapes: str, contest: Contest) -> Timed:
 
 
 def _faults(contest: Contest) -> dict[int, str | None]:
-    """What is wrong with each of the fused GEMMs, on some of the rows."""
+    """The errors of each fused GEMM, checked on some of the rows."""
     rows = max(_LEAST_ROWS, min(proof.ROWS, _PRODUCTS // max(contest.products_a_row, 1)))
     given = [proof.some_rows(t, rows) for t in contest.tensors]
     judge = proof.Judge(contest.exact(*given), contest.trusted(*given))
     return {tile: judge.fault_of(partial(one, *given)) for tile, one in contest.fused.items()}
 
 
-# Products in float64. GPUs that do 64 times fewer of them take a fraction of a second.
+# Limit of float64 products. GPUs with 1/64 of the rate take a fraction of a second for them.
 _PRODUCTS, _LEAST_ROWS = 2**34, 64
 
 
@@ -164,12 +165,12 @@ def _medians(calls: list[Callable[[], Any]]) -> list[float]:
 
 
 def _name(shapes: str, rows: int) -> str:
-    """The key of a class of shapes: numbers of rows with as many bits are alike."""
+    """The key of a class of shapes: row counts of equal bit length share one."""
     return f"{shapes}, rows below {1 << rows.bit_length()}"
 
 
 def kernels() -> Any:
-    """The Triton module, which takes a while to import."""
+    """The Triton module, imported only when needed since that takes a while."""
     return importlib.import_module("torchweld.triton_kernels.linear_act")
 
 
@@ -181,7 +182,7 @@ def _file() -> Path:
 
 
 def _kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
-    """What was found for a class of shapes on this GPU: for any rows, the least favourable."""
+    """The result for a class of shapes on this GPU; for any rows, the least favourable one."""
     found = _all_kept(_conditions(device, kernels().precision()))
     if rows is not None:
         return found.get(_name(shapes, rows))
@@ -191,14 +192,14 @@ def _kept(device: torch.device, shapes: str, rows: int | None) -> Timed | None:
 
 @assume_constant_result
 def _kept_while_compiling(device: torch.device, shapes: str) -> int | None:
-    """What is kept, as a constant of the compiled graph."""
+    """The cached results, as a constant of the compiled graph."""
     timed = _kept(device, shapes, None)
     return None if timed is None else timed.chosen
 
 
 @functools.cache
 def _conditions(device: torch.device, precision: str) -> str:
-    """What makes times comparable: the GPU, the kernels, what compiled them, and their rival."""
+    """What makes timings comparable: GPU, kernels, compilers, and the torch they compete with."""
     triton = importlib.import_module("triton").__version__
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     ours = f"torchweld {__version__}, {cache.kernel_hash()}"
@@ -215,6 +216,6 @@ def _keep(conditions: str, name: str, timed: Timed) -> None:
     def add(content: dict[str, Any]) -> None:
         content.setdefault(conditions, {})[name] = list(timed)
 
-    # If the file cannot be written, only this process keeps it.
+    # If the file cannot be written, only this process keeps the result.
     with contextlib.suppress(OSError):
         cache.update(_file(), add)

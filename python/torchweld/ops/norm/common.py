@@ -26,7 +26,7 @@ def columns(x: torch.Tensor, normalized_shape: Sequence[int], *_: Any) -> int:
 
 
 # Leading sizes and normalized_shape of the contract's samples: one element, odd and prime widths,
-# widths past every internal limit, no rows, no width, several normalised dimensions.
+# widths beyond every internal limit, no rows, no width, several normalised dimensions.
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), (1,)),
     ((3,), (1,)),
@@ -45,7 +45,7 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((6,), (4, 5)),
     ((), (2, 3, 4)),
 )
-# (rows, width) that are measured: small, typical and wide.
+# Benchmark shapes, (rows, width): small, typical and wide.
 MEASURED = ((64, 256), (4096, 1024), (8192, 1024), (2048, 4096), (256, 65536))
 MEASURED_ON_GPU = ((4096, 1024), (32768, 4096), (16384, 8192), (4096, 65536))
 
@@ -76,7 +76,7 @@ def sized(
 def benchmarks(
     shapes: Sequence[tuple[int, int]], parameters: int, *tail: Any
 ) -> tuple[tuple[Any, ...], ...]:
-    """Arguments as in samples, over shapes worth a measurement."""
+    """Arguments as in samples, over the benchmark shapes."""
     return tuple(
         (activation(rows, width), [width], *[parameter(width)] * parameters, *tail)
         for rows, width in shapes
@@ -86,7 +86,7 @@ def benchmarks(
 def split(
     x: torch.Tensor, normalized_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading dimensions, and the normalised ones."""
+    """Split into leading and normalised dimensions."""
     leading = x.ndim - len(normalized_shape)
     return tuple(range(leading)), tuple(range(leading, x.ndim))
 
@@ -107,7 +107,7 @@ def terms(
     scale = 1.0 if weight is None else weight.double().abs()
     mean = x.mean(dims, keepdim=True) if centered else torch.zeros_like(x)
     rstd = (x - mean).square().mean(dims, keepdim=True).add(1e-6).rsqrt()
-    # The error of a mean goes by the size of its summands, however they cancel.
+    # The error of a mean scales with the size of its summands, even if they cancel.
     x_hat = (size + (size.mean(dims, keepdim=True) if centered else 0)) * rstd
     g = grad_y * scale
     projected = (g * x_hat).mean(dims, keepdim=True) * x_hat
@@ -136,7 +136,7 @@ def numerics(centered: bool) -> Numerics:
 def check(
     op: Op, x: Any, normalized_shape: Any, eps: Any, **parameters: torch.Tensor | None
 ) -> None:
-    """What both ops accept."""
+    """Check the arguments of both ops."""
     checks.dense(op.name, "x", x, op.dtypes, jagged=True)
     try:
         shape = tuple(int(size) for size in normalized_shape)
@@ -163,7 +163,7 @@ def as_float32(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def statistics(x: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Tensor:
-    """mean or rstd as the kernels keep them: one number a row, in the dtype of the arithmetic."""
+    """mean or rstd as kernels return it: one number per row, in the dtype of the arithmetic."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(x.shape[: x.ndim - len(normalized_shape)], dtype=dtype)
 

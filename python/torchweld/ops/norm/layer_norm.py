@@ -25,7 +25,7 @@ def layer_norm(
 
     Args:
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        normalized_shape: the last dimensions of x, over which it is normalised.
+        normalized_shape: the last dimensions of x, which are normalised.
         weight, bias: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
         eps: added to the variance, >= 0.
 
@@ -39,7 +39,7 @@ def _reference(x, normalized_shape, weight, bias, eps):
     if not eps >= 0:
         raise ArgumentError("layer_norm", "eps", repr(eps), "a number >= 0")
     parameter = bias if weight is None else weight
-    if parameter is not None and parameter.dtype is not x.dtype:  # eager cannot train with this
+    if parameter is not None and parameter.dtype is not x.dtype:  # eager cannot differentiate this
         _check(x, normalized_shape, weight, bias, eps)
         weight, bias = norms.as_float32(weight), norms.as_float32(bias)
         return torch.layer_norm(x.float(), normalized_shape, weight, bias, eps).to(x.dtype)

@@ -24,10 +24,10 @@ def rms_norm(
 
     Args:
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        normalized_shape: the last dimensions of x, over which it is normalised.
+        normalized_shape: the last dimensions of x, which are normalised.
         weight: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
-        eps: added to the mean square, >= 0; None is, as in torch, the machine
-            epsilon of what x is computed in: 2^-23, for float64 2^-52.
+        eps: added to the mean square, >= 0; None: as in torch, the machine epsilon of the dtype of
+            the arithmetic, 2^-23, or 2^-52 for float64.
 
     Returns:
         A tensor of x's shape and dtype, contiguous, or channels_last if x is.
@@ -67,7 +67,7 @@ def _fake(x, normalized_shape, weight, eps):
     return norms.result(x), norms.statistics(x, normalized_shape)
 
 
-# Later torches than 2.11 compute it in float32 under CUDA's autocast.
+# torch after 2.11 computes it in float32 under CUDA's autocast.
 _AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 OP = Op(

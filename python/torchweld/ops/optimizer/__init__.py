@@ -1,1 +1,1 @@
-"""Optimizer steps, one rule a file."""
+"""Optimizer steps, one rule per file."""

@@ -1,7 +1,7 @@
-"""The step of Adafactor, by the rules of torch and of transformers.
+"""The step of Adafactor, with the rules of torch and of transformers.
 
-Moments are averages. A matrix has those of its rows and of its columns, another tensor one of each
-element, and there is a first moment where beta1 is not 0. csrc/core/adafactor.h has the formulas.
+Second moments are averages: over rows and over columns for a matrix, one per element for any other
+tensor. There is a first moment if beta1 is not 0. csrc/core/adafactor.h has the formulas.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchweld.ops.optimizer.torchs import stepped
 
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]  # over these dimensions of the parameter
 Update = Generator[Any, Tensors, None]
-# The passes before the step, by what they sum: squares over rows and over columns; averages over
-# columns; and squares of parameters and of directions over all.
+# The passes before the step, named for their sums: squares over rows and over columns; averages
+# over columns; squares of parameters and of directions over all elements.
 _MEASURES = ("_squares", "_averages", "_directions")
 
 
@@ -44,11 +44,11 @@ class AdafactorSettings(NamedTuple):
 
 
 class _Factored(Rule):
-    """Its step needs sums over whole tensors, three times.
+    """A rule whose step needs sums over whole tensors, three times.
 
-    One call makes them all for unsharded parameters. For sharded ones, devices exchange the sums
+    For unsharded parameters one call makes them all. For sharded ones, devices exchange sums
     between passes: `sums` has those of all passes, and `whole_sizes` the rows, columns and elements
-    of whole parameters. In eager torch, an update is a generator that goes from sums to sums.
+    of whole parameters. In eager torch, an update is a generator that yields the sums of each pass.
     """
 
     def _passes(self) -> tuple[Pass, ...]:
@@ -75,7 +75,7 @@ class _Factored(Rule):
         ]
 
     def _make_room(self, task: Task) -> list[list[Part]]:
-        """Room for the sums of all passes, and the parts of it that each pass finds."""
+        """A buffer for the sums of all passes, and each pass's parts of it."""
         batch = task.batch
         counts = [_counts(*of_one) for of_one in zip(batch.params, batch.wholes, strict=True)]
         sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
@@ -93,7 +93,7 @@ class _Factored(Rule):
         return ()
 
     def step(self, task: Task) -> None:
-        """The step, with sums that devices have exchanged or of whole parameters."""
+        """The step, with exchanged sums or those of whole parameters."""
         if isinstance(task.handed_on, _Updates):
             self._reference(task)
             torch.autograd.graph.increment_version(task.batch.wholes)
@@ -104,7 +104,7 @@ class _Factored(Rule):
         if isinstance(task.handed_on, _Updates):
             yield from task.handed_on.steps()
             return
-        for i in range(len(task.batch.params)):  # one by one, for little memory
+        for i in range(len(task.batch.params)):  # one by one, to save memory
             update = _Updates([self._begin(task, i)])
             for _ in range(3):
                 update.next_sums()
@@ -119,14 +119,14 @@ class _Factored(Rule):
 
 
 class _Updates:
-    """Updates of parameters that go from sums to sums together."""
+    """Updates of parameters that advance from pass to pass together."""
 
     def __init__(self, begun: Iterable[tuple[Callable[[], Read], Update]]) -> None:
         self._begun = list(begun)
         self._sums: list[Sums] | None = None
 
     def next_sums(self) -> list[Sums]:
-        """What each one sums next; by then the last sums are those of the whole."""
+        """Each update's next sums; the previous ones must have become those of the whole."""
         self._sums = [update.send(known) for (_, update), known in self._with_known()]
         return self._sums
 
@@ -151,7 +151,7 @@ def _whole_sizes(batch: Batch) -> list[int]:
 def _counts(
     part: torch.Tensor, whole: torch.Tensor
 ) -> tuple[list[tuple[int, tuple[int, ...]]], ...]:
-    """For each pass: how many sums it makes of a parameter, and over which dimensions."""
+    """For each pass: how many sums it makes per parameter, and over which dimensions."""
     every = tuple(range(part.ndim))
     of_all = [(2, every)]  # the parameter's squares, and its direction's
     if len(every) < 2:
@@ -175,9 +175,9 @@ def _update(
     lr: torch.Tensor,
     s: AdafactorSettings,
 ) -> Update:
-    """Yields sums of this device's part three times, is sent those of the whole, yields the step.
+    """Yield this device's sums three times, receive those of the whole, then yield the step.
 
-    `of_parameter` gives the parameter, its gradient and its moments; they are not kept meanwhile.
+    `of_parameter` returns parameter, gradient and moments, which are not kept between passes.
     """
     if shape.numel() == 0:
         for _ in range(3):

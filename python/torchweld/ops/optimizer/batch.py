@@ -1,23 +1,24 @@
-"""The tensors that step together and the numbers of their step, as the ops of all rules take them.
+"""The tensors that step together and the numbers of their step, as all rules' ops take them.
 
 An op takes lists with an entry for each parameter:
 
 * `params`, `grads`: of one dtype;
-* `masters`: what completes parameters to float32: float32 masters, int16 remainders, or none;
+* `masters`: float32 masters, int16 remainders that complete parameters to float32, or none;
 * `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
 * `steps`: the number of steps taken, on the parameter's device, which the step counts up;
-* `edges`: of codes whose rows are split across devices, or none: where the pieces of blocks that
-  are here begin and end in a row, as int64 numbers beside the codes. Their `absmaxes`, [rows,
-  pieces], are those of the whole blocks, and so are the `new_absmaxes` of the codes after the step;
-* `rounding_offsets`: of bfloat16 parameters that are rounded stochastically, or none; rounding.py
-  says what they are.
+* `edges`: for codes whose rows are split across devices, or none: where the local pieces of blocks
+  begin and end in a row, as int64 numbers on the codes' device. `absmaxes`, [rows, pieces], are
+  then those of the whole blocks, and so are `new_absmaxes`, those of the codes after the step;
+* `rounding_offsets`: for bfloat16 parameters that are rounded stochastically, or none; see
+  rounding.py.
 
 `lr` is one number, or float64 numbers on the CPU, one for each parameter. `grad_factor` multiplies
-gradients before anything else. Where `found_inf` is not zero, nothing changes. Numbers that change
+gradients before anything else. If `found_inf` is not zero, nothing changes. Numbers that change
 from step to step are tensors, on the parameters' device or the CPU, and the host waits for none of
 them. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are float64
-numbers that passes measure, and `whole_sizes` sizes of whole parameters; a rule says which.
+numbers that passes measure, and `whole_sizes` are sizes of whole parameters; each rule defines
+which.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
 
 class SplitRows(NamedTuple):
-    """How blocks lie where this device has a part of each row; the part of a block is a piece."""
+    """The blocks of rows split across devices. The local part of a block is a piece."""
 
-    edges: torch.Tensor  # [pieces + 1]: where pieces begin and end in a row's part
-    blocks: torch.Tensor  # [pieces]: which of the whole row's blocks they are of
-    width: int  # of a row's part
+    edges: torch.Tensor  # [pieces + 1]: where pieces begin and end in the local part of a row
+    blocks: torch.Tensor  # [pieces]: the number of each piece's block in the whole row
+    width: int  # of the local part of a row
     blocks_of_row: int
 
     def of_pieces(self, absmax: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ class SplitRows(NamedTuple):
         return absmax[:, self.blocks]
 
     def of_blocks(self, absmax: torch.Tensor) -> torch.Tensor:
-        """[rows, blocks] from [rows, pieces], as ordered bits; 0 where no piece is here."""
+        """[rows, blocks] from [rows, pieces], as ordered bits; 0 for blocks not held here."""
         bits = absmax.contiguous().view(torch.int32)
         zeros = bits.new_zeros(len(bits), self.blocks_of_row)
         return zeros.scatter_reduce(1, self.blocks.expand_as(bits), bits, "amax")
@@ -68,7 +69,7 @@ class SplitRows(NamedTuple):
 
 @dataclass
 class Batch:
-    """Parameters of one device, dtype and codec, and what belongs to them."""
+    """Parameters of one device, dtype and codec, with their gradients and states."""
 
     params: Tensors = field(default_factory=list)
     grads: Tensors = field(default_factory=list)
@@ -79,13 +80,13 @@ class Batch:
     steps: Tensors = field(default_factory=list)
     edges: Tensors = field(default_factory=list)
     rounding_offsets: Tensors = field(default_factory=list)
-    # How rows are split, and the absmax of the whole blocks in the order of `absmaxes`.
+    # How rows are split, and the absmax of whole blocks in the order of `absmaxes`.
     splits: list[SplitRows] = field(default_factory=list)
     block_absmaxes: Tensors = field(default_factory=list)
-    # The parameters themselves: DTensors where `params` are this device's parts of them.
+    # The parameters themselves: DTensors if `params` are their local parts.
     wholes: Tensors = field(default_factory=list)
-    is_sharded: bool = False  # whether other devices have parts of any
-    # The learning rate, or each parameter's.
+    is_sharded: bool = False  # whether other devices hold parts of any parameter
+    # The learning rate, or one per parameter.
     lr: torch.Tensor | float | list[float] | None = None
     lrs: list[float] = field(default_factory=list)
 
@@ -94,7 +95,7 @@ class Batch:
         return self.steps[i].to(self.params[i].device, torch.float64) + 1
 
     def served_by_kernel(self) -> bool:
-        """Whether the dtypes are those that kernels are compiled for."""
+        """Whether kernels are compiled for these dtypes."""
         first, grad = self.params[0], self.grads[0]  # all are alike
         states = {m.dtype for m in self.moments[:: len(self.params)]}
         fits = has_kernel_dtype(first) and first.dtype == grad.dtype
@@ -115,7 +116,7 @@ class Batch:
         )
 
     def count_versions(self) -> None:
-        """Tell autograd of all that a step writes."""
+        """Tell autograd about every tensor that a step writes."""
         parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
         states = (self.masters, self.moments, self.absmaxes, self.steps)
         for tensors in (parts, self.wholes, *states):
@@ -124,23 +125,23 @@ class Batch:
 
 @dataclass
 class Task:
-    """A batch, the numbers of its step, and what a pass hands on to the next ones."""
+    """A batch, the numbers of its step, and results that passes hand on."""
 
     batch: Batch
     settings: Sequence[Any]
     lr: torch.Tensor
     grad_factor: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-    # Makes the ratios of an adaptive rule from norms of parameters and of their steps; or None.
+    # Computes an adaptive rule's ratios from norms of parameters and of their steps; or None.
     ratios_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     ratios: torch.Tensor | None = None
     sums: torch.Tensor | None = None
     whole_sizes: Sequence[int] = ()
-    handed_on: Any = None  # a rule's own
+    handed_on: Any = None  # specific to the rule
 
 
 def schema(writes: Collection[str], settings: type[Any]) -> str:
-    """The schema of a pass that writes to these arguments, of a rule with these settings."""
+    """The schema of a pass that writes to these arguments, for a rule with these settings."""
 
     arguments: list[str] = []
 
@@ -164,6 +165,6 @@ def has_kernel_dtype(t: torch.Tensor) -> bool:
 
 
 def is_foreign_to_kernels(t: torch.Tensor) -> bool:
-    """Whether t is of a subclass that says itself what an op does and may hold several tensors."""
+    """Whether t is of a subclass that overrides ops and may hold several tensors."""
     handles = type(t).__torch_dispatch__
     return handles is not torch.Tensor.__torch_dispatch__ and not isinstance(t, FakeTensor)

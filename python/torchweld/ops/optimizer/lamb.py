@@ -18,7 +18,7 @@ class LambSettings(NamedTuple):
     eps: float
     weight_decay: float
     bias_correction: bool
-    averaged: bool  # whether a gradient enters the first moment by 1 - beta1, or as it is
+    averaged: bool  # whether a gradient enters the first moment times 1 - beta1, or unscaled
 
 
 def _direction(

@@ -1,14 +1,13 @@
 """A step is a list of passes over batches, with named exchanges between them.
 
-A pass does one thing to every batch that it concerns, and returns what it found of the parts of
-tensors that are here. Devices then exchange the parts of all batches at once, and the next pass
-goes by what became of them. A rule lists its passes. The optimizer knows the devices, and so how
-each exchange is made.
+A pass treats every batch that it concerns, and returns what it found locally: its parts. Devices
+then exchange the parts of all batches at once, and the next pass uses the result. A rule lists its
+passes. The optimizer knows the devices, and so how to make each exchange.
 
 A new kind of exchange, such as copies to the host, is a name here and a function in
-torchweld.optim._exchanges. That function takes the parts of all batches and leaves in them what
-becomes of them. An exchange that needs what an optimizer keeps is its `_exchange`, as that of
-compressed momentum in torchweld.optim._one_bit. A pass may do nothing but list its parts, and the
+torchweld.optim._exchanges. That function takes the parts of all batches and replaces them by the
+result, in place. An exchange that needs an optimizer's state is the optimizer's `_exchange`, like
+that of compressed momentum in torchweld.optim._one_bit. A pass may only list its parts, and the
 last pass may end in an exchange.
 """
 
@@ -25,19 +24,19 @@ from torchweld.ops.optimizer.batch import Task
 
 
 class Exchange(Enum):
-    """What devices make of their parts; the values of sums and maxima are torch's ReduceOps."""
+    """How devices combine their parts; the values of sums and maxima are torch's ReduceOps."""
 
     SUM = "SUM"
     LARGEST = "MAX"
-    # Of whole tensors that every process has, by optimizers that reduce gradients themselves.
+    # For whole tensors on every process, in optimizers that reduce gradients themselves.
     MEAN = "AVG"
     ONE_BIT_MEAN = "1 bit"
 
 
 class Part(NamedTuple):
-    """Numbers found over some dimensions of this device's part of a parameter.
+    """Numbers computed over some dimensions of the local part of a parameter.
 
-    Devices that have other parts of these dimensions exchange them, in place.
+    Devices with other parts of these dimensions exchange them, in place.
     """
 
     here: torch.Tensor
@@ -51,13 +50,13 @@ def over_all(here: torch.Tensor, param: torch.Tensor) -> Part:
 
 
 def across_rows(here: torch.Tensor, param: torch.Tensor) -> Part:
-    """Numbers for each row, which its first dimension counts, over what the row has."""
+    """Numbers for each row, the first dimension, over all other dimensions."""
     return Part(here, param, range(1, param.ndim))
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What is done to each batch, and what is then exchanged of it."""
+    """The work on each batch, and the exchange that follows."""
 
     act: Callable[[Task], Iterable[Part]]
     exchange: Exchange | None = None
@@ -69,7 +68,7 @@ def run(
     tasks: Sequence[Task],
     exchange: Callable[[Exchange, Iterable[Part]], None],
 ) -> None:
-    """One pass after another, each over all tasks."""
+    """Run one pass after another, each over all tasks."""
     for each in passes:
         concerned = [task for task in tasks if each.concerns(task)]
         parts = [part for task in concerned for part in each.act(task)]

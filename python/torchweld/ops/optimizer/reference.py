@@ -1,4 +1,4 @@
-"""What rules share in eager torch: reading parameters and moments, and writing a step."""
+"""Shared by rules in eager torch: reading parameters and moments, and writing a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = tuple[torch.Tensor, torch.Tensor, Tensors]
 
 
 def read(task: Task, i: int, signed: Sequence[bool]) -> Read:
-    """Parameter i, its gradient and its moments, as they are computed with."""
+    """Parameter i, its gradient and its moments, in the dtype of the arithmetic."""
     batch, factor = task.batch, task.grad_factor
     p, count = batch.params[i], len(batch.params)
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
@@ -39,7 +39,7 @@ def write(
     moments: Tensors,
     signed: Sequence[bool],
 ) -> None:
-    """A step of parameter i, from its value before to the one after it, and its new moments."""
+    """Write a step of parameter i: its values before and after it, and its new moments."""
     batch, count = task.batch, len(task.batch.params)
     skip = None if task.found_inf is None else task.found_inf != 0
 
@@ -75,23 +75,23 @@ def write(
 
 
 def number_of(t: torch.Tensor, i: int) -> torch.Tensor:
-    """Parameter i's number, where there is one for each or one for all."""
+    """Parameter i's number, from one number for each or one for all."""
     return t if t.numel() == 1 else t[i]
 
 
 def sound(moments: Tensors) -> torch.Tensor:
-    """Which elements have finite moments; blocks have no room for others."""
+    """Which elements have finite moments; blocks cannot store others."""
     return torch.stack([m.isfinite() for m in moments]).all(0)
 
 
 def sound_only(moments: Tensors) -> Tensors:
-    """Moments that start anew where they are not finite."""
+    """Reset moments that are not finite."""
     kept = sound(moments)
     return [torch.where(kept, m, 0.0) for m in moments]
 
 
 def read_param(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The parameter as it is computed with."""
+    """The parameter in the dtype of the arithmetic."""
     if master is None:
         return p
     if master.dtype != torch.int16:

@@ -1,12 +1,13 @@
-"""Stochastic rounding of float32 to bfloat16: to one of the two next to it, right on average.
+"""Stochastic rounding of float32 to one of the two nearest bfloat16, right on average.
 
 A value is rounded up with the probability (value - lower) / (upper - lower). The random bits depend
-on the parameter, the step, and where an element lies in the whole tensor. So a step repeats, and
-every backend, replica and shard takes the same bits. They are torchweld.random's, with key = 0 and
+on the parameter, the step, and the element's place in the whole tensor. So steps are reproducible,
+and every backend, replica and shard takes the same bits. They are torchweld.random's, with key = 0
+and
 
     counter = (element >> 3 & LOW, element >> 35, step, 1 + the parameter's number)
 
-The four words have the bits of eight elements, 16 each, the low half of a word first. Dropout's
+The four words hold the bits of eight elements, 16 each, the low half of a word first. Dropout's
 counters end in 0.
 
 A parameter's rounding offset is a tensor of int64 on the CPU: the number of the parameter, the
@@ -24,7 +25,7 @@ _LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC0
 
 
 def rounded_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """A parameter's float32 values as bfloat16, by the bits of this step, from 1."""
+    """Round a parameter's float32 values to bfloat16 with the bits of this step, from 1."""
     number, first, *strides = offset.tolist()
     # Elements of a row, the last dimension's, lie side by side.
     shape, strides = (value.shape, strides) if value.ndim else ((1,), [1])
@@ -37,7 +38,7 @@ def rounded_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) ->
 
 
 def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor) -> torch.Tensor:
-    """16 bits for each of `width` elements from each of these elements on; `rows` is [rows, 1]."""
+    """16 bits for each of the `width` elements from each row's first on; `rows` is [rows, 1]."""
     device = rows.device
     group = rows // _AT_ONCE + torch.arange(width // _AT_ONCE + 2, device=device)
     last = torch.full((), number + 1, device=device)
@@ -49,9 +50,9 @@ def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor)
 
 
 def rounded(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Float32 as bfloat16, by 16 random bits each.
+    """Round float32 to bfloat16 with 16 random bits each.
 
-    From the largest bfloat16 on, rounding is to the nearest: randomness brings infinity no nearer.
+    From the largest bfloat16 on, round to the nearest, so that randomness creates no infinity.
     """
     bits = value.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

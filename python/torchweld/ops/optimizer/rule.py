@@ -29,12 +29,12 @@ class Rule:
     """An optimizer's rule.
 
     `settings` is a NamedTuple of numbers and flags: the last arguments of the rule's ops, and the
-    fields of its struct in csrc/core. `signed` says of each moment whether it has a sign.
+    fields of its struct in csrc/core. `signed` says for each moment whether it has a sign.
     `update(p, g, moments, t, lr, settings)` returns the new parameter and moments; t, the step, and
     lr are float64 tensors of one number. An adaptive rule's update takes its ratio before the
-    settings, and `direction`, of the same arguments but lr and ratio, returns what its measure
-    squares, and the new moments. `torchs(task)` takes torch's own step instead of the reference,
-    and says whether it could: it serves GPUs where no kernel is proven.
+    settings. Its `direction` takes the same arguments without lr and ratio, and returns the step
+    whose squares are measured, and the new moments. `torchs(task)` takes torch's own step instead
+    of the reference and returns whether it could: it serves GPUs where no kernel is proven.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Rule:
         self.passes = self._passes()
 
     def backends(self, param: torch.Tensor) -> list[str]:
-        """Those that have a kernel for a parameter like this."""
+        """The backends with a kernel for a parameter like this."""
         return [b for b in self._op.backends if self._op.why_not(b, (param,)) is None]
 
     def automatic(self, param: torch.Tensor) -> str:
@@ -130,7 +130,7 @@ class Rule:
         torch.autograd.graph.increment_version(task.batch.wholes)
 
     def find_absmaxes(self, task: Task) -> None:
-        """Find what this step makes of the absmax of split rows' pieces, in `new_absmaxes`."""
+        """Compute the absmax of split rows' pieces after this step, into `new_absmaxes`."""
         if self._serve(self._absmaxes_op, task):
             return
         batch, count = task.batch, len(task.batch.params)
@@ -142,9 +142,9 @@ class Rule:
                 absmax.copy_(found if skip is None else torch.where(skip, absmax, found))
 
     def measure(self, task: Task) -> None:
-        """Sum the squares of each parameter, and of what its step would be, for an adaptive rule.
+        """Sum the squares of each parameter and of its step, for an adaptive rule.
 
-        `sums` is [parameters, 2], float64, over the parts that are here.
+        `sums` is [parameters, 2], float64, over the local parts.
         """
         batch = task.batch
         empty = batch.params[0].new_empty
@@ -161,7 +161,7 @@ class Rule:
         return torch.stack([p.double().square().sum(), u.double().square().sum()])
 
     def _serve(self, op: BareOp, task: Task, steps: bool = False) -> bool:
-        """Run the op's kernel; False where the reference serves such a batch."""
+        """Run the op's kernel; False if the reference serves such a batch."""
         batch = task.batch
         kernel = self._kernel(op, task) if batch.served_by_kernel() else None
         if kernel is None:
@@ -170,12 +170,12 @@ class Rule:
         given = (task.lr, task.ratios, task.grad_factor, task.found_inf)
         numbers = [_readable(t, device) for t in given]
         if steps:
-            # Before the kernel, after which a thousand tensors are no longer in the cache.
+            # Before the kernel, which evicts a thousand tensors from the cache.
             batch.count_versions()
         try:
             kernel(*batch.lists(), *numbers, task.sums, task.whole_sizes, *task.settings)
         except RuntimeError:
-            # torch negates before it calls, but not what is written; nothing is yet.
+            # torch resolves negation of inputs but not of outputs; nothing is written yet.
             if not any(map(torch.is_neg, [*batch.params, *batch.moments])):
                 raise
             return False
@@ -213,7 +213,7 @@ def _say_once(message: str) -> None:
 
 
 def _say_what_it_costs(rule: str, batch: Batch) -> None:
-    """Of a step in eager torch on a GPU, where a user expects a kernel."""
+    """Warn about a step in eager torch on a GPU, where users expect a kernel."""
     first = batch.params[0]
     if first.device.type != "cuda" or is_foreign_to_kernels(first):
         return
@@ -229,5 +229,5 @@ def _say_what_it_costs(rule: str, batch: Batch) -> None:
 
 
 def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A number where a kernel on this device can have it: there, or on the CPU."""
+    """Put a number where a kernel on this device can read it: there, or on the CPU."""
     return t if t is None or t.device.type == "cpu" else t.to(device)

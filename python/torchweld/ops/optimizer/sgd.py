@@ -53,7 +53,7 @@ def _torchs(task: Task) -> bool:
     s = task.settings
     assert isinstance(s, SgdSettings)
     if s.dampening and task.batch.moments:
-        return False  # the first step is undampened, and only the GPU knows whether this is it
+        return False  # the first step is undampened, and only the GPU knows the step's number
 
     def step(lists: Sequence[Tensors], lr: float, found_inf: torch.Tensor | None) -> None:
         params, grads, *momentum, _ = lists
@@ -65,7 +65,7 @@ def _torchs(task: Task) -> bool:
             dampening=0.0,
             nesterov=s.nesterov,
             maximize=False,
-            is_first_step=False,  # which momentum of zeros comes to
+            is_first_step=False,  # equivalent, since momenta start at zero
             found_inf=found_inf,
         )
 

@@ -1,4 +1,4 @@
-"""The sum of the squares of gradients, whose root is the norm that they are clipped by."""
+"""The sum of squares of gradients; its root is the norm for clipping."""
 
 from __future__ import annotations
 

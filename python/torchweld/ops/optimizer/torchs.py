@@ -1,4 +1,4 @@
-"""torch's own fused and foreach steps: they serve a GPU on which no kernel of ours is proven."""
+"""torch's own fused and foreach steps, for GPUs on which none of our kernels is proven."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torchweld.ops.optimizer.batch import Task, Tensors, is_foreign_to_kernels
 
 # Steps the parameters with these lists: params, grads, each moment, the number of the step. The
-# rate is theirs, and where `found_inf` is 1 the step is left out.
+# learning rate is common to them, and if `found_inf` is 1 the step is skipped.
 Fused = Callable[[Sequence[Tensors], float, torch.Tensor | None], None]
 
 
 def stepped(task: Task, fused: Fused) -> bool:
-    """Step the batch by torch's kernel, a call for each rate; False where it serves no such batch.
+    """Step the batch with torch's kernel, one call per rate; False if it serves no such batch.
 
     Gradients are unscaled and clipped beforehand: torch's kernel would also write them back.
     """
@@ -40,7 +40,7 @@ def stepped(task: Task, fused: Fused) -> bool:
 
 
 def _serves(task: Task, lists: Sequence[Tensors]) -> bool:
-    """Whether torch keeps such states, those of each element in the parameter's own layout."""
+    """Whether torch stores such states, and keeps each in its parameter's own layout."""
     batch = task.batch
     first = batch.params[0]
     coded = batch.masters or batch.absmaxes or batch.rounding_offsets

@@ -1,4 +1,4 @@
-"""A rule's kernels on trial on the GPU at hand: one step of some parameters, on clones."""
+"""A trial of a rule's kernels on the current GPU: one step of some parameters, on clones."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torchweld.ops.optimizer.passes import Pass, run
 from torchweld.ops.optimizer.reference import read
 from torchweld.registry import EAGER
 
-# Elements of the parameters that are tried.
+# Limit of the elements in a trial.
 MOST_ELEMENTS = 2**22
 _served: dict[tuple[Any, ...], str] = {}
 
 
 class Rule(Protocol):
-    """What is asked of a rule."""
+    """What a trial needs of a rule."""
 
     name: str
     signed: tuple[bool, ...]
     passes: tuple[Pass, ...]
 
     def backends(self, param: torch.Tensor) -> list[str]:
-        """Those that have a kernel for a parameter like this."""
+        """The backends with a kernel for a parameter like this."""
 
 
 def proven(rule: Rule, task: Task) -> str:
-    """The backend that serves such a batch on this GPU, tried now if it is the first one."""
+    """The backend that serves such a batch on this GPU, tried now if the batch is the first."""
     of = _class_of(rule, task)
     if (known := _served.get(of)) is not None:
         return known
@@ -45,7 +45,7 @@ def proven(rule: Rule, task: Task) -> str:
 
 
 def _class_of(rule: Rule, task: Task) -> tuple[Any, ...]:
-    """What a verdict holds for: the rule, the codec, and what is switched on."""
+    """What a verdict holds for: the rule, the codec and the options in use."""
     batch = task.batch
     count, lists = len(batch.params), batch.lists()
     return (
@@ -78,7 +78,7 @@ class StepTrial(trials.OnGpu):
         return None if evidence.is_proven(self._rule.name, backend, gpu) else evidence.UNPROVEN
 
     def fault(self, backend: str) -> str | None:
-        """What is wrong with a step of clones of some parameters."""
+        """The errors of a step of clones of some parameters."""
         if self._judged is None:
             some = clone(self._task, _chosen(self._task.batch))
             exact = self._results(EAGER, _wide(some, self._rule.signed))
@@ -91,15 +91,15 @@ class StepTrial(trials.OnGpu):
         raise NotImplementedError
 
     def _results(self, backend: str, task: Task) -> proof.Results:
-        """What parameters, moments and counts are after a step of clones."""
+        """Parameters, moments and counts after a step of clones."""
         task = clone(task)
         with torch.no_grad(), use_backend(backend):
-            run(self._rule.passes, [task], lambda *_: None)  # other devices are not in it
+            run(self._rule.passes, [task], lambda *_: None)  # no exchange with other devices
         return _state(task, self._rule.signed)
 
 
 def clone(task: Task, chosen: Sequence[int] | None = None) -> Task:
-    """A task of its own over clones, of the chosen parameters or of all."""
+    """A separate task over clones of the chosen parameters or of all."""
     batch, count = task.batch, len(task.batch.params)
     chosen = range(count) if chosen is None else chosen
     lists: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def clone(task: Task, chosen: Sequence[int] | None = None) -> Task:
     ratios_of = task.ratios_of
     if ratios_of is not None:
         ratios_of, ratios = _ratios_of(task, chosen), None
-    # A step that is left out would prove nothing.
+    # A skipped step would prove nothing.
     found_inf = None if task.found_inf is None else torch.zeros_like(task.found_inf)
     copied = Batch(**lists | {"wholes": wholes, "is_sharded": batch.is_sharded})
     return replace(
@@ -132,7 +132,7 @@ def clone(task: Task, chosen: Sequence[int] | None = None) -> Task:
 
 
 def _ratios_of(task: Task, chosen: Sequence[int]) -> Any:
-    """The task's function of norms, which may know the rates of all parameters."""
+    """The task's function of norms for some parameters; it may hold the rates of all."""
     every, count = task.ratios_of, len(task.batch.params)
     assert every is not None
 
@@ -145,7 +145,7 @@ def _ratios_of(task: Task, chosen: Sequence[int]) -> Any:
 
 
 def _chosen(batch: Batch) -> list[int]:
-    """The smallest parameter, and others beside it that do not make it too many elements."""
+    """The smallest parameter, and others as long as they have few enough elements together."""
     sizes = [p.numel() for p in batch.params]
     by_size = sorted(range(len(sizes)), key=lambda i: (sizes[i] == 0, sizes[i]))
     found, elements = by_size[:1], sizes[by_size[0]]
@@ -172,7 +172,7 @@ def _wide(task: Task, signed: Sequence[bool]) -> Task:
 
 
 def _state(task: Task, signed: Sequence[bool]) -> proof.Results:
-    """Parameters, moments and counts after the step, each as one list of numbers."""
+    """Parameters, moments and counts after the step, each flattened into one tensor."""
     batch, count = task.batch, len(task.batch.params)
     every = [read(task, i, signed) for i in range(count)]
     found: dict[str, Tensors] = {"params": [p for p, _, _ in every]}

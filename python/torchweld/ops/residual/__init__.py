@@ -1,1 +1,1 @@
-"""What a residual stream goes through: bias, dropout, addition, norm."""
+"""Ops on a residual stream: bias, dropout, addition, norm."""

@@ -29,12 +29,12 @@ def bias_dropout_add(
 
     Args:
         x: [*, width]; float32, bfloat16, float16 (or float64).
-        bias: [width], in x's dtype or float32 under a 16-bit x; None: no bias.
+        bias: [width], in x's dtype, or float32 beside a 16-bit x; None: no bias.
         residual: of x's shape; of x's dtype, or float32 and 16 bits in either order.
-        p: probability of an element to be dropped, where training is true.
+        p: probability that an element is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of x in a larger tensor that is sharded in any dimensions.
+        shard: the place of x in a larger tensor, sharded in any dimensions.
 
     Returns:
         A contiguous tensor of residual's shape, of the wider of the two dtypes. The backward needs
@@ -49,7 +49,7 @@ def _inputs(x, bias, residual, p, training, seed, shard):
 
 
 def _plainly_right(x, bias, residual, whole):
-    """Whether the full check can be skipped; torch itself would accept more than that."""
+    """Whether the full check can be skipped; torch itself would accept more."""
     return (
         x.dtype in OP.dtypes
         and x.ndim > 0
@@ -64,7 +64,7 @@ def _plainly_right(x, bias, residual, whole):
 def _reference(x, bias, residual, p, seed, whole, offset):
     if not _plainly_right(x, bias, residual, whole):
         _check(x, bias, residual, p, seed, whole, offset)
-    if residual.dtype is not x.dtype:  # nothing is rounded before the addition to a wider residual
+    if residual.dtype is not x.dtype:  # add to a wider residual without rounding first
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
     y = x if bias is None else x + bias
     return (residual + drop(y, p, seed, whole, offset)).to(residual.dtype).contiguous()
@@ -119,7 +119,7 @@ def _sample(shape, p, *, bias=True, whole=(), offset=()):
     return (*tensors, p, SEED if p else None, list(whole), list(offset))
 
 
-# The first is the one that tests give other sizes.
+# Tests resize the first one.
 _SAMPLES = (
     _sample((5, 48), 0.1),
     _sample((1,), 0.0),

@@ -54,7 +54,7 @@ def inputs(
 ) -> tuple[Any, ...]:
     """The forward's arguments from the public function's."""
     p, seed = drawn(op.name, "x", x, p, training, seed)
-    if normalized_shape is None:  # what has no shape is named by the check
+    if normalized_shape is None:  # without a shape, the check raises
         like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
         normalized_shape = getattr(like, "shape", ())[dims]
     residual = as_wide(residual, x)
@@ -65,10 +65,10 @@ def inputs(
 def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype | None) -> bool:
     """Whether y is in float32 beside a 16-bit x; by default as in torch.
 
-    Under autocast torch's norm returns the dtype of x + residual, or float32 on devices where
-    autocast says so.
+    Under autocast torch's norm returns the dtype of x + residual, or float32 on devices whose
+    autocast rule says so.
     """
-    if not isinstance(x, torch.Tensor):  # the check will say so
+    if not isinstance(x, torch.Tensor):  # the check raises
         return False
     if y_dtype is None:
         kind = x.device.type
@@ -88,7 +88,7 @@ def alone(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y without a residual and without dropout: the plain norm's."""
+    """y without residual and dropout: the plain norm."""
     if wide_y:
         x, parameters = x.float(), [norms.as_float32(value) for value in parameters]
     y: torch.Tensor = call(norm, x, normalized_shape, *parameters, eps)
@@ -96,7 +96,7 @@ def alone(
 
 
 def as_wide(residual: Any, x: Any) -> Any:
-    """A 16-bit residual becomes float32 beside a float32 x, as in plain addition."""
+    """Convert a 16-bit residual to float32 beside a float32 x, as plain addition does."""
     dtype = getattr(residual, "dtype", None)
     if dtype is torch.bfloat16 or dtype is torch.float16:
         return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
@@ -110,7 +110,7 @@ def plainly_right(
     eps: float | None,
     whole: Sequence[int] | None,
 ) -> bool:
-    """Whether the full check can be skipped; torch itself would accept more than that."""
+    """Whether the full check can be skipped; torch itself would accept more."""
     return (
         (residual is None or (residual.shape == x.shape and residual.dtype is x.dtype))
         and all(value is None or value.dtype is x.dtype for value in parameters)
@@ -127,7 +127,7 @@ def stream(
 ) -> torch.Tensor:
     """z, contiguous as from the kernels.
 
-    The dropped-out x is not rounded before the addition to a wider residual.
+    The result of dropout is not rounded before it is added to a wider residual.
     """
     if residual is None:
         return drop(x).contiguous()
@@ -145,7 +145,7 @@ def normalized(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y by the plain norm in eager torch, of x's dtype unless it is wide."""
+    """y from the plain norm in eager torch, in x's dtype unless it is wide."""
     dtype = torch.promote_types(x.dtype, torch.float32) if wide_y else x.dtype
     kind = torch.promote_types(z.dtype, dtype)
     if kind.itemsize > 2:
@@ -205,7 +205,7 @@ def check(
     offset: Any,
     **parameters: torch.Tensor | None,
 ) -> None:
-    """What both ops accept."""
+    """Check the arguments of both ops."""
     checks.dense(op.name, "x", x, op.dtypes, jagged=seed is None)
     if (weight := parameters["weight"]) is not None:  # normalized_shape may come from it
         checks.dense(op.name, "weight", weight, checks.parameters_beside(x), "x")
@@ -290,7 +290,7 @@ def sized(
 def benchmarks(
     shapes: Sequence[tuple[int, int]], parameters: int, eps: float | None
 ) -> tuple[tuple[Any, ...], ...]:
-    """Arguments over shapes worth a measurement, with dropout and without."""
+    """Arguments over the benchmark shapes, with dropout and without."""
     return tuple(
         _arguments((rows,), (width,), [parameter(width)] * parameters, p, eps)
         for rows, width in shapes

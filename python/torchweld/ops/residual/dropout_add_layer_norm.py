@@ -34,7 +34,7 @@ def dropout_add_layer_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """layer_norm(z) with z = dropout(x, p) + residual.
 
-    Post-norm takes only the result; pre-norm takes z too, the residual stream:
+    Post-norm needs only the result; pre-norm also needs z, the residual stream:
 
         x, stream = dropout_add_layer_norm(x, stream, weight, bias, p=0.1, return_residual=True)
 
@@ -42,17 +42,17 @@ def dropout_add_layer_norm(
         x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
         residual: of x's shape; of x's dtype, or float32 and 16 bits in either order; None: zeros.
         weight, bias: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
-        p: probability of an element of x to be dropped, where training is true.
+        p: probability that an element of x is dropped if training is true.
         eps: added to the variance, >= 0.
         training: False drops nothing.
         return_residual: return (y, z).
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of x in a larger tensor that is sharded only in dimensions before
+        shard: the place of x in a larger tensor, sharded only in dimensions before
             normalized_shape.
-        normalized_shape: the last dimensions of x, over which it is normalised; None: those of
-            weight, or without one the last.
-        y_dtype: of y, x's or float32 under a 16-bit x; None: x's, and under autocast what torch
-            makes of it, float32 on CUDA and where the residual is that.
+        normalized_shape: the last dimensions of x, which are normalised; None: weight's shape, or
+            without a weight the last dimension.
+        y_dtype: dtype of y: x's, or float32 beside a 16-bit x; None: x's, or under autocast that of
+            torch's norm: float32 on CUDA and beside a float32 residual.
 
     Returns:
         y; z, of the wider of x's and residual's dtypes.

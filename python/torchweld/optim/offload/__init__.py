@@ -1,4 +1,4 @@
-"""Optimizer states and steps on the host, beside a device that trains."""
+"""Optimizer states and steps on the host, for training on a device."""
 
 from torchweld.optim.offload._offload import Offload
 

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward on the host, and come back before it needs them."""
+"""Activations offloaded to the host in the forward and prefetched for the backward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchweld.optim.offload._chunks import Chunk, Chunks
 from torchweld.optim.offload._transfers import Arrival, Transfers
 from torchweld.optim.offload.policy import resident
 
-# A tensor that is less than this part of its memory is a piece of something larger, as a batch
-# of a dataset is: the rest is not this step's to move.
+# A tensor smaller than this fraction of its storage belongs to something larger, such as a batch
+# of a dataset, which this step must not move.
 _SMALLEST_PART = 1 / 8
 
 
 class Piece:
     """Memory that the backward reads, of one tensor or of several that share it.
 
-    It lives as long as the graph does that has saved it.
+    It lives as long as the graph that saved it.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Piece:
         chunk: Chunk | None = None,
     ) -> None:
         self._owner, self.nbytes = owner, nbytes
-        self.line, self.at = line, len(line)  # that left in the same forward, and how many before
+        self.line, self.at = line, len(line)  # offloaded in the same forward; how many before
         self.chunk = chunk  # None: it stays on the device
         self.host: torch.Tensor | None = None
         self.left: Arrival | None = None
@@ -45,28 +45,28 @@ class Piece:
 
 
 class Activations:
-    """What autograd saves in a forward: the last pieces stay as far as there is room.
+    """The tensors that autograd saves in a forward; the last ones stay as far as there is room.
 
-    The backward reads them in reverse, so that those saved first are used last.
+    The backward reads them in reverse order, so those saved first are used last.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, around: int) -> None:
         self._transfers, self._device, self._ahead = transfers, device, around
         self._chunks = Chunks(transfers, around)
-        self._room, self._first = 0, 0  # bytes that may stay, and the first piece that does
+        self._room, self._first = 0, 0  # bytes that may stay, and the first piece that stays
         self._least = 0
         self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Piece]
         self._known = weakref.WeakValueDictionary()
         self._line: list[weakref.ref[Piece]] = []
-        self._sizes: list[int] = []  # of the forward that runs, in the order of saving
-        self._last: list[int] = []  # of the last one
+        self._sizes: list[int] = []  # of the current forward, in the order of saving
+        self._last: list[int] = []  # of the last forward
         self._last_left: list[int] = []
         self.kept = self.brought = 0  # bytes on the device now
         self._most = self._most_brought = 0
 
     @contextlib.contextmanager
     def saving(self, least: int) -> Iterator[None]:
-        """Take over what autograd saves, from so many bytes on."""
+        """Intercept saved tensors of at least so many bytes."""
         self._chunks.fit(self._last_left)
         self._least, self._line, self._sizes, self._last_left = least, [], [], []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _call):
@@ -74,12 +74,12 @@ class Activations:
         self._last = self._sizes
 
     def keep(self, room: int) -> int:
-        """Plan the next forwards with this room; returns the bytes of it that they take."""
+        """Plan the next forwards with this room; return the bytes they use of it."""
         if sum(self._last) <= room:
             taken = sum(self._last)
             self._first, self._room = 0, taken
             return taken
-        # Those that come back need room, too.
+        # Prefetched pieces need room, too.
         self._room = max(0, room - self._most_brought)
         stays = resident(self._last[::-1], self._room)
         self._first = len(self._last) - sum(stays)
@@ -90,7 +90,7 @@ class Activations:
         self._first, self._room = 0, 1 << 62
 
     def on_device(self) -> int:
-        """The bytes there that are known to wait for the backward."""
+        """The bytes at this place that wait for the backward."""
         return self.kept + self.brought
 
     def on_host(self) -> int:
@@ -118,7 +118,7 @@ class Activations:
         return functools.partial(self._bring, piece, view)
 
     def _is_ours(self, t: torch.Tensor) -> bool:
-        """Whether it may leave: neither a parameter, nor small, nor a part of something large."""
+        """Whether it may leave: not a parameter, not small, not a part of something larger."""
         base = t if t._base is None else t._base
         if type(t) is not torch.Tensor or isinstance(base, torch.nn.Parameter):
             return False
@@ -145,14 +145,14 @@ class Activations:
     # --- The backward -------------------------------------------------------------------------
 
     def _read(self, piece: Piece, t: torch.Tensor, version: int) -> torch.Tensor:
-        """The tensor, which has stayed."""
+        """Return a tensor that stayed."""
         self._prefetch(piece)
         return _unchanged(t, version)
 
     def _bring(
         self, piece: Piece, view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
     ) -> torch.Tensor:
-        """The tensor, which has left, on the device again."""
+        """Return a tensor that left, back on the device."""
         self._load(piece)
         if not piece.is_awaited:
             self._transfers.join()
@@ -164,7 +164,7 @@ class Activations:
         return found.set_(piece.device.untyped_storage(), offset, size, stride)
 
     def _prefetch(self, piece: Piece) -> None:
-        """Let those that the backward reads after this one be on their way."""
+        """Prefetch the pieces that the backward reads next."""
         at, ahead = piece.at - 1, 0
         while at >= 0 and ahead < self._ahead:
             earlier = piece.line[at]()
@@ -203,7 +203,7 @@ def _call(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
-    """The saved tensor, which nothing may have written."""
+    """The saved tensor; raises if it was written in place since."""
     if t._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(t.shape)} that the backward needs was written in place "

@@ -1,4 +1,4 @@
-"""What Offload accepts, and what it finds where it is made."""
+"""Checks of Offload's arguments, and facts about its environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(
     threads: int | None,
     bucket_bytes: int,
 ) -> None:
-    """Check what Offload is given."""
+    """Check Offload's arguments."""
 
     def refuse(argument: str, came: object, accepted: str) -> None:
         raise ArgumentError("Offload", argument, came, accepted)
@@ -45,7 +45,7 @@ def check(
 
 
 def check_host_only(placement: str, **asked: bool | int) -> None:
-    """Check what only steps on the host have."""
+    """Check arguments that need steps on the host."""
     for argument, value in asked.items():
         if value is not False and placement != HOST:
             came = f"{value!r} with placement={placement!r}"
@@ -55,7 +55,7 @@ def check_host_only(placement: str, **asked: bool | int) -> None:
 
 
 def device_of(given: FusedOptimizer) -> torch.device:
-    """Where the parameters are."""
+    """The device of the parameters."""
     devices = {local(p.detach()).device for group in given.param_groups for p in group["params"]}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         came = f"on {', '.join(sorted(map(str, devices)))}"
@@ -64,7 +64,7 @@ def device_of(given: FusedOptimizer) -> torch.device:
 
 
 def has_processes() -> bool:
-    """Whether others train along with this one."""
+    """Whether other processes train along."""
     distributed = torch.distributed
     return (
         distributed.is_available()

@@ -1,4 +1,4 @@
-"""Parameters that leave, step and return together, and what is kept on the host for them."""
+"""Parameters that leave, step and return together, with their buffers on the host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ States = dict[torch.Tensor, State]
 
 
 class Undo:
-    """The host memory that states before uncertain steps may take, of all buckets together."""
+    """The host memory for copies of states that may be restored, over all buckets."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used = limit, 0
 
     def exchange(self, old: int, new: int) -> bool:
-        """Give so many bytes back, and take others; False, and none are taken: too many."""
+        """Exchange these bytes for others; False, taking none, if that is too many."""
         self._used -= old
         fits = self._used + new <= self._limit
         self._used += new * fits
@@ -54,11 +54,11 @@ class Bucket:
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
         self.members = [m for _, members in self._ranges for m in members]
         self.home = DEVICE
-        self.missing = 0  # expected gradients that are yet to come
+        self.missing = 0  # expected gradients still to come
         self.task: Future[None] | None = None
-        # What a step went by that may yet be undone: its factor and settings.
+        # The factor and settings of a step that may still be undone.
         self.uncertain: tuple[float, list[Group]] | None = None
-        self._state_bytes = (0, 0)  # of how many parameters, and how many
+        self._state_bytes = (0, 0)  # number of parameters, number of bytes
         self._buffers: list[torch.Tensor] = []
         self._journal: Tensors = []
         self._written: Tensors = []
@@ -68,10 +68,10 @@ class Bucket:
         self._given_back: Arrival | None = None
         self._stepper = self._new_stepper()
 
-    # --- Where it is --------------------------------------------------------------------------
+    # --- Home ---------------------------------------------------------------------------------
 
     def move(self, home: str) -> None:
-        """Take parameters to step, with their states, to the host or to the device."""
+        """Move the stepping parameters and their states to the host or to the device."""
         if home == self.home:
             return
         new = self._twins() if home == HOST else [(m.param, m.param) for m in self.members]
@@ -83,7 +83,7 @@ class Bucket:
         }
         for m, (twin, landing) in zip(self.members, new, strict=True):
             if (state := self._states.pop(m.twin, None)) is not None:
-                state.update(moved[m])  # the same dict, which the given optimizer has as well
+                state.update(moved[m])  # in place: the given optimizer shares the dict
                 self._states[twin] = state
             m.twin, m.landing = twin, landing
             m.stamp = m.stamp_now()
@@ -131,26 +131,26 @@ class Bucket:
     # --- Gradients ----------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Expect what has been seen: gradients as often as before this step."""
+        """Expect as many gradients as came before this step."""
         for m in self.members:
             m.expected = m.fired
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with gradients."""
+        """Reset the gradients."""
         for m in self.members:
             m.forget()
         self.missing = sum(m.expected for m in self.members)
 
     def is_sent(self) -> bool:
-        """Whether the host has all gradients, and all parameters, as they are."""
+        """Whether the host's gradients and parameters are up to date."""
         return all(m.is_sent() for m in self.members) and not self._changed()
 
     def _changed(self) -> list[Member]:
         return [m for m in self.members if m.stamp != m.stamp_now()]
 
     def send(self, release: bool) -> None:
-        """Fetch all gradients, and parameters that something else has written."""
+        """Fetch all gradients, and parameters that something else wrote."""
         copies = []
         for m in self.members:
             grad = m.param.grad if m.reduced is None else m.reduced
@@ -180,7 +180,7 @@ class Bucket:
                     m.param.grad, m.sent, m.is_released = None, None, True
 
     def take_back(self, m: Member) -> None:
-        """Add a released gradient to the one that came after it, as if it had stayed."""
+        """Add a released gradient to the next one, as if it had stayed on the device."""
         assert m.param.grad is not None
         self.arrived()
         assert m.twin.grad is not None
@@ -195,12 +195,12 @@ class Bucket:
     # --- The step -----------------------------------------------------------------------------
 
     def freeze(self) -> list[Group]:
-        """Take over the settings of the groups, as they are now."""
+        """Adopt the current settings of the groups."""
         groups = self._stepper.param_groups
         before = [_settings(group) for group in groups]
         for group, (at, _) in zip(groups, self._ranges, strict=True):
             found = _settings(self._given.param_groups[at])
-            if self.home == HOST:  # on the device nothing waits for a learning rate there
+            if self.home == HOST:  # on the device, do not wait for a learning rate there
                 found = {key: _frozen(value) for key, value in found.items()}
             params = group["params"]
             group.clear()
@@ -211,7 +211,7 @@ class Bucket:
         return now
 
     def prepare(self) -> None:
-        """Check all, and make states that are missing; nothing else is changed."""
+        """Check everything and create missing states; change nothing else."""
         if self._works is not None:
             return
         count = sum(local(m.param.detach()).numel() for m in self.members)
@@ -220,11 +220,11 @@ class Bucket:
         self._stepping = [m for m in self.members if m.twin.grad is not None]
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """The step of all that is prepared."""
+        """Step everything that is prepared."""
         self.prepare()
         self.arrived()
         if self._given_back is not None:
-            self._given_back.synchronize()  # a copy that still reads the parameters
+            self._given_back.synchronize()  # a copy may still read the parameters
         assert self._works is not None
         stepper = self._stepper
         stepper.found_inf = found_inf  # type: ignore[attr-defined]
@@ -232,9 +232,9 @@ class Bucket:
         passes.run(stepper._passes(), tasks, stepper._exchange)
 
     def runs_alone(self) -> bool:
-        """Whether devices exchange nothing in the step, so that any thread may run it at any time.
+        """Whether the step needs no collectives, so that any thread may run it at any time.
 
-        Collectives have one order on all ranks, which only the thread of the training loop knows.
+        All ranks must order collectives alike, and only the training loop's thread can.
         """
         if not any(is_one(m.param) for m in self.members):
             return True
@@ -246,7 +246,7 @@ class Bucket:
         )
 
     def speculate(self, factor: float) -> None:
-        """Step by what is expected, and keep what it takes to undo the step; or do nothing."""
+        """Step on expectations, keeping copies to undo it; or do nothing."""
         if any(not self._states.get(m.twin) for m in self.members if m.expected):
             return
         settings = self.freeze()
@@ -261,17 +261,17 @@ class Bucket:
         self.uncertain = (factor, settings)
 
     def holds(self, factor: float, settings: list[Group]) -> bool:
-        """Whether the uncertain step went by these."""
+        """Whether the speculative step used these values."""
         assert self.uncertain is not None
         return self.uncertain[0] == factor and same_settings(self.uncertain[1], settings)
 
     def undo(self) -> None:
-        """Go back to before an uncertain step, bit for bit."""
+        """Undo a speculative step, bit for bit."""
         if self.uncertain is not None:
             self._restore()
 
     def _keep(self) -> bool:
-        """Copy what the step writes; False where the limit has no room for it."""
+        """Copy what the step will overwrite; False if the limit has no room for it."""
         assert self._works is not None
         self._written = [t for _, batch in self._works for t in _written(batch)]
         like_before = [(t.shape, t.dtype) for t in self._written]
@@ -297,19 +297,19 @@ class Bucket:
         return sum(t.nbytes for t in self._journal)
 
     def settle(self) -> None:
-        """Wait for a step that runs; withdraw one that waits. A failed one was undone."""
+        """Wait for a running step; cancel a queued one. A failed step has been undone."""
         if self.task is not None and not self.task.cancel():
             self.task.exception()
         self.task = None
 
     def rewind(self) -> None:
-        """Go back to before a step that nothing has asked for."""
+        """Undo a step that `step()` has not confirmed."""
         self.settle()
         self.undo()
         self._works = None
 
     def give(self) -> None:
-        """Return what has stepped, which nothing undoes any more."""
+        """Copy the stepped parameters back; the step is final."""
         self.uncertain = None
         pairs = [(local(m.twin.detach()), local(m.param.detach())) for m in self._stepping]
         self._given_back = self._transfers.give(pairs)
@@ -318,11 +318,11 @@ class Bucket:
         self._works, self._stepping = None, []
 
     def end(self) -> None:
-        """After a step on the device."""
+        """Finish a step on the device."""
         self._works, self._stepping = None, []
 
     def refresh(self) -> None:
-        """Take over parameters that something else may have written."""
+        """Adopt parameters that something else may have written."""
         parts = [(local(m.param.detach()), local(m.twin.detach())) for m in self.members]
         self._transfers.fetch(parts).synchronize()
         for m in self.members:
@@ -348,7 +348,7 @@ def stepper(
     states: States,
     codecs: dict[torch.Tensor, Any],
 ) -> FusedOptimizer:
-    """An optimizer like the given one for other parameters, without checks and hooks."""
+    """An optimizer like this one for other parameters, without checks and hooks."""
     new = object.__new__(type(given))
     new.__dict__.update(given.__dict__)
     new.param_groups, new._first_number, new._codecs_of = groups, first_number, codecs
@@ -358,7 +358,7 @@ def stepper(
 
 @contextlib.contextmanager
 def host_memory(what: str, count: int | None) -> Iterator[None]:
-    """Raise a MemoryError that says what there was no room for."""
+    """Raise a MemoryError that names what did not fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -377,7 +377,7 @@ def _written(batch: Batch) -> Iterable[torch.Tensor]:
 
 
 def _view(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor like this part, in a piece of a buffer."""
+    """A tensor like this part, within a buffer."""
     strides = torch.empty_like(part, device="meta").stride()
     return piece[: part.nbytes].view(part.dtype).as_strided(part.shape, strides)
 
@@ -396,7 +396,7 @@ def _settings(group: Group) -> Group:
 
 
 def _frozen(value: Any) -> Any:
-    """A setting as it is now: learning rates may be tensors that go on changing."""
+    """A copy of a setting: learning rates may be tensors that change later."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Host memory for activations: page-locked chunks that are kept from step to step."""
+"""Host memory for activations: page-locked chunks, reused from step to step."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torchweld.optim.offload.policy import search_chunk_size
 
 
 class Chunk:
-    """A buffer that tensors fill in order; it is empty again when the last of them has gone."""
+    """A buffer that tensors fill in order; it is reset when the last of them is released."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer, self.used, self.tenants = buffer, 0, 0
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes are free behind the last tensor."""
+        """Whether so many bytes are free after the last tensor."""
         return self.buffer.nbytes - self.used >= nbytes
 
     def leave(self) -> None:
-        """Called once for each tensor."""
+        """Release a tensor; called once for each."""
         self.tenants -= 1
         if self.tenants == 0:
             self.used = 0
 
 
 class Chunks:
-    """All chunks. Until `fit` knows sizes, each tensor has a chunk of its own."""
+    """All chunks. Until the first `fit`, each tensor has a chunk of its own."""
 
     def __init__(self, transfers: Transfers, around: int) -> None:
         self._transfers, self._around = transfers, max(around, ALIGNMENT)
         self._size = 0
-        self._fitted = 0  # bytes that the size was chosen for
+        self._fitted = 0  # total bytes for which the size was chosen
         self._chunks: list[Chunk] = []
         self._open: Chunk | None = None
 
@@ -43,7 +43,7 @@ class Chunks:
         return sum(chunk.buffer.nbytes for chunk in self._chunks)
 
     def take(self, nbytes: int) -> tuple[Chunk, torch.Tensor]:
-        """A chunk, and so many bytes of it."""
+        """Allocate so many bytes of a chunk."""
         rounded = _rounded(nbytes)
         chunk = self._open
         if chunk is None or not chunk.has_room(rounded):
@@ -64,10 +64,10 @@ class Chunks:
         return self._chunks[-1]
 
     def fit(self, sizes: Sequence[int]) -> None:
-        """Choose the size that wastes least for these tensors, and free what is empty.
+        """Choose the chunk size that wastes least for these tensors, and free empty chunks.
 
-        Chunks serve again while the total fits and is more than half of the one they are for:
-        to lock memory takes long, and sequences may have another length at each step.
+        Keep the chunks if the total fits and is more than half of the one they were chosen for:
+        locking memory takes long, and sequence lengths may vary from step to step.
         """
         rounded = [_rounded(size) for size in sizes]
         if self._fitted // 2 < sum(rounded) <= self._fitted or not rounded:

@@ -1,4 +1,4 @@
-"""Gradients that DistributedDataParallel reduces, on their way to parameters."""
+"""Intercept gradients that DistributedDataParallel has reduced."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torchweld.optim.offload._members import Member
 
 
 class Reductions:
-    """Whether DDP reduces the gradients, and whether the end of its backward is awaited."""
+    """Whether DDP reduces the gradients, and whether a callback waits for its backward's end."""
 
     def __init__(self) -> None:
         self.are_awaited = self._is_queued = False
 
     def begin(self, ddp: Any, owner: Any) -> None:
-        """Take the gradients of this model to `owner`."""
+        """Pass the gradients of this model to `owner`."""
         ddp.register_comm_hook((weakref.ref(owner), ddp.process_group), _reduce_and_send)
         self.are_awaited = True
 
     def await_end(self, members: Iterable[Member]) -> None:
-        """Know, when this backward has ended, the gradients that DDP has written."""
+        """After this backward, record the gradients that DDP has written."""
         if not self.are_awaited or self._is_queued:
             return
         self._is_queued = True
@@ -34,12 +34,12 @@ class Reductions:
                 m.take_reduced()
 
         engine = torch.autograd.Variable._execution_engine
-        # DDP queues its own end later than this, but before any end runs.
+        # DDP queues its own callback later than this one, but before any callback runs.
         engine.queue_callback(lambda: engine.queue_callback(take))
 
 
 def _reduce_and_send(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-    """DDP's own reduction, and then the gradients to the owner."""
+    """Reduce as DDP does, then pass the gradients to the owner."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     owner, group = state

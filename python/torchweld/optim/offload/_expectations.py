@@ -1,10 +1,10 @@
-"""What is expected of the next step, so that steps can begin before it."""
+"""Predictions for the next step, so that buckets can step before it."""
 
 from __future__ import annotations
 
 
 class Expectations:
-    """What gradients are multiplied by, and whether they are written after the backward."""
+    """The factor of gradients, and whether they are written after the backward."""
 
     def __init__(self) -> None:
         self._before: float | None = None
@@ -12,9 +12,10 @@ class Expectations:
         self._wait, self._patience = 0, 1  # steps
 
     def factor(self, has_norm: bool) -> float | None:
-        """The next one; None where it is not known.
+        """The predicted factor; None if unknown.
 
-        A scale stays, and so does a norm that is not clipped. One that is clipped changes.
+        The loss scale is assumed to stay, and so is the factor of an unclipped norm. The factor of
+        a clipped norm varies.
         """
         is_clear = not has_norm and self._last == 1.0
         return self._last if is_clear or self._before == self._last else None
@@ -24,7 +25,7 @@ class Expectations:
         return self._wait > 0
 
     def learn(self, factor: float, edited: bool) -> None:
-        """Where gradients are written after each backward, they are tried again less and less."""
+        """If gradients are written after each backward, try to step early less and less often."""
         self._before, self._last = self._last, factor
         if edited:
             self._wait, self._patience = self._patience, min(2 * self._patience, 64)

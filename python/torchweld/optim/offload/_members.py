@@ -1,4 +1,4 @@
-"""A parameter that steps elsewhere, and its gradient on the way there."""
+"""A parameter that steps elsewhere, and the transfer of its gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweld.optim._shards import local
 
 
 class Member:
-    """A parameter of a bucket, and what is known of its gradient."""
+    """A parameter of a bucket, and the state of its gradient."""
 
     def __init__(self, param: torch.Tensor) -> None:
         part = local(param.detach())
@@ -20,33 +20,33 @@ class Member:
             raise ArgumentError("Offload", "a parameter", came, "a dense torch.Tensor or DTensor")
         self.param = param
         self.twin = param  # the one that steps
-        self.landing = param  # for the gradient
-        self.expected = self.fired = 0  # times that a gradient is accumulated before a step
+        self.landing = param  # receives the gradient
+        self.expected = self.fired = 0  # how often a gradient accumulates before a step
         self.sent: TensorWeakRef | None = None
-        self.version = 0  # of the gradient that was sent
-        self.reduced: torch.Tensor | None = None  # by DDP, which is yet to write it
+        self.version = 0  # of the sent gradient
+        self.reduced: torch.Tensor | None = None  # by DDP, which has not written it yet
         self.was_reduced = False  # when it was sent
         self.is_released = False  # whether the host has the only copy of the gradient
-        self.stamp: tuple[int, int] = (0, 0)  # of the parameter, as its twin has it
+        self.stamp: tuple[int, int] = (0, 0)  # of the parameter when last copied to its twin
 
     def forget(self) -> None:
-        """Begin anew with gradients."""
+        """Reset the gradient."""
         self.fired, self.sent, self.is_released = 0, None, False
         if self.twin is not self.param:
             self.twin.grad = None
 
     def note_sent(self, grad: torch.Tensor) -> None:
-        """Know the gradient that the host has by itself and by what is written to it."""
+        """Record identity and version of the gradient that the host has."""
         self.sent, self.version = TensorWeakRef(grad), local(grad)._version
 
     def take_reduced(self) -> None:
-        """Know the gradient that DDP has written, by what was sent of it."""
+        """Record the gradient that DDP has written as the one that was sent."""
         if self.reduced is not None and self.was_reduced and self.param.grad is not None:
             self.note_sent(self.param.grad)
         self.reduced, self.was_reduced = None, False
 
     def is_sent(self) -> bool:
-        """Whether the host has the gradient as it is, or there is none, and none was sent."""
+        """Whether the host's gradient is up to date, or there is none and none was sent."""
         grad = self.param.grad
         if self.is_released:
             return grad is None

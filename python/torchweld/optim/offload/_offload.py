@@ -34,36 +34,37 @@ from torchweld.optim.offload._transfers import Transfers, transfers_of
 from torchweld.optim.offload._worker import Worker, cores_beside, default_threads
 from torchweld.optim.offload.policy import MARGIN, Tracer, resident
 
-# Steps without delay before a delayed update, while gradients change fast.
+# Steps without delay before delayed updates begin, while gradients change fast.
 _WARM_UP = 40
 
 
 class Offload(torch.optim.Optimizer):
     """An optimizer of torchweld whose states, masters and steps are on the host.
 
-    A step gives the bits that the optimizer would give on the device. Gradients leave in buckets
-    during the backward, and a bucket steps as soon as it is complete. Whatever turns out otherwise
-    before `step()` is undone, bit for bit: gradients that are clipped or written, another backward,
-    an overflow, an exception.
+    The result is bit for bit that of the optimizer on the device. Gradients leave in buckets during
+    the backward, and a bucket steps as soon as it is complete. Such a step is undone, bit for bit,
+    if its assumptions fail before `step()`: gradients are clipped or written, another backward
+    runs, an overflow or an exception occurs.
 
     Args:
-        params_or_optimizer: an optimizer of torchweld.optim, which this one takes over; or
-            parameters, for AdamW with float32 masters.
-        placement: where states are and step: "cpu"; "cuda", the device; "auto": on the device as
-            far as it has room besides all else, which is measured at every step.
-        clip_norm: the norm that gradients are clipped to, as max_grad_norm of the optimizer.
-        delayed_update: step while the next forward and backward run, one step behind; True after 40
-            steps without delay, a number after so many.
-        pin_memory: whether the host's memory is page-locked, so that copies run beside the rest.
-        threads: of the host's steps; by default this rank's share of the cores beside the device.
-        bucket_bytes: of the parameters that leave and return together.
-        undo_bytes: host memory for states before steps that may be undone. Buckets beyond it step
-            after the backward. By default half of what is free.
-        release_gradients: whether a gradient's memory on the device is free once it has left;
-            p.grad is then None after the backward. This and delayed_update need placement="cpu".
-        capacity: the bytes of the device that "auto" may use, by default all.
-        transfers: what copies; for tests and other devices.
-        arguments: AdamW's, where parameters are given.
+        params_or_optimizer: an optimizer of torchweld.optim to take over; or parameters, for AdamW
+            with float32 masters.
+        placement: where states are kept and stepped: "cpu"; "cuda", the device; "auto", the device
+            as far as it has room, which is measured at every step.
+        clip_norm: the norm to which gradients are clipped, like max_grad_norm of the optimizer.
+        delayed_update: step while the next forward and backward run, one step behind. True begins
+            after 40 steps without delay, a number after that many.
+        pin_memory: whether the host's memory is page-locked, so that copies run concurrently.
+        threads: threads of the host's steps; default: this rank's share of the cores near the
+            device.
+        bucket_bytes: bytes of the parameters that leave and return together.
+        undo_bytes: host memory for copies of states that steps may have to restore. Buckets beyond
+            it step after the backward. Default: half of the free memory.
+        release_gradients: whether to free a gradient on the device once it has left; p.grad is then
+            None after the backward. This and delayed_update need placement="cpu".
+        capacity: the bytes of the device that "auto" may use; default: all.
+        transfers: the implementation of copies; for tests and other devices.
+        arguments: AdamW's, if parameters are given.
     """
 
     _step_supports_amp_scaling = True
@@ -100,7 +101,7 @@ class Offload(torch.optim.Optimizer):
             given.max_grad_norm = clip_norm
         self._is_made = False
         super().__init__(given.param_groups, given.defaults)
-        # Schedulers of either set the same groups, and either has the same states.
+        # Both optimizers share their groups, so that schedulers of either work, and their states.
         self._given, self.param_groups, self.state = given, given.param_groups, given.state
         self.placement, self._releases = placement, release_gradients
         self._delay = _WARM_UP if delayed_update is True else delayed_update
@@ -110,23 +111,23 @@ class Offload(torch.optim.Optimizer):
         self._transfers = transfers or transfers_of(device, pin_memory)
         cores = cores_beside(device)
         self._worker = Worker(threads or default_threads(cores), cores)
-        weakref.finalize(self, self._worker.stop)  # which does not wait: it may be the caller
+        weakref.finalize(self, self._worker.stop)  # without waiting: it may be the caller
         undo_bytes = half_of_free() if undo_bytes is None else undo_bytes
         self._store = Store(given, self._transfers, undo_bytes)
         self._hooks: list[Any] = []
-        self._lock = threading.Lock()  # devices have backward threads of their own
+        self._lock = threading.Lock()  # each device has its own backward thread
         self._expected = Expectations()
         self._steps = 0
-        self._pending: list[Bucket] = []  # whose delayed step may still run
+        self._pending: list[Bucket] = []  # with delayed steps that may still run
         self._tracer = Tracer()
         self._activations = Activations(self._transfers, device, bucket_bytes)
         if placement == DEVICE:
             self._activations.keep_all()
         self._timeline = _report.Timeline()
-        # Gradients of plain parameters are other processes' as well once they are reduced.
+        # With other processes, gradients of plain parameters may be reduced after the hooks.
         self._is_alone = not has_processes()
         self._reductions = Reductions()
-        # Of the last step: buckets that stepped ahead of it, and steps that were undone.
+        # Counts of the last step: buckets that stepped ahead of it, and steps that were undone.
         self.counts = {"ahead": 0, "undone": 0}
         for at in range(len(self.param_groups)):
             self._add_members(at)
@@ -149,10 +150,10 @@ class Offload(torch.optim.Optimizer):
                 self._hooks.append(m.param.register_post_accumulate_grad_hook(hook))
 
     def overlap_with_ddp(self, ddp: Any) -> None:
-        """Send gradients as DistributedDataParallel has reduced them, in place of its own hook.
+        """Send gradients as soon as DistributedDataParallel has reduced them, in its hook's place.
 
-        Without it, gradients of plain parameters leave after the backward where there are several
-        processes: nothing tells whether a gradient is reduced already.
+        Otherwise, with several processes, gradients of plain parameters leave only after the
+        backward, since nothing tells whether a gradient has been reduced.
         """
         if self._releases:
             came, accepted = "with release_gradients", "without: DDP writes the gradients later"
@@ -160,10 +161,10 @@ class Offload(torch.optim.Optimizer):
         self._reductions.begin(ddp, self)
 
     def activations(self, least_bytes: int = 1 << 20) -> contextlib.AbstractContextManager[None]:
-        """Place what autograd saves inside, as `placement` says: `with optimizer.activations():`.
+        """Place the tensors that autograd saves, as `placement` says, in a `with` statement.
 
-        Put the forward and the loss into it, and the backward after it. "cpu": all memory of at
-        least so many bytes leaves. "auto": the last of it stays as far as the device has room.
+        Put the forward and the loss inside, and the backward after it. "cpu": all tensors of at
+        least `least_bytes` leave. "auto": the last ones stay as far as the device has room.
         """
         if least_bytes < 1:
             came = repr(least_bytes)
@@ -183,14 +184,14 @@ class Offload(torch.optim.Optimizer):
             if m.is_released:
                 bucket.take_back(m)
             if m.fired > m.expected:
-                return  # the step finds what was sent before to be out of date
+                return  # the step will find the sent gradient out of date
             bucket.missing -= 1
             may_leave = self._is_alone or is_one(p)
             if bucket.missing == 0 and may_leave and not self._expected.of_edits():
                 self._leave(bucket)
 
     def _reduced(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """Take gradients from DDP's buckets, before it writes them to parameters."""
+        """Take gradients from DDP's buckets before DDP writes them to parameters."""
         with self._lock, torch.no_grad():
             found = [self._store.members[p] for p in params if p in self._store.members]
             for p, grad in zip(params, grads, strict=True):
@@ -203,7 +204,7 @@ class Offload(torch.optim.Optimizer):
                     self._leave(bucket)
 
     def _leave(self, bucket: Bucket) -> None:
-        """Send a complete bucket, and step it by what is expected."""
+        """Send a complete bucket, and step it on expectations."""
         if bucket.task is not None and not bucket.task.done():
             return  # a delayed step still reads the last gradients
         bucket.send(self._releases)
@@ -213,7 +214,7 @@ class Offload(torch.optim.Optimizer):
             bucket.task = self._worker.submit(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; steps that began ahead of `step()` are undone."""
+        """Reset gradients as torch does; steps taken ahead of `step()` are undone."""
         self._abandon()
         super().zero_grad(set_to_none)
 
@@ -223,7 +224,7 @@ class Offload(torch.optim.Optimizer):
             bucket.forget()
 
     def _rewind(self) -> None:
-        """Go back to before steps that `step()` has not asked for; gradients stay."""
+        """Undo steps taken ahead of `step()`; gradients stay."""
         for bucket in self._store.on_host():
             if bucket not in self._pending:
                 bucket.rewind()
@@ -232,9 +233,9 @@ class Offload(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of all parameters with a gradient.
+        """Step all parameters with a gradient.
 
-        `closure`, if there is one, computes the gradients and returns the loss.
+        `closure`, if given, computes the gradients and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -261,7 +262,7 @@ class Offload(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _scaled(self) -> Iterator[None]:
-        """Let the optimizer on the device know what GradScaler says of the gradients."""
+        """Pass GradScaler's findings to the optimizer on the device."""
         names = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
         for name in names:
             setattr(self._given, name, getattr(self, name))
@@ -273,7 +274,7 @@ class Offload(torch.optim.Optimizer):
 
     def _advance(self) -> None:
         hosts = self._store.on_host()
-        # GradScaler's unscale_ has written all gradients, which their versions do not show.
+        # GradScaler's unscale_ writes all gradients without changing their versions.
         unscaled = hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None
         edited = unscaled
         self.counts = dict.fromkeys(self.counts, 0)
@@ -289,7 +290,7 @@ class Offload(torch.optim.Optimizer):
         for bucket in devices:
             bucket.freeze()
             bucket.prepare()
-        # The host waits for the device here, unless it has nothing to step.
+        # The host waits for the device here, unless nothing steps on the host.
         factor, found_inf = (
             t.detach().to("cpu") if hosts and t is not None else None for t in numbers
         )
@@ -305,7 +306,7 @@ class Offload(torch.optim.Optimizer):
                 self.counts["undone"] += 1
                 bucket.undo()
             rest.append(bucket)
-        # All that can fail comes before anything steps.
+        # Everything that can fail comes before anything steps.
         for bucket in rest:
             self._worker.call(bucket.prepare)
         self._expected.learn(number, edited)
@@ -326,7 +327,7 @@ class Offload(torch.optim.Optimizer):
         self._transfers.join()
 
     def _factor(self) -> torch.Tensor | None:
-        """What gradients are multiplied by, from the norm of all where it is clipped."""
+        """The factor of gradients, from the norm of all of them if it is clipped."""
         if not self._releases or self._given.max_grad_norm is None:
             factor = self._given._gradient_factor()
             self.grad_norm = self._given.grad_norm
@@ -339,7 +340,7 @@ class Offload(torch.optim.Optimizer):
         return factor
 
     def _finish_pending(self) -> None:
-        """Let parameters have the delayed step."""
+        """Apply the delayed step to the parameters."""
         for bucket in self._pending:
             _return(bucket)
         if self._pending:
@@ -347,15 +348,15 @@ class Offload(torch.optim.Optimizer):
         self._pending = []
 
     def synchronize(self) -> None:
-        """Let parameters have all steps: with delayed_update, before the model is saved."""
+        """Apply all pending steps; call it before saving the model with delayed_update."""
         self._finish_pending()
 
     # --- Placement ----------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Keep activations on the device, then states, as far as it has room besides all else.
+        """Keep activations, then states, on the device as far as it has room.
 
-        Activations come first: for each byte of them that leaves, two are copied at each backward.
+        Activations come first: each offloaded byte costs two copied bytes in every backward.
         """
         capacity = min(self._transfers.capacity(), self._capacity or 1 << 62)
         for name, phase in self._timeline.phases.items():
@@ -369,13 +370,13 @@ class Offload(torch.optim.Optimizer):
         if homes == [bucket.home for bucket in self._store.buckets]:
             return
         self._finish_pending()
-        for home in (HOST, DEVICE):  # room is made before it is taken
+        for home in (HOST, DEVICE):  # free room before using it
             for bucket, new in zip(self._store.buckets, homes, strict=True):
                 if new == home:
                     bucket.move(home)
 
     def relieve(self) -> None:
-        """Take everything to the host and begin to measure anew: after an OutOfMemoryError."""
+        """Move everything to the host and restart measuring, after an OutOfMemoryError."""
         self.synchronize()
         self._rewind()
         self._tracer.forget()
@@ -384,36 +385,36 @@ class Offload(torch.optim.Optimizer):
             bucket.move(HOST)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The bytes that are on the device and on the host now, by what they are."""
+        """The bytes on the device and on the host now, by kind."""
         return {"device": _report.on_device(self), "host": _report.on_host(self)}
 
     def report(self, plot: str | os.PathLike[str] | None = None) -> str:
-        """Where every byte was over the last step; as a picture too if `plot` names a file."""
+        """Where every byte was over the last step; also as a picture if `plot` names a file."""
         return _report.report(self, plot)
 
     # --- State --------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """That of the optimizer that was taken over."""
+        """The state of the original optimizer."""
         self.synchronize()
         self._rewind()
         return self._given.state_dict()
 
     def load_state_dict(self, state_dict: State) -> None:
-        """As that of the optimizer that was taken over: states in any codec."""
+        """Load a state as the original optimizer does, in any codec."""
         self.synchronize()
         self._rewind()
         self._store.load(state_dict)
 
     def refresh_masters(self) -> None:
-        """Take parameters over as they are: to be called where something else has set them."""
+        """Adopt the parameters' current values; call it after something else has set them."""
         self.synchronize()
         self._rewind()
         self._store.refresh()
         self._store.whole().refresh_masters()
 
     def close(self) -> None:
-        """Give all back to the optimizer that was taken over, with its states on the device."""
+        """Return everything to the original optimizer, with its states on the device."""
         self.synchronize()
         self._rewind()
         for hook in self._hooks:

@@ -18,9 +18,9 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 @dataclass
 class Phase:
-    """A part of a step: its seconds, the bytes at its end, and the most on the device.
+    """A phase of a step: its seconds, the bytes at its end, and the device's peak.
 
-    Activations are counted at their most, because they come and go within a phase.
+    Activations are counted at their peak, since they come and go within a phase.
     """
 
     seconds: float
@@ -38,17 +38,17 @@ class Timeline:
         self._is_forward = True
 
     def first_gradient(self, offload: Any) -> None:
-        """Note the end of the forward; of the first one, where gradients accumulate."""
+        """Record the end of the forward; with accumulation, of the first one."""
         if self._is_forward:
             self._is_forward = False
             self.end(FORWARD, offload)
 
     def end(self, name: str, offload: Any) -> None:
-        """Note the end of a phase."""
+        """Record the end of a phase."""
         now = time.perf_counter()
         device, host = on_device(offload), on_host(offload)
         device["activations"] = offload._activations.take_most()
-        # The device forgets its peak when it is asked, which only "auto" has to do.
+        # Reading the peak resets it, so only "auto" may do that.
         peak = sum(device.values())
         if offload.placement == "auto":
             peak = offload._transfers.peak(peak)
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def on_device(offload: Any) -> Bytes:
-    """The bytes of what the optimizer knows there."""
+    """The known bytes at this place, by kind."""
     params = list(offload._store.members)
     states = [b.state_bytes() for b in offload._store.buckets if b.home == DEVICE]
     return {
@@ -75,7 +75,7 @@ def _of(grad: torch.Tensor) -> int:
 
 
 def on_host(offload: Any) -> Bytes:
-    """The bytes that are the optimizer's there."""
+    """The optimizer's own bytes at this place, by kind."""
     buckets = [b for b in offload._store.buckets if b.home != DEVICE]
     return {
         "parameters and gradients": sum(b.host_buffers() for b in buckets),
@@ -86,7 +86,7 @@ def on_host(offload: Any) -> Bytes:
 
 
 def report(offload: Any, plot: str | os.PathLike[str] | None) -> str:
-    """The bytes at each phase's end, as a table; and as a picture in this file."""
+    """The bytes at each phase's end, as a table, and as a picture if a file is named."""
     phases = offload._timeline.phases
     if not phases:
         return "Offload: no step yet"

@@ -17,8 +17,7 @@ from torchweld.optim.offload._transfers import Transfers
 class Store:
     """The buckets of an optimizer, in the order of its parameters.
 
-    States are the same dicts for the parameters, in the optimizer that was given, and for those
-    that step, here.
+    The given optimizer and the buckets' stepping parameters share the same dicts of states.
     """
 
     def __init__(self, given: FusedOptimizer, transfers: Transfers, undo_bytes: int) -> None:
@@ -29,7 +28,7 @@ class Store:
         self.members: dict[torch.Tensor, tuple[Bucket, Member]] = {}
 
     def add(self, at: int, nbytes: int, on_host: bool) -> list[Member]:
-        """Take over the parameters of a group, in buckets of at most so many bytes."""
+        """Divide the parameters of a group into buckets of at most so many bytes."""
         new = []
         number = len(self.members)
         for run in _runs(self._given.param_groups[at]["params"], nbytes):
@@ -50,11 +49,11 @@ class Store:
         return [m for _, m in added.values()]
 
     def on_host(self) -> list[Bucket]:
-        """Those that step there: of the last parameters first, whose gradients come first."""
+        """The buckets that step there, last parameters first, as their gradients come first."""
         return [bucket for bucket in reversed(self.buckets) if bucket.home == HOST]
 
     def whole(self) -> FusedOptimizer:
-        """An optimizer of all parameters, where they step."""
+        """An optimizer over all parameters where they step."""
         groups = [
             {**group, "params": [self.members[p][1].twin for p in group["params"]]}
             for group in self._given.param_groups
@@ -63,18 +62,18 @@ class Store:
         return stepper(self._given, groups, 0, self._states, codecs)
 
     def share_states(self) -> None:
-        """Let the optimizer that was given have states that are new."""
+        """Share new states with the given optimizer."""
         for p, (_, m) in self.members.items():
             if m.twin in self._states and p not in self._given.state:
                 self._given.state[p] = self._states[m.twin]
 
     def refresh(self) -> None:
-        """Take over parameters that something else may have written."""
+        """Adopt parameters that something else may have written."""
         for bucket in self.on_host():
             bucket.refresh()
 
     def load(self, state_dict: State) -> None:
-        """Take over a saved state, each where its parameter steps."""
+        """Load a saved state, each entry where its parameter steps."""
         self.refresh()
         whole = self.whole()
         whole.load_state_dict(state_dict)
@@ -89,7 +88,7 @@ class Store:
 
 
 def _runs(params: list[torch.Tensor], nbytes: int) -> list[list[torch.Tensor]]:
-    """Parameters in their order, in runs of at most so many bytes or of one parameter."""
+    """Runs of parameters, each of at most so many bytes or a single parameter."""
     found: list[list[torch.Tensor]] = []
     size = 0
     for p in params:

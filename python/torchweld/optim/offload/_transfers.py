@@ -1,7 +1,7 @@
-"""Copies between a device and the host, and the room that is there: all that knows the device.
+"""Copies between a device and the host, and free memory: the only device-specific code.
 
-`CudaTransfers` copies on streams of its own. `SimulatedTransfers` is its twin for a device that is
-a part of the host's memory: it copies as well, and counts what the device holds.
+`CudaTransfers` copies on its own streams. `SimulatedTransfers` is its counterpart for a simulated
+device within the host's memory: it copies as well, and counts the bytes that the device holds.
 """
 
 from __future__ import annotations
@@ -12,57 +12,57 @@ from typing import Protocol
 
 import torch
 
-# From, to.
+# Source, destination.
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Arrival(Protocol):
-    """The end of some copies."""
+    """An event at the end of some copies."""
 
     def synchronize(self) -> None:
-        """Wait for it, on the host."""
+        """Make the host wait for it."""
 
 
 class Transfers(Protocol):
-    """What an offloaded step asks of a device."""
+    """What an offloaded step needs from a device."""
 
     def pin(self, buffer: torch.Tensor) -> None:
-        """Let copies of this host memory run beside everything else."""
+        """Page-lock this host memory, so that its copies run concurrently."""
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """Called before the memory is given up."""
+        """Unlock the memory; called before it is freed."""
 
     def fetch(self, copies: Copies) -> Arrival:
-        """To the host, after the work that the device has been given so far."""
+        """Copy to the host, after the work queued on the device so far."""
 
     def give(self, copies: Copies) -> Arrival:
-        """To the device, after the work that it has been given so far."""
+        """Copy to the device, after the work queued on it so far."""
 
     def join(self) -> None:
-        """Work that the device is given from now on comes after what was given to it."""
+        """Make work queued from now on wait for the copies to the device."""
 
     def capacity(self) -> int:
-        """The bytes of the device that may be used."""
+        """The usable bytes of the device."""
 
     def peak(self, held: int) -> int:
-        """The most bytes of it in use since the last call; `held` are those that Offload counts."""
+        """The device's peak of used bytes since the last call; `held` are counted by Offload."""
 
 
 class CudaTransfers:
-    """Copies on two streams, one for each direction, that live as long as this does."""
+    """Copies on two streams, one per direction, that live as long as this object."""
 
     def __init__(self, device: torch.device, pins: bool) -> None:
         self._device, self._pins = device, pins
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
         self._pinned: dict[int, torch.Tensor] = {}
-        # The dict keeps the memory until nothing is registered any more.
+        # The dict keeps the memory alive until it is unregistered.
         weakref.finalize(self, _unregister, self._pinned)
 
     def pin(self, buffer: torch.Tensor) -> None:
         if not self._pins or buffer.nbytes == 0:
             return
-        # torch's own pinned memory comes in powers of two, which may be twice as much.
+        # torch's own pinned memory is rounded up to powers of two, up to twice as much.
         runtime = torch.cuda.cudart()
         portable = 1
         status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable)
@@ -84,7 +84,7 @@ class CudaTransfers:
         with torch.cuda.stream(self._out):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                # Its memory is not reused before the copy is done, even if it is freed at once.
+                # Prevent reuse of its memory before the copy is done, even if it is freed now.
                 source.record_stream(self._out)
         return _recorded(self._out)
 
@@ -94,7 +94,7 @@ class CudaTransfers:
         with torch.cuda.stream(self._back):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                # An activation may be freed before it has arrived, where a backward fails.
+                # If a backward fails, an activation may be freed before it has arrived.
                 target.record_stream(self._back)
         return _recorded(self._back)
 
@@ -104,7 +104,7 @@ class CudaTransfers:
     def capacity(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
-        # Other processes have the rest.
+        # Other processes use the rest.
         return min(allowed, free + torch.cuda.memory_reserved(self._device))
 
     def peak(self, held: int) -> int:
@@ -115,7 +115,7 @@ class CudaTransfers:
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # The host sleeps while it waits: a thread that spins would take a core from the steps.
+    # The host sleeps while waiting: a spinning thread would take a core from the steps.
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
@@ -133,9 +133,9 @@ class _Arrived:
 
 
 class SimulatedTransfers:
-    """A device of so many bytes: its tensors are the host's, and copies are made at once.
+    """A device of so many bytes: its tensors are on the host, and copies are immediate.
 
-    `others` says how many bytes are in use there besides what Offload counts.
+    `others` returns how many bytes are used there besides those that Offload counts.
     """
 
     def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
@@ -177,5 +177,5 @@ class SimulatedTransfers:
 
 
 def transfers_of(device: torch.device, pins: bool) -> Transfers:
-    """Those of this device; the host's memory is a simulated device."""
+    """The transfers of this device; the CPU gets a simulated device."""
     return CudaTransfers(device, pins) if device.type == "cuda" else SimulatedTransfers()

@@ -1,4 +1,4 @@
-"""The thread that steps on the host, and the threads and cores that it may take."""
+"""The thread that steps on the host, and the threads and cores it may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def cores_beside(device: torch.device) -> set[int]:
-    """The cores of the memory node that the device is at, of those that this process may use."""
+    """The cores of the device's memory node that this process may use."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if device.type != "cuda":
         return allowed
@@ -24,7 +24,7 @@ def cores_beside(device: torch.device) -> set[int]:
 
 
 def near(sys: Path, address: str, allowed: set[int]) -> set[int]:
-    """The allowed cores of the node of the PCI device with this address; all where none is."""
+    """The allowed cores of the PCI device's memory node; all if it has none."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
@@ -40,7 +40,7 @@ def near(sys: Path, address: str, allowed: set[int]) -> set[int]:
 def default_threads(cores: set[int]) -> int:
     """This rank's share of the cores, less one for the thread that feeds the device.
 
-    OMP_NUM_THREADS says nothing here: torchrun sets it to 1.
+    OMP_NUM_THREADS is ignored: torchrun sets it to 1.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -50,18 +50,18 @@ def default_threads(cores: set[int]) -> int:
 
 
 class Worker:
-    """One thread, whose kernels run on so many threads of these cores."""
+    """One thread whose kernels run on this many threads on these cores."""
 
     def __init__(self, threads: int, cores: set[int]) -> None:
         self.threads = threads
         self._pool = ThreadPoolExecutor(1, "torchweld-offload")
         before = torch.get_num_threads()
         self.call(lambda: _take(threads, cores))
-        # The count is that of the calling thread, and of threads that are yet to start.
+        # The count applies to the calling thread and to threads started later.
         torch.set_num_threads(before)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        # Whether gradients are recorded is asked of each thread.
+        # Grad mode is per thread.
         return self._pool.submit(torch.no_grad()(function))
 
     def call(self, function: Callable[[], T]) -> T:
@@ -72,8 +72,8 @@ class Worker:
 
 
 def _take(threads: int, cores: set[int]) -> None:
-    # Memory that this thread and its helpers touch first is at their node.
+    # Memory is placed on the node of the thread that touches it first.
     if hasattr(os, "sched_setaffinity") and cores and cores != os.sched_getaffinity(0):
         os.sched_setaffinity(0, cores)
-    torch.get_num_threads()  # whose first call in a thread takes over the process's count
+    torch.get_num_threads()  # the first call in a thread adopts the process's count
     torch.set_num_threads(threads)

@@ -1,9 +1,9 @@
-"""What is on the device when: decided from numbers only, without a device.
+"""Decides from numbers only, without a device, what is on the device when.
 
 A chunk is memory that moves as one: a bucket's states, or a layer's parameters. A training step is
-a period of moments, each of which uses some chunks and needs some memory for other things. As in
-Gemini, a warm-up measures these other things, the device keeps a margin, and where it has no room
-the chunk goes whose next use is farthest.
+a period of moments. Each moment uses some chunks and needs some other memory. As in Gemini, a
+warm-up measures the other memory, the device keeps a margin, and chunks are evicted in the order of
+their next use, the farthest first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from torchweld.errors import ArgumentError
 
-# The part of the device's capacity that is planned with.
+# The share of the device's capacity available for plans.
 MARGIN = 0.9
 
 
 class ChunkState(Enum):
-    """What a chunk is doing on the device, or that it is not there."""
+    """The state of a chunk: its use on the device, or its absence."""
 
     FREE = "free"
     HOLD = "hold"
@@ -38,19 +38,19 @@ _NEXT = {
 
 
 class Tracer:
-    """The most memory for other things at each moment, over the last periods."""
+    """The peak of other memory at each moment, over the last periods."""
 
     def __init__(self, window: int = 3) -> None:
         self._window = window
         self._seen: dict[Hashable, deque[int]] = {}
 
     def add(self, moment: Hashable, in_use: int, planned: int) -> None:
-        """Bytes that were in use at a moment, and how many of them the plan knows."""
+        """Record the bytes in use at a moment, and how many of them the plan knows."""
         seen = self._seen.setdefault(moment, deque(maxlen=self._window))
         seen.append(max(0, in_use - planned))
 
     def others(self, moment: Hashable) -> int:
-        """The bytes of other things at a moment; 0 before any are measured."""
+        """The bytes of other memory at a moment; 0 before a measurement."""
         return max(self._seen.get(moment, [0]))
 
     def largest(self) -> int:
@@ -58,12 +58,12 @@ class Tracer:
         return max((self.others(moment) for moment in self._seen), default=0)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all measurements."""
         self._seen.clear()
 
 
 class ChunkSize(NamedTuple):
-    """A size of chunks, how many there are, and how much of them holds nothing."""
+    """A chunk size, the number of chunks, and their unused bytes."""
 
     size: int
     chunks: int
@@ -83,7 +83,7 @@ def packed(sizes: Sequence[int], size: int) -> ChunkSize:
 
 
 def search_chunk_size(sizes: Sequence[int], least: int, most: int, step: int) -> ChunkSize:
-    """The size between these that wastes least; of those that waste the same, the largest."""
+    """The size between these that wastes least; the largest of equals."""
     if not 0 < least <= most or step < 1:
         came = f"{least} to {most} by {step}"
         raise ArgumentError("search_chunk_size", "sizes", came, "0 < least <= most, step >= 1")
@@ -92,10 +92,10 @@ def search_chunk_size(sizes: Sequence[int], least: int, most: int, step: int) ->
 
 
 def resident(sizes: Sequence[int], room: int) -> list[bool]:
-    """Which buckets keep their states on the device, of buckets in the order of parameters.
+    """Which buckets, in the order of parameters, keep their states on the device.
 
-    The gradients of the first parameters come last. The host's step of the others is over, or has
-    begun, when these arrive: so the first ones stay.
+    The gradients of the first parameters come last. By then the host has stepped the others, or has
+    begun to. So the first ones stay.
     """
     chosen: list[bool] = []
     for size in sizes:
@@ -106,7 +106,7 @@ def resident(sizes: Sequence[int], room: int) -> list[bool]:
 
 
 class Moves(NamedTuple):
-    """Chunks that a moment brings to the device, and those that go before."""
+    """Chunks that a moment brings to the device, and those evicted before."""
 
     loaded: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -125,7 +125,7 @@ class Residency:
         self, sizes: Sequence[int], uses: Sequence[Sequence[int]], rooms: Sequence[int]
     ) -> None:
         self._sizes, self._uses = sizes, uses
-        # What is brought for a moment stays for the next one.
+        # Chunks brought for a moment stay for the next one.
         self._rooms = [min(pair) for pair in pairwise([*rooms, rooms[0]])] if rooms else []
         self.states = [ChunkState.FREE] * len(sizes)
         self._moments: dict[int, list[int]] = {}
@@ -139,15 +139,15 @@ class Residency:
         return sum(size for size, state in on_device if state is not ChunkState.FREE)
 
     def until_use(self, chunk: int, moment: int) -> int:
-        """Moments until the chunk's next use after this one; a period and more if there is none."""
+        """Moments until the chunk's next use after this one; over a period if there is none."""
         period = len(self._uses)
         waits = ((at - moment - 1) % period + 1 for at in self._moments.get(chunk, ()))
         return min(waits, default=2 * period)
 
     def enter(self, moment: int, after_backward: bool = False) -> Moves:
-        """Bring what the moment uses, and let go what has no room beside it.
+        """Bring the chunks that the moment uses, and evict others as needed.
 
-        Raises MemoryError where the moment's own chunks have no room.
+        Raises MemoryError if the moment's own chunks do not fit.
         """
         used = self._uses[moment]
         for chunk, state in enumerate(self.states):

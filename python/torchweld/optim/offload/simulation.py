@@ -1,7 +1,7 @@
-"""The time and the memory of a step, by a model of the machine: python -m ...offload.simulation.
+"""Simulate the time and the memory of a step: python -m torchweld.optim.offload.simulation.
 
-The device computes, a link copies in each direction, and the host steps: each one thing at a time,
-in the order of layers. Numbers are bytes, seconds and operations a second.
+The device computes, a link copies in each direction, and the host steps. Each does one task at a
+time, in the order of layers. Units are bytes, seconds and operations per second.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from enum import Enum
 
 from torchweld.optim.offload.policy import MARGIN, ChunkState, Residency
 
-# Of a bfloat16 parameter with a float32 master and Adam's moments, in bytes.
+# Bytes of a bfloat16 parameter with a float32 master and Adam's moments.
 PARAM, GRAD, STATES, STEP = 2, 2, 12, 28
-# What it takes to keep the states and the parameter of a step that may be undone.
+# Bytes to copy the states and the parameter before a step that may be undone.
 UNDO = 2 * (STATES + PARAM)
 
 
@@ -50,7 +50,7 @@ class Workload:
         return self.layers * self.of_layer
 
     def others(self, done: int) -> float:
-        """Bytes of activations when so many layers have run: their inputs, and one at work."""
+        """Bytes of activations after so many layers: their inputs, and one layer's own."""
         kept = done * self.tokens * self.width * 2
         return kept + 34 * self.tokens * self.width
 
@@ -73,17 +73,17 @@ class Scheme(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers whose states are on the device, from the first; and how parameters stay there."""
+    """How many first layers keep their states on the device, and how parameters stay there."""
 
     states_on_device: int
-    streams: bool = False  # parameters come for a layer, and stay as long as there is room
+    streams: bool = False  # parameters arrive per layer, and stay as long as there is room
     scheme: Scheme = Scheme.OVERLAPPED
     margin: float = 1.0
 
 
 @dataclass
 class Outcome:
-    """A step: its seconds, the bytes at its peak, and when each part was busy."""
+    """A step: its seconds, its peak bytes, and when each resource was busy."""
 
     seconds: float
     peak: float
@@ -91,14 +91,14 @@ class Outcome:
 
 
 class _Line:
-    """Does one thing at a time."""
+    """A resource that does one task at a time."""
 
     def __init__(self) -> None:
         self.free = 0.0
         self.busy: list[tuple[float, float]] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """The end of something that is ready then and takes so long."""
+        """The end of a task that is ready at this time and takes so long."""
         begin = max(self.free, ready)
         self.free = begin + seconds
         if seconds > 0:
@@ -107,21 +107,21 @@ class _Line:
 
 
 def simulate(work: Workload, machine: Machine, plan: Plan) -> Outcome:
-    """A step by this plan. Raises MemoryError where the device has no room."""
+    """Simulate a step with this plan. Raises MemoryError if the device has no room."""
     count, of_layer = work.layers, work.of_layer
     on_device = plan.states_on_device
     device, out, back, host = (_Line() for _ in range(4))
     lines = {"device": device, "to the host": out, "to the device": back, "host": host}
     order = [*range(count), *reversed(range(count))]
     done = [*range(1, count + 1), *range(count, 0, -1)]
-    # Gradients of layers that step on the host leave at once; two are there at a time.
+    # Gradients of layers that step on the host leave at once; at most two are on the device.
     gradients = (on_device + min(2, count - on_device)) * GRAD * of_layer
     fixed = on_device * STATES * of_layer
     others = [work.others(n) + fixed + (gradients if i >= count else 0) for i, n in enumerate(done)]
     budget = plan.margin * machine.capacity
     chunk = PARAM * of_layer
     loads: list[tuple[int, ...]] = [()] * len(order)
-    held = list(range(count))  # whose parameters are there when the step ends
+    held = list(range(count))  # layers with parameters on the device at the end of the step
     if plan.streams:
         loads, held, peak = _streamed(on_device, chunk, order, others, budget)
     else:
@@ -133,7 +133,7 @@ def simulate(work: Workload, machine: Machine, plan: Plan) -> Outcome:
     began = 0.0
     arrived: dict[int, float] = {}
     for moment, layer in enumerate(order):
-        # The next layer's parameters come while this one runs.
+        # The next layer's parameters arrive while this one runs.
         ready = began
         for _ in loads[moment]:
             ready = back.take(device.free if serial else began, chunk / machine.link)
@@ -164,7 +164,7 @@ def simulate(work: Workload, machine: Machine, plan: Plan) -> Outcome:
 def _streamed(
     on_device: int, chunk: int, order: Sequence[int], others: Sequence[float], budget: float
 ) -> tuple[list[tuple[int, ...]], list[int], float]:
-    """The parameters that come at each moment of a period, those there at its end, and the peak.
+    """The parameters that arrive at each moment, those present at the period's end, and the peak.
 
     Layers whose states are on the device keep their parameters there.
     """
@@ -175,7 +175,7 @@ def _streamed(
     residency = Residency([chunk] * (count - on_device), uses, rooms)
     peak = 0.0
     loads: list[tuple[int, ...]] = []
-    for _ in range(2):  # the first period begins with nothing
+    for _ in range(2):  # the first period begins with an empty device
         loads = []
         for moment, other in enumerate(others):
             loads.append(residency.enter(moment, moment > count).loaded)
@@ -185,7 +185,7 @@ def _streamed(
 
 
 def automatic(work: Workload, machine: Machine, margin: float = MARGIN) -> tuple[Plan, Outcome]:
-    """The fastest plan with room to spare."""
+    """The fastest plan that keeps the margin."""
     plans = [
         Plan(on_device, streams, margin=margin)
         for on_device in range(work.layers + 1)
@@ -195,7 +195,7 @@ def automatic(work: Workload, machine: Machine, margin: float = MARGIN) -> tuple
 
 
 def fitting(work: Workload, machine: Machine, plans: Sequence[Plan]) -> list[tuple[Plan, Outcome]]:
-    """The plans that the device has room for."""
+    """The plans that fit on the device."""
     found = []
     for plan in plans:
         try:
@@ -208,7 +208,7 @@ def fitting(work: Workload, machine: Machine, plans: Sequence[Plan]) -> list[tup
 
 
 def static(work: Workload, scheme: Scheme) -> dict[str, Plan]:
-    """Placements that no measurement decides."""
+    """Static placements."""
     return {
         "all on the device": Plan(work.layers, scheme=scheme),
         "states on the host": Plan(0, scheme=scheme),
@@ -217,7 +217,7 @@ def static(work: Workload, scheme: Scheme) -> dict[str, Plan]:
 
 
 def compare(work: Workload, machine: Machine) -> dict[str, float | None]:
-    """Seconds of a step by each placement and scheme; None: the device has no room."""
+    """Seconds of a step for each placement and scheme; None: the device has no room."""
     rows: dict[str, float | None] = {}
     for scheme in (Scheme.SERIAL, Scheme.PUBLISHED, Scheme.OVERLAPPED):
         for name, plan in static(work, scheme).items():
