@@ -352,10 +352,32 @@ def bias_act_backward(
     approximate: str,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_beside(x, x.shape[-1:], bias)
+    wanted = bias if need_bias else None
+    return _bias_act_gradients(grad_y, x, bias, wanted, _kind(activation, approximate))
+
+
+def act_backward(
+    grad_y: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _bias_act_gradients(grad_y, z, None, bias, _kind(activation, approximate))
+
+
+def _bias_act_gradients(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    wanted: torch.Tensor | None,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and of the bias `wanted`, which `bias` is, or which x has in it."""
+    check_beside(x, x.shape[-1:], bias, wanted)
     check_like(x, grad_y)
-    grad_x, grad_bias = empty_like(x), gradient_of(bias, need_bias)
-    matrices, kind = (rows_of(grad_y), rows_of(x)), _kind(activation, approximate)
+    grad_x, grad_bias = empty_like(x), gradient_of(wanted, True)
+    matrices = (rows_of(grad_y), rows_of(x))
     run(x, *_bias_act_backward_launches(*matrices, contiguous(bias), grad_x, grad_bias, kind))
     return grad_x, or_empty(grad_bias, x)
 
@@ -392,5 +414,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         yield name, _bias_act_launch(x, x[0], x, kind)
         for step in _bias_act_backward_launches(x, x, x[0], x, x[0], kind):
             yield name, step
+        for step in _bias_act_backward_launches(x, x, None, x, x[0], kind):
+            yield f"{name}, the bias in x", step
         yield name, _gated_act_launch(x, x, x, kind)
         yield name, _gated_act_backward_launch(x, x, x, x, x, kind)

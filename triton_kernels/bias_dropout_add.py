@@ -42,6 +42,7 @@ import triton.language as tl
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
 from .dropout import Sizes, check_dropout, dropout_arguments, dropped
 from .launch import Launch, launch, run
+from .rows import NUMBERING
 from .tensors import (
     check_beside,
     contiguous,
@@ -54,7 +55,10 @@ from .tensors import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "threshold", "first_number"],
+    do_not_specialize_on_alignment=NUMBERING,
+)
 def _forward(
     x_ptr,
     bias_ptr,
@@ -95,7 +99,10 @@ def _forward(
     store(y_ptr, *at, width, y, inside)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "chunks", "threshold", "first_number"],
+    do_not_specialize_on_alignment=NUMBERING,
+)
 def _backward(
     grad_y_ptr,
     grad_x_ptr,
@@ -174,6 +181,7 @@ def _forward_launch(
         _forward,
         triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width + dropout[0], tile["BLOCK"]),
         *(x, bias, residual, y, rows, width, x.stride(0), residual.stride(0), *dropout),
+        spreads=True,
         **tile,
     )
 
@@ -196,6 +204,7 @@ def _backward_launches(
             _backward,
             chunks * column_tiles,
             *(grad_y, grad_x, partials[1], rows, width, grad_y.stride(0), chunks, *dropout),
+            spreads=True,
             STAGES=3,
             **tile | {"maxnreg": 128},
         )

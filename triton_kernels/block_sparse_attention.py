@@ -39,7 +39,7 @@ from .attention_forward import attention_forward
 from .dropout import Sizes, check_dropout, dropout_arguments
 from .launch import Launch, launch, run
 from .linear_act import precision
-from .tensors import contiguous, empty_like
+from .tensors import aligned, contiguous, empty_like
 
 WIDEST_HEAD = 256
 _LOG2_E = 1.4426950408889634
@@ -71,9 +71,9 @@ _DENSE_BLOCK = 128  # of a layout without lists
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
-    """With the leading dimensions that were left out, and adjacent columns."""
+    """With the leading dimensions that were left out, and adjacent columns in aligned rows."""
     x = x[(None,) * (4 - x.dim())]
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return aligned(x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous())
 
 
 def _tile(
@@ -305,6 +305,7 @@ def _delta_launch(
         *grad_y.stride()[:3],
         ROWS=own,
         WIDTH=width,
+        num_warps=8,
     )
 
 

@@ -53,6 +53,7 @@ from .norm_rows import (
     normalize_wide,
     statistics,
 )
+from .rows import NUMBERING
 from .tensors import (
     as_rows,
     check_beside,
@@ -106,7 +107,10 @@ def _store_gradients(finish, grad, row, start, inside):
         store(grad_x_ptr, *at, width, dropped(grad, row, start, dropout), inside)
 
 
-@triton.jit(do_not_specialize=["rows", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "threshold", "first_number"],
+    do_not_specialize_on_alignment=NUMBERING,
+)
 def _forward(
     x_ptr,
     residual_ptr,
@@ -145,7 +149,9 @@ def _forward(
     normalize(z, row, column, rows, width, *tensors, eps, CENTERED)
 
 
-@triton.jit(do_not_specialize=["threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["threshold", "first_number"], do_not_specialize_on_alignment=NUMBERING
+)
 def _forward_wide(
     x_ptr,
     residual_ptr,
@@ -179,7 +185,10 @@ def _forward_wide(
     normalize_wide(source, row, width, *tensors, eps, _add_again, CENTERED, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "chunks", "threshold", "first_number"],
+    do_not_specialize_on_alignment=NUMBERING,
+)
 def _backward(
     grad_y_ptr,
     z_ptr,
@@ -220,7 +229,9 @@ def _backward(
     differentiate(*tensors, *sums, *sizes, finish, _store_gradients, CENTERED, ROWS, BLOCK, STAGES)
 
 
-@triton.jit(do_not_specialize=["threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["threshold", "first_number"], do_not_specialize_on_alignment=NUMBERING
+)
 def _gradients_wide(
     grad_y_ptr,
     z_ptr,
@@ -286,6 +297,7 @@ def _forward_launch(
             _forward_wide,
             rows,
             *(*tensors, width, *strides, eps, *dropout),
+            spreads=True,
             CENTERED=centered,
             BLOCK=_WIDE_FORWARD_BLOCK,
             num_warps=16,
@@ -295,6 +307,7 @@ def _forward_launch(
         _forward,
         triton.cdiv(rows, tile["ROWS"]),
         *(*tensors, rows, width, *strides, eps, *dropout),
+        spreads=True,
         CENTERED=centered,
         # Without a limit ptxas spills a few bytes although registers are free.
         maxnreg=64 if width <= _WIDEST_FORWARD_ROW // 2 else 128,

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .tensors import is_aligned
+
 
 class Launch(NamedTuple):
     """A kernel with everything that its run depends on."""
@@ -16,19 +18,35 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]  # the kernel's constexprs, and options of the compiler
     least_capability: int = 80  # of the GPUs that it is meant for
+    spreads: bool = False  # over twice the warps, where a view is not aligned
+
+    def unaligned_options(self) -> dict[str, Any]:
+        """The options where Triton does not know a view to be aligned.
+
+        It then loads one element at a time, and the addresses take registers. A limit of registers
+        that suits half as many warps may be more than a multiprocessor has.
+        """
+        if not self.spreads:
+            return self.options
+        options = {name: value for name, value in self.options.items() if name != "maxnreg"}
+        return options | {"num_warps": min(32, 2 * options["num_warps"])}
 
 
-def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
+def launch(kernel: Any, grid: int, *args: Any, spreads: bool = False, **options: Any) -> Launch:
     # The default of enable_fp_fusion differs between versions of Triton.
-    return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options})
+    return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options}, spreads=spreads)
 
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
     with torch.cuda.device_of(on):
-        for kernel, grid, args, options, _ in launches:
-            if grid:
-                kernel[(grid,)](*args, **options)
+        for each in launches:
+            if not each.grid:
+                continue
+            tensors = (value for value in each.args if isinstance(value, torch.Tensor))
+            unaligned = each.spreads and not all(map(is_aligned, tensors))
+            options = each.unaligned_options() if unaligned else each.options
+            each.kernel[(each.grid,)](*each.args, **options)
 
 
 @functools.cache

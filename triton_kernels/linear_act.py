@@ -46,7 +46,7 @@ import triton.language as tl
 from .act import _kind, activate
 from .launch import Launch, launch, run
 from .linear_act_persistent import CAPABILITY, fits, persistent_launch
-from .tensors import check_beside, contiguous, load_parameter, store
+from .tensors import aligned, check_beside, contiguous, load_parameter, store
 from .tile import Tile, halves, tile_in_band
 
 
@@ -160,9 +160,9 @@ def precision() -> str:
 
 
 def _factor(matrix: torch.Tensor) -> torch.Tensor:
-    """A GEMM's factor, copied if positions within a tile would not fit 32 bits."""
+    """A GEMM's factor, copied if it is not aligned or positions in a tile would not fit 32 bits."""
     if max(matrix.stride()) < _LONGEST_STRIDE:
-        return matrix
+        return aligned(matrix)
     if matrix.shape[1] >= _LONGEST_STRIDE:
         raise ValueError("rows of x and weight are too long")
     return matrix.contiguous()

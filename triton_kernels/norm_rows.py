@@ -387,7 +387,8 @@ def backward_launches(
     sizes = (rows, width, grad_y.stride(0), x.stride(0), chunks)
     centered = mean is not None
     if column_tiles <= 1:
-        yield launch(whole, chunks, *tensors, *partials, *sizes, *finish, CENTERED=centered, **tile)
+        arguments = (*tensors, *partials, *sizes, *finish)
+        yield launch(whole, chunks, *arguments, spreads=True, CENTERED=centered, **tile)
     else:
         row_sums = x.new_empty((rows, 2, column_tiles), dtype=torch.float32)
         yield launch(

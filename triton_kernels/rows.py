@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl  # noqa: F401 - the interpreter wants it beside a kernel's parts
 
+# What `place` divides by and multiplies with to number rows: 1 spares a division, but they are no
+# addresses, whose alignment matters.
+NUMBERING = ["size1", "size2", "stride0", "stride1", "stride2"]
+
 
 @triton.jit
 def place(row, first, size1, size2, stride0, stride1, stride2):

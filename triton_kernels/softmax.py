@@ -30,7 +30,7 @@ import triton.language as tl
 
 from .dropout import Sizes, check_dropout, dropout_arguments, factors
 from .launch import Launch, launch, run
-from .rows import place, row_map
+from .rows import NUMBERING, place, row_map
 from .tensors import contiguous, empty_like
 
 
@@ -83,7 +83,10 @@ def _store(ptr, values, row, column, rows, width):
     tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "first_keys", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "first_keys", "threshold", "first_number"],
+    do_not_specialize_on_alignment=["queries", "mask_size1", "mask_size2", *NUMBERING],
+)
 def _forward(
     y_ptr,
     statistics_ptr,
@@ -178,7 +181,10 @@ def _softmax_and_gradient(
     return s, g
 
 
-@triton.jit(do_not_specialize=["rows", "first_keys", "threshold", "first_number"])
+@triton.jit(
+    do_not_specialize=["rows", "first_keys", "threshold", "first_number"],
+    do_not_specialize_on_alignment=["queries", "mask_size1", "mask_size2", *NUMBERING],
+)
 def _backward(
     grad_scores_ptr,
     grad_y_ptr,
@@ -312,7 +318,8 @@ def _forward_launch(
 ) -> Launch:
     tile = _tile(common[1], _WIDEST_FORWARD_ROW, 32)
     grid = triton.cdiv(common[0], tile["ROWS"])
-    return launch(_forward, grid, y, statistics, scores, *common, CAUSAL=causal, **tile)
+    tensors = (y, statistics, scores)
+    return launch(_forward, grid, *tensors, *common, spreads=True, CAUSAL=causal, **tile)
 
 
 def _backward_launch(

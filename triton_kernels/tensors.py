@@ -69,6 +69,22 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_rows(tensor, tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
+_ALIGNMENT = 16  # what Triton's JIT asks of addresses, in bytes, and of strides, in elements
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether Triton knows rows to be aligned. Odd widths cannot be: tiles are chosen for them."""
+    if tensor.dim() == 0 or tensor.shape[-1] % _ALIGNMENT:
+        return True
+    strides = (stride for stride in tensor.stride() if stride != 1)
+    return tensor.data_ptr() % _ALIGNMENT == 0 and not any(s % _ALIGNMENT for s in strides)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a view that is not aligned: kernels of products read their factors often."""
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 

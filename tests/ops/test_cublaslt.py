@@ -206,7 +206,7 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
             _kernel(*wrong)
     with pytest.raises(RuntimeError, match="algorithm"):
         _kernel(x, w, bias, tile=2)
-    with pytest.raises(RuntimeError, match="gelu by tanh"):
+    with pytest.raises(RuntimeError, match="gelu with approximate=tanh"):
         torch.ops.torchweld.linear_act.cuda(x, w, bias, "relu", "none", 0, True)
 
 

@@ -187,7 +187,7 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
             _kernel(*wrong)
     with pytest.raises(RuntimeError, match="algorithm"):
         _kernel(grad, w, z, algorithm=2)
-    with pytest.raises(RuntimeError, match="gelu by tanh"):
+    with pytest.raises(RuntimeError, match="gelu with approximate=tanh"):
         torch.ops.torchweld.act_linear_backward.cuda(grad, w, z, "gelu", "none", 0, True)
 
 
@@ -224,7 +224,7 @@ def test_every_form_is_right(
 
 
 def test_infinite_biases_stay_infinite(device: str, fused: None) -> None:
-    """An infinite bias also makes the zeros that carry its gradient non-finite."""
+    """As in eager, in the result and in every gradient."""
     x, w1, b1, w2, b2, *kind = _inputs(device)
     b1[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     ours, eager = (

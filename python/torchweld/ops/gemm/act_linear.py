@@ -63,8 +63,8 @@ def act_linear(
 ) -> torch.Tensor:
     """linear(activation(z + bias), weight, weight_bias).
 
-    On CUDA `activated` is activation(z), `bias` is zeros that only carry a gradient, and
-    `algorithm` is one of cuBLASLt's.
+    On CUDA `activated` is activation(z), where z already includes the bias, and `algorithm` is one
+    of cuBLASLt's.
     """
     if torch.is_autocast_enabled(z.device.type):
         weight = weight.to(z.dtype)
@@ -137,6 +137,8 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients with a graph of their own."""
     z, bias, *factors = saved = ctx.saved_tensors[:4]
+    if ctx.algorithm is not None:
+        bias = layers.zeros_with_graph(bias)
     y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
@@ -209,16 +211,14 @@ def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
     b1 = None if b1 is None else b1.detach().to(dtype)
     how = (activation, approximate)
     names = ("grad_z", "grad_bias") if need_bias else ("grad_z",)
-    in_a_pass = bias_act.OP.kernels[layers.PASSES["cuda"]].backward
     in_one = torch.ops.torchweld.act_linear_backward.cuda
     algorithm = epilogue.cublaslts_algorithm(dtype)
     with torch.autocast(x.device.type, enabled=False):
         z = linear(x, w1, b1)
         grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # instead of y's gradient
-    zeros = torch.zeros_like(b1) if need_bias else None
 
     def unfused(grad: torch.Tensor, z: torch.Tensor) -> Results:
-        return proof.named(in_a_pass(grad @ weight, z, zeros, *how, need_bias), *names)
+        return proof.named(epilogue.gradients(grad @ weight, z, b1, *how, need_bias), *names)
 
     def fused(grad: torch.Tensor, z: torch.Tensor) -> Results:
         return proof.named(in_one(grad, weight, z, *how, algorithm, need_bias), *names)

@@ -36,11 +36,11 @@ PASSES = {"cuda": "triton"}
 # bias_act in place: no new pages, and half the lines in the caches.
 BareOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approximate) -> ()")
 
-# The GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM rounds the sum,
-# which costs least where the sum is small. The derivative curves most near a sum of 0, so it is
-# most accurate with all of the bias in the GEMM. Large sums suffer most from rounding, so the
-# result is most accurate with none of it. With three quarters both are more accurate than with all.
-# The remainder is exact: numbers within a factor of 2 have a representable difference.
+# On the CPU, the GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM
+# rounds the sum, which costs least where the sum is small. The derivative curves most near a sum of
+# 0, so it is most accurate with all of the bias in the GEMM. Large sums suffer most from rounding,
+# so the result is most accurate with none of it. With three quarters both are more accurate than
+# with all. The remainder is exact: numbers within a factor of 2 have a representable difference.
 _GEMMS_SHARE = 0.75
 
 
@@ -53,22 +53,29 @@ def in_two_steps(
     approximate: str,
 ) -> torch.Tensor:
     """activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
-    z, bias = summed(x, weight, bias, activation)
+    z, bias = summed(backend, x, weight, bias, activation)
     return act(backend, z, bias, activation, approximate)
 
 
 def summed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The GEMM's result, and the rest of the bias for the activation's pass."""
+    """The GEMM's result, and the bias that the activation's pass has yet to add.
+
+    A GPU's pass adds all of it, since splitting it would take three launches.
+    """
     if activation == "relu":
         # The derivative jumps where the sum changes sign: do not round before the bias is added.
         return gemm.linear(x, weight, bias), None
     dtype = gemm.computed_in(x)
-    if bias is None or dtype.itemsize > 2:
-        return gemm.linear(x, weight), bias
-    if bias.dtype is not dtype:
+    if bias is not None and dtype.itemsize == 2 and bias.dtype is not dtype:
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    if bias is None or dtype.itemsize > 2 or backend != "cpu":
+        return gemm.linear(x, weight), bias
     most = (_GEMMS_SHARE * finite(bias)).to(dtype)
     return gemm.linear(x, weight, most), bias - most
 
@@ -95,6 +102,11 @@ def _is_kept() -> bool:
     """Whether a selective checkpoint sees the GEMM, and may keep its result."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, _CHECKPOINTS) for mode in modes)
+
+
+def zeros_with_graph(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias less its value, for second derivatives of a sum that has the value in it."""
+    return None if bias is None else bias - finite(bias)
 
 
 def finite(bias: torch.Tensor) -> torch.Tensor:

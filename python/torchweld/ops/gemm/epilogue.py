@@ -76,6 +76,22 @@ BareOp(
 )
 
 
+def _fake_gradients(grad_y, z, bias, activation, approximate):
+    grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
+    return grad_z, z.new_empty(0) if bias is None else torch.empty_like(bias)
+
+
+# The gradients of z, and of a bias that is in z already, if one is given.
+BareOp(
+    "act_backward",
+    "(Tensor grad_y, Tensor z, Tensor? bias, str activation, str approximate)"
+    " -> (Tensor grad_z, Tensor grad_bias)",
+    _fake_gradients,
+    backends=(),
+    triton=activations.SOURCES["triton"][0],
+)
+
+
 def linear_and_act(
     backend: str,
     x: torch.Tensor,
@@ -111,13 +127,13 @@ def _onednn_activates(x, weight, bias, activation, approximate) -> bool:
 class Unjoined(NamedTuple):
     """A layer whose activation y is not in autograd's graph yet; its sum z is.
 
-    z includes all of the bias, and the gradient of `zeros` is the bias's. If no gradient is needed,
-    y is the result and the others are None.
+    z includes all of the bias, whose gradient comes from the activation's node. If no gradient is
+    needed, y is the result and the others are None.
     """
 
     y: torch.Tensor
     z: torch.Tensor | None
-    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 def unjoined(
@@ -137,7 +153,7 @@ def unjoined(
         return _in_one_kernel(backend, *given, tile)
     z = linear(x, weight, None if bias is None else bias.detach())
     y = layers.act(backend, z.detach(), None, activation, approximate)
-    return Unjoined(y, z, _zeros_of(None if bias is None else bias.to(z.dtype)))
+    return Unjoined(y, z, None if bias is None else bias.to(z.dtype))
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
@@ -160,19 +176,14 @@ def _in_one_kernel(backend, x, weight, bias, activation, approximate, tile) -> U
         return Unjoined(kernel(backend)(x, weight, bias, *how, tile, False)[0], None, None)
     given = None if bias is None else bias.detach()
     z, y = _Linear.apply(x, weight, given, backend, *how, tile)
-    return Unjoined(y, z, _zeros_of(bias))
+    return Unjoined(y, z, bias)
 
 
 def _joined(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
     """The activation, in the graph if a gradient is needed."""
     if layer.z is None:
         return layer.y
-    return _ACTIVATION.function.apply(layer.z, layer.zeros, activation, approximate, layer.y)
-
-
-def _zeros_of(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Zeros that carry the bias's gradient when the GEMM has already added the bias."""
-    return None if bias is None else bias - layers.finite(bias)
+    return _ACTIVATION.function.apply(layer.z, layer.bias, activation, approximate, layer.y)
 
 
 class _Linear(gemm.LinearNode):
@@ -187,11 +198,34 @@ class _Linear(gemm.LinearNode):
         return z, y
 
 
+def gradients(
+    grad_y: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of z, which has the bias in it, and of the bias."""
+    backward = torch.ops.torchweld.act_backward.triton
+    return backward(grad_y, z, bias if need_bias else None, activation, approximate)
+
+
+_derivatives_of_bias_act = derivatives_of_reference(bias_act.OP)
+
+
+def _derivatives(
+    grad_y: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None, *how: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients with a graph of their own."""
+    return _derivatives_of_bias_act(grad_y, z, layers.zeros_with_graph(bias), *how)
+
+
 class _Activation:
-    """The activation's node: bias_act's, except that y is already computed."""
+    """The activation's node; y is already computed."""
 
     backend = "triton"
-    backward = bias_act.OP.kernels["triton"].backward
+    backward = staticmethod(gradients)
 
     def __init__(self) -> None:
         self.function = autograd_function(
@@ -206,7 +240,7 @@ class _Activation:
                     " str approximate, bool need_bias) -> (Tensor grad_x, Tensor grad_bias)"
                 ),
                 public=["activated"],
-                eager_backward=derivatives_of_reference(bias_act.OP),
+                eager_backward=_derivatives,
             ),
             self,
         )

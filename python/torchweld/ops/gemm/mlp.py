@@ -53,15 +53,15 @@ def _fused(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
     if backend == "cuda":
         algorithm = algorithm_for(x, w1, b1, w2, b2, activation, approximate)
         if algorithm is not None:
-            y, z, zeros = epilogue.unjoined(*first)
+            y, z, bias = epilogue.unjoined(*first)
             assert z is not None  # since it needs a gradient
-            return act_linear(z, zeros, w2, b2, activation, approximate, y, algorithm)
+            return act_linear(z, bias, w2, b2, activation, approximate, y, algorithm)
     return gemm.linear(epilogue.linear_and_act(*first), w2, b2)
 
 
 def _lean(backend, x, w1, b1, activation, approximate, w2, b2):
     """The forward recomputed in a backward, which does not save the activation."""
-    z, bias = layers.summed(x, w1, b1, activation)
+    z, bias = layers.summed(backend, x, w1, b1, activation)
     plain = type(w2) in (torch.Tensor, torch.nn.Parameter)
     if gemm.wants_gradient(z, bias) and layers.may_overwrite(z) and plain:
         return act_linear(z, bias, w2, b2, activation, approximate)

@@ -1,0 +1,114 @@
+"""What Triton compiles kernels anew for: alignments, never another length of a sequence.
+
+Its JIT runs in a process of its own, since TRITON_INTERPRET=1 leaves none in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_triton_aot import SHARED_MEMORY, launches, signature_of
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# Integers that kernels are specialised for: whether they are multiples of 16, and whether 1.
+SPECIALISED = {
+    "width": "of the rows, and the stride of results: tells how wide loads and stores are",
+    "columns": "the stride of a GEMM's result",
+    "inner": "of a GEMM: a model's constant, which tells whether loads need masks",
+    "skew": "0 unless the columns are a shard: tells how wide loads are",
+    "first_column": "0 unless the columns are a shard",
+    "group": "a model's constant",
+    "key_heads": "a model's constant",
+    **dict.fromkeys(
+        (
+            *("x_stride", "x_row_stride", "weight_stride", "weight_row_stride", "gate_stride"),
+            *("up_stride", "residual_stride", "grad_stride", "grad_y_stride", "grad_z_stride"),
+            *("z_stride", "q_stride", "k_stride", "v_stride", "mask_stride", "mask_stride0"),
+            *("mask_stride1", "mask_stride2", "q_batch_stride", "q_head_stride"),
+            *("k_batch_stride", "k_head_stride", "v_batch_stride", "v_head_stride"),
+            *("grad_batch_stride", "grad_head_stride"),
+        ),
+        "an input's stride: tells how wide loads are",
+    ),
+}
+
+
+def _specialised_integers() -> list[str]:
+    found = set()
+    for _, launch in launches(max(SHARED_MEMORY)):
+        values = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        for parameter in launch.kernel.params:
+            free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if not free and isinstance(values.get(parameter.name), int):
+                found.add(parameter.name)
+    return sorted(found)
+
+
+def _signatures(every: Iterator[Any]) -> int:
+    """How often Triton compiles for these launches."""
+    return len({f"{each.kernel.fn} {signature_of(each)} {each.options}" for each in every})
+
+
+def _softmaxes(causal: bool) -> Iterator[Any]:
+    """Both directions, with a mask and dropout, for rows of 513 to 1023 keys."""
+    import torch
+
+    from torchweld.triton_kernels import softmax
+
+    for length in range(513, 1024):
+        scores = torch.empty(2, 3, length, length, device="meta")
+        mask = torch.empty(2, 1, 1, length, device="meta", dtype=torch.bool)
+        seed = torch.empty(1, device="meta", dtype=torch.int64)
+        common = softmax._common(scores, mask, 0.125, causal, 0.1, seed, [], [])
+        yield softmax._forward_launch(scores, scores, None, causal, common)
+        yield softmax._backward_launch(scores, None, scores, scores, scores, causal, common)
+
+
+def _attentions() -> Iterator[Any]:
+    """The forward, for 1025 to 1099 tokens."""
+    import torch
+
+    from torchweld.triton_kernels import block_sparse_attention as attention
+
+    for length in range(1025, 1100):
+        q = torch.empty(2, 8, length, 64, dtype=torch.bfloat16, device="meta")
+        options = (64, 1, 0.125, True, 0.0, 0.0, None, None, None)
+        call = attention._call(q, q, q, *[None] * 8, *options)
+        yield attention._forward_launch(call, q, q[..., 0].float())
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__]
+    return json.loads(subprocess.check_output(command, env=environment, text=True))
+
+
+def test_specialised_integers_are_named(found: dict[str, Any]) -> None:
+    """A size that varies with the sequence is none of them, unless it tells how wide loads are."""
+    assert found["integers"] == sorted(SPECIALISED)
+
+
+def test_softmax_compiles_twice_for_all_lengths(found: dict[str, Any]) -> None:
+    """In each direction: for rows that are aligned, and for those that are not."""
+    assert found["softmax"] == found["causal softmax"] == 4
+
+
+def test_attention_compiles_once_for_all_lengths(found: dict[str, Any]) -> None:
+    assert found["attention"] == 1
+
+
+if __name__ == "__main__":
+    counts = {
+        "softmax": _signatures(_softmaxes(False)),
+        "causal softmax": _signatures(_softmaxes(True)),
+        "attention": _signatures(_attentions()),
+    }
+    json.dump({"integers": _specialised_integers(), **counts}, sys.stdout)
