@@ -321,7 +321,7 @@ def test_a_wrong_result_shows_and_fails(
 ) -> None:
     planted = [Contender("eager", LAYER_NORM.reference), Contender("cpu", _off_by_a_percent)]
     monkeypatch.setattr(runner, "contenders", lambda *_: (planted, {"liger": "not installed"}))
-    assert cli.main(["bench", "--device", "cpu", "--direction", "fwd"]) == 1
+    assert cli.main(["bench", "layer_norm", "--device", "cpu", "--direction", "fwd"]) == 1
     printed = capsys.readouterr().out
     assert "refused: cpu (layer_norm 8x16 float32): wrong result: y is off by" in printed
     assert "absent: liger: not installed" in printed
