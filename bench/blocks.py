@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -179,13 +180,13 @@ def measure(case: BlockCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]
         runs: dict[str, Run] = {
             contender: partial(problem.run, m, direction) for contender, m in sound.items()
         }
-        yield _compared(case, direction, runs, faults, problem.flops(direction), plan, clock)
+        yield _compared(case, direction, runs, faults, problem.flops[direction], plan, clock)
     if case.block.whole and len(plan.directions) > 1:
         if FUSED in sound:
             sound[EIGHT_BIT] = torchweld.fuse(copy.deepcopy(model))
         learners = {c: _learner(case, c, m, problem.inputs) for c, m in sound.items()}
         runs = {c: partial(_learn, learner) for c, learner in learners.items()}
-        yield _compared(case, "step", runs, faults, problem.flops("full"), plan, clock)
+        yield _compared(case, "step", runs, faults, problem.flops["full"], plan, clock)
 
 
 def _compared(
@@ -264,18 +265,17 @@ class _Problem:
             return clock(lambda: self._backward(model, y))
         return clock(lambda: self._backward(model, self._forward(model)))
 
-    def flops(self, direction: str) -> int:
-        """Operations of the GEMMs and attention of the eager model."""
-        counted = {}
+    @functools.cached_property
+    def flops(self) -> dict[str, int]:
+        """Operations of the eager model's GEMMs and attention, by direction."""
         with FlopCounterMode(display=False) as counter:
             y = self._forward(self._model)
-            counted["fwd"] = counter.get_total_flops()
+            forward = counter.get_total_flops()
             y.backward(self._grad)  # the counter's hooks do not know autograd.grad
             self._model.zero_grad()
             self.inputs.grad = None
-        counted["full"] = counter.get_total_flops()
-        counted["bwd"] = counted["full"] - counted["fwd"]
-        return int(counted[direction])
+        full = counter.get_total_flops()
+        return {"fwd": forward, "bwd": full - forward, "full": full}
 
     def _forward(self, model: nn.Module) -> torch.Tensor:
         with self._case.precision():
