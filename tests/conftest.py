@@ -27,8 +27,12 @@ os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN in elements that a k
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+import interpreting  # noqa: E402
 import torchweld  # noqa: E402
 from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreting.patch_once_per_launch()
 
 settings.register_profile(
     "torchweld",

@@ -36,7 +36,7 @@ def dense(
     if not isinstance(value, torch.Tensor):
         accepted = "a tensor"
         if isinstance(value, torch.fx.Proxy):
-            accepted = "a tensor; torch.fx traces calls as torchweld.functional's attributes alone"
+            accepted = "a tensor; torch.fx traces only calls written as torchweld.functional.NAME"
         raise ArgumentError(function, name, f"a {type(value).__name__}", accepted)
     is_jagged = value.layout == torch.jagged
     strided = value.layout == torch.strided and not value.is_nested

@@ -126,7 +126,7 @@ def test_a_post_norm_block_has_torchs_gradient_error(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_numbers_of_a_wide_y(wide: bool, backend: str) -> None:
-    """It is what the norm makes of z before either is rounded."""
+    """The norm computes y from z before z is rounded."""
     torch.manual_seed(0)
     x, residual = torch.randn(64, 96).bfloat16(), torch.randn(64, 96).bfloat16()
     weight, bias = torch.rand(96), torch.randn(96)

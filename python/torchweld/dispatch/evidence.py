@@ -52,9 +52,9 @@ def own(gpu: str) -> dict[str, Any] | None:
 
 
 def _of(gpu: str) -> dict[str, Any] | None:
-    """What is known of a GPU: what was found here counts for more than what came along.
+    """What is known of a GPU. Evidence recorded on this machine comes before packaged evidence.
 
-    A backend of which nothing was found here yet leaves what came along in force.
+    Packaged evidence stays in force for each backend that has none of this machine's.
     """
     known = [record for record in (records().get(gpu), own(gpu)) if record]
     ops: dict[str, dict[str, Any]] = {}

@@ -60,10 +60,11 @@ _COMPILED_FOR = (4096,), (1024,)
 
 @assume_constant_result
 def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction: str) -> str:
-    """The backend for an op in a compiled graph, which is the same at every size.
+    """The backend for an op in a compiled graph, the same at every size.
 
-    It is what served such calls before, where they agree; eager where they do not. Without any the
-    op is tried now, on numbers of its own. torch.compile takes the result for a constant.
+    If earlier verdicts for such calls agree, it is their backend; if they differ, it is eager. If
+    there are none, the op is tried now on made-up numbers. torch.compile takes the result for a
+    constant.
     """
     kept = verdicts(index).all_kept()  # type: ignore[arg-type]
     alike = f" elements, {str(dtype).removeprefix('torch.')} "  # the first argument's

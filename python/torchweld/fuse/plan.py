@@ -84,7 +84,7 @@ class WeldReport(Sequence[Weldable]):
 
     def __str__(self) -> str:
         if not self._rows:
-            return "nothing in this model is what torchweld can weld"
+            return "torchweld has a fused kernel for nothing in this model"
         return self.table().plain()
 
     def __repr__(self) -> str:

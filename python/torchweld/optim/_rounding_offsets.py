@@ -34,7 +34,7 @@ def check_part(function: str, p: torch.Tensor) -> None:
     part, here = _part(p.shape, p.device_mesh, p.placements), local(p.detach()).shape  # type: ignore[attr-defined]
     if part.first is None or part.sizes != here:
         shards = p.placements  # type: ignore[attr-defined]
-        came = f"of {list(p.shape)} by {shards}, of which {list(here)} are here"
+        came = f"of {list(p.shape)}, sharded by {shards}; the local part is {list(here)}"
         accepted = "a part without gaps, as these placements divide it"
         raise ArgumentError(function, _ARGUMENT, came, accepted)
 

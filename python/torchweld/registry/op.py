@@ -157,7 +157,7 @@ class Op:
         if x.is_nested:
             return f"{self.forward_signature.arguments[0]} is a nested tensor, which eager serves"
         if backend != "cpu" and x.dtype == torch.float64:
-            return "float64 has a kernel on the CPU alone"
+            return "float64 has a kernel only on the CPU"
         return in_the_way() or self.refused(backend, inputs)
 
     def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:

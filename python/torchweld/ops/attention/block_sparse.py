@@ -167,7 +167,7 @@ def _check(
     name = OP.name
     checks.dense(name, "q", q, OP.dtypes)
     if not 1 <= q.ndim <= 4:
-        accepted = "[batch, heads, queries, head_dim], of which leading ones may be left out"
+        accepted = "[batch, heads, queries, head_dim]; batch and heads may be left out"
         raise ArgumentError(name, "q", f"of {q.ndim} dimensions", accepted)
     for argument, value in (("k", k), ("v", v)):
         checks.dense(name, argument, value, [q.dtype], "q")
@@ -222,7 +222,7 @@ def _check_heads(
     first = offset[-3] if offset and len(offset) > 2 else 0
     here, last = shape[1] == key_heads * group, first + shape[1] <= key_heads * group
     if not here and not (whole and last):
-        accepted = f"ones of which q's {shape[1]} heads are a multiple"
+        accepted = f"a number of heads that divides q's {shape[1]}"
         raise ArgumentError(OP.name, "k", f"of {key_heads} heads", accepted)
 
 
