@@ -1,7 +1,7 @@
 """Makes Triton's interpreter faster.
 
-The interpreter replaces the functions of `triton.language` before a launch. It also does so at every call of a
-device function, which takes half of its time and changes nothing: within a launch, they are replaced already.
+The interpreter replaces the functions of `triton.language` before a launch, and again at every call
+of a device function. The repetition takes half of its time and changes nothing.
 """
 
 from __future__ import annotations

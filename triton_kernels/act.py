@@ -373,7 +373,7 @@ def _bias_act_gradients(
     wanted: torch.Tensor | None,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the bias `wanted`, which `bias` is, or which x has in it."""
+    """The gradients of x and of the bias `wanted`. If x includes the bias, `bias` is None."""
     check_beside(x, x.shape[-1:], bias, wanted)
     check_like(x, grad_y)
     grad_x, grad_bias = empty_like(x), gradient_of(wanted, True)
@@ -408,7 +408,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, kind, width in itertools.product(dtypes, KINDS, (4096, 131073)):
         if kind != "gelu" and (dtype == torch.float32 or width != 4096):
-            continue  # Nothing new: the functions do not depend on them.
+            continue  # the functions do not depend on dtype and width
         x = torch.empty(4096, width, dtype=dtype, device="meta")
         name = f"{kind} {str(dtype).removeprefix('torch.')} {width}"
         yield name, _bias_act_launch(x, x[0], x, kind)

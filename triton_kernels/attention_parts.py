@@ -23,7 +23,7 @@ UNSPECIALIZED = [
 
 @triton.jit
 def finite(value):
-    """The base of exponentials: 0 where nothing is seen."""
+    """The number to subtract before exponentials: the maximum, or 0 if no key is seen."""
     return tl.where(value == -float("inf"), 0, value)
 
 
@@ -49,9 +49,10 @@ def store_head_rows(ptr, value, row, inside, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
-    """Scores in units of log 2, -inf where a key is not seen; and, capped, the tanh.
+    """Scores in units of log 2, -inf where a key is not seen, and the tanh of soft-capping.
 
-    `distance` is that of a query and a key here; their first ones are `apart` in the whole tensor.
+    `distance` is between a query and a key in this shard, `apart` the distance between the shard's
+    first query and first key in the whole tensor.
     """
     inner, outer, slopes_ptr, slope, apart = scoring
     z = product * inner

@@ -390,7 +390,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, kind, width in itertools.product(dtypes, KINDS, (4096, 131073)):
         if kind != "gelu" and (dtype == torch.float32 or width != 4096):
-            continue  # Nothing new: the functions do not depend on them.
+            continue  # the functions do not depend on dtype and width
         x = torch.empty(4096, width, dtype=dtype, device="meta")
         own = x.new_empty(width, dtype=torch.float32)
         columns = (own, own, x[0], x[0])

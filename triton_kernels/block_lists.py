@@ -44,14 +44,14 @@ def entries_before(entries_ptr, begin, end, limit):
 
 @triton.jit
 def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the entries of tokens are, and what else there is to know of them.
+    """For COUNT tokens from `start` on, STEP apart: where their entries are, whether they belong to
+    the walk, and whether their blocks are partial.
 
-    The tokens are COUNT from `start` on, STEP apart, among those of the walk's entries. Within one
-    entry there is one result, else one for each token.
+    If all the tokens lie within one entry, there is one result for all, otherwise one for each.
 
-    A walk is entries, None where a partner is its entry's place, and (first, split, gap, total):
-    the entries from the first on, of which those from the split on are partial and lie after a gap;
-    `total` is their number. Triton 3.6 returns no None in a tuple, hence the two parts.
+    A walk has two parts, because Triton 3.6 returns no None in a tuple. The first is the entries,
+    or None if an entry's place is its partner. The second is (first, split, gap, total): `total`
+    entries begin at `first`; from the `split`-th on they are partial and lie `gap` places further.
     """
     first, split, gap, total = walk[1]
     token = start
@@ -66,7 +66,7 @@ def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.const
 def tokens(
     walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
 ):
-    """Positions of tokens in the sequence, as in `_entry`; and whether they are of the walk."""
+    """Positions of tokens in the sequence, and whether they belong to the walk; see `_entry`."""
     at, inside, _ = _entry(walk, start, STEP, COUNT, BLOCK)
     offset = tl.arange(0, COUNT) * STEP
     if walk[0] is None:

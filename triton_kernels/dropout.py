@@ -99,7 +99,7 @@ def dropout_arguments(
 ) -> tuple[Any, ...]:
     """Seed, threshold, scale; the first row's number and, for `place`, the other rows' numbers.
 
-    For a tensor whose last dimension is the columns, all of which are here.
+    For a tensor whose last dimension is the columns and is not sharded.
     """
     threshold = min(round(p * 2**32), 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold  # one type, whatever p

@@ -5,8 +5,8 @@ bytes and writes 2 M N of y and, with a gradient, as many of z, the sum before t
 torch's GEMM followed by bias_act writes z, reads it and writes y. That is 2 M N bytes more: one of
 its three trips, or two of three if nothing is saved.
 
-On an H200 (132 processors; 989 TFLOP/s dense at bf16, of which a library's GEMM reaches about 720;
-copies of 4.3 TB/s), in milliseconds:
+On an H200, in milliseconds (132 processors; 989 TFLOP/s dense at bf16, a library's GEMM reaches
+about 720; copies of 4.3 TB/s):
 
     (M, K) x N            bare GEMM    y and z   a pass over z   unfused
     (8192, 4096) x 16384     1.53        0.12        0.12         1.08x the GEMM

@@ -36,7 +36,7 @@ from .tensors import contiguous, empty_like
 
 @triton.jit
 def _visible_keys(row, rows, queries, first_keys, width, CAUSAL: tl.constexpr):
-    """Leading keys that rows see, of which the first query sees `first_keys` (none if negative)."""
+    """How many leading keys each row sees: the first query `first_keys`, or none if negative."""
     keys = row * 0 + width
     if CAUSAL:
         keys = tl.minimum(tl.maximum(row % queries + first_keys, 0), width)

@@ -50,7 +50,7 @@ def _is_plain(module: torch.nn.Module, name: str) -> bool:
 )
 @pytest.mark.parametrize("asked", [False, True], ids=["by default", "asked for"])
 def test_quantized(config: Callable[[], object], asked: bool) -> None:
-    """By default only torch.nn.Linear is converted. Our modules' weights are converted on request."""
+    """By default only torch.nn.Linear is converted, on request our modules' weights too."""
     ours, plain = _model()
     x = torch.randn(2048, WIDTH)
     with torch.no_grad():
