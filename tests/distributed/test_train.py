@@ -48,6 +48,7 @@ CASES = [
     (2, ["--strategy", "zero2", "--recompute", "full"]),
     (2, ["--strategy", "zero2", "--optimizer", "lamb", "--sparse"]),
     (2, ["--strategy", "zero3", "--recompute", "selective", "--sparse"]),
+    (2, ["--strategy", "zero3", "--optimizer", "adamw8bit"]),
     (2, ["--strategy", "tp", "--sparse"]),
     (2, ["--strategy", "tp", "--optimizer", "lamb"]),
     (2, ["--strategy", "tp+sp", "--recompute", "selective"]),
