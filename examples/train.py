@@ -35,6 +35,7 @@ from torchweld.distributed import (
     grad_norm,
     memory_estimate,
     recompute,
+    ring_slice,
 )
 from transformer import Settings, Transformer, batch_of, loss_of
 
@@ -72,6 +73,7 @@ class Training:
     def __init__(self, given: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
         self.given, self.parallel, self.device = given, parallel, device
         self.mesh = parallel.mesh(device.type)
+        self.slice = given.length // parallel.ring
         names = ("width", "layers", "length", "dropout", "sparse")
         self.settings = Settings(**{name: getattr(given, name) for name in names})
         torch.manual_seed(given.seed)
@@ -101,8 +103,7 @@ class Training:
 
     def _estimate(self, model: Any, optimizer: Any) -> Memory:
         """What this process will hold, by the dimension that divides most of it."""
-        p, count = self.parallel, self.parallel.replicas
-        strategy = p.data
+        p, strategy, count = self.parallel, self.parallel.data, self.parallel.replicas
         if count == 1 and p.tensor * p.pipeline > 1:
             strategy, count = ("tp", p.tensor) if p.tensor > 1 else ("pp", p.pipeline)
         rank = self.stage if strategy == "pp" else 0
@@ -111,13 +112,11 @@ class Training:
 
     def _shapes(self) -> list[torch.Tensor]:
         """A microbatch's tokens, stream and logits."""
-        rows, s, device = self.given.rows, self.settings, self.device
-        tokens = torch.zeros((rows, s.length), dtype=torch.int64, device=device)
-        stream, logits = (
-            torch.zeros((rows, s.length, width), device=device, requires_grad=True)
-            for width in (s.width, s.vocabulary)
-        )
-        return [tokens, stream, logits]
+        sizes, s, device = (self.given.rows, self.slice), self.settings, self.device
+        made = [torch.zeros(sizes, dtype=torch.int64, device=device)]
+        for width in (s.width, s.vocabulary):
+            made.append(torch.zeros((*sizes, width), device=device, requires_grad=True))
+        return made
 
     def _schedule(self) -> Schedule1F1B:
         if self.given.bf16:
@@ -136,8 +135,9 @@ class Training:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.given.bf16)
 
     def batch(self, step: int, number: int) -> tuple[torch.Tensor, ...]:
-        which = step * self.given.microbatches + number
-        return batch_of(self.settings, self.given.rows, self.given.seed + which, self.device)
+        which, group = step * self.given.microbatches + number, self.mesh.get_group("ring")
+        whole = batch_of(self.settings, self.given.rows, self.given.seed + which, self.device)
+        return tuple(ring_slice(x, 1, group) for x in whole)
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, a mean over this process's microbatches, and the gradients' norm."""
@@ -154,13 +154,14 @@ class Training:
         return loss, norm
 
     def _accumulated(self, step: int) -> torch.Tensor:
-        total = torch.zeros((), device=self.device)
+        total, parts = torch.zeros((), device=self.device), len(self.mine) * self.parallel.ring
         for number in self.mine:
             tokens, targets = self.batch(step, number)
+            first = self.mesh.get_local_rank("ring") * tokens.shape[1]
             with self._exchanges(number == self.mine[-1]):
                 with self.autocast():
-                    loss = loss_of(self.model(tokens), targets)
-                (loss / len(self.mine)).backward()
+                    loss = loss_of(self.model(tokens, first), targets)
+                (loss / parts).backward()
             total += loss.detach() / len(self.mine)
         return total
 
@@ -168,9 +169,8 @@ class Training:
         """Gradients are exchanged after the last microbatch only."""
         if hasattr(self.model, "set_requires_gradient_sync"):
             self.model.set_requires_gradient_sync(wanted)
-        return (
-            self.model.no_sync() if hasattr(self.model, "no_sync") and not wanted else nullcontext()
-        )
+        waits = hasattr(self.model, "no_sync") and not wanted
+        return self.model.no_sync() if waits else nullcontext()
 
     def _pipelined(self, step: int) -> torch.Tensor:
         parts = [self.batch(step, number) for number in self.mine]

@@ -238,9 +238,20 @@ def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
 
 
 def _ring(name: str, dtype: torch.dtype) -> Run:
-    """Each process has a slice of every sequence, and its part of the mean loss."""
-    cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
+    cell, count = Cell(name, dtype), dist.get_world_size()
     parallelize_module(cell.model, init_device_mesh("cpu", (count,)), sequence_plan(cell.model))
+    return _along_a_ring(cell, dist.get_rank(), count, None)
+
+
+def _tensor_ring(name: str, dtype: torch.dtype) -> Run:
+    cell = Cell(name, dtype)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
+    parallelize_module(cell.model, mesh, tp_plan(cell.model, ring=True))
+    return _along_a_ring(cell, mesh.get_local_rank("ring"), 2, mesh.get_group("ring"))
+
+
+def _along_a_ring(cell: Cell, rank: int, count: int, group: Any) -> Run:
+    """Each process has a slice of every sequence, and its part of the mean loss."""
     first = rank * cell.settings.length // count
     here = slice(first, first + cell.settings.length // count)
 
@@ -255,7 +266,7 @@ def _ring(name: str, dtype: torch.dtype) -> Run:
             total += loss.detach() / MICROBATCHES
         return total
 
-    return cell.left(cell.train(step, adamw(cell.model)), of=count)
+    return cell.left(cell.train(step, adamw(cell.model)), over=group, of=count)
 
 
 def _pipeline(
@@ -382,6 +393,7 @@ STRATEGIES = {
     "TP": Strategy(2, _tensor),
     "TP + SP": Strategy(2, _tensor_sequence),
     "ring SP": Strategy(2, _ring),
+    "TP x ring SP": Strategy(4, _tensor_ring),
     "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
     "PP 1F1B": Strategy(2, _schedule(pipelining.Schedule1F1B, _one_each), True),
     "PP interleaved 1F1B": Strategy(2, _schedule(pipelining.ScheduleInterleaved1F1B, _loop), True),

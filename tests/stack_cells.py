@@ -181,6 +181,12 @@ def _ring(s: Sizes) -> Sent:
     }
 
 
+def _tensor_ring(s: Sizes) -> Sent:
+    """Half of the stream and of the heads; gradients of a device's part summed along the ring."""
+    here = replace(s, stream=s.stream // 2, computed=s.computed // 2, logits=s.logits // 2)
+    return _both(_tensor(here), _ring(_cut(here)))
+
+
 def _pipeline(boundaries: int) -> Callable[[Sizes], Sent]:
     """Streams or their gradients, over the given number of this process's stage boundaries."""
     return lambda s: {"send": (_m * boundaries, _m * boundaries * s.stream)}
@@ -224,6 +230,7 @@ TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
     "FSDP2 x TP + SP": _sharded_tensor,
     "FSDP2 x TP + SP x PP": _three_dimensions,
     "ring SP": _ring,
+    "TP x ring SP": _tensor_ring,
     "PP GPipe": _pipeline(1),
     "PP 1F1B": _pipeline(1),
     "PP interleaved 1F1B": _pipeline(3),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
@@ -41,10 +42,11 @@ def _megatron_mlp(rank: int) -> None:
         model.zero_grad()
         x.grad = None
         parallelize_module(model, mesh, plan)
-        with CountCollectives() as forward:
+        with CommDebugMode() as seen, CountCollectives() as forward:
             y = model(x)
-        with CountCollectives() as backward:
+        with CommDebugMode() as seen_back, CountCollectives() as backward:
             y.square().sum().backward()
+        assert seen.get_total_counts() == seen_back.get_total_counts() == 1  # torch's own count
         assert forward.calls == backward.calls == {"all-reduce": 1}
         assert forward.bytes == backward.bytes == {"all-reduce": x.nbytes}
         torch.testing.assert_close(y, expected)

@@ -19,7 +19,7 @@ CELLS = stack_cells.ALL if stack_cells.results_file() else stack_cells.covering(
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(cell: Cell) -> None:
-    if TORCH == (2, 11) and cell.strategy == "ring SP":
+    if TORCH == (2, 11) and "ring" in cell.strategy:
         pytest.skip("torch 2.11's DTensor refuses a linear layer of a shard of the sequence")
     if TORCH == (2, 11) and "PP" in cell.strategy and cell.dtype == "bf16":
         pytest.skip("torch 2.11's stages return the dtype of their examples, under autocast too")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from processes import processes
 from torchweld import optim
-from torchweld.distributed import memory, zero
+from torchweld.distributed import memory, stages, zero
 from torchweld.errors import ArgumentError
 
 WIDTH, HIDDEN, ROWS, STEPS = 96, 200, 16, 3
@@ -276,7 +276,7 @@ class _Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
@@ -284,11 +284,14 @@ class _Alive(TorchDispatchMode):
         for t in _tensors(result):
             storage = t.untyped_storage()
             if storage._cdata not in known:
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.made[storage._cdata] = StorageWeakRef(storage)
         return result
 
     def bytes(self) -> int:
-        return sum(size for reference, size in self.made.values() if not reference.expired())
+        """What is alive has now; FSDP2 frees storages by making them empty."""
+        new = torch.UntypedStorage._new_with_weak_ptr
+        alive = (new(reference.cdata) for reference in self.made.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -314,6 +317,73 @@ def test_activations_are_what_a_graph_holds(p: float, dtype: torch.dtype) -> Non
     assert held > 20 * x.nbytes
     del loss
     assert alive.bytes() == 0
+
+
+def _whole_parameters(model: nn.Module) -> int:
+    """The bytes of those that FSDP2 holds gathered."""
+    return _local_bytes(p.detach() for p in model.parameters() if not isinstance(p, DTensor))
+
+
+def _activations_under(rank: int, strategy: memory.Strategy) -> None:
+    """What a process's graph holds after a forward, besides gathered parameters."""
+    model = _model({}, p=0.2)
+    optimizer = optim.AdamW(model.parameters())
+    x = torch.randn(1024, WIDTH)
+    expected = memory.memory_estimate(model, optimizer, strategy, 2, example=(x,)).activations
+    if strategy in ("zero2", "zero3"):
+        trained = getattr(zero, strategy)(model, init_device_mesh("cpu", (2,)))
+    else:
+        trained = DistributedDataParallel(model)
+    trained(x).square().mean().backward()  # makes buffers
+    with _Alive() as alive:
+        y = trained(x)
+    gc.collect()
+    gathered = _whole_parameters(model) if strategy in ("zero2", "zero3") else 0
+    held = alive.bytes() + x.nbytes - gathered
+    assert expected == pytest.approx(held, rel=0.15), strategy
+    y.sum().backward()
+
+
+def _all_activations(rank: int) -> None:
+    for strategy in ("ddp", "zero1", "zero1_rows", "zero2", "zero3"):
+        _activations_under(rank, strategy)
+
+
+def test_activations_under_each_strategy() -> None:
+    with processes(2) as two:
+        two.run("cpu", _all_activations)
+
+
+def _activations_of_stages(rank: int, name: stages.Name) -> None:
+    """The most that a stage's forwards leave, of the microbatches in flight."""
+    torch.manual_seed(0)
+    blocks = [_Layer(0.2) for _ in range(4)]
+    x = torch.randn(4 * 512, WIDTH)
+    loss = lambda y, _: y.square().mean()  # noqa: E731
+    pipe = stages.pipeline(blocks, name, 4, loss, (x[:512],), costs=[1.0] * 4)
+    (part,) = pipe.parts
+    optimizer = optim.AdamW(part.parameters())
+    example = (x[:512].clone().requires_grad_(rank > 0),)
+    in_flight = 4 if name == "gpipe" else None
+    expected = memory.memory_estimate(
+        part, optimizer, "pp", 2, rank=rank, example=example, in_flight=in_flight
+    ).activations
+    seen: list[int] = []
+    given, target = ((x,) if pipe.is_first else ()), (x if pipe.is_last else None)
+    pipe.schedule.step(*given, target=target)  # makes buffers and gradients
+    alive = _Alive()
+    part.register_forward_hook(lambda *_: seen.append(alive.bytes()))
+    with alive:
+        pipe.schedule.step(*given, target=target, return_outputs=False)
+    # Microbatches come in buffers made before, or are parts of x.
+    count = in_flight or 2 - rank
+    assert expected == pytest.approx(max(seen) + count * example[0].nbytes, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_activations_of_a_pipelines_stages(name: stages.Name) -> None:
+    with processes(2) as two:
+        two.run("cpu", _activations_of_stages, name)
 
 
 def test_a_pipeline_keeps_several_microbatches() -> None:

@@ -1,6 +1,7 @@
 """Parallel: how processes share the work, as a declaration.
 
 parallel = dict(pipeline=2, tensor=dict(mode="1d", size=2), data="zero2")
+parallel = dict(ring=2, tensor=dict(size=2), data="zero3")
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.plan import sequence_plan, tp_plan
 from torchweld.distributed.zero import zero2, zero3
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
-# Ways to shard matrices: each takes a module, the devices, and whether these also shard the
-# sequence.
+# Ways to shard matrices. Each takes a module, a mesh (tensor, or ring and tensor), and whether the
+# devices along tensor also shard the sequence.
 MODES: dict[str, Callable[[torch.nn.Module, DeviceMesh, bool], Any]] = {
-    "1d": lambda model, mesh, sequence: parallelize_module(model, mesh, tp_plan(model, sequence)),
+    "1d": lambda model, mesh, sequence: parallelize_module(
+        model, mesh, tp_plan(model, sequence, ring=mesh.ndim > 1)
+    ),
 }
-_KEYS = {"pipeline", "tensor", "data"}
+_KEYS = {"pipeline", "tensor", "data", "ring"}
 _TENSOR_KEYS = {"mode", "size", "sequence"}
 _NAMES = {
     **{name: {"data": name} for name in DATA},
@@ -47,6 +50,7 @@ class Parallel:
         data: "ddp", "zero1" (sharded states), "zero2" (and gradients), "zero3" (and parameters).
         mode: how matrices are sharded; "1d" is Megatron's way.
         sequence: whether processes that share matrices also shard the sequence in between.
+        ring: processes that each have a slice of the sequence, for ring attention.
     """
 
     pipeline: int
@@ -55,6 +59,7 @@ class Parallel:
     data: str = "ddp"
     mode: str = "1d"
     sequence: bool = False
+    ring: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str, world: int) -> Parallel:
@@ -70,27 +75,39 @@ class Parallel:
         _one_of("data", data, DATA)
         _one_of("mode", mode, MODES)
         pipeline, size = config.get("pipeline", 1), tensor.get("size", 1)
-        for name, value in (("pipeline", pipeline), ("tensor", size)):
+        ring = config.get("ring", 1)
+        for name, value in (("pipeline", pipeline), ("tensor", size), ("ring", ring)):
             if not isinstance(value, int) or value < 0:
                 raise ArgumentError("Parallel", name, repr(value), "a number of processes")
-        pipeline, size = pipeline or world, size or world
-        if world % (pipeline * size):
+        pipeline, size, ring = pipeline or world, size or world, ring or world
+        if ring > 1 and pipeline > 1:
+            accepted = "1 in a pipeline, whose later stages know no positions"
+            raise ArgumentError("Parallel", "ring", str(ring), accepted)
+        inner = pipeline * size * ring
+        if world % inner:
             accepted = f"sizes whose product divides {world} processes"
-            raise ArgumentError("Parallel", "config", f"{pipeline} x {size}", accepted)
-        replicas = world // (pipeline * size)
-        if data in ("ddp", "zero1") and replicas > 1 and pipeline * size > 1:
-            accepted = "zero2 or zero3, which FSDP2 composes with tensors and pipelines"
+            raise ArgumentError("Parallel", "config", f"{pipeline} x {ring} x {size}", accepted)
+        replicas = world // inner
+        if data in ("ddp", "zero1") and replicas > 1 and inner > 1:
+            accepted = "zero2 or zero3, which FSDP2 composes with tensors, rings and pipelines"
             raise ArgumentError("Parallel", "data", repr(data), accepted)
-        return cls(pipeline, size, replicas, data, mode, bool(tensor.get("sequence", False)))
+        return cls(pipeline, size, replicas, data, mode, bool(tensor.get("sequence", False)), ring)
 
     def mesh(self, device: str) -> DeviceMesh:
-        """The mesh of processes, with dimensions for pipeline, data and tensor parallelism."""
-        sizes = (self.pipeline, self.replicas, self.tensor)
-        return init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+        """The mesh of processes, with dimensions for pipeline, data, ring and tensor."""
+        sizes = (self.pipeline, self.replicas, self.ring, self.tensor)
+        return init_device_mesh(
+            device, sizes, mesh_dim_names=("pipeline", "data", "ring", "tensor")
+        )
 
     def cut(self, model: Any, mesh: DeviceMesh) -> Any:
-        """Shard the matrices of a model, or of a stage of one."""
-        return MODES[self.mode](model, mesh["tensor"], self.sequence) if self.tensor > 1 else model
+        """Shard the matrices and the sequence of a model, or the matrices of a stage of one."""
+        if self.tensor > 1:
+            inner = mesh["ring", "tensor"] if self.ring > 1 else mesh["tensor"]
+            return MODES[self.mode](model, inner, self.sequence)
+        if self.ring > 1:
+            return parallelize_module(model, mesh["ring"], sequence_plan(model))
+        return model
 
     def wrap(self, model: Any, mesh: DeviceMesh) -> Any:
         """Apply data parallelism to a model whose matrices are sharded.

@@ -20,6 +20,7 @@ from torchweld.distributed.styles import (
     Packed,
     Rows,
     Stream,
+    Style,
 )
 from torchweld.errors import ArgumentError
 
@@ -35,7 +36,7 @@ _ON_ROWS = (
 _ON_HEADS = (nn.BlockSparseAttention, nn.SoftmaxDropout)
 
 
-def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
+def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bool = False) -> Plan:
     """A plan for `torch.distributed.tensor.parallel.parallelize_module`.
 
     It recognises, from the names of layers, transformers made of torchweld.nn's modules, and GPT-2,
@@ -48,6 +49,10 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
             ModuleDict.
         sequence_parallel: shard the sequence in norms, dropouts and additions. Lengths must be
             multiples of the number of devices.
+        ring: the plan is for a mesh of two dimensions, ring and tensor. The model's inputs are the
+            device's slice of the tokens along the ring, and their positions. Every attention is a
+            BlockSparseAttention: each device has some heads of it, and their keys and values travel
+            along the ring. Gradients are summed over the ring after each backward.
 
     Returns:
         A dict from names of modules to styles.
@@ -73,6 +78,25 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False) -> Plan:
                 found[name] = Dropped(1)
         for name in {blocks[0], blocks[-1]}:
             found[name] = Stream(name == blocks[0], name == blocks[-1])
+    return _along_a_ring(model, found) if ring else found
+
+
+def _along_a_ring(model: torch.nn.Module, found: Plan) -> Plan:
+    """The plan for ring and tensor: attention round the ring, and every parameter on both."""
+    for name, module in model.named_modules():
+        rings = any(isinstance(child, nn.BlockSparseAttention) for child in module.children())
+        if _attention(module) and not rings:
+            came, accepted = f"whose {name} has none", "with a BlockSparseAttention in each"
+            raise ArgumentError("tp_plan", "model", came, f"{accepted} attention")
+        if isinstance(module, nn.BlockSparseAttention):
+            found[name] = RingAttention(heads=True)
+        elif isinstance(module, torch.nn.Dropout):
+            found.setdefault(name, Dropped(1, along=1))
+        elif next(module.parameters(recurse=False), None) is not None:
+            found.setdefault(name, Rows(Replicate()))
+    for style in found.values():
+        assert isinstance(style, Style)
+        style.ring = True
     return found
 
 

@@ -8,18 +8,18 @@ that no process ever holds more than two slices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose
+from torchweld.distributed.styles import Style
 from torchweld.errors import ArgumentError
 from torchweld.nn import BlockSparseAttention
 from torchweld.ops.attention import block_sparse
@@ -46,6 +46,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     training: bool = True,
     seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
     balanced: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +58,7 @@ def ring_attention(
         q: this process's queries, [batch, heads, length / processes, head_dim].
         k: its keys, [batch, key heads, length / processes, head_dim].
         v: its values.
-        layout: the layout of the whole sequence; its block divides the chunks.
+        layout: the layout of the whole sequence, and of all heads; its block divides the chunks.
         group: the processes; None: all.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         causal: no query sees a later key.
@@ -70,6 +71,8 @@ def ring_attention(
         dropout_p: the probability that a weight is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, the same in every process; None draws one from torch's generator.
+        shard: the place of the group's batch and heads in [batch, heads, length, head_dim], if
+            other groups have the rest. Its last two offsets are 0.
         balanced: process i of p has chunks i and 2p-1-i of 2p, as `ring_slice` takes them, so that
             causal attention is equal work for all processes. False: slices in order.
         return_lse: also return the log of the sum of exponentials, which is differentiable.
@@ -92,11 +95,16 @@ def ring_attention(
         came = f"of {layout.queries} x {layout.keys} tokens, block {layout.block}"
         accepted = f"one of {length} x {length}, whose block divides {chunks} chunk(s) of a slice"
         raise ArgumentError(name, "layout", came, f"{accepted} of {q.shape[2]}")
+    sizes = (*q.shape[:2], length, q.shape[3])
+    shard = Shard(sizes, (0, 0, 0, 0)) if shard is None else shard
+    _check_shard(shard, sizes, layout)
     p, seed = drawn(name, "q", q, dropout_p, training, seed)
     if checks.autocasts(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    batch, heads = ((at, at + n) for at, n in zip(shard.offsets[:2], sizes[:2], strict=True))
+    layout = _of_heads(layout, batch, heads)
     ring = Ring(group, rank, *_divided(layout, causal, rank, count, balanced))
-    how = _How(scale, key_padding_mask, alibi_slopes, softcap, p, seed)
+    how = _How(scale, key_padding_mask, alibi_slopes, softcap, p, seed, shard)
     y, lse = _RingAttention.apply(q, k, v, sinks, ring, how)
     return (y, lse) if return_lse else y  # type: ignore[no-any-return]
 
@@ -127,6 +135,23 @@ def ring_slice(
     return torch.cat([parts[i] for i in places[dist.get_rank(group)]], dim)
 
 
+def _check_shard(shard: Shard, sizes: Sequence[int], layout: BlockLayout) -> None:
+    """Check that the shard contains these sizes, and that the layout is that of the whole."""
+    came = f"of sizes {list(shard.sizes)} and offsets {list(shard.offsets)}"
+    fits = len(shard.sizes) == len(shard.offsets) == 4 and min(shard.offsets) >= 0
+    if fits:
+        ends = [at + size for at, size in zip(shard.offsets, sizes, strict=True)]
+        fits = all(end <= size for end, size in zip(ends, shard.sizes, strict=True))
+    if not fits or [*shard.sizes[2:]] != [*sizes[2:]]:
+        accepted = f"one that has {list(sizes)} in it, with all of the last two dimensions"
+        raise ArgumentError("ring_attention", "shard", came, accepted)
+    batch, heads = shard.sizes[:2]
+    if layout.batch not in (1, batch) or layout.heads not in (1, heads):
+        came = f"for a batch of {layout.batch} and {layout.heads} heads"
+        accepted = f"one for {batch} or 1, and {heads} or 1"
+        raise ArgumentError("ring_attention", "layout", came, accepted)
+
+
 def _places(count: int, balanced: bool) -> list[tuple[int, ...]]:
     """The numbers of each process's chunks."""
     return [(rank, 2 * count - 1 - rank) if balanced else (rank,) for rank in range(count)]
@@ -141,9 +166,11 @@ class _How(NamedTuple):
     softcap: float
     p: float
     seed: torch.Tensor | None
+    shard: Shard
 
 
 _Parts = dict[tuple[int, int], BlockLayout]
+_of_heads = functools.lru_cache(maxsize=32)(BlockLayout.of_heads)
 
 
 @functools.lru_cache(maxsize=32)
@@ -255,9 +282,8 @@ def _inputs(
 ) -> Any:
     """The op's arguments for a chunk of queries, and one of keys and values."""
     k, v = slices
-    each, total = q.shape[2], ring.chunks * len(ring.places)
+    each = q.shape[2]
     first_query, first_key = (number * each for number in numbers)
-    sizes = (*q.shape[:2], total * each, q.shape[3])
     padding = None if how.padding is None else how.padding[:, first_key : first_key + each]
     return block_sparse._inputs(
         *(q, k, v, ring.parts[numbers].to(q.device)),
@@ -267,7 +293,7 @@ def _inputs(
         softcap=how.softcap,
         dropout_p=how.p,
         seed=how.seed,
-        shard=Shard(sizes, (0, 0, first_query, first_key)),
+        shard=Shard(how.shard.sizes, (*how.shard.offsets[:2], first_query, first_key)),
     )
 
 
@@ -352,11 +378,22 @@ def _part_backward(
     return torch.autograd.grad((one, its), leaves, (to_one, of_sum.to(its.dtype)))
 
 
-class RingAttention(ParallelStyle):
-    """BlockSparseAttention whose inputs are slices of the sequence."""
+class RingAttention(Style):
+    """BlockSparseAttention whose inputs are slices of the sequence.
+
+    Args:
+        heads: the mesh is of ring and tensor, and each device along the second has some heads.
+    """
+
+    def __init__(self, heads: bool = False) -> None:
+        super().__init__()
+        self.ring = heads
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, BlockSparseAttention)
+        if device_mesh.ndim != 1 + self.ring:
+            came, accepted = f"of {device_mesh.ndim} dimensions", f"one of {1 + self.ring}"
+            raise ArgumentError("RingAttention", "device_mesh", came, accepted)
         module.forward = functools.partial(_attend, module, device_mesh)  # type: ignore[method-assign]
         return module
 
@@ -371,22 +408,29 @@ def _attend(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    whole = q.new_empty(()).expand(mesh.size() * q.shape[2], 1)
+    length = mesh.size(0) * q.shape[2]
+    groups = mesh.size(1) if mesh.ndim > 1 else 1
+    first = mesh.get_local_rank(1) * q.shape[1] if mesh.ndim > 1 else 0
+    whole = q.new_empty(()).expand(length, 1)
+    sizes = (q.shape[0], groups * q.shape[1], length, q.shape[3])
     y = ring_attention(
-        *(q, k, v, module.layouts.of(whole, whole), mesh.get_group()),
+        *(q, k, v, module.layouts.of(whole, whole), mesh.get_group(0)),
         scale=module.scale,
         causal=module.causal,
         key_padding_mask=key_padding_mask,
-        alibi_slopes=_whole(alibi_slopes),
-        sinks=_whole(sinks),
+        alibi_slopes=_heads_of(alibi_slopes, first, q.shape[1]),
+        sinks=_heads_of(sinks, first, q.shape[1]),
         softcap=module.softcap,
         dropout_p=module.dropout,
         training=module.training,
+        shard=Shard(sizes, (0, first, 0, 0)),
     )
     assert isinstance(y, torch.Tensor)
     return y
 
 
-def _whole(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A replicated tensor; its gradient is the sum of the processes' gradients."""
-    return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
+def _heads_of(x: torch.Tensor | None, first: int, count: int) -> torch.Tensor | None:
+    """This device's heads of a replicated tensor; its gradient is the sum of the devices'."""
+    if isinstance(x, DTensor):
+        x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
+    return None if x is None else x[..., first : first + count]

@@ -2,11 +2,15 @@
 
 Modules take and return local tensors. Ops that need the place of a part in the whole tensor are
 told: dropout then drops the same elements as in one process.
+
+A style with `ring` set takes a mesh of two dimensions, ring and tensor. The ring shards the
+sequence outside of the styles: what a style says is along the second dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,11 +28,55 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torchweld.errors import ArgumentError
 
-def _placed(x: Any, mesh: DeviceMesh, placement: Placement) -> Any:
+
+class Style(ParallelStyle):
+    """A style along the only dimension of a mesh, or along the second one of ring and tensor."""
+
+    ring = False
+
+    def rows(self, placement: Placement) -> tuple[Placement, ...]:
+        """The placements of an activation [batch, length, ...]."""
+        return (Shard(1), placement) if self.ring else (placement,)
+
+    def weights(self, placement: Placement) -> tuple[Placement, ...]:
+        """The placements of a parameter."""
+        return (Replicate(), placement) if self.ring else (placement,)
+
+    def distribute(
+        self, module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[torch.Tensor], Placement]
+    ) -> None:
+        """Convert a module's own parameters to DTensors.
+
+        Their gradients get the same placements, as optimizers require: a partial one is summed.
+        """
+        for name, parameter in module.named_parameters(recurse=False):
+            part = distribute_tensor(parameter.detach(), mesh, self.weights(place(parameter)))
+            made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+            if made.requires_grad:
+                made.register_hook(partial(_align, part.placements))
+            module.register_parameter(name, made)
+
+    def replicate(self, _: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
+        """Convert a module's own parameters to DTensors that every device has."""
+        self.distribute(module, mesh, lambda _: Replicate())
+
+
+def _align(wanted: Sequence[Placement], grad: Any) -> Any:
+    """Give a gradient these placements before it is added to others."""
+    if grad.placements == wanted:
+        return grad
+    pairs = zip(grad.placements, wanted, strict=True)
+    # Cut a replicated gradient before it is summed: then only this device's part is sent.
+    cut = [its if was.is_replicate() else was for was, its in pairs]
+    return grad.redistribute(placements=cut).redistribute(placements=wanted)
+
+
+def _placed(x: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
     if isinstance(x, DTensor):
-        return x.redistribute(mesh, [placement])
-    return DTensor.from_local(x, mesh, [placement], run_check=False)
+        return x.redistribute(mesh, placements)
+    return DTensor.from_local(x, mesh, placements, run_check=False)
 
 
 def _local(x: Any) -> Any:
@@ -37,37 +85,7 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _distribute(
-    module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[str, torch.Tensor], Placement]
-) -> None:
-    """Convert a module's own parameters to DTensors, with placements by name."""
-    for name, parameter in module.named_parameters(recurse=False):
-        part = distribute_tensor(parameter.detach(), mesh, [place(name, parameter)])
-        made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-        module.register_parameter(name, made)
-    _align_gradients(module)
-
-
-def _align_gradients(module: torch.nn.Module) -> None:
-    """Give gradients their parameters' placements, as optimizers require.
-
-    A partial gradient is summed.
-    """
-    for parameter in module.parameters(recurse=False):
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_align)
-
-
-def _align(parameter: Any) -> None:
-    if parameter.grad.placements != parameter.placements:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-
-
-def _replicate(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    _distribute(module, mesh, lambda *_: Replicate())
-
-
-class Rows(ParallelStyle):
+class Rows(Style):
     """Shard the rows of the stream, and replicate the module's parameters.
 
     For norms, dropouts, attention without weights, and anything else that works on rows or heads.
@@ -81,7 +99,7 @@ class Rows(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        return distribute_module(module, device_mesh, _replicate, self._inputs, self._outputs)
+        return distribute_module(module, device_mesh, self.replicate, self._inputs, self._outputs)
 
     def _inputs(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         rank = inputs[0].ndim
@@ -89,8 +107,8 @@ class Rows(ParallelStyle):
         def placed(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            whole = x.ndim != rank
-            return _placed(x, mesh, Replicate() if whole else self.placement)
+            whole = [Replicate()] * mesh.ndim
+            return _placed(x, mesh, whole if x.ndim != rank else self.rows(self.placement))
 
         return tuple(map(placed, inputs))
 
@@ -98,7 +116,7 @@ class Rows(ParallelStyle):
         return _local(outputs)
 
 
-class Dropped(ParallelStyle):
+class Dropped(Style):
     """nn.Dropout of a shard: draw the mask of the whole tensor, and use the shard's part.
 
     So a model drops the same elements as in one process, and torch's generator advances alike.
@@ -106,11 +124,12 @@ class Dropped(ParallelStyle):
 
     Args:
         dim: the sharded dimension.
+        along: how many of the mesh's dimensions shard it, from the first; None: all.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, along: int | None = None) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.along = dim, along
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.Dropout)
@@ -120,13 +139,16 @@ class Dropped(ParallelStyle):
     def _drop(self, module: torch.nn.Dropout, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
         if not module.training or module.p == 0:
             return x
-        shape = list(x.shape)
-        shape[self.dim] *= mesh.size()
+        sizes, place = mesh.shape[: self.along], 0
+        for size, at in zip(sizes, mesh.get_coordinate() or (), strict=False):
+            place = place * size + at
+        shape, count = list(x.shape), math.prod(sizes)
+        shape[self.dim] *= count
         factors = torch.nn.functional.dropout(x.new_ones(shape), module.p)
-        return x * factors.chunk(mesh.size(), self.dim)[mesh.get_local_rank()]
+        return x * factors.chunk(count, self.dim)[place]
 
 
-class Gather(ParallelStyle):
+class Gather(Style):
     """Gather the input of several column-parallel layers once, and reduce its gradient once.
 
     Args:
@@ -146,10 +168,11 @@ class Gather(ParallelStyle):
         return module
 
     def _whole(self, x: torch.Tensor, mesh: DeviceMesh) -> Any:
-        return _placed(x, mesh, self.placement).redistribute(mesh, [Replicate()])
+        placed = _placed(x, mesh, self.rows(self.placement))
+        return placed.redistribute(mesh, self.rows(Replicate()))
 
 
-class Stream(ParallelStyle):
+class Stream(Style):
     """Shard the sequence from the block that begins it to the one that ends it.
 
     Args:
@@ -166,7 +189,8 @@ class Stream(ParallelStyle):
         def moved(x: Any, was: Placement, becomes: Placement) -> Any:
             if isinstance(x, tuple):
                 return (moved(x[0], was, becomes), *x[1:])
-            return _placed(x, device_mesh, was).redistribute(device_mesh, [becomes]).to_local()
+            x = _placed(x, device_mesh, self.rows(was))
+            return x.redistribute(device_mesh, self.rows(becomes)).to_local()
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             return _changed(args, kwargs, self.name, lambda x: moved(x, Replicate(), Shard(1)))
@@ -178,7 +202,7 @@ class Stream(ParallelStyle):
         return module
 
 
-class AddedAndNormalized(ParallelStyle):
+class AddedAndNormalized(Style):
     """The end of a welded post-norm block: norm(dropout(dense(x)) + residual).
 
     `dense` has its own style; this one places the residual and the norm's parameters.
@@ -194,7 +218,7 @@ class AddedAndNormalized(ParallelStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         norm: Any = getattr(module, getattr(module, "weld_norm", "LayerNorm"))
-        _replicate("", norm, device_mesh)
+        self.replicate("", norm, device_mesh)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             x, *rest = args
@@ -207,7 +231,7 @@ class AddedAndNormalized(ParallelStyle):
         return module
 
     def _place(self, mesh: DeviceMesh) -> Any:
-        return lambda x: _placed(x, mesh, self.placement)
+        return lambda x: _placed(x, mesh, self.rows(self.placement))
 
 
 def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
@@ -217,46 +241,57 @@ def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-class Columns(ColwiseParallel):
+class Columns(Style, ColwiseParallel):
     """ColwiseParallel, also for linear layers with an activation and for transposed weights."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
             dim = 1 if is_transposed(layer) else 0
-            _distribute(layer, mesh, lambda _, parameter: Shard(dim if parameter.ndim > 1 else 0))
+            self.distribute(layer, mesh, lambda p: Shard(dim if p.ndim > 1 else 0))
 
-        return distribute_module(
-            module,
-            device_mesh,
-            cut,
-            partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
-            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
-        )
+        return _between(self, module, device_mesh, cut, Replicate())
 
 
-class ColumnsOfRows(RowwiseParallel):
+class ColumnsOfRows(Style, RowwiseParallel):
     """RowwiseParallel, also for transposed weights: the input's features are sharded."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if is_transposed(module):
-            self.desired_input_layouts: tuple[Placement, ...] = (Shard(-1),)
-            return distribute_module(
-                module,
-                device_mesh,
-                _cut_inputs,
-                partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
-                partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
-            )
-        super()._apply(module, device_mesh)
-        _align_gradients(module)
-        return module
+        def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
+            dim = 0 if looked_up or is_transposed(layer) else 1
+            self.distribute(layer, mesh, lambda p: Shard(dim) if p.ndim > 1 else Replicate())
+
+        looked_up = isinstance(module, torch.nn.Embedding)
+        if not (looked_up or isinstance(module, torch.nn.Linear) or is_transposed(module)):
+            came, accepted = f"a {type(module).__name__}", "a linear layer or an embedding"
+            raise ArgumentError("ColumnsOfRows", "module", came, accepted)
+        if self.ring and isinstance(module, torch.nn.Linear):
+            module.forward = partial(_summed, module, self.rows(*self.output_layouts))  # type: ignore[method-assign]
+        return _between(self, module, device_mesh, cut, Replicate() if looked_up else Shard(-1))
 
 
-def _cut_inputs(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
-    def place(_: str, parameter: torch.Tensor) -> Placement:
-        return Shard(0) if parameter.ndim > 1 else Replicate()
+def _between(
+    style: Any, module: torch.nn.Module, mesh: DeviceMesh, cut: Any, wanted: Placement
+) -> torch.nn.Module:
+    """Cut a layer whose input is `wanted`; its style says what comes in and what goes out."""
+    comes, goes = style.rows(*style.input_layouts), style.rows(*style.output_layouts)
+    return distribute_module(
+        module,
+        mesh,
+        cut,
+        partial(style._prepare_input_fn, comes, style.rows(wanted)),
+        partial(style._prepare_output_fn, goes, style.use_local_output),
+    )
 
-    _distribute(layer, mesh, place)
+
+def _summed(layer: torch.nn.Linear, goes: Sequence[Placement], x: Any) -> Any:
+    """A linear layer of local features, which DTensor's rule would gather along a ring."""
+    weight: Any = layer.weight
+    y = torch.nn.functional.linear(
+        x.to_local(), weight.to_local(grad_placements=(Partial(), Shard(1)))
+    )
+    whole = DTensor.from_local(y, x.device_mesh, (Shard(1), Partial()), run_check=False)
+    whole = whole.redistribute(placements=goes)
+    return whole if layer.bias is None else whole + layer.bias
 
 
 def is_transposed(module: torch.nn.Module) -> bool:
@@ -264,7 +299,7 @@ def is_transposed(module: torch.nn.Module) -> bool:
     return hasattr(module, "nx") and hasattr(module, "nf")
 
 
-class Packed(ParallelStyle):
+class Packed(Style):
     """GPT-2's attention, with queries, keys and values side by side in c_attn.
 
     Each device has its heads of all three: the weight is sharded within each third.
@@ -280,11 +315,7 @@ class Packed(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
         Gather(self.placement)._apply(module, device_mesh)
         packed, count = module.c_attn, device_mesh.size()
-
-        def thirds(_: str, parameter: torch.Tensor) -> Placement:
-            return _StridedShard(parameter.ndim - 1, split_factor=3)
-
-        _distribute(packed, device_mesh, thirds)
+        self.distribute(packed, device_mesh, lambda p: _StridedShard(p.ndim - 1, split_factor=3))
         module.split_size //= count
         packed.nf //= count
         packed.forward = partial(_project, packed)

@@ -129,6 +129,23 @@ class BlockLayout(Compounds, FromData):
         found = Blocks(number, None if mask is None else mask[inside], masks)
         return self._make(grid, found, key, self.batch, self.heads)
 
+    def of_heads(self, batch: tuple[int, int], heads: tuple[int, int]) -> BlockLayout:
+        """The layout of a range of the batch and of a range of heads, where it has several."""
+        ranges, sizes = [], (self.batch, self.heads)
+        for name, size, (begin, end) in zip(("batch", "heads"), sizes, (batch, heads), strict=True):
+            if not 0 <= begin <= end or (size > 1 and end > size):
+                came, accepted = f"{begin} to {end}", f"a range of {size}"
+                raise ArgumentError("BlockLayout.of_heads", name, came, accepted)
+            ranges.append((begin, end) if size > 1 else (0, 1))
+        (b, b_end), (h, h_end) = ranges
+        counts = (b_end - b, h_end - h)
+        if self.lists is None or counts == sizes:
+            return self
+        own = torch.arange(self.batch * self.heads, device=self.device)
+        own = own.view(sizes)[b:b_end, h:h_end].flatten()
+        found = lists.repeated(self.blocks(), own, self.grid.rows * self.grid.columns)
+        return self._make(self.grid, found, ("heads", self.key, *ranges), *counts)
+
     def __or__(self, other: BlockLayout) -> BlockLayout:
         """The blocks of either layout."""
         return self._joined(other, union=True)
