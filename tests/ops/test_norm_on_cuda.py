@@ -36,9 +36,7 @@ def test_backward(cuda_device: str, name: str, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDE)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_backward_of_wide_rows(
-    cuda_device: str, name: str, width: int, dtype: torch.dtype
-) -> None:
+def test_backward_of_wide_rows(cuda_device: str, name: str, width: int, dtype: torch.dtype) -> None:
     """Two chunks, one of which has more rows than are copied ahead."""
     op = OPS[name]
     inputs = materialize(op.sized((9,), (width,)), dtype, cuda_device)
