@@ -102,7 +102,7 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
 
 
 def _of_direction(chosen: str, direction: str) -> str:
-    """The contender that the choice takes there. "cuda/triton" takes two, and for "full" neither."""
+    """The contender that the choice takes there; for "full", "cuda/triton" takes neither."""
     both = parts(chosen)
     return {"fwd": both[0], "bwd": both[-1]}.get(direction, chosen)
 
