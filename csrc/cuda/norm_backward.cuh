@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     // read it. Nothing is written after the last row's arrival, so blocks may end.
     float2* area = (float2*)sums_of_blocks + (turn & 1) * kMostBlocks;
     if constexpr (Clustered) {
-      if (threadIdx.x < blocks) {
+      if ((int)threadIdx.x < blocks) {
         store_to_block(&area[rank].x, threadIdx.x, sums[0]);
         store_to_block(&area[rank].y, threadIdx.x, sums[1]);
       }

@@ -299,9 +299,7 @@ int block_barrier(bool predicate, Site site) {
   return running->block->count;
 }
 
-void arrive_at_cluster() {
-  release(running->block->cluster->order[++running->arrivals % 2]);
-}
+void arrive_at_cluster() { release(running->block->cluster->order[++running->arrivals % 2]); }
 
 void wait_for_cluster(Site site) {
   wait(State::kClusterBarrier, site);
