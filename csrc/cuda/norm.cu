@@ -291,8 +291,8 @@ TW_EXPORT cudaError_t norm_parameter_gradients(const NormBackward& a, cudaStream
   return error;
 }
 
-// Enough chunks to fill the device, with at least 8 rows each: the partial sums of fewer are as many
-// bytes as the rows.
+// Enough chunks to fill the device, with at least 8 rows each: writing and reading the partial sums
+// of 8 rows of 16 bits adds a third to their bytes, and of fewer rows more.
 TW_EXPORT int64_t norm_chunks(int64_t rows, int64_t width) {
   // A row of up to 512 columns takes at most a warp, in a block of 128 threads.
   const int64_t blocks = width <= kWarp * kBackwardElements    ? 4 * kBlocksPerMultiprocessor
