@@ -18,6 +18,7 @@ from torchweld.bench.timing import Clock, Run, Sample, interleaved
 from torchweld.dispatch.call import automatic
 from torchweld.dispatch.proof import in_a_line
 from torchweld.registry import EAGER, cost
+from torchweld.registry.backends import parts
 from torchweld.registry.cost import Traffic
 
 
@@ -88,7 +89,7 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
         sound = [c for c in taking_part if faults[c.name] is None]
         results = _timed(case, problem, direction, traffic, sound, plan, clock)
         for result in results:
-            result.automatic = result.contender == chosen
+            result.automatic = result.contender == _of_direction(chosen, direction)
         for status, reasons in (("refused", faults), ("absent", absent)):
             for contender, reason in reasons.items():
                 if reason is not None:
@@ -98,6 +99,12 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
         for result in results:
             result.flops = operations
         yield results
+
+
+def _of_direction(chosen: str, direction: str) -> str:
+    """The contender that the choice takes there; for "full", "cuda/triton" takes neither."""
+    both = parts(chosen)
+    return {"fwd": both[0], "bwd": both[-1]}.get(direction, chosen)
 
 
 def _fault(judge: Judge, contender: Contender) -> str | None:

@@ -96,14 +96,14 @@ def compiler() -> str:
 
 
 def nvcc() -> str | None:
-    """nvcc from the PATH, from CUDA_HOME, or from the package index's nvidia-cuda-nvcc."""
+    """nvcc from CUDA_HOME, as torch's extensions do; then from the PATH or the package index."""
     if os.environ.get("TORCHWELD_CUDA") == "0":
         return None
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
-    homes += [f"{sysconfig.get_path('purelib')}/nvidia/cu13"]
-    on_path = shutil.which("nvcc")
-    candidates = [on_path] if on_path else []
-    candidates += [f"{home}/bin/nvcc" for home in homes]
+    candidates = [f"{home}/bin/nvcc" for home in homes]
+    if on_path := shutil.which("nvcc"):
+        candidates.append(on_path)
+    candidates.append(f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin/nvcc")
     return next((c for c in candidates if os.access(c, os.X_OK)), None)
 
 

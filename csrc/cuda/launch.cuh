@@ -30,24 +30,46 @@ constexpr size_t kSharedBytes = 48 << 10;
 struct Launch {
   dim3 grid, threads;
   size_t shared_bytes = 0;
+  unsigned cluster = 1;  // neighbouring blocks that run together and share their shared memory
 };
+
+// Clusters of up to 8 blocks are what every GPU with clusters (sm_90) can run.
+constexpr int kMostBlocks = 8;
+
+#if !defined(TW_EMULATED)
+// `config` points to `cluster`. Opts in to the shared memory that the launch asks for.
+template <class... Params>
+cudaError_t configure(void (*kernel)(Params...), const Launch& how, cudaLaunchConfig_t& config,
+                      cudaLaunchAttribute& cluster) {
+  config = {};
+  config.gridDim = how.grid;
+  config.blockDim = how.threads;
+  config.dynamicSmemBytes = how.shared_bytes;
+  if (how.cluster > 1) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = how.cluster;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  if (how.shared_bytes <= kSharedBytes) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              (int)how.shared_bytes);
+}
+#endif
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& how, cudaStream_t stream,
                    const Args&... args) {
 #if defined(TW_EMULATED)
   (void)stream;
-  return emulator::launch(how.grid, how.threads, how.shared_bytes, [=] { kernel(args...); });
+  return emulator::launch(how.grid, how.threads, how.shared_bytes, how.cluster,
+                          [=] { kernel(args...); });
 #else
-  if (how.shared_bytes > kSharedBytes) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = how.grid;
-  config.blockDim = how.threads;
-  config.dynamicSmemBytes = how.shared_bytes;
+  cudaLaunchConfig_t config;
+  cudaLaunchAttribute cluster;
+  const cudaError_t error = configure(kernel, how, config, cluster);
+  if (error != cudaSuccess) return error;
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 #endif
@@ -63,6 +85,27 @@ inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessor
 // The most shared memory that a block can have if its kernel opts in.
 inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)kSharedBytes);
+}
+
+// How many clusters of such a launch run at the same time on the current device. 0 if it has no
+// clusters, or if a part of a GPU has no room for one.
+template <class... Params>
+int clusters_at_once(void (*kernel)(Params...), const Launch& how) {
+#if defined(TW_EMULATED)
+  (void)kernel;
+  return emulator::emulator_cluster_blocks / (int)how.cluster;
+#else
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return 0;
+  cudaLaunchConfig_t config;
+  cudaLaunchAttribute cluster;
+  int clusters = 0;
+  if (configure(kernel, how, config, cluster) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // no launch after this one shall report it
+    return 0;
+  }
+  return clusters;
+#endif
 }
 
 // --- Inline PTX, each with an emulated version ---
@@ -121,6 +164,45 @@ __device__ __forceinline__ void wait_for_copies(int groups) {
   } else {
     asm volatile("cp.async.wait_group 2;" ::: "memory");
   }
+#endif
+}
+
+// --- Clusters: nothing calls these below sm_90 ---
+
+// Stores to the place that `shared` has in this block, in the shared memory of the cluster's block
+// `rank`. All blocks must have met before, so that the memory is there.
+__device__ __forceinline__ void store_to_block(float* shared, unsigned rank, float value) {
+#if defined(TW_EMULATED)
+  *(float*)emulator::shared_of_block(rank, shared) = value;
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(there)
+      : "r"((unsigned)__cvta_generic_to_shared(shared)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#else
+  __trap();
+#endif
+}
+
+// All threads of the cluster's blocks wait for each other: each arrives, may do work of its own,
+// and waits. What a thread stores before it arrives, all see after they have waited.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if defined(TW_EMULATED)
+  emulator::arrive_at_cluster();
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(TW_EMULATED)
+  emulator::wait_for_cluster({"wait_for_cluster", __FILE__, __LINE__});
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __trap();
 #endif
 }
 

@@ -156,18 +156,24 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   write_partials(columns.grad_bias, (float*)a.bias_partials);
 }
 
-// One block per chunk, with rows that fill the block. Rows are copied to shared memory `ahead` rows
-// before they are read.
-template <bool Centered, class T, int V>
+// Rows fill a block, or a cluster of `blocks` with `share` columns each, which has a chunk of rows.
+// Rows are copied to shared memory `ahead` rows before they are read.
+template <bool Centered, class T, int V, bool Clustered>
 __global__ void __launch_bounds__(kWideThreads, 1)
-    backward_through_shared(NormBackward a, float per_width, int ahead) {
-  Columns<Centered, T, V> columns(a, {(int)threadIdx.x, kWideThreads, 0, a.width});
+    backward_through_shared(NormBackward a, float per_width, int ahead, int blocks, int share) {
+  const int chunk = Clustered ? blockIdx.x / blocks : blockIdx.x;
+  const int rank = Clustered ? blockIdx.x % blocks : 0;
+  const int64_t begin = (int64_t)rank * share;
+  Columns<Centered, T, V> columns(a,
+                                  {(int)threadIdx.x, kWideThreads, begin,
+                                   Clustered && begin + share < a.width ? begin + share : a.width});
   float* scratch = (float*)dynamic_shared();
-  T* rows = (T*)(scratch + 2 * 2 * kWarp);
-  const int64_t first = chunk_begin(a.rows, a.chunks, blockIdx.x),
-                last = chunk_begin(a.rows, a.chunks, blockIdx.x + 1);
-  // The place of a row's x; grad_y is behind it.
-  const auto place = [&](int slot) { return rows + slot * 2 * a.width; };
+  float* sums_of_blocks = scratch + 2 * 2 * kWarp;  // two areas, as in scratch
+  T* rows = (T*)(sums_of_blocks + (Clustered ? 2 * 2 * kMostBlocks : 0));
+  const int64_t first = chunk_begin(a.rows, a.chunks, chunk),
+                last = chunk_begin(a.rows, a.chunks, chunk + 1);
+  // The place of the block's x; grad_y is behind it.
+  const auto place = [&](int slot) { return rows + slot * 2 * share - begin; };
   // Every call ends a group of copies, even if no row is left.
   const auto fetch = [&](int64_t row, int slot) {
 #pragma unroll
@@ -175,11 +181,15 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       if (row >= last || !columns.shares.has(v)) continue;
       const int64_t at = columns.shares.at(v);
       copy_async(place(slot) + at, (const T*)a.x + row * a.width + at);
-      copy_async(place(slot) + a.width + at, (const T*)a.grad_y + row * a.width + at);
+      copy_async(place(slot) + share + at, (const T*)a.grad_y + row * a.width + at);
     }
     end_of_copies();
   };
   for (int n = 0; n < ahead; ++n) fetch(first + n, n);
+  if constexpr (Clustered) {  // every block must have started before another writes to it
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
 
   int slot = 0;
   for (int64_t row = first, turn = 0; row < last; ++row, ++turn) {
@@ -190,21 +200,39 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     for (int v = 0; v < V; ++v) {
       if (!columns.shares.has(v)) continue;
       pair.x[v] = Packed<T>(*(const uint4*)(place(slot) + columns.shares.at(v)));
-      pair.grad[v] = Packed<T>(*(const uint4*)(place(slot) + a.width + columns.shares.at(v)));
+      pair.grad[v] = Packed<T>(*(const uint4*)(place(slot) + share + columns.shares.at(v)));
     }
     float sums[2] = {};
     columns.add(pair, mean, rstd, sums);
     sum_over_row(sums, kWideThreads, scratch + (turn & 1) * 2 * kWarp);
+    // A block writes to an area again after everyone has arrived for the row in between, and so has
+    // read it. Nothing is written after the last row's arrival, so blocks may end.
+    float2* area = (float2*)sums_of_blocks + (turn & 1) * kMostBlocks;
+    if constexpr (Clustered) {
+      if ((int)threadIdx.x < blocks) {
+        store_to_block(&area[rank].x, threadIdx.x, sums[0]);
+        store_to_block(&area[rank].y, threadIdx.x, sums[1]);
+      }
+      arrive_at_cluster();
+    }
     fetch(row + ahead, slot);  // after the barrier in the reduction, when the slot has been read
     slot = slot + 1 == ahead ? 0 : slot + 1;
+    if constexpr (Clustered) {
+      wait_for_cluster();
+      sums[0] = sums[1] = 0;
+      for (int block = 0; block < blocks; ++block) {
+        const float2 of_block = area[block];
+        sums[0] += of_block.x, sums[1] += of_block.y;
+      }
+    }
     columns.store_grad_x(pair, row, mean, rstd, sums[0] * per_width, sums[1] * per_width);
   }
   wait_for_copies(0);
   if (a.weight_partials) {
-    columns.store_sums(columns.grad_weight, (float*)a.weight_partials + blockIdx.x * a.width);
+    columns.store_sums(columns.grad_weight, (float*)a.weight_partials + chunk * a.width);
   }
   if (a.bias_partials) {
-    columns.store_sums(columns.grad_bias, (float*)a.bias_partials + blockIdx.x * a.width);
+    columns.store_sums(columns.grad_bias, (float*)a.bias_partials + chunk * a.width);
   }
 }
 
@@ -279,6 +307,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 inline int slices_of(int64_t width) { return (int)((width + kSlice - 1) / kSlice); }
 
 constexpr size_t kSumsBytes = 2 * 2 * kWarp * sizeof(float);
+constexpr size_t kSumsOfBlocksBytes = 2 * 2 * kMostBlocks * sizeof(float);
 
 template <bool Centered, class T, int V>
 cudaError_t launch_in_registers(const NormBackward& a, cudaStream_t stream) {
@@ -292,13 +321,56 @@ cudaError_t launch_in_registers(const NormBackward& a, cudaStream_t stream) {
       stream, a, per_width_of(a.width), threads, /*slices=*/1);
 }
 
+// The number of rows of x and grad_y, of `columns` each, that fit a block's shared memory.
+inline int rows_in_shared(int64_t columns, size_t element_bytes) {
+  const int64_t sums = kSumsBytes + kSumsOfBlocksBytes;
+  const int64_t rows = (most_shared_bytes() - sums) / (2 * columns * (int64_t)element_bytes);
+  return (int)(rows < kRowsAhead ? rows : kRowsAhead);
+}
+
 template <bool Centered, class T>
 cudaError_t launch_through_shared(const NormBackward& a, int ahead, cudaStream_t stream) {
   constexpr int V = kBackwardElements / Packed<T>::kElements;
   return launch(
-      backward_through_shared<Centered, T, V>,
+      backward_through_shared<Centered, T, V, false>,
       {dim3((unsigned)a.chunks), kWideThreads, kSumsBytes + ahead * 2 * a.width * sizeof(T)},
-      stream, a, per_width_of(a.width), ahead);
+      stream, a, per_width_of(a.width), ahead, /*blocks=*/1, (int)a.width);
+}
+
+// A launch of clusters whose blocks have `share` columns of T each.
+template <class T>
+Launch of_clusters(int64_t chunks, int blocks, int64_t share) {
+  const size_t row = 2 * share * sizeof(T);
+  return {dim3((unsigned)(chunks * blocks)), kWideThreads,
+          kSumsBytes + kSumsOfBlocksBytes + rows_in_shared(share, sizeof(T)) * row,
+          (unsigned)blocks};
+}
+
+// The number of blocks in a cluster for rows of this width.
+inline int blocks_of_row(int64_t width) {
+  int blocks = 2;
+  while (blocks * kWideRow < width) blocks *= 2;
+  return blocks;
+}
+
+// How many rows of this width are in clusters at the same time; 0 if they take two passes. Of all
+// kernels, this one's clusters need the most.
+inline int rows_in_clusters(int64_t width) {
+  if (width <= kWideRow || width > kMostBlocks * kWideRow) return 0;
+  if (rows_in_shared(kWideRow, sizeof(float)) == 0) return 0;
+  const auto kernel =
+      backward_through_shared<true, float, kBackwardElements / Packed<float>::kElements, true>;
+  return clusters_at_once(kernel, of_clusters<float>(1, blocks_of_row(width), kWideRow));
+}
+
+template <bool Centered, class T>
+cudaError_t launch_clusters(const NormBackward& a, cudaStream_t stream) {
+  constexpr int N = Packed<T>::kElements;
+  const int blocks = blocks_of_row(a.width);
+  const int64_t share = (a.width / N + blocks - 1) / blocks * N;
+  return launch(backward_through_shared<Centered, T, kBackwardElements / N, true>,
+                of_clusters<T>(a.chunks, blocks, share), stream, a, per_width_of(a.width),
+                rows_in_shared(share, sizeof(T)), blocks, (int)share);
 }
 
 template <bool Centered, class T>
@@ -315,12 +387,6 @@ cudaError_t launch_two_passes(const NormBackward& a, cudaStream_t stream) {
   return launch(backward_in_registers<Centered, T, V, true>,
                 {dim3((unsigned)(a.chunks * slices)), kBackwardThreads}, stream, a,
                 per_width_of(a.width), kBackwardThreads, slices);
-}
-
-// The number of rows of x and grad_y that fit a block's shared memory.
-inline int rows_in_shared(int64_t width, size_t element_bytes) {
-  const int64_t rows = (most_shared_bytes() - (int64_t)kSumsBytes) / (2 * width * element_bytes);
-  return (int)(rows < kRowsAhead ? rows : kRowsAhead);
 }
 
 template <bool Centered>
@@ -340,6 +406,8 @@ cudaError_t backward(const NormBackward& a, cudaStream_t stream) {
       error = launch_in_registers<Centered, T, kBackwardElements / N>(a, stream);
     } else if (aligned && ahead > 0) {
       error = launch_through_shared<Centered, T>(a, ahead, stream);
+    } else if (aligned && rows_in_clusters(a.width) > 0) {
+      error = launch_clusters<Centered, T>(a, stream);
     } else if (aligned) {
       error = launch_two_passes<Centered, T>(a, stream);
     } else {

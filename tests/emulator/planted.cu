@@ -84,6 +84,31 @@ __global__ void copy_behind(const float* x, float* y, int n) {
   }
 }
 
+// Every block of a cluster hands its elements to the next one.
+template <bool First, bool Barrier>
+__global__ void pass_on(const float* x, float* y, int blocks) {
+  float* shared = (float*)dynamic_shared() + threadIdx.x;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (First) {
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+  store_to_block(shared, (blockIdx.x + 1) % blocks, x[i]);
+  if (Barrier) {
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+  y[i] = *shared;  // an element of another block, which nobody waited for
+  arrive_at_cluster();
+  wait_for_cluster();
+}
+
+__global__ void cluster_barrier_for_some(const float*, float*, int) {
+  if (blockIdx.x == 0) return;
+  arrive_at_cluster();
+  wait_for_cluster();
+}
+
 using Array = pybind11::array_t<float, pybind11::array::c_style>;
 
 void raise(cudaError_t error) {
@@ -108,6 +133,15 @@ auto on_elements(Kernel kernel) {
   };
 }
 
+// A function of numpy arrays that launches `kernel` on clusters of `blocks` blocks of a warp.
+template <class Kernel>
+auto on_clusters(Kernel kernel) {
+  return [kernel](const Array& x, Array& y, int blocks) {
+    const Launch how{dim3((unsigned)x.size() / 32), 32, 32 * sizeof(float), (unsigned)blocks};
+    raise(launch(kernel, how, nullptr, x.data(), y.mutable_data(), blocks));
+  };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(torchweld_planted, m) {
@@ -120,6 +154,10 @@ PYBIND11_MODULE(torchweld_planted, m) {
   m.def("order_of_warps", on_one_block(order_of_warps));
   m.def("warp_operations", on_one_block(warp_operations));
   m.def("round_trip", on_elements(round_trip));
+  m.def("pass_on", on_clusters(pass_on<true, true>));
+  m.def("pass_on_too_early", on_clusters(pass_on<false, true>));
+  m.def("missing_cluster_barrier", on_clusters(pass_on<true, false>));
+  m.def("cluster_barrier_for_some", on_clusters(cluster_barrier_for_some));
   m.def("copy_behind", [](const Array& x, Array& y) {
     const int n = (int)x.size();
     raise(launch(copy_behind, {1, n / 12, n * sizeof(float)}, nullptr, x.data(), y.mutable_data(),

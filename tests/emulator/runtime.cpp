@@ -22,10 +22,11 @@ namespace {
 
 constexpr int kWarp = 32;
 
-enum class State { kReady, kBlockBarrier, kWarpOperation, kFinished };
+enum class State { kReady, kBlockBarrier, kClusterBarrier, kWarpOperation, kFinished };
 
 struct Warp;
 struct Block;
+struct Cluster;
 
 struct Copy {
   void* to;
@@ -39,7 +40,7 @@ struct Thread {
   Site site = {};
   bool predicate = false;
   uint32_t mask = 0;
-  int lane = 0, exchanges = 0;
+  int lane = 0, exchanges = 0, barriers = 0, arrivals = 0;
   Warp* warp = nullptr;
   Block* block = nullptr;
   std::vector<Copy> copies;
@@ -59,12 +60,22 @@ struct Block {
   std::vector<Warp> warps;
   std::unique_ptr<unsigned char[]> shared;
   int count = 0;  // of true predicates at the last barrier
-  char order = 0;
+  // One address for every other barrier: a thread may leave one when another is at the next, whose
+  // stores it must not seem to have waited for.
+  char order[2] = {};
+  Cluster* cluster = nullptr;
+};
+
+struct Cluster {
+  std::vector<Block> blocks;
+  std::vector<Thread*> threads;  // of all blocks
+  char order[2] = {};
 };
 
 std::mutex one_launch;
 std::vector<std::unique_ptr<Thread>> pool;
 std::string error;
+bool failed = false;  // whether a thread did what a device does not allow
 Fiber* scheduler = nullptr;
 Thread* running = nullptr;
 const std::function<void()>* kernel = nullptr;
@@ -152,35 +163,53 @@ bool release_block(Block& block) {
   return true;
 }
 
-void start_block(Block& block, Index index, Index dim, Index grid, size_t shared_bytes) {
-  const size_t count = size_t{dim.x} * dim.y * dim.z;
+// Releases the threads that wait for the cluster if all of its threads have arrived as often.
+bool release_cluster(Cluster& cluster) {
+  int least = cluster.threads[0]->arrivals;
+  for (const Thread* t : cluster.threads) least = std::min(least, t->arrivals);
+  bool any = false;
+  for (Thread* t : cluster.threads) {
+    if (t->state != State::kClusterBarrier || t->arrivals > least) continue;
+    t->state = State::kReady;
+    any = true;
+  }
+  return any;
+}
+
+void start_block(Cluster& cluster, Block& block, Index index, Index dim, Index grid,
+                 size_t shared_bytes) {
+  const size_t count = size_t{dim.x} * dim.y * dim.z, before = cluster.threads.size();
+  block.cluster = &cluster;
   block.shared = std::make_unique<unsigned char[]>(shared_bytes);
   std::memset(block.shared.get(), 0xff, shared_bytes);
   block.warps.resize((count + kWarp - 1) / kWarp);
-  while (pool.size() < count) {
+  while (pool.size() < before + count) {
     pool.push_back(std::make_unique<Thread>());
     pool.back()->fiber = std::make_unique<Fiber>(enter);
   }
   for (size_t i = 0; i < count; ++i) {
-    Thread& t = *pool[i];
+    Thread& t = *pool[before + i];
     const unsigned n = i;
     t.context = {{n % dim.x, n / dim.x % dim.y, n / dim.x / dim.y}, index, dim, grid};
     t.state = State::kReady;
     t.lane = i % kWarp;
-    t.exchanges = 0;
+    t.exchanges = t.barriers = t.arrivals = 0;
     t.copies.clear();
     t.groups.clear();
     t.warp = &block.warps[i / kWarp];
     t.block = &block;
     t.warp->lanes.push_back(&t);
     block.threads.push_back(&t);
+    cluster.threads.push_back(&t);
   }
 }
 
-// Runs the block until all of its threads end.
-bool run_block(Block& block) {
+// Runs the cluster until all of its threads end.
+bool run_cluster(Cluster& cluster) {
   std::vector<Warp*> warps;
-  for (Warp& warp : block.warps) warps.push_back(&warp);
+  for (Block& block : cluster.blocks) {
+    for (Warp& warp : block.warps) warps.push_back(&warp);
+  }
   for (;;) {
     shuffle(warps);
     bool progress = false, finished = true;
@@ -194,22 +223,23 @@ bool run_block(Block& block) {
       }
       progress |= release_warp(*warp);
     }
-    progress |= release_block(block);
-    for (const Thread* t : block.threads) finished &= t->state == State::kFinished;
+    for (Block& block : cluster.blocks) progress |= release_block(block);
+    progress |= release_cluster(cluster);
+    for (const Thread* t : cluster.threads) finished &= t->state == State::kFinished;
     if (finished) return true;
     if (!progress) break;
   }
   size_t waiting = 0;
   std::string places;
   Site last = {};
-  for (Thread* t : block.threads) {
+  for (Thread* t : cluster.threads) {
     if (t->state == State::kFinished) continue;
     ++waiting;
     if (!last.file || !same_site(last, t->site)) places += "; " + describe(*t);
     last = t->site;
     t->fiber->restart(enter);
   }
-  error = std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
+  error = std::to_string(waiting) + " of " + std::to_string(cluster.threads.size()) +
           " threads wait for others that never arrive" + places.substr(0, 1000);
   return false;
 }
@@ -220,9 +250,11 @@ bool run_block(Block& block) {
 extern "C" {
 __attribute__((visibility("default"))) int64_t emulator_launches = 0;
 __attribute__((visibility("default"))) int emulator_device_guards = 0;
+__attribute__((visibility("default"))) int emulator_cluster_blocks = 20;
 }
 
-bool run(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body) {
+bool run(Index grid, Index block, size_t shared_bytes, unsigned cluster,
+         const std::function<void()>& body) {
   const std::lock_guard<std::mutex> lock(one_launch);
   ++emulator_launches;
   const char* seed = std::getenv("TORCHWELD_EMULATOR_SEED");
@@ -233,16 +265,21 @@ bool run(Index grid, Index block, size_t shared_bytes, const std::function<void(
   std::vector<Index> order;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) order.push_back({x, y, z});
+      for (unsigned x = 0; x < grid.x; x += cluster) order.push_back({x, y, z});
     }
   }
   shuffle(order);
   bool good = true;
+  failed = false;
   for (size_t i = 0; good && i < order.size(); ++i) {
-    Block running_block;
-    start_block(running_block, order[i], block, grid, shared_bytes);
+    Cluster together;
+    together.blocks.resize(cluster);
+    for (Block& one : together.blocks) {
+      start_block(together, one, order[i], block, grid, shared_bytes);
+      ++order[i].x;
+    }
     release(start_order);
-    good = run_block(running_block);
+    good = run_cluster(together) && !failed;
     acquire(end_order);
   }
   current = nullptr;
@@ -255,11 +292,29 @@ void* dynamic_shared() { return running->block->shared.get(); }
 
 int block_barrier(bool predicate, Site site) {
   running->predicate = predicate;
-  char& order = running->block->order;
+  char& order = running->block->order[++running->barriers % 2];
   release(order);
   wait(State::kBlockBarrier, site);
-  acquire(running->block->order);
+  acquire(order);
   return running->block->count;
+}
+
+void arrive_at_cluster() { release(running->block->cluster->order[++running->arrivals % 2]); }
+
+void wait_for_cluster(Site site) {
+  wait(State::kClusterBarrier, site);
+  acquire(running->block->cluster->order[running->arrivals % 2]);
+}
+
+void* shared_of_block(unsigned rank, void* here) {
+  const Block &mine = *running->block, &other = mine.cluster->blocks.at(rank);
+  for (const Thread* t : other.threads) {
+    if (t->arrivals > 0 && t->state != State::kFinished) continue;
+    failed = true;
+    error = "shared memory of a block that may not have started, or has a thread that has ended";
+    return here;
+  }
+  return other.shared.get() + ((unsigned char*)here - mine.shared.get());
 }
 
 void copy_async(void* to, const void* from, size_t bytes) {

@@ -27,8 +27,10 @@ struct Context {
 extern Context* current;
 
 // Runs body() in every thread of every block. Returns false on a deadlock; last_error() then says
-// which thread waits where. Blocks run one after another in a shuffled order.
-bool run(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
+// which thread waits where. Clusters of `cluster` neighbouring blocks run one after another in a
+// shuffled order, a cluster's blocks together. Static shared memory is one for all of them.
+bool run(Index grid, Index block, size_t shared_bytes, unsigned cluster,
+         const std::function<void()>& body);
 const char* last_error();
 
 // The dynamic shared memory of the running thread's block, filled with NaN when the block starts.
@@ -37,6 +39,15 @@ void* dynamic_shared();
 // All threads of the block wait here for each other. Returns the number of threads that arrived with
 // a true predicate.
 int block_barrier(bool predicate, Site site);
+
+// All threads of the cluster's blocks wait for each other, in two halves.
+void arrive_at_cluster();
+void wait_for_cluster(Site site);
+// The place in the shared memory of the cluster's block `rank` that `here` is in this block's. The
+// launch fails if that block may not have started, or has a thread that has ended.
+void* shared_of_block(unsigned rank, void* here);
+// The number of blocks that the device runs in clusters at the same time; 0 if it has no clusters.
+extern "C" int emulator_cluster_blocks;
 
 // Asynchronous copies of the running thread. They take effect only when the thread waits for them.
 void copy_async(void* to, const void* from, size_t bytes);

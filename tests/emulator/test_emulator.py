@@ -48,7 +48,9 @@ def _line(comment: str) -> int:
     return next(i for i, line in enumerate(lines, 1) if comment in line)
 
 
-def _run_sanitized(sanitize: str, kernel: str, size: int) -> subprocess.CompletedProcess[str]:
+def _run_sanitized(
+    sanitize: str, kernel: str, size: int, *more: int
+) -> subprocess.CompletedProcess[str]:
     runtime = {"address": "libasan.so", "thread": "libtsan.so"}[sanitize]
     preload = subprocess.run(
         ["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
@@ -60,7 +62,7 @@ planted = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(planted)
 x = np.arange({size}, dtype=np.float32)
 y = np.full({size}, np.nan, dtype=np.float32)
-planted.{kernel}(x, y)
+planted.{kernel}(x, y, *{more})
 print("ended", y[0])
 """
     environment = os.environ | {
@@ -94,6 +96,34 @@ def test_thread_sanitizer_names_the_line_of_a_missing_barrier() -> None:
     assert result.returncode == 66
     result = _run_sanitized("thread", "reverse", 128)
     assert result.returncode == 0, result.stderr
+
+
+def test_thread_sanitizer_sees_what_a_cluster_does_not_wait_for() -> None:
+    result = _run_sanitized("thread", "missing_cluster_barrier", 64, 2)
+    assert "data race" in result.stderr, result.stderr
+    assert f"planted.cu:{_line('which nobody waited for')}" in result.stderr
+    result = _run_sanitized("thread", "pass_on", 64, 2)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+def test_blocks_of_a_cluster_share_memory(planted: ModuleType, blocks: int) -> None:
+    x, y = np.arange(512, dtype=np.float32), np.full(512, np.nan, np.float32)
+    planted.pass_on(x, y, blocks)
+    expected = np.roll(x.reshape(-1, blocks, 32), 1, axis=1)
+    assert np.array_equal(y, expected.ravel())
+
+
+def test_a_cluster_must_meet_before_it_shares(planted: ModuleType) -> None:
+    x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
+    with pytest.raises(RuntimeError, match="a block that may not have started"):
+        planted.pass_on_too_early(x, y, 2)
+    with pytest.raises(RuntimeError, match=r"32 of 64 threads wait.*wait_for_cluster"):
+        planted.cluster_barrier_for_some(x, y, 2)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        planted.pass_on(np.ones(96, np.float32), y, 2)  # three blocks are no clusters of two
+    planted.pass_on(x, y, 2)
+    assert np.array_equal(y, x)
 
 
 def test_an_unwritten_output_stays_nan(planted: ModuleType) -> None:

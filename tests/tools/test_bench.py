@@ -137,6 +137,19 @@ def test_a_case_is_measured_in_every_direction() -> None:
         assert result.automatic == (result.contender == "eager")  # the tensor is this small
 
 
+@pytest.mark.parametrize(
+    ("chosen", "marked"),
+    [("cpu/eager", {"fwd": "cpu", "bwd": "eager"}), ("eager/cpu", {"fwd": "eager", "bwd": "cpu"})],
+)
+def test_directions_chosen_apart_are_marked_apart(
+    chosen: str, marked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both directions together take two contenders, neither of which is the choice."""
+    monkeypatch.setattr(runner, "automatic", lambda *_: chosen)
+    found = [result for results in runner.measure(CASE, PLAN, wall_time) for result in results]
+    assert {r.direction: r.contender for r in found if r.automatic} == marked
+
+
 def test_overhead_of_a_call() -> None:
     lines = overhead(LAYER_NORM, "cpu", ["cpu"], seconds=0.0)
     assert [line.shape for line in lines] == [[1, 64]] * 3

@@ -248,6 +248,38 @@ def test_tuning_goes_on_with_what_this_torch_found(
     evidence.own.cache_clear()
 
 
+def test_tuning_that_is_interrupted_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each op and backend has a process of its own, kept as soon as it ends. How long all of them
+    take is said first."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    evidence.own.cache_clear()
+    versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "machine", lambda _: MACHINE | {"versions": versions})
+    monkeypatch.setattr(tune, "clock_for", lambda _: None)
+    monkeypatch.setattr(tune.limits, "copy_gbps", lambda *_: 4000.0)
+    monkeypatch.setattr(tune, "show_machine", lambda _: None)
+    ran: list[tuple[str, str]] = []
+
+    def run(job: Job) -> Found:
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        (backend,) = job.plan.backends
+        ran.append((job.op, backend))
+        return Found([], [], "it was killed")
+
+    monkeypatch.setattr(tune.isolated, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        tune._tune(["layer_norm", "rms_norm"])
+    kept = json.loads(evidence.own_path(MACHINE["name"]).read_text())["ops"]
+    assert {(op, backend) for op, proofs in kept.items() for backend in proofs} == set(ran)
+    assert ran == [("layer_norm", "cuda"), ("layer_norm", "triton"), ("rms_norm", "cuda")]
+    assert "4 processes of some 10 s each: about 1 min" in capsys.readouterr().out
+    evidence.own.cache_clear()
+
+
 def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("here is one")

@@ -251,6 +251,26 @@ def _architectures() -> list[str]:
     return result.stdout.split()
 
 
+def test_the_toolkit_that_is_named_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that is on the PATH: a wheel for older drivers takes an older compiler."""
+    for where in ("named/bin", "on_path"):
+        (tmp_path / where).mkdir(parents=True)
+        (tmp_path / where / "nvcc").touch(0o755)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "csrc"))
+    module = importlib.import_module("build")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+    monkeypatch.setenv("TORCHWELD_CUDA", "1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
+    assert module.nvcc() == str(tmp_path / "on_path" / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "named"))
+    assert module.nvcc() == str(tmp_path / "named/bin/nvcc")
+    monkeypatch.setenv("TORCHWELD_CUDA", "0")
+    assert module.nvcc() is None
+
+
 @pytest.fixture
 def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """csrc/build.py as a module, in a checkout without builds."""

@@ -16,6 +16,7 @@ from torchweld.dispatch import bare_trial, choice, proof, trial, verdicts
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call
+from torchweld.dispatch.recent import Recent
 from torchweld.dispatch.trial import OpTrial
 from torchweld.dispatch.verdicts import Verdicts
 from torchweld.ops import quantize_1bit, quantize_8bit
@@ -33,6 +34,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(trial, "verdicts", lambda index: kept)
     monkeypatch.setattr(trial, "_served", {})
+    monkeypatch.setattr(trial, "_recent", Recent())
     monkeypatch.setattr(verdicts, "mode", "time")
     monkeypatch.setattr(bare_trial, "_served", {})
     monkeypatch.setattr(trial.OnGpu, "may_run", lambda _: True)
@@ -176,6 +178,14 @@ def test_a_linear_layers_class_has_its_features() -> None:
         assert of(256)[at] != of(1024)[at]
         assert of(256)[at] == of(256)[at]
         assert of(256)[at] != of(256, 2)[at]
+
+
+@pytest.mark.usefixtures("times")
+def test_a_warm_call_does_not_ask_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == "cpu"
+    monkeypatch.setattr(trial, "class_of", lambda *_: pytest.fail("it asks"))
+    assert choice.choose(LAYER_NORM, (torch.randn(1024, 2048), *given[1:])) == "cpu"
 
 
 @pytest.mark.usefixtures("times")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from test_triton_aot import SHARED_MEMORY, launches, signature_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -103,6 +104,38 @@ def test_softmax_compiles_twice_for_all_lengths(found: dict[str, Any]) -> None:
 
 def test_attention_compiles_once_for_all_lengths(found: dict[str, Any]) -> None:
     assert found["attention"] == 1
+
+
+class _Recorded:
+    """A kernel that records the options of its launches."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.options.append(options)
+
+
+def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
+    """As they are compiled ahead of time: over twice the warps, without a limit of registers."""
+    from torchweld.triton_kernels.launch import launch, run
+
+    kernel = _Recorded()
+    rows = torch.zeros(8, 64)
+    beside = torch.zeros(8 * 64 + 1)[1:].view(8, 64)
+    strided = torch.zeros(8, 72)[:, :64]
+    options = {"enable_fp_fusion": True, "num_warps": 8}
+    for tensor in (rows, beside, strided):
+        for spreads in (True, False):
+            run(
+                rows,
+                launch(kernel, 1, rows, tensor, 64, spreads=spreads, num_warps=8, maxnreg=128),
+            )
+    limited = options | {"maxnreg": 128}
+    spread = options | {"num_warps": 16}
+    assert kernel.options == [limited, limited, spread, limited, spread, limited]
+    run(rows, launch(kernel, 0, rows, num_warps=8))
+    assert len(kernel.options) == 6, "a launch without programs does not run"
 
 
 if __name__ == "__main__":

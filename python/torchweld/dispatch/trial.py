@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torchweld.dispatch import cache, clock, evidence, proof
 from torchweld.dispatch import verdicts as kept_verdicts
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.recent import ALIGNMENT, Recent
 from torchweld.dispatch.verdicts import Trial, Verdict, Verdicts
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.backends import parts
@@ -25,11 +26,12 @@ from torchweld.version import __version__
 # Milliseconds of the GPU's that a class of calls may take, and elements that are judged.
 BUDGET = 30.0
 _MOST_ELEMENTS, _ROWS_BEHIND_GEMMS = 2**25, 256
-_ALIGNMENT = 16
 
 
 def proven(op: Op, inputs: Sequence[Any]) -> str:
     """The backend that serves on this GPU, tried now if it is the first call of its class."""
+    if (backend := _recent.find(op, inputs)) is not None:
+        return backend
     known = _served.get(of := class_of(op, inputs))
     if known is None:
         trial = OpTrial(op, inputs)
@@ -38,14 +40,19 @@ def proven(op: Op, inputs: Sequence[Any]) -> str:
         known = verdicts(inputs[0].device.index).decide(trial)
         if trial.may_run():
             _served[of] = known
-    if known == EAGER or in_the_way() is not None:
+    if in_the_way() is not None:
         return EAGER
-    return known if op.refuses is None or op.refused(known, inputs) is None else EAGER
+    if op.refused(known, inputs) is not None:
+        known = EAGER
+    if of in _served:
+        _recent.keep(op, inputs, known)
+    return known
 
 
-# By class; the text of a key takes longer to make. A look-up here is part of every call: no device
-# is read, and what a class implies is not asked again.
+# By class; the text of a key takes longer to make. A look-up is part of every call: no device is
+# read, and a call like a recent one does not even ask for its class.
 _served: dict[tuple[Any, ...], str] = {}
+_recent = Recent()
 
 
 def known(op: Op, inputs: Sequence[Any]) -> Verdict | None:
@@ -85,14 +92,15 @@ def while_compiling(name: str, index: int | None, dtype: torch.dtype, direction:
 def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What a verdict holds for: equal for calls that are alike."""
     x, train = inputs[0], torch.is_grad_enabled()
-    autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+    kind = "cuda" if x.is_cuda else x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     width = x.size(-1) if x.ndim else 1
     found = [op.name, x.get_device(), autocast, width, x.numel().bit_length(), train]
     for at in op.tensors_at:
         if (t := inputs[at]) is None:
             found.append(None)
         else:
-            aligned = t.data_ptr() % _ALIGNMENT == 0 and t.is_contiguous()
+            aligned = t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous()
             found += t.dtype, aligned, train and t.requires_grad
     for at in op.weights_at:
         found.append(inputs[at].size(0))  # GEMMs of as many columns may differ in their results'
@@ -162,7 +170,7 @@ class OpTrial(OnGpu):
         """The class of calls in words."""
         name, _, autocast, width, bits, _, *rest = class_of(self._op, self._inputs)
         words = [str(word).replace("torch.", "") for word in rest]
-        words += ["autocast"] if autocast else []
+        words += [f"autocast {str(autocast).removeprefix('torch.')}"] if autocast else []
         size = f"width {width}, below 2^{bits} elements"
         return f"{name} {self.direction}, {size}, {' '.join(words)}"
 

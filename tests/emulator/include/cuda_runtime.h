@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__ &  // follows the type: all threads share one copy, on no stack of theirs
 #define __align__(n) alignas(n)
-// One block runs at a time, so its variables can be static.
+// One block runs at a time, or one cluster, whose kernels have none: its variables can be static.
 #define __shared__ static
 #define __constant__ static
 
@@ -224,12 +224,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 namespace emulator {
 // csrc/cuda/launch.cuh calls this in place of <<<>>>.
 template <class Body>
-cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, Body&& body) {
+cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster, Body&& body) {
   const size_t threads = size_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || shared_bytes > 99 << 10 || grid.x == 0 || grid.y > 65535 ||
-      grid.z > 65535) {
+      grid.z > 65535 || grid.x % cluster) {
     return cudaErrorInvalidValue;
   }
-  return run(grid, block, shared_bytes, body) ? cudaSuccess : cudaErrorLaunchFailure;
+  return run(grid, block, shared_bytes, cluster, body) ? cudaSuccess : cudaErrorLaunchFailure;
 }
 }  // namespace emulator
