@@ -186,12 +186,13 @@ __device__ __forceinline__ void store_to_block(float* shared, unsigned rank, flo
 }
 
 // All threads of the cluster's blocks wait for each other: each arrives, may do work of its own,
-// and waits. What a thread stores before it arrives, all see after they have waited.
+// and waits. What a thread stores before it arrives, all see after they have waited. Without
+// `.aligned`, since a warp may arrive in parts after a branch.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if defined(TW_EMULATED)
   emulator::arrive_at_cluster();
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #else
   __trap();
 #endif
@@ -200,7 +201,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 #if defined(TW_EMULATED)
   emulator::wait_for_cluster({"wait_for_cluster", __FILE__, __LINE__});
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #else
   __trap();
 #endif
