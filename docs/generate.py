@@ -22,8 +22,8 @@ HEADER = """# Ops
 - the schemas of its forward and its backward;
 - the dtypes it takes;
 - its kernels by backend, and the tensors it saves for the backward;
-- the size below which it falls back to eager, since a call of ours would cost more than it
-  gains. A call that draws random numbers does not fall back.
+- the size below which it falls back to eager on the CPU, since a call of ours would cost more than
+  it gains. A call that draws random numbers does not fall back.
 """
 
 
@@ -48,7 +48,7 @@ def table() -> str:
 def _fallback(op: Op) -> str:
     if op.small == 0:
         return "runs a kernel at any size"
-    return f"falls back to eager below {op.small} elements"
+    return f"on the CPU falls back to eager below {op.small} elements"
 
 
 def _kernel(op: Op, backends: str) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 from torchweld.dispatch import bare_trial, choice, proof, trial, verdicts
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, too_small
 from torchweld.dispatch.recent import Recent
 from torchweld.dispatch.trial import OpTrial
 from torchweld.dispatch.verdicts import Verdicts
@@ -45,6 +46,15 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
 
     monkeypatch.setattr(OpTrial, "times", clock)
     return found
+
+
+def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:
+    with FakeTensorMode():
+        for op in OPS.values():
+            at_hand, on_gpu = (torch.empty(8, 8, device=device) for device in ("cpu", "cuda"))
+            rest = [None] * len(op.forward_signature.arguments[1:])
+            assert too_small(op, [at_hand, *rest]) is (op.small > 64)
+            assert not too_small(op, [on_gpu, *rest])
 
 
 @pytest.mark.targets(composites=True)

@@ -59,7 +59,8 @@ class Op:
     benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
     tiny: tuple[Any, ...]
     numerics: Numerics
-    # With fewer elements in the first argument eager is as fast: overhead exceeds the work.
+    # With fewer elements in the first argument eager is as fast on the CPU: overhead exceeds the
+    # work.
     # A call that draws random numbers never falls back, since eager draws them in many steps.
     small: int
     # Takes the public function's arguments by name; returns the forward's. None if they are equal.
