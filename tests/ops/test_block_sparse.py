@@ -393,7 +393,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "rank": (lambda: attention(Q[None], Q[None], Q[None], LAYOUT), "q", "left out"),
     "key's dtype": (lambda: attention(Q, Q.half(), Q, LAYOUT), "k", "float32"),
     "key's width": (lambda: attention(Q, Q[..., :7], Q, LAYOUT), "k", "goes with q"),
-    "key heads": (lambda: attention(Q, Q[:, :3], Q[:, :3], LAYOUT), "k", "multiple"),
+    "key heads": (lambda: attention(Q, Q[:, :3], Q[:, :3], LAYOUT), "k", "divides q's 4"),
     "value's shape": (lambda: attention(Q, Q, Q[:, :2], LAYOUT), "v", r"\[2, 4, 64, 8\]"),
     "device": (lambda: attention(Q, Q.to("meta"), Q, LAYOUT), "k", "device of q"),
     "scale": (lambda: attention(Q, Q, Q, LAYOUT, scale="1"), "scale", "a number"),
