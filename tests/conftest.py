@@ -115,6 +115,11 @@ TARGETS = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest tests begin first, so that the last minutes have work for every worker.
+    items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise `target` (every op in every place), `op`, and `dtype` (every dtype of the
     target).
