@@ -33,7 +33,9 @@ def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callab
     return lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight)
 
 
-def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
+def ratio_of_times(
+    ours: Callable[[], object], theirs: Callable[[], object], calls: int = 100
+) -> float:
     """The ratio of times, measured in turns so short that other tests interrupt only a few.
 
     It is the least of a few attempts, since noise only adds.
@@ -41,7 +43,7 @@ def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
 
     def seconds(function: Callable[[], object]) -> float:
         start = time.perf_counter()
-        for _ in range(100):
+        for _ in range(calls):
             function()
         return time.perf_counter() - start
 
@@ -69,5 +71,7 @@ def test_small_calls(name: str, requires_grad: bool, ratios: dict[str, list[floa
 
 
 if __name__ == "__main__":
-    both = {name: [_ratio(*_calls(name, grads)) for grads in (False, True)] for name in NAMES}
+    both = {
+        name: [ratio_of_times(*_calls(name, grads)) for grads in (False, True)] for name in NAMES
+    }
     print(json.dumps(both))

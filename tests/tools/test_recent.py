@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from test_overhead import ratio_of_times
 from torch.autograd import forward_ad
 
 from torchweld.dispatch import recent, trial
@@ -159,27 +158,14 @@ def test_objects_and_unaligned_tensors_are_not_kept() -> None:
         assert kept.find(NORM, given) is None
 
 
-def _ratio(ours: Callable[[], Any], theirs: Callable[[], Any]) -> float:
-    """The ratio of times in short turns, the least of a few attempts, since noise only adds."""
-
-    def seconds(function: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(200):
-            function()
-        return time.perf_counter() - start
-
-    def attempt() -> float:
-        return statistics.median(seconds(ours) / seconds(theirs) for _ in range(101))
-
-    return min(attempt() for _ in range(5))
-
-
 def _of_class(name: str) -> float:
     op, kept = OPS[name], Recent()
     given = materialize(op.sized((64,), (1024,)), torch.float32, requires_grad=True)
     kept.keep(op, given, "cuda")
     assert kept.find(op, given) == "cuda"
-    return _ratio(lambda: kept.find(op, given), lambda: trial.class_of(op, given))
+    return ratio_of_times(
+        lambda: kept.find(op, given), lambda: trial.class_of(op, given), calls=200
+    )
 
 
 def test_a_warm_look_up_is_short() -> None:

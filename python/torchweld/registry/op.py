@@ -60,8 +60,7 @@ class Op:
     tiny: tuple[Any, ...]
     numerics: Numerics
     # With fewer elements in the first argument eager is as fast on the CPU: overhead exceeds the
-    # work.
-    # A call that draws random numbers never falls back, since eager draws them in many steps.
+    # work. A call that draws random numbers never falls back, since eager draws them in many steps.
     small: int
     # Takes the public function's arguments by name; returns the forward's. None if they are equal.
     inputs: Callable[..., Sequence[Any]] | None = None
