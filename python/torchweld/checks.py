@@ -53,9 +53,12 @@ def dense(
 def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether torch's GEMMs read these correctly: all are strided, and all or none are on meta."""
     strided, meta = torch.strided, x.is_meta
-    return x.layout is strided and all(
-        t is None or (t.layout is strided and t.is_meta is meta and not t.is_nested) for t in others
-    )
+    if x.layout is not strided:
+        return False
+    for t in others:  # a generator would take longer than the comparisons
+        if t is not None and (t.layout is not strided or t.is_meta is not meta or t.is_nested):
+            return False
+    return True
 
 
 def like(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:

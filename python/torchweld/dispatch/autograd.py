@@ -48,7 +48,7 @@ def exports_a_derivative() -> bool:
     backwards: what it records has to have a derivative itself.
     """
     # torch.compiler.is_exporting() returns this flag, but Dynamo of torch 2.11 takes it for true.
-    return torch.is_grad_enabled() and torch.compiler._is_exporting_flag
+    return torch.compiler._is_exporting_flag and torch.is_grad_enabled()
 
 
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:

@@ -57,9 +57,11 @@ def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
         return op.reference(*inputs)
     if _is_dtensor(inputs[0]):
         return dtensor.on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
-    dtype = op.autocast.get(inputs[0].device.type)
-    if dtype is not None and torch.is_autocast_enabled(inputs[0].device.type):
-        inputs = [_cast(value, dtype) for value in inputs]
+    if op.autocast:
+        device = inputs[0].device.type
+        dtype = op.autocast.get(device)
+        if dtype is not None and torch.is_autocast_enabled(device):
+            inputs = [_cast(value, dtype) for value in inputs]
     return op.kernels[backend].run(inputs)
 
 

@@ -87,12 +87,13 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
     """The backend for these inputs; raises BackendError if none of those asked for can serve."""
     if forced is not None:
         return _by_name(op, inputs, forced)
-    if isinstance(op, Op) and on_trial(inputs[0]):
-        return trial.proven(op, inputs)
-    if isinstance(op, Op) and tried_before_compiling(inputs[0]):
-        x = inputs[0]
-        found = trial.while_compiling(op.name, x.device.index, x.dtype, evidence.direction(inputs))
-        return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
+    if isinstance(op, Op):
+        if on_trial(x := inputs[0]):
+            return trial.proven(op, inputs)
+        if tried_before_compiling(x):
+            by = evidence.direction(inputs)
+            found = trial.while_compiling(op.name, x.device.index, x.dtype, by)
+            return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
     for backend in op.backends:
         if why_not_automatic(op, backend, inputs) is None:
             return backend
@@ -129,13 +130,13 @@ def _by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
 def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str | None:
     """Why the automatic choice does not take this backend."""
     reason = op.why_not(backend, inputs)
-    if reason is None and isinstance(op, Op) and on_trial(inputs[0]):
+    if reason is not None:
+        return reason
+    if isinstance(op, Op) and on_trial(inputs[0]):
         verdict = trial.known(op, inputs)
         if verdict is not None:
             return verdict.against(backend)
-    if reason is None and BACKENDS[backend].devices != {"cpu"}:
-        reason = evidence.against(op, backend, inputs)
-    return reason
+    return None if backend == "cpu" else evidence.against(op, backend, inputs)
 
 
 def backends() -> dict[str, str]:

@@ -59,8 +59,10 @@ class Kernel:
         return (self._exported if exports_a_derivative() else self._differentiable)(*inputs)
 
     def _differentiable(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and any(_requires_grad(value) for value in inputs):
-            return self.function.apply(*inputs)
+        if torch.is_grad_enabled():
+            for value in inputs:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    return self.function.apply(*inputs)
         return self.public(as_tuple(self.forward(*inputs)))
 
     def public(self, results: tuple[torch.Tensor, ...]) -> Any:
@@ -68,10 +70,6 @@ class Kernel:
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
         return tuple([results[i] for i in self._public_at])
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class Backend:
         """Why it cannot run on this device, of a type it serves; None if it can."""
         if reason := self.missing():
             return reason
-        return _unfit(self.name, device.index) if device.type == "cuda" else None
+        return _unfit(self.name, device.index) if "cuda" in self.devices else None
 
 
 # Looked up once: torch.compile traces through its users.

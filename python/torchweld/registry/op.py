@@ -96,6 +96,8 @@ class Op:
     tensors_at: tuple[int, ...] = field(init=False)
     weights_at: tuple[int, ...] = field(init=False)
     flags_at: tuple[int, ...] = field(init=False)
+    # The backends it has kernels for, the preferred one first.
+    backends: tuple[str, ...] = field(init=False)
     # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward of
     # one and the backward of the other.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
@@ -115,15 +117,11 @@ class Op:
         object.__setattr__(self, "weights_at", tuple(sorted(weights)))
         flags = tuple(i for i, kind in kinds if kind in ("bool", "str"))
         object.__setattr__(self, "flags_at", flags)
+        object.__setattr__(self, "backends", tuple(self.sources))
         OPS[self.name] = self
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def backends(self) -> Sequence[str]:
-        """The backends it has kernels for, the preferred one first."""
-        return tuple(self.sources)
 
     def draws(self, inputs: Sequence[Any]) -> bool:
         """Whether the op drops elements of these inputs."""
@@ -139,18 +137,19 @@ class Op:
         """Why this backend cannot serve these inputs; None if it can."""
         if backend == EAGER:
             return None
-        if len(both := parts(backend)) > 1:
-            return next((r for part in both if (r := self.why_not(part, inputs))), None)
+        if "/" in backend:
+            return next((r for part in parts(backend) if (r := self.why_not(part, inputs))), None)
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
-        x, served = inputs[0], BACKENDS[backend].devices
-        if x.device.type not in served:
+        x, its = inputs[0], BACKENDS[backend]
+        # Reading is_cpu is much cheaper than reading the device's type.
+        if ("cpu" if x.is_cpu else x.device.type) not in its.devices:
             # A missing library explains more than an unsupported device.
-            return BACKENDS[backend].missing() or (
+            return its.missing() or (
                 f"{self.forward_signature.arguments[0]} is on {x.device};"
-                f" it serves {' and '.join(sorted(served))}"
+                f" it serves {' and '.join(sorted(its.devices))}"
             )
-        if reason := BACKENDS[backend].why_not(x.device):
+        if reason := its.why_not(x.device):
             return reason
         if x.dtype not in self.dtypes:
             return f"no kernel for {x.dtype}"
@@ -158,7 +157,9 @@ class Op:
             return f"{self.forward_signature.arguments[0]} is a nested tensor, which eager serves"
         if backend != "cpu" and x.dtype == torch.float64:
             return "float64 has a kernel only on the CPU"
-        return in_the_way() or self.refused(backend, inputs)
+        if reason := in_the_way():
+            return reason
+        return None if self.refuses is None else self.refused(backend, inputs)
 
     def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why this backend has no kernel for arguments like these; None if it has."""
@@ -180,6 +181,6 @@ def in_the_way() -> str | None:
         return "inside forward-mode AD, whose rules eager has"
     if torch.jit.is_tracing():
         return "while torch.jit.trace records, which takes eager's ops"
-    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+    if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
         return "inside torch.onnx.export, which knows eager's ops"
     return None
