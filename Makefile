@@ -37,6 +37,9 @@ LANE := tests/pytorch tests/distributed tests/tools/test_native.py tests/tools/t
 	$(addprefix tests/ops/,test_arguments.py test_choice.py test_seams.py test_batch_norm.py test_residual.py) \
 	$(addprefix tests/optim/,test_optim.py test_optim_checkpoints.py test_optim_conformance.py test_optim_habits.py)
 
+# Tests of eager and of the references execute no native code.
+NATIVE := not interpreter and not compile and not [eager and not -eager and not of_the_reference
+
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
 .PHONY: help
@@ -88,7 +91,7 @@ test: emulator ## The package's own test suite
 test-isa: env ## The kernels' numbers on every CPU instruction set but the best, which `make test` runs on
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
-	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "not emulator and not interpreter and not compile" $(NUMBERS) || exit 1; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "$(NATIVE) and not emulator" $(NUMBERS) || exit 1; \
 	done
 
 .PHONY: test-peers
@@ -186,7 +189,7 @@ sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels u
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 -k "not interpreter and not inductor and not compile" $(KERNELS) $(ARGS)
+	  $(PYTEST) -n 2 -k "$(NATIVE) and not inductor" $(KERNELS) $(ARGS)
 
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
 NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

@@ -53,10 +53,16 @@ def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
 
 def _uses(path: Path, folder: Path) -> list[Path]:
     """This repository's files that a file includes or imports."""
-    text = stripped(path)
+    names = _names(stripped(path), path.suffix == ".py")
     if path.suffix == ".py":
-        return [path.parent / f"{module}.py" for module in _IMPORT.findall(text)]
-    return [folder / "csrc" / name for name in _INCLUDE.findall(text)]
+        return [path.parent / f"{module}.py" for module in names]
+    return [folder / "csrc" / name for name in names]
+
+
+@functools.cache
+def _names(text: str, is_python: bool) -> list[str]:
+    """The modules that a text imports, or the files that it includes."""
+    return (_IMPORT if is_python else _INCLUDE).findall(text)
 
 
 def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:

@@ -32,7 +32,7 @@ import torchweld  # noqa: E402
 from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    interpreting.patch_once_per_launch()
+    interpreting.make_faster()
 
 settings.register_profile(
     "torchweld",

@@ -41,7 +41,7 @@ def _model() -> _Model:
 def _train(
     model: Any, step: Any, zero_grad: Any, part: slice, poison: torch.Tensor
 ) -> torch.amp.GradScaler:
-    """`poison` is a parameter that once has an infinite gradient in one rank's part."""
+    """`poison` names a parameter whose gradient is infinite once, in one rank's part."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)

@@ -120,7 +120,7 @@ def _dies(rank: int, port: int, how: str, folder: str) -> None:
 
 @pytest.mark.parametrize("how", ["dies", "raises"])
 def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
-    """It ended, or never reached the step: an error within the group's timeout."""
+    """If a rank ends or never reaches the step, the others raise within the group's timeout."""
     context = torch.multiprocessing.get_context("spawn")
     started = [
         context.Process(target=_dies, args=(rank, 0, how, str(tmp_path))) for rank in range(2)
@@ -192,7 +192,7 @@ def _beside_ddp(rank: int, kind: str) -> None:
 
 @KINDS
 def test_ddp_leaves_the_reduction_to_the_optimizer(kind: str) -> None:
-    """Bit for bit the steps without DDP; if DDP would average too, the step is rejected."""
+    """Steps equal those without DDP bit for bit; a step is rejected if DDP would average too."""
     with processes(2) as group:
         group.run(None, _beside_ddp, kind)
 

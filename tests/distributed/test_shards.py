@@ -16,7 +16,7 @@ from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
 from torchweld.registry import OPS, materialize
 
-# Statistics of all rows: what a batch norm of a shard is, its own documentation says.
+# Batch norms are left out: their documentation says what one of a shard computes.
 WHOLE = {"batch_norm_act", "linear_batch_norm_act"}
 NAMES = sorted(OPS.keys() - WHOLE)
 GEMMS = {"linear_act", "mlp", "gated_mlp"}

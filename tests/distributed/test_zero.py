@@ -288,7 +288,7 @@ class _Alive(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """What is alive has now; FSDP2 frees storages by making them empty."""
+        """The present size of live storages, since FSDP2 frees them by making them empty."""
         new = torch.UntypedStorage._new_with_weak_ptr
         alive = (new(reference.cdata) for reference in self.made.values())
         return sum(storage.nbytes() for storage in alive if storage is not None)
@@ -325,7 +325,7 @@ def _whole_parameters(model: nn.Module) -> int:
 
 
 def _activations_under(rank: int, strategy: memory.Strategy) -> None:
-    """What a process's graph holds after a forward, besides gathered parameters."""
+    """The bytes that a graph holds after a forward, except gathered parameters."""
     model = _model({}, p=0.2)
     optimizer = optim.AdamW(model.parameters())
     x = torch.randn(1024, WIDTH)

@@ -1,4 +1,4 @@
-"""A small transformer, its text, and the gradients that it learns by, for the tests of peers."""
+"""A small transformer, its text, and its gradients, for the tests against peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bitsandbytes makes of the same numbers; `make test-peers`."""
+"""8-bit states against bitsandbytes' on the same numbers."""
 
 from __future__ import annotations
 

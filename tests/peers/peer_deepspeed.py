@@ -18,7 +18,7 @@ STEPS = 6
 
 
 class _Model(torch.nn.Module):
-    """Ours, with dropout."""
+    """Our modules, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Model(torch.nn.Module):
 
 
 def _train(rank: int, stage: int, make: Any, **settings: Any) -> list[float]:
-    """The losses of a run, with parameters and moments divided as the stage has it."""
+    """The losses of a run that divides parameters and moments as the stage does."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def _train(rank: int, stage: int, make: Any, **settings: Any) -> list[float]:
         engine.step()
         losses.append(loss.item())
     if stage:
-        # Parts of flat parameters: what there is for each is a moment of their own.
+        # The stages flatten parameters, and every part has its own moments.
         states = [s for s in optimizer.state.values() if "exp_avg" in s]
         assert states
         assert all(s["exp_avg"].dim() == 1 and s["exp_avg"].dtype == torch.float32 for s in states)

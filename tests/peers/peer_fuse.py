@@ -1,4 +1,4 @@
-"""fuse() on models of transformers: the same logits, losses, gradients and losses of a training."""
+"""fuse() on models of transformers keeps logits, losses, gradients and the course of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAWN_ANEW = {"bert", "roberta"}
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
+    """Let the kernels serve small inputs too."""
     with torchweld.use_backend("cpu", "eager"):
         yield
 
@@ -57,7 +57,7 @@ def _agree(found: list[torch.Tensor], plain: list[torch.Tensor], truth: list[tor
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_losses_and_gradients(name: str, p: float) -> None:
-    """In evaluation, and in training where both drop the same."""
+    """In evaluation, and in training if both drop the same elements."""
     model, given = build(name, p), batch(name)
     exact = copy.deepcopy(model).double()
     wide = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
@@ -91,7 +91,7 @@ def _losses(model: Any, given: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("way", ["plain", "checkpointed", "dropout"])
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps(name: str, way: str) -> None:
-    """The curve of losses is the same to 1e-3."""
+    """The losses agree to 1e-3."""
     if way == "dropout" and name in DRAWN_ANEW:
         pytest.skip("drops other elements: test_dropout_of_another_stream")
     p = 0.1 if way == "dropout" else 0.0
@@ -127,7 +127,7 @@ def test_dropout_of_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiled(name: str) -> None:
-    """Losses and gradients of a compiled model, fused before it or after."""
+    """Losses and gradients of a model that is fused before or after it is compiled."""
     model, given = build(name), batch(name)
     expected = _results(model, given)
     for model in (torchweld.fuse(build(name)), build(name)):

@@ -25,7 +25,7 @@ SETTINGS = {"lr": 3e-3, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
+    """Let the kernels serve small inputs too."""
     with torchweld.use_backend("cpu", "eager"):
         yield
 
@@ -62,7 +62,7 @@ def _trained(model: Any, output: Path, optimizer: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_trainer(name: str, tmp_path: Path) -> None:
-    """Fused, with torchweld's optimizer: the losses of the plain model with torch's."""
+    """A fused model with torchweld's optimizer has the losses of the plain model with torch's."""
     expected = _trained(build(name), tmp_path / "plain", torch.optim.AdamW)
     found = _trained(torchweld.fuse(build(name)), tmp_path / "fused", optim.AdamW)
     assert len(found) == 8
@@ -71,7 +71,7 @@ def test_the_trainer(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fuse_first", [False, True])
 def test_accelerate(fuse_first: bool) -> None:
-    """Before and after prepare(), under its autocast, which sets the model's forward."""
+    """fuse() before and after prepare(), whose autocast replaces the model's forward."""
     AcceleratorState._reset_state(reset_partial_state=True)  # another test's
     losses: list[list[float]] = []
     for fused in (False, True):
@@ -112,7 +112,7 @@ def test_offloaded_weights() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
 @pytest.mark.parametrize("targets", [["gate_proj", "down_proj"], ["q_proj"]])
 def test_adapters_before_fuse(targets: list[str]) -> None:
-    """LoRA's layers stay what they are, and the block around them is welded."""
+    """LoRA's layers stay as they are, and the block around them is welded."""
     torch.manual_seed(0)
     config = LoraConfig(target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
     model, given = get_peft_model(build("llama"), config), batch("llama")
@@ -133,7 +133,7 @@ def test_adapters_before_fuse(targets: list[str]) -> None:
 
 
 def test_an_adapter_of_a_fused_layer_is_refused() -> None:
-    """A linear layer that activates is none that LoRA could add to."""
+    """LoRA cannot add to a linear layer that includes its activation."""
     config = LoraConfig(target_modules=["fc1"])
     with pytest.raises(ValueError, match="not supported"):
         get_peft_model(torchweld.fuse(build("opt")), config)
@@ -141,7 +141,7 @@ def test_an_adapter_of_a_fused_layer_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    """What a fused model saves a plain one loads, and the other way."""
+    """A plain model loads what a fused one saves, and the other way round."""
     model: Any = torchweld.fuse(build(name)).eval()
     model.save_pretrained(tmp_path / "fused")
     torchweld.unfuse(model)

@@ -1,4 +1,4 @@
-"""Offload inside the HF Trainer and accelerate: the losses and the bits that there are without."""
+"""Offload in the HF Trainer and accelerate changes no loss and no bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _train(
 
 @pytest.mark.parametrize("trainer_clips", [False, True])
 def test_the_trainer(trainer_clips: bool, tmp_path: Path) -> None:
-    """Either may clip; Offload's way lets steps begin during the backward."""
+    """The Trainer or Offload may clip; if Offload does, steps begin during the backward."""
     settings = {"lr": 3e-3, "weight_decay": 0.1, "master_weights": True}
     clips = {} if trainer_clips else {"max_grad_norm": 1.0}
     clip = 1.0 if trainer_clips else 0.0

@@ -1,4 +1,4 @@
-"""Steps of other packages' optimizers and of ours, by the gradients of a small transformer.
+"""Other packages' optimizers and ours take steps with the gradients of a small transformer.
 
 `exact` is the rule in float64. In float32 ours is the peer's to the roundings of 50 steps. In 16
 bits both round parameters every step, and torch more than that: ours is to be as near to `exact` as
@@ -46,7 +46,7 @@ def _torchao(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 class Case(NamedTuple):
-    """Two optimizers by the same rule, and torch's or a peer's by it in float64."""
+    """Our optimizer, a peer's of the same rule, and torch's or the peer's in float64."""
 
     peer: Make
     ours: Make
@@ -149,7 +149,7 @@ def test_apexs_lamb() -> None:
 
 
 def test_the_codes_of_a_step() -> None:
-    """In 99.9% of elements those that bitsandbytes has in float64, which it rounds exactly."""
+    """99.9% of the codes equal those of bitsandbytes in float64, which rounds exactly."""
     start, of_steps = training()
     params = [p.clone().requires_grad_() for p in start]
     optimizer = optim.AdamW8bit(params, **ADAM)

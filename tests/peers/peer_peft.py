@@ -1,4 +1,4 @@
-"""LoRA by peft: what it may adapt is right before and after, and what it may not it refuses."""
+"""LoRA by peft: layers that it may adapt stay right; others it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _adapted(block: torch.nn.Module, target: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("layer", ["up_proj", "gate_proj", "down_proj"])
 def test_the_layers_of_a_block_are_adapted(layer: str) -> None:
-    """They are torch.nn.Linear and called as such: the block follows what peft makes of them."""
+    """The block calls them as torch.nn.Linear, so it follows what peft makes of them."""
     block = torchweld.nn.GatedMLP(32, 64)
     x = torch.randn(2048, 32)
     with torchweld.use_backend("cpu"):
@@ -29,7 +29,7 @@ def test_the_layers_of_a_block_are_adapted(layer: str) -> None:
 
 
 def test_a_linear_layer_with_its_activation_is_refused() -> None:
-    """Adding to its result would add behind the activation."""
+    """LoRA would add to the result of the activation."""
     with pytest.raises(ValueError, match="not supported"):
         _adapted(torchweld.nn.MLP(32, 64), "fc1")
     block = torchweld.nn.MLP(32, 64)

@@ -1,4 +1,4 @@
-"""tp_plan of transformers' models after fuse(): their losses and gradients, on two processes."""
+"""tp_plan of transformers' models after fuse(): losses and gradients on two processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _equals_the_whole(rank: int, name: str, sequence: bool, p: float = 0.0) -> N
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
         torch.testing.assert_close(grad, wanted[key].grad)
-    # Two a block; and the embedding's, where it is not the head's weight too.
+    # Two in each block, and the embedding's unless it is the head's weight too.
     reduced = forward.calls["reduce-scatter" if sequence else "all-reduce"]
     assert reduced == 4 + (name == "llama" and not sequence)
 
@@ -65,6 +65,6 @@ def test_equals_the_whole(name: str, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_drops_what_the_whole_drops(name: str, sequence: bool) -> None:
-    """Welded dropouts by place, torch's own by the mask of the whole tensor."""
+    """Welded dropouts draw by position; torch's own draw the whole tensor's mask."""
     with processes(2) as two:
         two.run("cpu", _equals_the_whole, name, sequence, 0.3)

@@ -1,4 +1,4 @@
-"""Models of transformers train with a layout; `make test-peers`."""
+"""Models of transformers train with block-sparse layouts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks
 
 
 def _pair(make: Callable[..., torch.nn.Module], layout: Any) -> list[torch.nn.Module]:
-    """A model with sdpa, and the same with a layout."""
+    """A model with sdpa, and the same model with a layout."""
     torch.manual_seed(0)
     plain = make(attn_implementation="sdpa")
     sparse = make(attn_implementation=huggingface.NAME)
@@ -77,7 +77,7 @@ def _pair(make: Callable[..., torch.nn.Module], layout: Any) -> list[torch.nn.Mo
 
 
 def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of two sequences, the second of which is shorter."""
+    """Tokens of a long sequence and a short one."""
     torch.manual_seed(1)
     keep = torch.ones(2, LENGTH, dtype=torch.int64)
     keep[1, 70:] = 0
@@ -85,7 +85,7 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]) -> None:
-    """The same outputs and gradients, where keys count."""
+    """Outputs and gradients are the same, except at padding."""
     _, keep = _tokens()
     found = []
     for model, given in zip(models, arguments, strict=True):
@@ -116,7 +116,7 @@ def test_a_dense_layout_is_sdpa(make: Callable[..., torch.nn.Module]) -> None:
 
 @pytest.mark.parametrize("make", [_bert, _gpt2])
 def test_a_layout_is_its_mask(make: Callable[..., torch.nn.Module]) -> None:
-    """A model with a layout, trained, is one with sdpa and the mask of tokens."""
+    """A model with a layout trains like one with sdpa and the layout's token mask."""
     tokens, keep = _tokens()
     models = _pair(make, WINDOW)
     seen = WINDOW((LENGTH, LENGTH)).to_mask() & keep.bool()[:, None, None]

@@ -1,4 +1,4 @@
-"""The matrix's cells of DeepSpeed: ZeRO-1, 2 and 3 with torchweld's model and optimizer."""
+"""DeepSpeed's cells of the matrix: ZeRO-1, 2 and 3 with torchweld's model and optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _zero(name: str, dtype: torch.dtype, stage: int, rank: int, count: int) -> R
 
 
 class _Stepped:
-    """The engine steps by itself."""
+    """Adapts DeepSpeed's engine, which steps by itself."""
 
     def step(self) -> None:
         pass

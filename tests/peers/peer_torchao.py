@@ -1,4 +1,4 @@
-"""torchao's converters: what they may not convert they leave alone, what they convert is right."""
+"""torchao's converters leave alone what they may not convert; the rest stays right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, HIDDEN = 64, 128
 
 
 def _model() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
-    """A layer with its activation and a block of two; the same parameters in torch's modules."""
+    """A layer with its activation and a block of two layers; torch's modules with equal weights."""
     torch.manual_seed(0)
     block = torchweld.nn.MLP(WIDTH, HIDDEN, approximate="tanh")
     ours = torch.nn.Sequential(torchweld.nn.LinearGELU(WIDTH, WIDTH), block)
@@ -50,7 +50,7 @@ def _is_plain(module: torch.nn.Module, name: str) -> bool:
 )
 @pytest.mark.parametrize("asked", [False, True], ids=["by default", "asked for"])
 def test_quantized(config: Callable[[], object], asked: bool) -> None:
-    """By default only torch.nn.Linear is converted, on request our modules' weights too."""
+    """By default only torch.nn.Linear is converted; on request also our modules' weights."""
     ours, plain = _model()
     x = torch.randn(2048, WIDTH)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_quantized(config: Callable[[], object], asked: bool) -> None:
 
 
 def test_float8_training_leaves_a_layer_with_its_activation_alone() -> None:
-    """Also where it is asked to take it."""
+    """Also if it is asked to convert it."""
     for wanted in (None, _is_ours):
         ours, plain = _model()
         convert_to_float8_training(ours, module_filter_fn=wanted)

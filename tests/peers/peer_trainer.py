@@ -1,4 +1,4 @@
-"""Our optimizers inside accelerate and the HF Trainer, and beside transformers' own."""
+"""Our optimizers in accelerate and the HF Trainer, and against transformers' own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweld import optim
 
 
 def _train(output: Path, kind: Any, settings: dict[str, Any], resume: bool = False) -> list[float]:
-    """The losses of a run of the Trainer; a resumed one goes on from its half."""
+    """The losses of a run of the Trainer; a resumed run starts from the middle."""
     arguments = TrainingArguments(
         output_dir=str(output),
         per_device_train_batch_size=4,
@@ -38,7 +38,7 @@ def _train(output: Path, kind: Any, settings: dict[str, Any], resume: bool = Fal
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_the_trainer(state_dtype: Any, tmp_path: Path) -> None:
-    """torch's losses, and from a checkpoint the same bits as without."""
+    """Losses are torch's, and resuming from a checkpoint changes no bit."""
     settings = {"lr": 3e-3, "weight_decay": 0.1}
     ours = settings | {"state_dtype": state_dtype, "min_quantized_size": 1024}
     expected = _train(tmp_path / "theirs", torch.optim.AdamW, settings)
@@ -50,7 +50,7 @@ def test_the_trainer(state_dtype: Any, tmp_path: Path) -> None:
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    """Prepared, clipped by accelerate, saved and loaded: the run goes on with the same bits."""
+    """A run that accelerate prepares, clips, saves and loads goes on with the same bits."""
 
     def make() -> tuple[Accelerator, torch.nn.Module, Any]:
         accelerator = Accelerator(cpu=True)

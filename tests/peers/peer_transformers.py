@@ -1,4 +1,4 @@
-"""A transformers model goes on as it was when its norms are replaced; `make test-peers`."""
+"""A transformers model computes the same after its norms are replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _llama() -> LlamaForCausalLM:
 
 
 def _replace_norms(model: torch.nn.Module) -> int:
-    """torchweld.nn.RMSNorm for every LlamaRMSNorm, with its weight; how many."""
+    """Replace every LlamaRMSNorm by torchweld.nn.RMSNorm with its weight; return how many."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Models of transformers of a few thousand parameters, each with a batch."""
+"""Models of transformers with a few thousand parameters each, and their batches."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], di
 
 
 def build(name: str, p: float = 0.0) -> Any:
-    """A model, the same each time; p is the probability of its dropouts."""
+    """Build the same model each time; p is the probability of its dropouts."""
     torch.manual_seed(0)
     return MODELS[name][0](p)
 
 
 def batch(name: str) -> dict[str, Any]:
-    """What it learns from."""
+    """The batch that the model learns from."""
     return MODELS[name][1]()

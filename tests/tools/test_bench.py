@@ -106,7 +106,7 @@ def test_disturbed_calls_are_left_out() -> None:
 
 
 def test_disturbed_calls_count_for_all_where_one_has_no_others() -> None:
-    """Otherwise a disturbed contender would be compared with an undisturbed one."""
+    """A disturbed contender must not be compared with an undisturbed one."""
     mixed = [Sample(1.0)] * 9 + [Sample(9.0, waited=8.0)]
     runs = [_scripted([Sample(9.0, waited=8.0)] * 10), _scripted(mixed)]
     first, second = interleaved(runs, wall_time, seconds=60, at_least=5, at_most=10)
@@ -233,7 +233,7 @@ def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
 def test_a_wrong_kernel_is_found_by_a_part(
     function: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of the part are wrong, or elements of the whole are not written."""
+    """Wrong rows of the part are found, and so are unwritten elements of the whole."""
     monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
     assert CASE.part().shape == (4, 16)
     fault = runner._fault(Judge(CASE.draw()), Contender("planted", function))
@@ -242,7 +242,7 @@ def test_a_wrong_kernel_is_found_by_a_part(
 
 
 def test_what_is_not_written_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a row outside the part."""
+    """Also in a row outside the part."""
     monkeypatch.setattr(bench_cases, "MOST_JUDGED", 80)
 
     def unwritten(x: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_a_models_steps_are_timed_with_its_optimizers() -> None:
 
 
 def test_a_wrong_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a block with a norm's weight off by a hundredth."""
+    """An error of 1% in a norm's weight is enough."""
 
     def fuse(model: nn.Module) -> nn.Module:
         with torch.no_grad():

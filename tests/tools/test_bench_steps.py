@@ -125,7 +125,7 @@ def test_a_step_is_taken_by_evidence(
 
 
 def test_evidence_is_asked_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled code with quantisation does."""
+    """Compiled code with quantisation asks so."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU known")
     monkeypatch.setattr(evidence, "records", dict)
     evidence._is_proven.cache_clear()

@@ -34,7 +34,7 @@ def test_the_gpus_time_is_its_own(device: float, host: float) -> None:
 
 
 def test_a_host_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the first call, which compiles."""
+    """The first call is, since it compiles."""
     gpu = FakeGpu()
     gpu.patch(monkeypatch, clock)
     timer = DeviceClock()

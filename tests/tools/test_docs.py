@@ -27,7 +27,7 @@ def test_the_tables_are_current() -> None:
 
 
 def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is marked if sources changed since; without evidence the README says so."""
+    """A row is marked if its sources changed; the README says where evidence is missing."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     monkeypatch.setattr(evidence, "records", dict)
     assert generate["NO_GPU"] in generate["measured"]()

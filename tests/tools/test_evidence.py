@@ -101,7 +101,7 @@ CLASSES = list(itertools.product(SHAPES, ("fwd", "full")))
 def test_a_measured_shape_is_judged_by_its_own_times(
     shape: tuple[int, int], direction: str, planted: dict[str, Any]
 ) -> None:
-    """Whatever was measured at other widths, sizes and directions."""
+    """Times at other widths, sizes and directions do not matter."""
     planted["cuda"] = _proof(0) | {
         "results": [_timed(2.5 - (c == (shape, direction)), *c[0], c[1]) for c in CLASSES]
     }
@@ -133,7 +133,7 @@ def test_another_capability_is_no_evidence(
 def test_a_record_of_nothing_hides_no_evidence(
     planted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an interrupted `torchweld tune` leaves it."""
+    """An interrupted `torchweld tune` leaves such a record."""
     planted["cuda"] = _proof(1.0)
     empty = {"ops": {"layer_norm": {"cuda": {"outcomes": {}, "results": []}}}}
     monkeypatch.setattr(evidence, "own", lambda gpu: empty)
@@ -156,7 +156,7 @@ def test_verdict_is_among_what_can_serve(
 def test_what_tuning_finds_is_gone_by(
     faulty: bool, planted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On this GPU, with this torch; a wrong kernel is never chosen, whatever is shipped."""
+    """Only on this GPU and with this torch; a wrong kernel is never chosen, whatever is shipped."""
     gpu = MACHINE["name"]
     planted["cpu"] = _proof(2.5)
     versions = {"torch": torch.__version__, "torchweld": torchweld.__version__}

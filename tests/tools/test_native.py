@@ -58,7 +58,7 @@ def test_every_instruction_set_can_be_forced(isa: str) -> None:
 
 
 def test_without_libraries_eager_serves() -> None:
-    """Import works, the reason is recorded."""
+    """torchweld can be imported, and records the reason."""
     assert _run(TORCHWELD_LIB="/nonexistent")[0] == "None eager"
     program = "import torchweld; print(torchweld.backends()['cpu'])"
     assert "does not exist" in _run(program, TORCHWELD_LIB="/nonexistent")[0]
@@ -66,7 +66,7 @@ def test_without_libraries_eager_serves() -> None:
 
 
 def test_a_broken_library_is_recorded(tmp_path: Path) -> None:
-    """Each of them, cut in half."""
+    """Every library in turn is cut in half."""
     for broken in LIBRARIES:
         for library in LIBRARIES:
             shutil.copy(library, tmp_path)
@@ -242,7 +242,7 @@ def test_a_gpu_at_hand_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _architectures() -> list[str]:
-    """As csrc/build.py, which is not a package, finds them."""
+    """The architectures that csrc/build.py finds; it is not in a package."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import build; print(*build.architectures())"
     )
@@ -301,7 +301,7 @@ def test_libraries_built_elsewhere_serve(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the same sources and for the present GPU, nothing is compiled."""
+    """Nothing is compiled if they have the same sources and suit the present GPU."""
     build = fresh_build
     names = [*build.cpu_names(), "torchweld_cuda"]
     for name in names:

@@ -99,7 +99,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_call_in_another_state_is_not_found(state: str, kept: Recent) -> None:
-    """Nor is one out of it, if it was kept in it."""
+    """A call that was kept in that state is not found outside it either."""
     given = _arguments()
     with STATES[state]():
         assert kept.find(NORM, given) is None

@@ -70,6 +70,12 @@ def test_a_triton_kernel_names_its_functions(declared: Op) -> None:
         assert f"def {op.name}_backward(" in text
 
 
+def _append(file: Path, python: str, other: str) -> None:
+    """Append a line in the file's language."""
+    with file.open("a") as opened:
+        opened.write(f"\n{python if file.suffix == '.py' else other}\n")
+
+
 def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: Path) -> None:
     for folder in ("csrc", "triton_kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
@@ -86,13 +92,14 @@ def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: P
         for key in hashes()
     }
     before = hashes()
-    for path in sorted(set().union(*parts.values())):
+    paths = sorted(set().union(*parts.values()))
+    for path in paths:
+        _append(tmp_path / path, "# one", "// one")
+    assert hashes() == before
+    for path in paths:
         file = tmp_path / path
         text = file.read_text()
-        comment, line = ("# one", "one = 1") if path.suffix == ".py" else ("// one", "int one;")
-        file.write_text(f"{text}\n{comment}\n")
-        assert hashes() == before, path
-        file.write_text(f"{text}\n{line}\n")
+        _append(file, "one = 1", "int one;")
         after = hashes()
         assert {key for key in before if after[key] != before[key]} == {
             key for key, files in parts.items() if path in files

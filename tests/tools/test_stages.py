@@ -1,4 +1,4 @@
-"""The order of a run on a GPU: a dry run of it on an imitated one, and what a time limit leaves."""
+"""The order of jobs on a GPU: a dry run on an imitated one, and what a time limit leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = stages.in_order(recording.PROVEN)
 
 
 class Imitation:
-    """A machine of 16 cores whose clock goes by what jobs are said to take."""
+    """A machine of 16 cores whose clock advances by the predicted times of jobs."""
 
     cores = 16
 
@@ -117,7 +117,7 @@ def test_the_later_stages_have_what_the_first_left(tmp_path: Path) -> None:
 
 
 def test_a_failure_takes_its_own_key_away(tmp_path: Path) -> None:
-    """A rule's failing test is that rule's; one that names no rule is none's."""
+    """A failing test counts for the rule that it names, or for none."""
     record = _record(tmp_path)
     stages.run("first", NAMES, Imitation(), record)
     ops = json.loads(record.path.read_text())["ops"]
@@ -134,14 +134,14 @@ def test_a_failure_takes_its_own_key_away(tmp_path: Path) -> None:
 def test_what_no_time_is_left_for_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that is six times slower stays within the stage but for the jobs under way."""
+    """A machine six times slower keeps to the stage's time, except for jobs already under way."""
     lab = Imitation(slower=6.0)
     stages.run("first", NAMES, lab, _record(tmp_path))
     told = capsys.readouterr().out
     assert "no time was left for" in told
     longest = max(step.each for step in stages.first(NAMES)) * lab.slower
     assert lab.now() <= 600 + longest
-    # What is most used has been measured nonetheless.
+    # The most used ops have been measured nonetheless.
     assert ("bfloat16 times", "layer_norm") in {(name, job.op) for name, job in lab.ran}
 
 

@@ -1,4 +1,4 @@
-"""Ops on trial: the CPU's kernels stand for a GPU's, and times for its clock."""
+"""The trial at first use: CPU kernels stand for a GPU's, and made-up times for its clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER_NORM = OPS["layer_norm"]
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
-    """CPU tensors are tried as a GPU's are; the milliseconds that a clock would find."""
+    """Try CPU tensors as a GPU's; the test sets the milliseconds that a clock would find."""
     found = {"cpu": 1.0, EAGER: 2.0}
     kept = Verdicts(tmp_path / "verdicts.json", "a GPU")
     monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
@@ -124,7 +124,7 @@ def test_a_kernel_that_raises_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("times")
 def test_a_transform_leaves_no_verdict() -> None:
-    """Inside torch.func no kernel can serve; outside they can, and are tried."""
+    """No kernel can serve inside torch.func; outside, kernels can and are tried."""
     x = torch.randn(8, 128, 2048)
     norm = torchweld.functional.layer_norm
     torch.func.vmap(lambda x: norm(x, [2048]))(x)
@@ -231,7 +231,7 @@ def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
-    """The same arguments; what is one tensor stays one."""
+    """Copies of the arguments; arguments that are one tensor stay one."""
     return copy.deepcopy(list(inputs))
 
 

@@ -39,7 +39,7 @@ WARPS = dict.fromkeys(
 )
 
 
-# Kernels whose tensors are aligned whatever views a caller has.
+# Kernels whose tensors are aligned, whatever views the caller passes.
 NEVER_UNALIGNED = {
     "_add_chunks": "reads and writes only tensors that were allocated for it",
     "_linear_act": "reads copies of such views",
@@ -95,7 +95,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def launches(capability: int) -> Iterator[tuple[str, Any]]:
-    """All cases of all modules that are meant for such a GPU."""
+    """The cases of every module that are meant for such a GPU."""
     from torchweld import triton_kernels
 
     for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
@@ -163,7 +163,7 @@ SPILLED_BY_TRITON_3_6 = {"attention_key_gradients": 32, "attention_deltas": 8}
 # One test per architecture, so that each is compiled once however tests are distributed.
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles_within_bounds(capability: int) -> None:
-    """Without a spill, and with warps enough on a multiprocessor."""
+    """None spills, and enough warps fit a multiprocessor."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, str(capability)]
     rows = json.loads(subprocess.check_output(command, env=environment, text=True))

@@ -1,6 +1,6 @@
-"""What Triton compiles kernels anew for: alignments, never another length of a sequence.
+"""Triton compiles kernels again for another alignment, never for another sequence length.
 
-Its JIT runs in a process of its own, since TRITON_INTERPRET=1 leaves none in this one.
+Triton's JIT runs in its own process, since TRITON_INTERPRET=1 disables it in this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from test_triton_aot import SHARED_MEMORY, launches, signature_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-# Integers that kernels are specialised for: whether they are multiples of 16, and whether 1.
+# Kernels are specialised for these integers being 1 or multiples of 16.
 SPECIALISED = {
     "width": "of the rows, and the stride of results: tells how wide loads and stores are",
     "columns": "the stride of a GEMM's result",
@@ -93,12 +93,12 @@ def found() -> dict[str, Any]:
 
 
 def test_specialised_integers_are_named(found: dict[str, Any]) -> None:
-    """A size that varies with the sequence is none of them, unless it tells how wide loads are."""
+    """Sizes that vary with the sequence are not among them, unless they set the width of loads."""
     assert found["integers"] == sorted(SPECIALISED)
 
 
 def test_softmax_compiles_twice_for_all_lengths(found: dict[str, Any]) -> None:
-    """In each direction: for rows that are aligned, and for those that are not."""
+    """In each direction: once for aligned rows and once for others."""
     assert found["softmax"] == found["causal softmax"] == 4
 
 
@@ -117,7 +117,7 @@ class _Recorded:
 
 
 def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
-    """As they are compiled ahead of time: over twice the warps, without a limit of registers."""
+    """These are compiled ahead of time too: twice the warps, and no limit of registers."""
     from torchweld.triton_kernels.launch import launch, run
 
     kernel = _Recorded()

@@ -1,4 +1,4 @@
-"""Proof at first use: what is decided, kept and said, whatever kernels, devices and files do."""
+"""Proof at first use: its decisions, records and messages, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXED = ("cuda/triton", "triton/cuda")
 
 
 class FakeTrial:
-    """Kernels and a device that do as they are told."""
+    """Scripted kernels and a scripted device."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def test_a_slow_kernel_is_not_chosen(
 def test_a_direction_is_chosen_for_itself(
     wrong: list[str], chosen: str, of_process: Verdicts, tmp_path: Path
 ) -> None:
-    """By check and time, among kernels that are right as wholes; kept for the next process."""
+    """By check and time among kernels right in both directions; the next process reuses it."""
     ms = {"cuda": 2.0, "triton": 1.5, "cuda/triton": 1.0, "triton/cuda": 1.2, EAGER: 3.0}
 
     def trial() -> FakeTrial:
@@ -115,7 +115,7 @@ def test_a_direction_is_chosen_for_itself(
 
 
 def test_checks_and_evidence_take_whole_backends(of_process: Verdicts) -> None:
-    """They say nothing of a mixed one's time."""
+    """They say nothing about the time of a mixture of backends."""
     check, evidence = FakeTrial(both=MIXED), FakeTrial("other", evidence="triton", both=MIXED)
     assert of_process.decide(check, "check") == "cuda"
     assert of_process.decide(evidence, "time") == "triton"
@@ -182,7 +182,7 @@ KERNELS = st.fixed_dictionaries(
 
 @given(CALLS, KERNELS)
 def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
-    """No exception, no wrong kernel, and with nothing in the way the fastest of the right ones."""
+    """No exception and no wrong kernel; if nothing goes wrong, the fastest right kernel."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         file = Path(folder) / "verdicts.json"
