@@ -55,6 +55,7 @@ from .norm_rows import (
 )
 from .rows import NUMBERING
 from .tensors import (
+    are_aligned,
     as_rows,
     check_beside,
     check_like,
@@ -270,8 +271,9 @@ def _gradients_wide(
     )
 
 
-# The widest rows that fit the registers without a spill.
-_WIDEST_FORWARD_ROW = 16384
+# The widest rows that fit the registers without a spill, aligned ones and others, which are loaded
+# one element at a time: the addresses take registers too.
+_WIDEST_FORWARD_ROW, _WIDEST_UNALIGNED_ROW = 16384, 8192
 # Columns per iteration for wider rows.
 _WIDE_FORWARD_BLOCK = 4096
 
@@ -292,7 +294,8 @@ def _forward_launch(
     tensors = (x, residual, weight, bias, z, y, mean, rstd)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     centered = mean is not None
-    if width > _WIDEST_FORWARD_ROW:
+    aligned = width % 16 == 0 and are_aligned(x, residual, weight, bias)
+    if width > (_WIDEST_FORWARD_ROW if aligned else _WIDEST_UNALIGNED_ROW):
         return launch(
             _forward_wide,
             rows,
@@ -307,7 +310,8 @@ def _forward_launch(
         _forward,
         triton.cdiv(rows, tile["ROWS"]),
         *(*tensors, rows, width, *strides, eps, *dropout),
-        spreads=True,
+        spreads=width <= _WIDEST_UNALIGNED_ROW,
+        aligned=width > _WIDEST_UNALIGNED_ROW,
         CENTERED=centered,
         # Without a limit ptxas spills a few bytes although registers are free.
         maxnreg=64 if width <= _WIDEST_FORWARD_ROW // 2 else 128,

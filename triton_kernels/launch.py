@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .tensors import is_aligned
+from .tensors import are_aligned
 
 
 class Launch(NamedTuple):
@@ -19,22 +19,31 @@ class Launch(NamedTuple):
     options: dict[str, Any]  # the kernel's constexprs, and options of the compiler
     least_capability: int = 80  # of the GPUs that it is meant for
     spreads: bool = False  # over twice the warps, where a view is not aligned
+    aligned: bool = False  # made only for tensors that Triton knows to be aligned
 
     def unaligned_options(self) -> dict[str, Any]:
         """The options where Triton does not know a view to be aligned.
 
-        It then loads one element at a time, and the addresses take registers. A limit of registers
-        that suits half as many warps may be more than a multiprocessor has.
+        It then loads one element at a time, and the addresses take registers. The limit is what a
+        multiprocessor has for so many warps: without one ptxas spills although registers are free.
         """
         if not self.spreads:
             return self.options
-        options = {name: value for name, value in self.options.items() if name != "maxnreg"}
-        return options | {"num_warps": min(32, 2 * options["num_warps"])}
+        warps = min(32, 2 * self.options["num_warps"])
+        return self.options | {"num_warps": warps, "maxnreg": min(255, 2048 // warps)}
 
 
-def launch(kernel: Any, grid: int, *args: Any, spreads: bool = False, **options: Any) -> Launch:
+def launch(
+    kernel: Any,
+    grid: int,
+    *args: Any,
+    spreads: bool = False,
+    aligned: bool = False,
+    **options: Any,
+) -> Launch:
     # The default of enable_fp_fusion differs between versions of Triton.
-    return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options}, spreads=spreads)
+    options = {"enable_fp_fusion": True, **options}
+    return Launch(kernel, grid, args, options, spreads=spreads, aligned=aligned)
 
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
@@ -43,8 +52,7 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
         for each in launches:
             if not each.grid:
                 continue
-            tensors = (value for value in each.args if isinstance(value, torch.Tensor))
-            unaligned = each.spreads and not all(map(is_aligned, tensors))
+            unaligned = each.spreads and not are_aligned(*each.args)
             options = each.unaligned_options() if unaligned else each.options
             each.kernel[(each.grid,)](*each.args, **options)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, partials_of, store_partial
 from .launch import Launch, launch, processors
-from .tensors import check_beside, load, load_parameter, store
+from .tensors import are_aligned, check_beside, load, load_parameter, store
 
 
 @triton.jit
@@ -334,13 +334,16 @@ def forward_tile(width: int, columns_a_thread: int) -> dict[str, int]:
 
 
 @functools.cache
-def _backward_tile(width: int, itemsize: int, columns_a_thread: int) -> dict[str, int]:
+def _backward_tile(
+    width: int, itemsize: int, columns_a_thread: int, aligned: bool
+) -> dict[str, int]:
     block = max(4, triton.next_power_of_2(width))
     # Rows that Triton does not know to be aligned are loaded one element at a time, and the
     # addresses take registers too.
     if width % 16:
         columns_a_thread //= 2
-    if block > 512 * columns_a_thread:
+    # Of the widest rows a thread of 32 warps has too few registers for a view's addresses.
+    if block > (512 if aligned else 256) * columns_a_thread:
         block = _WIDE_BACKWARD_BLOCK
     rows = max(1, 2048 // block)
     prefetched = 2 * rows * block * itemsize
@@ -378,7 +381,9 @@ def backward_launches(
 ) -> Iterator[Launch]:
     """Launches of the kernel `whole`, or `wide`, whose last arguments are `finish`."""
     rows, width = x.shape
-    tile = _backward_tile(width, max(x.element_size(), grad_y.element_size()), columns_a_thread)
+    itemsize = max(x.element_size(), grad_y.element_size())
+    aligned = are_aligned(grad_y, x, weight, *finish)
+    tile = _backward_tile(width, itemsize, columns_a_thread, aligned)
     column_tiles = triton.cdiv(width, tile["BLOCK"])
     chunks = _chunks(rows, width, tile, processors(x.device))
     gradients = (grad_weight, grad_bias)
@@ -388,7 +393,9 @@ def backward_launches(
     centered = mean is not None
     if column_tiles <= 1:
         arguments = (*tensors, *partials, *sizes, *finish)
-        yield launch(whole, chunks, *arguments, spreads=True, CENTERED=centered, **tile)
+        fills = width % 16 == 0 and tile["num_warps"] == 16
+        options = {"spreads": not fills, "aligned": fills, "CENTERED": centered, **tile}
+        yield launch(whole, chunks, *arguments, **options)
     else:
         row_sums = x.new_empty((rows, 2, column_tiles), dtype=torch.float32)
         yield launch(

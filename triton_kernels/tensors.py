@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -78,6 +79,11 @@ def is_aligned(tensor: torch.Tensor) -> bool:
         return True
     strides = (stride for stride in tensor.stride() if stride != 1)
     return tensor.data_ptr() % _ALIGNMENT == 0 and not any(s % _ALIGNMENT for s in strides)
+
+
+def are_aligned(*values: Any) -> bool:
+    """Whether those of the values that are tensors are."""
+    return all(is_aligned(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,10 @@
 //
 // 4. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
 //    bandwidth that is 27 an element for sums, 55 for measures, 83 for steps. Counted in the code
-//    for sm_90, float32 matrices take about 10, 20 and 26. Sums have three float64 instructions an
-//    element, measures four, at half the rate, and as many conversions. Vectors have a root and a
-//    division more, for 12 and 20 bytes.
+//    for sm_90, float32 matrices take about 10 for sums and 26 for steps. Sums have three float64
+//    instructions an element at half the rate, and a conversion. Measures took 20 when they squared
+//    in float64; runs in float32 (runs.cuh) are some ten instructions a square, two squares an
+//    element. Vectors have a root and a division more, for 12 and 20 bytes.
 //
 // 5. Launches. The descriptions of 96 tensors fit the 32 KB of a launch's arguments. A first kernel
 //    takes these by value and writes them to memory. The other kernels, one launch each for all
@@ -37,13 +38,15 @@
 //    20 us. Matrices of a few elements, as in convolutions, leave most of a warp idle: they cost
 //    latency, not bytes.
 //
-// 6. Sums are float64, by lane, warp, block and matrix, in an order that depends only on sizes.
+// 6. Sums are float64, of squares or of runs of them, by lane, warp, block and matrix, in an order
+//    that depends only on sizes.
 //    Elements have the bits of the CPU's kernel, except where sums in another order round to
 //    another float32. Products are not fused with sums (the flags are in build.py).
 #include "cuda/optim.cuh"
 
 #include "core/adafactor.h"
 #include "core/chunks.h"
+#include "cuda/runs.cuh"
 
 namespace {
 
@@ -59,6 +62,7 @@ constexpr int kTileCtas = std::is_same<Param, RoundedParam>::value ? 3 : 4;
 
 constexpr int kTileGroups = 4;
 constexpr int kSlice = kTileGroups * kGroupStride;  // columns
+constexpr int kRunGroups = kRun / 4;
 
 // A warp's block: rows of a slice of a matrix.
 struct Tile {
@@ -285,13 +289,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas<Param>)
     double of_param = 0, of_direction = 0;
     for_directions<Param, Factored>(a, t, tile, [&](const auto& row, int64_t, auto) {
 #pragma unroll
-      for (int group = 0; group < kTileGroups; ++group) {
+      for (int first = 0; first < kTileGroups; first += kRunGroups) {
+        float params[kRun], directions[kRun];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const double p = row.param[group][i], u = row.direction[group][i];
-          of_param += p * p;
-          of_direction += u * u;
+        for (int i = 0; i < kRun; ++i) {
+          params[i] = row.param[first + i / 4][i % 4];
+          directions[i] = row.direction[first + i / 4][i % 4];
         }
+        of_param += sum_of_run</*Rounded=*/true>(params);
+        of_direction += sum_of_run</*Rounded=*/true>(directions);
       }
     });
     of_param = sum_over_warp(of_param);

@@ -1,13 +1,8 @@
 // The sum of the squares of gradients in CUDA. It reads each gradient once.
 //
-// Consumer GPUs run float64 at 1/64 of the float32 rate. So each lane sums a run of eight squares
-// in float32, accumulates the rounding errors of the run, and adds both to its float64 sum. That is
-// half a float64 addition per element in place of a conversion, a product and an addition.
-//
-// With u = 2^-24, the errors are at most 4 u of the run: one from the squares, which are exact for
-// 16-bit floats, and one from each of three levels of sums. Adding up the errors rounds by at most
-// 5 u of them. So a run's relative error is at most 20 u^2 = 7e-14.
+// A lane's run (runs.cuh) is its eight elements of a turn.
 #include "cuda/optim.cuh"
+#include "cuda/runs.cuh"
 
 namespace {
 
@@ -25,48 +20,6 @@ struct NoParam {
   __device__ __forceinline__ void read(const StepTensor&, int64_t, const Access&) {}
   __device__ __forceinline__ float operator[](int) const { return 0; }
 };
-
-// A sum of floats and its rounding error. Together they are exact.
-struct ExactSum {
-  float sum, error;
-  __device__ __forceinline__ ExactSum(float a, float b) : sum(a + b) {
-    const float from_b = sum - a;
-    error = (a - (sum - from_b)) + (b - from_b);
-  }
-};
-
-// The sum of the squares of a run. Squares of float32 are rounded, those of 16-bit floats are
-// exact.
-constexpr int kRun = 4 * kGroups;
-template <bool Rounded>
-__device__ __forceinline__ double sum_of_run(const float (&run)[kRun]) {
-  float largest = 0;
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) largest = fmaxf(largest, fabsf(run[i]));
-  // Larger squares overflow, and the errors of smaller ones underflow.
-  if (largest != 0 && !(largest >= 0x1p-40f && largest <= 0x1p60f)) {
-    double sum = 0;
-#pragma unroll  // unrolled, since a variable index would put the run in local memory
-    for (int i = 0; i < kRun; ++i) sum += (double)run[i] * run[i];
-    return sum;
-  }
-  float sums[kRun], errors[kRun];
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    sums[i] = run[i] * run[i];
-    errors[i] = Rounded ? fmaf(run[i], run[i], -sums[i]) : 0;
-  }
-#pragma unroll
-  for (int count = kRun / 2; count > 0; count /= 2) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const ExactSum both(sums[i], sums[i + count]);
-      sums[i] = both.sum;
-      errors[i] += errors[i + count] + both.error;
-    }
-  }
-  return (double)sums[0] + errors[0];
-}
 
 struct GradLaunch {
   StepBatch<StepTensor> batch;

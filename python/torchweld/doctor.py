@@ -119,7 +119,7 @@ def _evidence_here() -> Facts:
     elif here:
         facts.append((here, "not tuned here: `torchweld tune` takes a minute"))
     if here and (kept := trial.verdicts(torch.cuda.current_device()).all_kept()):
-        facts += [(verdict.backend, f"{key}, by {verdict.by}") for key, verdict in kept.items()]
+        facts += [(v.backend, f"{key}, by {v.by}, {v.date}") for key, v in kept.items()]
     nothing = (
         "no GPU has been recorded: kernels are checked and timed at their first use"
         f" ({verdicts.VARIABLE}={verdicts.mode})"

@@ -41,9 +41,10 @@ struct Preference {
 namespace {
 
 // Inner sizes with which this cuBLASLt fails: without an algorithm (the real one has undocumented
-// gaps), without memory at the first call, and at run time.
-constexpr uint64_t kNoAlgorithm = 104, kNoMemoryAtFirst = 112, kFails = 120;
-constexpr Status kExecutionFailed = (Status)13;
+// gaps), and, from these sizes on in steps of 8, with the status of that number: the heuristic at
+// its first call, and the product always.
+constexpr uint64_t kNoAlgorithm = 104, kFailsAtFirst = 4104, kFails = 5128;
+constexpr uint64_t kStatuses = 32;
 constexpr size_t kWorkspaceBytes = 4096;
 // The number of products in a partial sum. The scheme below rounds partial sums to the result's
 // dtype.
@@ -55,6 +56,12 @@ constexpr uint64_t kMark = 0x616c676f, kMostAlignment = 256;
 // mistakes.
 [[noreturn]] void misused() {
   throw std::logic_error("the emulated cuBLASLt got inconsistent arguments");
+}
+
+// The status that is planted for this inner size from `from` on.
+Status planted(uint64_t inner, uint64_t from) {
+  const uint64_t steps = (inner - from) / 8;
+  return inner >= from && steps < kStatuses ? (Status)steps : Status::success;
 }
 
 template <class T>
@@ -175,8 +182,9 @@ Status MatmulAlgoGetHeuristic(Handle* handle, Desc* desc, Layout* a, Layout* b, 
     if (alignment > 16) misused();  // more than tensors guarantee
   }
   if (preference->workspace_bytes < kWorkspaceBytes) return Status::not_supported;
-  static bool asked = false;
-  if (b->rows == kNoMemoryAtFirst && !std::exchange(asked, true)) return Status::alloc_failed;
+  static bool asked[kStatuses] = {};
+  const Status at_first = planted(b->rows, kFailsAtFirst);
+  if (!std::exchange(asked[(int)at_first], true) && at_first != Status::success) return at_first;
   const uint64_t found_with = alignment_of(*desc) | (uint64_t)preference->reductions << 16;
   *found = {algorithm_for(*desc, found_with, *a, *d), kWorkspaceBytes, Status::success, 1, {}};
   *count = 1;
@@ -234,7 +242,7 @@ Status Matmul(Handle* handle, Desc* desc, const void* alpha, const void* a, Layo
   }
   fits &= *(const float*)alpha == 1 && *(const float*)beta == 0;
   if (!fits) misused();
-  if (b_layout->rows == kFails) return kExecutionFailed;
+  if (const Status fails = planted(b_layout->rows, kFails); fails != Status::success) return fails;
   std::memset(workspace, 0xff, kWorkspaceBytes);
   const bool turned = desc->transpose_a == Transpose::yes;
   const int64_t inner = (int64_t)b_layout->rows;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_verdicts import FakeTrial
 
 import torchweld
-from torchweld import cli
-from torchweld.dispatch import native
-from torchweld.registry import OPS
+from torchweld import cli, doctor
+from torchweld.dispatch import native, trial
+from torchweld.dispatch.verdicts import Verdicts
+from torchweld.registry import EAGER, OPS
 
 
 def _run(*arguments: str, **environment: str) -> str:
@@ -49,6 +52,23 @@ def test_doctor() -> None:
         assert _row(printed, op)[1:3] == ["yes", served]
     assert "the automatic choice" in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_doctor_lists_what_is_proven_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On this GPU, with what decided and the day; of another GPU, or other kernels, nothing."""
+    file = tmp_path / "verdicts.json"
+    day = datetime.date.today().isoformat()
+    for conditions, key in (("this GPU", "layer_norm fwd"), ("another", "rms_norm fwd")):
+        tried = FakeTrial(key, wrong=["triton"], ms={"cuda": 1.0, EAGER: 2.0})
+        with pytest.warns(RuntimeWarning, match="triton"):
+            assert Verdicts(file, conditions).decide(tried, "time") == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(trial, "verdicts", lambda index: Verdicts(file, "this GPU"))
+    facts = doctor._evidence_here()
+    assert ("cuda", f"layer_norm fwd, by time, {day}") in facts
+    assert not any("rms_norm" in words for _, words in facts)
 
 
 def test_doctor_without_libraries(tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_eps == [None, None, *["triton"] * 4]
 
 
+def test_where_a_single_element_lies_decides_nothing() -> None:
+    """That of a seed, for instance."""
+    kept, seeds = Recent(), torch.zeros(4, dtype=torch.int64)
+    x = torch.randn(32, 64)
+    kept.keep(DROP, [x, seeds[:1]], "triton")
+    assert kept.find(DROP, [x, seeds[1:2]]) == "triton"
+    assert kept.find(DROP, [x, seeds[:1].int()]) is None
+    assert kept.find(DROP, [_beside(x).detach(), seeds[:1]]) is None
+
+
 def test_objects_and_unaligned_tensors_are_not_kept() -> None:
     kept = Recent()
     for given in ([_arguments()[0], object()], DIFFERENT["an input beside"]()):
@@ -173,7 +183,7 @@ def test_a_warm_look_up_is_short() -> None:
     ran = subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE)
     for name, ratio in json.loads(ran.stdout).items():
         print(f"{name}: {ratio:.2f}x the time of its class")
-        assert ratio < 0.65
+        assert ratio < 0.5
 
 
 if __name__ == "__main__":

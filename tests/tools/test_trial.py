@@ -59,7 +59,7 @@ def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:
 
 @pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_right_kernels_pass(
     op: Op, kind: torch.dtype, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +174,23 @@ def test_a_compiled_graph_takes_what_served_its_dtype(
     assert choice.choose(LAYER_NORM, given) == EAGER
     times["cpu"] = 1.0
     assert trial.while_compiling("layer_norm", 0, torch.float32, "fwd") == chosen
+
+
+@pytest.mark.usefixtures("times")
+def test_dtypes_are_tried_apart(times: dict[str, float]) -> None:
+    """A verdict on bfloat16 says nothing of float16, which has a trial and a verdict of its own."""
+    given = {
+        dtype: (torch.randn(1024, 2048, dtype=dtype), [2048], None, None, 1e-5)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    for dtype, (ms, chosen) in zip(given, ((3.0, EAGER), (1.0, "cpu"), (3.0, EAGER)), strict=True):
+        times["cpu"] = ms
+        assert choice.choose(LAYER_NORM, given[dtype]) == chosen
+    kept = trial.verdicts(0).all_kept()
+    assert len(kept) == len({trial.class_of(LAYER_NORM, each) for each in given.values()}) == 3
+    for dtype, each in given.items():
+        assert str(dtype).removeprefix("torch.") in (key := OpTrial(LAYER_NORM, each).key)
+        assert kept[key].by == "time"
 
 
 def test_a_linear_layers_class_has_its_features() -> None:

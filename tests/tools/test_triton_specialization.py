@@ -117,7 +117,7 @@ class _Recorded:
 
 
 def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
-    """These are compiled ahead of time too: twice the warps, and no limit of registers."""
+    """These are compiled ahead of time too: over twice the warps, with all registers."""
     from torchweld.triton_kernels.launch import launch, run
 
     kernel = _Recorded()
@@ -129,13 +129,42 @@ def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
         for spreads in (True, False):
             run(
                 rows,
-                launch(kernel, 1, rows, tensor, 64, spreads=spreads, num_warps=8, maxnreg=128),
+                launch(kernel, 1, rows, tensor, 64, spreads=spreads, num_warps=8, maxnreg=200),
             )
-    limited = options | {"maxnreg": 128}
-    spread = options | {"num_warps": 16}
+    limited = options | {"maxnreg": 200}
+    spread = options | {"num_warps": 16, "maxnreg": 128}
     assert kernel.options == [limited, limited, spread, limited, spread, limited]
     run(rows, launch(kernel, 0, rows, num_warps=8))
     assert len(kernel.options) == 6, "a launch without programs does not run"
+
+
+@pytest.mark.parametrize("width", [4096, 8192, 16384, 16376])
+def test_views_of_the_widest_rows_go_in_tiles(width: int) -> None:
+    """A thread has no registers for the addresses of a view's elements beside the widest row."""
+    from torchweld.triton_kernels import dropout_add_norm, norm
+
+    def kernels(x: torch.Tensor) -> tuple[str, str, str]:
+        rstd, row = torch.ones(len(x)), torch.ones(width)
+        saved = (x, row, rstd, rstd, x, row, row)
+        dropout = dropout_add_norm._dropout(x, [width], 0.0, None, [], [])
+        tensors = (x, x, row, row, x, x, rstd, rstd)
+        every = (
+            dropout_add_norm._forward_launch(*tensors, 1e-5, dropout),
+            *norm._backward_launches(x, *saved),
+        )
+        assert not any(each.aligned and each.spreads for each in every)
+        names = [each.kernel.fn.__name__ for each in every]
+        return names[0], names[1], str(every[0].aligned)
+
+    rows = torch.empty(2, width)
+    beside = torch.empty(2 * width + 1)[1:].view(2, width)
+    strided = torch.empty(2, width + 8)[:, :width]
+    whole = "_forward" if width % 16 == 0 else "_forward_wide"
+    assert kernels(rows)[:2] == (whole, "_backward" if width <= 8192 else "_sum_columns")
+    for view in (beside, strided) if width % 16 == 0 else ():
+        forward = "_forward" if width <= 8192 else "_forward_wide"
+        assert kernels(view)[:2] == (forward, "_backward" if width <= 4096 else "_sum_columns")
+        assert kernels(view)[2] == "False"
 
 
 if __name__ == "__main__":

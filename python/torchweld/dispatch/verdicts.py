@@ -6,6 +6,7 @@ process of those that share a cache tries a class at a time; the others wait for
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import warnings
@@ -31,6 +32,7 @@ class Verdict(NamedTuple):
     by: str
     faults: dict[str, str]
     ms: dict[str, float]
+    date: str = ""
 
     def against(self, backend: str) -> str | None:
         """Why this backend does not serve; None if it does."""
@@ -143,7 +145,8 @@ class Verdicts:
 
     def _add(self, content: dict[str, Any], trial: Trial, verdict: Verdict) -> None:
         kept = _entries(content, self._conditions)
-        content[self._conditions] = kept | {trial.key: verdict._asdict()}
+        dated = verdict._replace(date=datetime.date.today().isoformat())
+        content[self._conditions] = kept | {trial.key: dated._asdict()}
 
     def _try(self, trial: Trial, how: str) -> tuple[Verdict, bool]:
         """A verdict, and whether it is for good: not where memory was wanting."""
