@@ -116,9 +116,7 @@ class Cell:
         self, counted: CountCollectives, modules: Any = None, over: Any = None, of: int = 1
     ) -> Run:
         """The finished run. Losses are averaged over the `of` processes of the group `over`."""
-        losses = torch.stack([torch.as_tensor(loss).double() for loss in self.losses])
-        if of > 1:
-            dist.all_reduce(losses, group=over)
+        losses = _mean_over(self.losses, over, of)
         modules = [self.model] if modules is None else modules
         parameters = {
             name.removeprefix("module.").replace("_orig_mod.", ""): _whole(parameter)
@@ -126,7 +124,15 @@ class Cell:
             for name, parameter in module.named_parameters()
         }
         calls, sent = dict(counted.calls), dict(counted.bytes)
-        return Run((losses / of).tolist(), parameters, calls, sent)
+        return Run(losses, parameters, calls, sent)
+
+
+def _mean_over(losses: list[float], group: Any, of: int) -> list[float]:
+    """Losses averaged over the `of` processes of a group."""
+    mean = torch.stack([torch.as_tensor(loss).double() for loss in losses]) / of
+    if of > 1:
+        dist.all_reduce(mean, group=group)
+    return mean.tolist()
 
 
 @contextmanager
@@ -250,23 +256,42 @@ def _tensor_ring(name: str, dtype: torch.dtype) -> Run:
     return _along_a_ring(cell, mesh.get_local_rank("ring"), 2, mesh.get_group("ring"))
 
 
-def _along_a_ring(cell: Cell, rank: int, count: int, group: Any) -> Run:
-    """Each process has a slice of every sequence, and its part of the mean loss."""
+def _fsdp_tensor_ring(name: str, dtype: torch.dtype) -> Run:
+    cell = Cell(name, dtype)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "ring", "tensor"))
+    parallelize_module(cell.model, mesh["ring", "tensor"], tp_plan(cell.model, ring=True))
+    zero3(cell.model, mesh["data"])
+    data = (mesh.get_group("data"), mesh.get_local_rank("data"), 2)
+    return _along_a_ring(cell, mesh.get_local_rank("ring"), 2, mesh.get_group("ring"), data)
+
+
+def _along_a_ring(
+    cell: Cell, rank: int, count: int, group: Any, data: tuple[Any, int, int] = (None, 0, 1)
+) -> Run:
+    """Each process has a slice of every sequence, and its part of the mean loss.
+
+    `data` is the group, rank and size of data parallelism.
+    """
     first = rank * cell.settings.length // count
     here = slice(first, first + cell.settings.length // count)
+    over, place, of = data
+    each = MICROBATCHES // of
 
     def step(number: int) -> torch.Tensor:
-        cell.begin(number)
+        cell.begin(number, place * each)
         total = torch.zeros(())
-        for m in range(MICROBATCHES):
+        for m in range(place * each, (place + 1) * each):
             tokens, targets = (x[:, here] for x in cell.microbatch(number, m))
-            with cell.autocast():
-                loss = cell.loss(cell.model(tokens, first), targets)
-            (loss / count / MICROBATCHES).backward()
-            total += loss.detach() / MICROBATCHES
+            with _without_exchange(cell.model, m < (place + 1) * each - 1):
+                with cell.autocast():
+                    loss = cell.loss(cell.model(tokens, first), targets)
+                (loss / count / each).backward()
+            total += loss.detach() / each
         return total
 
-    return cell.left(cell.train(step, adamw(cell.model)), over=group, of=count)
+    counted = cell.train(step, adamw(cell.model))
+    cell.losses = _mean_over(cell.losses, over, of)
+    return cell.left(counted, over=group, of=count)
 
 
 def _pipeline(
@@ -322,10 +347,7 @@ def _staged(
         return count * torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
     counted = cell.train(step, optimizer)
-    if of > 1:  # each loss is that of its part of the batch
-        losses = torch.stack([torch.as_tensor(loss).double() for loss in cell.losses]) / of
-        dist.all_reduce(losses, group=over)
-        cell.losses = list(losses)
+    cell.losses = _mean_over(cell.losses, over, of)  # each is that of its part of the batch
     return cell.left(counted, modules, over=group, of=count)
 
 
@@ -401,4 +423,5 @@ STRATEGIES = {
     "PP DualPipeV": Strategy(2, _schedule(pipelining.ScheduleDualPipeV, _vee)),
     "FSDP2 x TP + SP": Strategy(4, _fsdp_tensor),
     "FSDP2 x TP + SP x PP": Strategy(8, _fsdp_tensor_pipeline, in_ci=False),
+    "FSDP2 x TP x ring SP": Strategy(8, _fsdp_tensor_ring, in_ci=False),
 }

@@ -87,6 +87,11 @@ class Sizes:
     layers: int
     norms: int  # parameters of norms inside blocks
     whole: int  # parameters that tensor parallelism does not shard
+    embedding: int
+    # Parameters whose gradients kernels sum over devices, and their bytes on one of two
+    # tensor-parallel devices.
+    summed: int
+    summed_bytes: int
 
 
 Sent = dict[str, tuple[int, int]]  # kind to calls and bytes
@@ -123,14 +128,15 @@ def _sharded(times: int) -> Callable[[Sizes], Sent]:
     return sent
 
 
-def _tensor(s: Sizes) -> Sent:
+def _tensor(s: Sizes, microbatches: int = _m) -> Sent:
     """Two all-reduces each way per block, and those of the embedding, the head and the logits.
 
     The forward ones sum linear layers' results, the backward ones gradients of the stream.
     """
     reduces = 4 * s.layers + 2
     size = (2 * s.layers + 2) * s.stream + 2 * s.layers * s.computed
-    return {"all-reduce": (_m * reduces, _m * size), "all-gather": (_m, _m * s.logits)}
+    n = microbatches
+    return {"all-reduce": (n * reduces, n * size), "all-gather": (n, n * s.logits)}
 
 
 def _sequence(s: Sizes, microbatches: int = _m, first_stage: bool = False) -> Sent:
@@ -168,23 +174,42 @@ def _three_dimensions(s: Sizes) -> Sent:
     return {**inside, "send": (_m // 2, _m // 2 * s.stream)}
 
 
-def _ring(s: Sizes) -> Sent:
+def _ring(s: Sizes, microbatches: int = _m) -> Sent:
     """All-reduced gradients; keys and values, once each way, and their gradients.
 
     In a causal sequence of two slices only the first slice is sent on, and its gradients are sent
     back.
     """
-    sends = _m * s.layers * (2 if MODELS[s.model].causal else 3)  # from the first process
+    sends = microbatches * s.layers * (2 if MODELS[s.model].causal else 3)  # from the first process
     return {
-        "all-reduce": (_m * s.count, _m * s.parameters),
+        "all-reduce": (microbatches * s.count, microbatches * s.parameters),
         "send": (sends, sends * s.computed),  # halves of keys and of values
     }
 
 
+def _halved(s: Sizes) -> Sizes:
+    """The sizes of half of every sequence."""
+    return replace(s, stream=s.stream // 2, computed=s.computed // 2, logits=s.logits // 2)
+
+
 def _tensor_ring(s: Sizes) -> Sent:
     """Half of the stream and of the heads; gradients of a device's part summed along the ring."""
-    here = replace(s, stream=s.stream // 2, computed=s.computed // 2, logits=s.logits // 2)
+    here = _halved(s)
     return _both(_tensor(here), _ring(_cut(here)))
+
+
+def _sharded_tensor_ring(s: Sizes) -> Sent:
+    """Half of the microbatches; parameters are gathered twice for each.
+
+    Kernels sum the gradients of norms and of fc1's bias along the ring, for each microbatch. FSDP2
+    has the others summed once, that of the embedding before it is cut.
+    """
+    n = _m // 2
+    here, cut = _halved(s), _cut(s)
+    sums = s.count + (n - 1) * s.summed
+    size = cut.parameters + s.embedding // 2 + (n - 1) * s.summed_bytes
+    ring = {"all-reduce": (sums, size), "send": _ring(_cut(here), n)["send"]}
+    return _both(_both(_tensor(here, n), ring), _sharded(_m)(cut))
 
 
 def _pipeline(boundaries: int) -> Callable[[Sizes], Sent]:
@@ -231,6 +256,7 @@ TEXTBOOK: dict[str, Callable[[Sizes], Sent]] = {
     "FSDP2 x TP + SP x PP": _three_dimensions,
     "ring SP": _ring,
     "TP x ring SP": _tensor_ring,
+    "FSDP2 x TP x ring SP": _sharded_tensor_ring,
     "PP GPipe": _pipeline(1),
     "PP 1F1B": _pipeline(1),
     "PP interleaved 1F1B": _pipeline(3),
@@ -247,6 +273,8 @@ def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
     s, width = MODELS[cell.model], DTYPES[cell.dtype].itemsize
     size = {name: 4 * p.numel() for name, p in parameters.items()}
     uncut = ("norm", "o_proj.bias", "fc2.bias", "place")
+    norms = [n for name, n in size.items() if "norm" in name]
+    biases = [n for name, n in size.items() if "fc1.bias" in name]
     return Sizes(
         model=cell.model,
         parameters=sum(size.values()),
@@ -257,6 +285,9 @@ def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
         layers=len({name.split(".")[1] for name in size if name.startswith("blocks.")}),
         norms=sum(n for name, n in size.items() if ".norm" in name),
         whole=sum(n for name, n in size.items() if any(part in name for part in uncut)),
+        embedding=size.get("token.weight", 0),
+        summed=len(norms) + len(biases),
+        summed_bytes=sum(norms) + sum(biases) // 2,
     )
 
 
