@@ -43,7 +43,7 @@ SIXTEEN_BITS = {"masters", "stochastic"}
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdicts:
     """Steps of CPU tensors need a proof as on a GPU."""
     kept = Verdicts(tmp_path / "verdicts.json", "a GPU")
-    monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
+    monkeypatch.setattr(choice, "on_gpu", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(trials, "verdicts", lambda index: kept)
     monkeypatch.setattr(trial, "_served", {})
     monkeypatch.setattr(bare_trial, "_served", {})

@@ -32,7 +32,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     """Try CPU tensors as a GPU's; the test sets the milliseconds that a clock would find."""
     found = {"cpu": 1.0, EAGER: 2.0}
     kept = Verdicts(tmp_path / "verdicts.json", "a GPU")
-    monkeypatch.setattr(choice, "on_trial", lambda x: not torch.compiler.is_compiling())
+    monkeypatch.setattr(choice, "on_gpu", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(trial, "verdicts", lambda index: kept)
     monkeypatch.setattr(trial, "_served", {})
     monkeypatch.setattr(trial, "_recent", Recent())
@@ -138,7 +138,7 @@ def test_a_compiled_graph_takes_what_is_proven(
     slow: bool, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At trace time, on numbers of its own; or from what served such calls before."""
-    monkeypatch.setattr(choice, "tried_before_compiling", lambda x: torch.compiler.is_compiling())
+    monkeypatch.setattr(choice, "on_gpu", lambda x: True)
     times["cpu"] = 3.0 if slow else 1.0
     ran = []
     kernel = LAYER_NORM.kernels["cpu"]

@@ -87,17 +87,22 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
     """The backend for these inputs; raises BackendError if none of those asked for can serve."""
     if forced is not None:
         return _by_name(op, inputs, forced)
-    if isinstance(op, Op):
-        if on_trial(x := inputs[0]):
+    if isinstance(op, Op) and on_gpu(x := inputs[0]):
+        if on_trial(x):
             return trial.proven(op, inputs)
         if tried_before_compiling(x):
             by = evidence.direction(inputs)
             found = trial.while_compiling(op.name, x.device.index, x.dtype, by)
             return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
     for backend in op.backends:
-        if why_not_automatic(op, backend, inputs) is None:
+        if op.why_not(backend, inputs) is None and _against(op, backend, inputs) is None:
             return backend
     return EAGER
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one in a test."""
+    return x.is_cuda
 
 
 def on_trial(x: torch.Tensor) -> bool:
@@ -105,12 +110,12 @@ def on_trial(x: torch.Tensor) -> bool:
 
     Tensors that stand for others, as fake ones do, prove nothing.
     """
-    return x.is_cuda and not torch.compiler.is_compiling() and type(x) in _PLAIN
+    return on_gpu(x) and not torch.compiler.is_compiling() and type(x) in _PLAIN
 
 
 def tried_before_compiling(x: torch.Tensor) -> bool:
     """Whether a graph that is being compiled takes what is proven at first use."""
-    return x.is_cuda and torch.compiler.is_compiling() and verdicts.mode != "off"
+    return on_gpu(x) and torch.compiler.is_compiling() and verdicts.mode != "off"
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -136,6 +141,11 @@ def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str
         verdict = trial.known(op, inputs)
         if verdict is not None:
             return verdict.against(backend)
+    return _against(op, backend, inputs)
+
+
+def _against(op: Choosable, backend: str, inputs: Sequence[Any]) -> str | None:
+    """What evidence says against a backend that can serve."""
     return None if backend == "cpu" else evidence.against(op, backend, inputs)
 
 

@@ -142,14 +142,14 @@ class Op:
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
         x, its = inputs[0], BACKENDS[backend]
-        # Reading is_cpu is much cheaper than reading the device's type.
-        if ("cpu" if x.is_cpu else x.device.type) not in its.devices:
+        on_cpu = x.is_cpu  # much cheaper to read than the device's type
+        if ("cpu" if on_cpu else x.device.type) not in its.devices:
             # A missing library explains more than an unsupported device.
             return its.missing() or (
                 f"{self.forward_signature.arguments[0]} is on {x.device};"
                 f" it serves {' and '.join(sorted(its.devices))}"
             )
-        if reason := its.why_not(x.device):
+        if reason := its.missing() if on_cpu else its.why_not(x.device):
             return reason
         if x.dtype not in self.dtypes:
             return f"no kernel for {x.dtype}"
