@@ -215,7 +215,8 @@ def test_an_op_asks_for_the_capability(
     backends._unfit_once.cache_clear()
     for backend in ("cuda", "triton"):
         monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
-        gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, is_nested=False)
+        device = torch.device("cuda", 0)
+        gpu = SimpleNamespace(device=device, dtype=torch.float32, is_cpu=False, is_nested=False)
         assert (OPS["layer_norm"].why_not(backend, [gpu]) is None) == served
     assert (BARE.why_not("cuda", [gpu]) is None) == served
     backends._unfit_once.cache_clear()
