@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -134,14 +135,16 @@ def test_a_job_tells_what_it_measured() -> None:
     assert {line.op for line in found.overheads} == {"layer_norm"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [("os.abort()", "ended with status -6"), ("time.sleep(99)", "longer than 15 s")],
-    ids=["crashes", "hangs"],
-)
-def test_a_jobs_process_may_end(
-    fault: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin = time.perf_counter()
+    _run_with(tmp_path, "os.abort()", 600, "ended with status -6")
+    # A process starts slowly on a busy machine.
+    seconds = math.ceil(3 * (time.perf_counter() - begin))
+    _run_with(tmp_path, "time.sleep(9999)", seconds, f"longer than {seconds} s")
+
+
+def _run_with(folder: Path, fault: str, seconds: int, told: str) -> None:
     """Earlier output counts; the fault is attributed to its backend."""
     planted = f"""
 import os, time
@@ -152,9 +155,8 @@ def planted(*given):
     {fault}
 kinds.measure = planted
 """
-    (tmp_path / "sitecustomize.py").write_text(planted)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = isolated.run(JOB, seconds=15)
+    (folder / "sitecustomize.py").write_text(planted)
+    found = isolated.run(JOB, seconds=seconds)
     assert [result.direction for result in found.results[0]] == ["fwd", "fwd"]
     assert len(found.results) == 1
     (refusal,) = isolated.refused(JOB, found)
