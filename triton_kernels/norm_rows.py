@@ -342,7 +342,7 @@ def _backward_tile(
     # addresses take registers too.
     if width % 16:
         columns_a_thread //= 2
-    # Of the widest rows a thread of 32 warps has too few registers for a view's addresses.
+    # In the widest rows, 32 warps leave a thread too few registers for a view's addresses.
     if block > (512 if aligned else 256) * columns_a_thread:
         block = _WIDE_BACKWARD_BLOCK
     rows = max(1, 2048 // block)

@@ -38,10 +38,10 @@
 //    20 us. Matrices of a few elements, as in convolutions, leave most of a warp idle: they cost
 //    latency, not bytes.
 //
-// 6. Sums are float64, of squares or of runs of them, by lane, warp, block and matrix, in an order
-//    that depends only on sizes.
-//    Elements have the bits of the CPU's kernel, except where sums in another order round to
-//    another float32. Products are not fused with sums (the flags are in build.py).
+// 6. Sums of squares, or of runs of them, are float64, by lane, warp, block and matrix, in an order
+//    that depends only on sizes. Elements have the bits of the CPU's kernel, except where sums in
+//    another order round to another float32. Products are not fused with sums (the flags are in
+//    build.py).
 #include "cuda/optim.cuh"
 
 #include "core/adafactor.h"

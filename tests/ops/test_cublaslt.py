@@ -189,10 +189,10 @@ STATUSES = {
     "license error": 16,
     "unknown": 31,
 }
-plants = pytest.mark.skipif(GPU, reason="the emulator's plants")
+planted = pytest.mark.skipif(GPU, reason="only the emulator's cuBLASLt fails on request")
 
 
-@plants
+@planted
 @pytest.mark.parametrize("status", STATUSES)
 def test_a_shape_without_a_plan_runs_torchs_gemm(device: str, status: str) -> None:
     """For good, unless memory was exhausted: that shape works the next time."""
@@ -201,7 +201,7 @@ def test_a_shape_without_a_plan_runs_torchs_gemm(device: str, status: str) -> No
     assert _is_torchs(device, width, 64) == (status not in ("success", "alloc failed"))
 
 
-@plants
+@planted
 @pytest.mark.parametrize("status", STATUSES)
 def test_a_product_that_fails_runs_torchs_gemm(device: str, status: str) -> None:
     width = 5128 + 8 * STATUSES[status]

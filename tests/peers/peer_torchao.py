@@ -1,4 +1,4 @@
-"""torchao's converters leave alone what they may not convert; the rest stays right."""
+"""torchao converts only the layers that it may, and models still compute the right results."""
 
 from __future__ import annotations
 

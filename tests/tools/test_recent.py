@@ -152,7 +152,7 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_a_single_element_lies_decides_nothing() -> None:
-    """That of a seed, for instance."""
+    """For example, a seed may lie anywhere."""
     kept, seeds = Recent(), torch.zeros(4, dtype=torch.int64)
     x = torch.randn(32, 64)
     kept.keep(DROP, [x, seeds[:1]], "triton")

@@ -90,7 +90,8 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
     if isinstance(op, Op) and on_gpu(x := inputs[0]):
         if on_trial(x):
             return trial.proven(op, inputs)
-        if tried_before_compiling(x):
+        # A graph that is being compiled takes what is proven at first use.
+        if torch.compiler.is_compiling() and verdicts.mode != "off":
             by = evidence.direction(inputs)
             found = trial.while_compiling(op.name, x.device.index, x.dtype, by)
             return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
@@ -111,11 +112,6 @@ def on_trial(x: torch.Tensor) -> bool:
     Tensors that stand for others, as fake ones do, prove nothing.
     """
     return on_gpu(x) and not torch.compiler.is_compiling() and type(x) in _PLAIN
-
-
-def tried_before_compiling(x: torch.Tensor) -> bool:
-    """Whether a graph that is being compiled takes what is proven at first use."""
-    return on_gpu(x) and torch.compiler.is_compiling() and verdicts.mode != "off"
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -3,7 +3,7 @@
 A look-up here is part of every warm call on a GPU, and the reason for its form: reading a tensor's
 dtype, device, sizes and so on in Python costs 40 to 100 ns each. torch's own guards of compiled
 graphs compare all of them in one call, and the comparison of the rest is made for the call's
-arguments, without a loop. What differs in anything is looked up the long way.
+arguments, without a loop. A call that differs in anything is looked up the long way.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _comparison(
 
     It is generated: a loop over the arguments takes as long as all that is compared. `alike` tells
     whether tensors have the same type, dtype, device, sizes, strides and requires_grad, and torch
-    the same dispatch, which a transform, a mode, tracing or autocast changes. What has more than
-    one element is `addressed`: whether it is aligned matters.
+    the same dispatch, which a transform, a mode, tracing or autocast changes. Tensors with more
+    than one element are `addressed`, since their alignment matters.
     """
     addresses = " | ".join(f"given[{i}].data_ptr()" for i in addressed) or "0"
     made: Callable[..., _IsLike] = eval(
