@@ -123,6 +123,10 @@ test-lane: ## What depends on torch, under Python 3.12, torch 2.11 and Triton 3.
 lane: env
 	@$(PYTEST) -n 2 --dist worksteal -k "not interpreter and not emulator" $(LANE) $(ARGS)
 
+.PHONY: resources
+resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and keep what each takes
+	@$(PY) tests/resources.py
+
 .PHONY: demo
 demo: env ## Train a small GPT eager and fused: times, memory, and the loss curves in build/demo.png
 	@$(PY) -m torchweld demo --plot build/demo.png --json build/demo.json $(ARGS)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import re
 import tokenize
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchweld.ops.optimizer.rule import Rule
@@ -42,12 +43,18 @@ def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
     native = [path for path in roots if path.suffix != ".py"]
     roots += [folder / "csrc" / "bind" / f"{path.stem}.cpp" for path in native]
     roots += [folder / "csrc" / "flags.py"] if native else []
+    return used_by(roots, folder)
+
+
+def used_by(roots: Iterable[Path], folder: Path) -> list[Path]:
+    """These files, and this repository's files that they include or import."""
     found: dict[Path, None] = {}
-    while roots:
-        path = roots.pop()
+    open_ends = [*roots]
+    while open_ends:
+        path = open_ends.pop()
         if path not in found and path.exists():
             found[path] = None
-            roots += _uses(path, folder)
+            open_ends += _uses(path, folder)
     return sorted(found)
 
 
@@ -66,15 +73,20 @@ def _names(text: str, is_python: bool) -> list[str]:
 
 
 def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:
-    """SHA-256 of the backend's sources without comments and blank lines."""
+    """SHA-256 of the backend's sources, without what compilers ignore."""
+    return hash_of(sources_of(op, backend, folder), folder)
+
+
+def hash_of(paths: Iterable[Path], folder: Path) -> str:
+    """SHA-256 of files, without comments, docstrings and blank lines."""
     digest = hashlib.sha256()
-    for path in sources_of(op, backend, folder):
+    for path in paths:
         digest.update(f"{path.relative_to(folder)}\n{stripped(path)}\n".encode())
     return digest.hexdigest()
 
 
 def stripped(path: Path) -> str:
-    """The file's text without comments and blank lines."""
+    """The file's text without comments, docstrings and blank lines."""
     return _stripped(path.read_text(), path.suffix == ".py")
 
 
@@ -89,9 +101,15 @@ def _stripped(text: str, is_python: bool) -> str:
 
 
 def _without_python_comments(text: str) -> str:
-    lines = text.splitlines()
+    """The text without comments and docstrings."""
+    spans, before = [], tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+        starts_a_statement = before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and starts_a_statement):
+            spans.append((token.start, token.end))
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    lines = text.splitlines()
+    for (first, column), (last, end) in reversed(spans):
+        lines[first - 1 : last] = [lines[first - 1][:column] + lines[last - 1][end:]]
     return "\n".join(lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=link.run)
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments[:2]) == ["bench", "compare"]:  # takes files; bench takes ops
-        return compare.run(arguments[2:])
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        if list(arguments[:2]) == ["bench", "compare"]:  # takes files; bench takes ops
+            return compare.run(arguments[2:])
+        options = parser.parse_args(arguments)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE

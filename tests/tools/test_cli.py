@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_doctor() -> None:
         assert _row(printed, op)[1:3] == ["yes", served]
     assert "the automatic choice" in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_reader_may_leave() -> None:
+    """`torchweld doctor | head` ends quietly, and with the status that shells give."""
+    command = [sys.executable, "-m", "torchweld", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_doctor_lists_what_is_proven_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -105,3 +105,32 @@ def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: P
             key for key, files in parts.items() if path in files
         }, path
         file.write_text(text)
+
+
+def test_only_what_a_kernel_computes_counts(tmp_path: Path) -> None:
+    """Comments and docstrings go; strings that only look like them stay."""
+    file = tmp_path / "kernel.py"
+    file.write_text(
+        '''"""A module,
+of two lines."""  # and a comment
+
+name = "# not a comment"  # a comment
+def load(ptr,
+         # between arguments
+         default="""not a docstring"""):
+    """A docstring."""
+    value = ptr
+    return (
+        "not a docstring"
+    )
+'''
+    )
+    assert sources.stripped(file).splitlines() == [
+        'name = "# not a comment"',
+        "def load(ptr,",
+        '         default="""not a docstring"""):',
+        "    value = ptr",
+        "    return (",
+        '        "not a docstring"',
+        "    )",
+    ]

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_aot import SHARED_MEMORY, launches, signature_of
+
+from resources import CAPABILITIES, launches, signature_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -43,7 +44,7 @@ SPECIALISED = {
 
 def _specialised_integers() -> list[str]:
     found = set()
-    for _, launch in launches(max(SHARED_MEMORY)):
+    for _, launch in launches(max(CAPABILITIES)):
         values = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         for parameter in launch.kernel.params:
             free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
