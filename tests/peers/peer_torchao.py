@@ -65,11 +65,15 @@ def test_quantized(config: Callable[[], object], asked: bool) -> None:
             assert type(ours[0].weight) is not torch.nn.Parameter
         else:
             quantize_(plain[4], config())
+        expected = plain(x)
+        lost = (expected - exact).abs().max()
         for backend in ("eager", "cpu"):
             with torchweld.use_backend(backend):
-                found = ours(x)
-            # An activation rounded to the other side is one step of many.
-            assert (found - plain(x)).abs().max() < 0.1 * (plain(x) - exact).abs().max()
+                off = (ours(x) - expected).abs().amax(dim=1)
+            # The last bit of an activation may round to the next of 255 integers. That happens in
+            # few rows, and is followed by others there, but loses no more than rounding itself.
+            assert (off > 0.01 * lost).float().mean() < 0.02
+            assert off.max() < lost
 
 
 def test_float8_training_leaves_a_layer_with_its_activation_alone() -> None:
