@@ -12,7 +12,6 @@ import torchweld
 from torchweld import doctor, tune
 from torchweld.bench import command as bench
 from torchweld.bench import compare, demo
-from torchweld.distributed import link
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     about = "measure the link of a group that torchrun started, and say which compression pays"
     command = commands.add_parser("link", help=about, description=f"{about.capitalize()}.")
-    link.add_options(command)
-    command.set_defaults(run=link.run)
+    command.add_argument("--parameters", type=float, required=True, help="of the model: 350e6")
+    command.add_argument(
+        "--step-ms", type=float, required=True, help="a step's computation, without exchanges"
+    )
+    command.add_argument("--batch", type=int, default=1, help="samples of a step on each rank")
+    command.set_defaults(run=_link)
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -58,3 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
+
+
+def _link(options: argparse.Namespace) -> int:
+    from torchweld.distributed import link  # brings torch's pipelines: a second, only for this
+
+    return link.run(options)

@@ -166,10 +166,16 @@ print(torch.equal(y, exact.to(torch.float32).half()), (y != exact.half()).sum().
 
 
 def test_importing_leaves_the_compiler_alone() -> None:
-    """torch.compile's modules take longer to import than torchweld."""
-    heavy = ("torch._dynamo", "torch.distributed.tensor", "triton", "sympy", "transformers")
-    program = f"import sys, torchweld; print([m for m in {heavy} if m in sys.modules])"
-    assert _run(program) == ["[]"]
+    """Some of torch's modules take longer to import than torchweld and its command line."""
+    heavy = ["torch._dynamo", "sympy", "transformers", "torch.distributed.checkpoint"]
+    heavier = [*heavy, "torch.distributed.tensor", "triton"]
+    program = f"""
+import sys, torchweld
+print([module for module in {heavier} if module in sys.modules])
+import torchweld.cli
+print([module for module in {heavy} if module in sys.modules])
+"""
+    assert _run(program) == ["[]", "[]"]
 
 
 def _fits(architectures: str, capability: str) -> bool:

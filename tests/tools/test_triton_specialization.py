@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import resources
 from resources import CAPABILITIES, launches, signature_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -89,6 +91,7 @@ def _attentions() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(resources.__file__).parent)
     command = [sys.executable, __file__]
     return json.loads(subprocess.check_output(command, env=environment, text=True))
 

@@ -153,15 +153,6 @@ def table(found: list[Choice], batch: int) -> Table:
     return shown
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `torchweld link`."""
-    parser.add_argument("--parameters", type=float, required=True, help="of the model: 350e6")
-    parser.add_argument(
-        "--step-ms", type=float, required=True, help="a step's computation, without exchanges"
-    )
-    parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank")
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure the group in which torchrun started this process."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
