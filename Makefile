@@ -100,7 +100,7 @@ test-peers: env ## Tests against other packages; installs them
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
-	@$(PYTEST) tests/peers/peer_*.py $(ARGS)
+	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 
 .PHONY: stack
 stack: env ## All cells of the matrix of strategies, written into docs/stack.md

@@ -1,9 +1,9 @@
 """The registers, shared memory and spilled bytes of Triton's kernels on GPUs that need not be here.
 
 A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
-To compile them all takes a quarter of an hour, so the results are kept in tests/resources, by
-version of Triton and by a hash of all that a compile depends on. `rows` compiles what is not there,
-and the fullest case of each kernel anyway. `make resources` compiles everything and keeps it.
+To compile them all takes minutes, so the results are kept in tests/kept, by version of Triton and
+by a hash of all that a compile depends on. `rows` compiles what is not there, and the fullest case
+of each kernel anyway. `make resources` compiles everything and keeps it.
 
 The compiler runs in a process of this file, since tests set TRITON_INTERPRET=1, which disables it.
 """
