@@ -19,13 +19,22 @@ import torchweld
 SECONDS = 300  # timeout of a scenario
 
 
+def starts() -> Any:
+    """multiprocessing, with processes that fork from one that has imported what takes seconds."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torchweld.distributed", "torch._dynamo", "torch.distributed.fsdp"]
+    )
+    return context
+
+
 class Processes:
     """A number of processes that all run the same scenarios."""
 
     def __init__(self, count: int) -> None:
         self._directory = tempfile.TemporaryDirectory()
         store = f"file://{Path(self._directory.name) / 'store'}"
-        context = torch.multiprocessing.get_context("spawn")
+        context = starts()
         self._ends, theirs = zip(*[context.Pipe() for _ in range(count)], strict=True)
         self._started = [
             context.Process(target=_serve, args=(rank, count, store, end), daemon=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
-from processes import processes
+from processes import processes, starts
 from torchweld import optim
 from torchweld.bench.one_bit import WithoutFeedback
 from torchweld.distributed import OneBitAllReduce, onebit_hook
@@ -92,7 +92,7 @@ def test_a_fault_is_an_error_on_every_rank(kind: str, fault: str) -> None:
         group.run(None, _fails, kind, fault)
 
 
-def _dies(rank: int, port: int, how: str, folder: str) -> None:
+def _dies(rank: int, how: str, folder: str) -> None:
     store = f"file://{folder}/store"
     timeout = datetime.timedelta(seconds=8)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
@@ -121,10 +121,8 @@ def _dies(rank: int, port: int, how: str, folder: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "raises"])
 def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
     """If a rank ends or never reaches the step, the others raise within the group's timeout."""
-    context = torch.multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=_dies, args=(rank, 0, how, str(tmp_path))) for rank in range(2)
-    ]
+    context = starts()
+    started = [context.Process(target=_dies, args=(rank, how, str(tmp_path))) for rank in range(2)]
     for process in started:
         process.start()
     for process in started:

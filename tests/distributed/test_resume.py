@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import stack_cells
-from processes import processes
+from processes import processes, starts
 from stack import Cell, adamw
 from torchweld.distributed import checkpoint, tp_plan, zero3
 
@@ -110,7 +109,7 @@ def _until_killed(rank: int, store: str, folder: str, end: Any) -> None:
 
 
 def test_others_raise_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
+    context = starts()
     ends = [context.Pipe() for _ in range(2)]
     store, folder = f"file://{tmp_path / 'store'}", str(tmp_path / "saved")
     started = [
