@@ -86,7 +86,8 @@ def placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tenso
 
     def place(t: torch.Tensor) -> torch.Tensor:
         placements = [Replicate() if d is None else Shard(min(d, t.ndim - 1)) for d in dims]
-        return distribute_tensor(t, mesh, placements)
+        # Every rank has the whole tensor, so nothing need be sent.
+        return distribute_tensor(t, mesh, placements, src_data_rank=None)
 
     return place
 
