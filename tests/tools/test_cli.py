@@ -66,6 +66,12 @@ def test_a_reader_may_leave() -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+def test_a_link_joins_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without torchrun there is one; the command says how to start more."""
+    assert cli.main(["link", "--parameters", "350e6", "--step-ms", "400"]) == 2
+    assert "torchrun --nproc-per-node 2 -m torchweld link" in capsys.readouterr().out
+
+
 def test_doctor_lists_what_is_proven_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On this GPU, with what decided and the day; of another GPU, or other kernels, nothing."""
     file = tmp_path / "verdicts.json"

@@ -91,7 +91,8 @@ def _attentions() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(resources.__file__).parent)
+    paths = [str(Path(resources.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, __file__]
     return json.loads(subprocess.check_output(command, env=environment, text=True))
 
