@@ -115,8 +115,9 @@ def _normalize_act_backward(
     column_tiles = tl.cdiv(width, BLOCK)
     chunk = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK)
-    mean_g = load_parameter(mean_g_ptr, column, width, 0)[None, :]
-    mean_g_x_hat = load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :]
+    if mean_g_ptr is not None:
+        mean_g = load_parameter(mean_g_ptr, column, width, 0)[None, :]
+        mean_g_x_hat = load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :]
     weight_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_partial = tl.zeros([ROWS, BLOCK], tl.float32)
     first, last = chunk_range(chunk, rows, chunks, ROWS)
@@ -131,7 +132,10 @@ def _normalize_act_backward(
         # Outside the tensor grad_y is 0, but the derivative may be NaN.
         g = tl.where(inside, activation_gradient(z, grad_y, ACTIVATION), 0)
         if grad_x_ptr is not None:
-            grad_x = (g - mean_g - x_hat * mean_g_x_hat) * scale
+            grad_x = g * scale
+            # Given statistics have no gradient; a zero times x_hat would make NaN of infinity.
+            if mean_g_ptr is not None:
+                grad_x = (g - mean_g - x_hat * mean_g_x_hat) * scale
             store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
         weight_partial += tl.where(inside, g * x_hat, 0)
         bias_partial += g

@@ -7,9 +7,9 @@ the dtype of x or, for the stream, of residual.
 Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y written.
     _forward holds whole rows (width <= 16384): 32 bytes of x a thread and as much of the residual,
     at bf16 16 columns in at most 64 registers. Four programs of 8 warps, 64 KiB of loads, are then
-    in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. The statistics
-    and y use z before it is rounded. The floor at bf16 32768 x 4096 is 1.07 GB, 0.25 ms at the 4.3
-    TB/s of a copy.
+    in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. y uses z
+    before it is rounded; the statistics that the backward reads are those of the rounded z. The
+    floor at bf16 32768 x 4096 is 1.07 GB, 0.25 ms at the 4.3 TB/s of a copy.
 
     _forward_wide goes over a row twice and draws twice, 2 units more. L2 serves them: 256 KiB a
     multiprocessor at bf16 x 65536, 34 MB of 50 in all.
@@ -147,7 +147,8 @@ def _forward(
     z = _add(x_ptr, residual_ptr, x_stride, residual_stride, row, 0, inside, dropout)
     store(z_ptr, row[:, None], column[None, :], width, z, inside)
     tensors = (weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr)
-    normalize(z, row, column, rows, width, *tensors, eps, CENTERED)
+    SAVED: tl.constexpr = z_ptr.dtype.element_ty
+    normalize(z, row, column, rows, width, *tensors, eps, CENTERED, SAVED)
 
 
 @triton.jit(
@@ -183,7 +184,8 @@ def _forward_wide(
     dropout = (seed_ptr, threshold, kept_scale, numbers)
     source = (x_ptr, residual_ptr, x_stride, residual_stride, z_ptr, dropout)
     tensors = (weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr)
-    normalize_wide(source, row, width, *tensors, eps, _add_again, CENTERED, BLOCK)
+    SAVED: tl.constexpr = z_ptr.dtype.element_ty
+    normalize_wide(source, row, width, *tensors, eps, _add_again, CENTERED, BLOCK, SAVED)
 
 
 @triton.jit(
@@ -406,8 +408,6 @@ def _dropout_add_norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if grad_y is None:  # rare: only z was used, not y
-        grad_y = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
     check_norm(z, normalized_shape, weight, bias, dtype=x_dtype)
     check_beside(z, z.shape, z, grad_y, dtype=x_dtype)
     if grad_z is not None:
@@ -418,6 +418,10 @@ def _dropout_add_norm_backward(
     grad_residual = empty_like(z) if need_residual else None
     grad_weight, grad_bias = gradient_of(weight, need_weight), gradient_of(bias, need_bias)
     matrix = (rstd.numel(), math.prod(normalized_shape))
+    if grad_y is None:  # rare: only z was used, not y. Zero times infinity would be NaN.
+        z, rstd, weight = torch.zeros_like(z), torch.zeros_like(rstd), None
+        mean = None if mean is None else rstd
+        grad_y = z.to(x_dtype)
     grads = (None if grad_z is None else as_rows(grad_z, *matrix), as_rows(grad_y, *matrix))
     saved = (as_rows(z, *matrix), contiguous(weight), contiguous(mean), rstd.contiguous())
     gradients = (grad_x, grad_residual, grad_weight, grad_bias)

@@ -6,7 +6,7 @@ RMSNorm is CENTERED=False. The ops differ in the functions LOAD and FINISH, whic
 `load`, `finish` and their like are tuples of these functions' other arguments.
 """
 
-# ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
+# ruff: noqa: N803, SIM300 - constexprs are written in capitals, as everywhere in Triton.
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ from .tensors import are_aligned, check_beside, load, load_parameter, store
 
 
 @triton.jit
+def _statistics(x, inside, width, eps, CENTERED: tl.constexpr):
+    """Mean and rstd of whole rows x, and x less its mean; x is 0 outside of the tensor."""
+    mean = tl.zeros([x.shape[0]], tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(inside, x - mean[:, None], 0)
+    return mean, tl.rsqrt(tl.sum(x * x, 1) / width + eps), x
+
+
+@triton.jit
 def normalize(
     x,
     row,
@@ -37,19 +47,42 @@ def normalize(
     rstd_ptr,
     eps,
     CENTERED: tl.constexpr,
+    SAVED: tl.constexpr = tl.float32,
 ):
-    """Store y and the statistics of whole rows x, which is 0 outside of the tensor."""
+    """Store y, and the statistics of x as a SAVED, which the backward reads."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    if CENTERED:
-        mean = tl.sum(x, 1) / width
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-        x = tl.where(inside, x - mean[:, None], 0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    mean, rstd, centered = _statistics(x, inside, width, eps, CENTERED)
     weight = load_parameter(weight_ptr, column, width, 1)
     bias = load_parameter(bias_ptr, column, width, 0)
-    y = x * rstd[:, None] * weight[None, :] + bias[None, :]
+    y = centered * rstd[:, None] * weight[None, :] + bias[None, :]
     store(y_ptr, row[:, None], column[None, :], width, y, inside)
+    if SAVED != tl.float32:
+        mean, rstd, _ = _statistics(x.to(SAVED).to(tl.float32), inside, width, eps, CENTERED)
+    if CENTERED:
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _add_to_lanes(x, lane_mean, lane_squares, seen, inside, CENTERED: tl.constexpr):
+    """Welford's mean and sum of squares of every lane, with one more element `seen`."""
+    if CENTERED:
+        deviation = tl.where(inside, x - lane_mean, 0)
+        lane_mean += deviation * (1 / seen)
+        lane_squares += deviation * (x - lane_mean)
+    else:
+        lane_squares += x * x
+    return lane_mean, lane_squares
+
+
+@triton.jit
+def _join_lanes(lane_mean, lane_squares, lane_count, width, eps, CENTERED: tl.constexpr):
+    """Mean and rstd of the row that the lanes make up."""
+    mean = 0.0
+    if CENTERED:
+        mean = tl.sum(lane_mean * lane_count, 0) / width
+        lane_squares += lane_count * (lane_mean - mean) * (lane_mean - mean)
+    return mean, tl.rsqrt(tl.sum(lane_squares, 0) / width + eps)
 
 
 @triton.jit
@@ -66,6 +99,7 @@ def normalize_wide(
     LOAD: tl.constexpr,
     CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
+    SAVED: tl.constexpr = tl.float32,
 ):
     """The same for one row in two passes of BLOCK columns at a time.
 
@@ -74,25 +108,31 @@ def normalize_wide(
     lane = tl.arange(0, BLOCK)
     lane_mean = tl.zeros([BLOCK], tl.float32)
     lane_squares = tl.zeros([BLOCK], tl.float32)
+    if SAVED != tl.float32:
+        saved_mean = tl.zeros([BLOCK], tl.float32)
+        saved_squares = tl.zeros([BLOCK], tl.float32)
     seen = 0.0
     for start in tl.range(0, width, BLOCK, loop_unroll_factor=2):
         x = LOAD(source, row, start, width, False, BLOCK)
-        if CENTERED:
-            seen += 1
-            deviation = tl.where(start + lane < width, x - lane_mean, 0)
-            lane_mean += deviation * (1 / seen)
-            lane_squares += deviation * (x - lane_mean)
-        else:
-            lane_squares += x * x
-    if CENTERED:
-        lane_count = ((width - lane + BLOCK - 1) // BLOCK).to(tl.float32)
-        mean = tl.sum(lane_mean * lane_count, 0) / width
-        tl.store(mean_ptr + row, mean)
-        lane_squares += lane_count * (lane_mean - mean) * (lane_mean - mean)
+        inside = start + lane < width
+        seen += 1
+        lane_mean, lane_squares = _add_to_lanes(x, lane_mean, lane_squares, seen, inside, CENTERED)
+        if SAVED != tl.float32:
+            saved = x.to(SAVED).to(tl.float32)
+            saved_mean, saved_squares = _add_to_lanes(
+                saved, saved_mean, saved_squares, seen, inside, CENTERED
+            )
+    lane_count = ((width - lane + BLOCK - 1) // BLOCK).to(tl.float32)
+    mean, rstd = _join_lanes(lane_mean, lane_squares, lane_count, width, eps, CENTERED)
+    if SAVED != tl.float32:
+        stored_mean, stored_rstd = _join_lanes(
+            saved_mean, saved_squares, lane_count, width, eps, CENTERED
+        )
     else:
-        mean = 0.0
-    rstd = tl.rsqrt(tl.sum(lane_squares, 0) / width + eps)
-    tl.store(rstd_ptr + row, rstd)
+        stored_mean, stored_rstd = mean, rstd
+    if CENTERED:
+        tl.store(mean_ptr + row, stored_mean)
+    tl.store(rstd_ptr + row, stored_rstd)
     for start in tl.range(0, width, BLOCK, loop_unroll_factor=2):
         column = start + lane
         x = LOAD(source, row, start, width, True, BLOCK)

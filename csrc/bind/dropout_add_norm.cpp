@@ -95,10 +95,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   if (mean_in) check_like(*mean_in, z_in, shape.leading, statistics);
 
   const Tensor z = packed(z_in), rstd = packed(rstd_in);
-  // Rare: only z was used, not y.
-  const Tensor grad_y =
-      grad_y_in ? packed(*grad_y_in) : torch::stable::fill_(empty(z, z.sizes(), y_dtype), 0);
-  const OptionalTensor grad_z = packed(grad_z_in), mean = packed(mean_in);
+  const OptionalTensor grad_y = packed(grad_y_in), grad_z = packed(grad_z_in);
+  const OptionalTensor mean = packed(mean_in);
   const OptionalTensor weight = parameter(weight_in, args.dtype);
   Tensor grad_x = need_x ? empty(z, z.sizes(), x_dtype) : nothing(z);
   Tensor grad_residual = need_residual ? empty(z, z.sizes(), z.scalar_type()) : nothing(z);

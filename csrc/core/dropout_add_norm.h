@@ -4,8 +4,9 @@
 //   grad_residual = grad_z + the norm's gradient of z,  grad_x = grad_residual * kept
 //
 // kept is 0 where an element is dropped, else 1 / (1 - p). y is computed from z before z is rounded
-// for storage; the backward pass reads the stored z. y has dtype, or float32 if dtype has 16 bits,
-// as under autocast.
+// for storage. The backward pass reads the stored z, so mean and rstd are those of the stored z: in
+// a row of nearly equal elements, other statistics would make x_hat large. y has dtype, or float32
+// if dtype has 16 bits, as under autocast.
 #pragma once
 
 #include "core/dropout.h"
@@ -21,8 +22,8 @@ struct DropoutAddNormForward : NormForward {
   Dropout dropout;
 };
 
-// In the NormBackward, x is z and has stream_dtype, grad_y has y_dtype, and grad_x is null if it is
-// not wanted.
+// In the NormBackward, x is z and has stream_dtype, and grad_x is null if it is not wanted. grad_y has
+// y_dtype; null: y was not used, so that only grad_z flows, and the partials are zeros.
 struct DropoutAddNormBackward : NormBackward {
   const void* grad_z;   // [rows, width], stream_dtype, or null: zeros
   void* grad_residual;  // [rows, width], stream_dtype, or null: not wanted

@@ -48,9 +48,11 @@ void backward_row(const NormalizeActBackward& a, int64_t row, Accumulate<T>* wei
     const Vec<A> g = act.gradient(here.z, read(grad_y + i, at));
     if (grad_x) {
       const Vec<A> scale = load(columns.weight + i, at) * load(columns.rstd + i, at);
-      const Vec<A> mean = mean_g ? load(mean_g + i, at) : Vec<A>{};
-      const Vec<A> slope = mean_g_x_hat ? load(mean_g_x_hat + i, at) : Vec<A>{};
-      write(grad_x + i, norm_grad_x(g, here.x_hat, scale, mean, slope), at, streamed);
+      // Given statistics have no gradient; a zero times x_hat would make NaN of infinity.
+      const Vec<A> gradient = mean_g ? norm_grad_x(g, here.x_hat, scale, load(mean_g + i, at),
+                                                   load(mean_g_x_hat + i, at))
+                                     : scale * g;
+      write(grad_x + i, gradient, at, streamed);
     }
     accumulate(weight_partial, i, g * here.x_hat, at);
     accumulate(bias_partial, i, g, at);

@@ -37,7 +37,7 @@ void forward(const DropoutAddNormForward& a, int64_t begin, int64_t end) {
           write(z + i, v, at, z_streamed);
         });
       });
-      normalize_row<Centered, Y, P>(a, row, (const A*)sum, y_streamed, [&](int64_t i) {
+      normalize_row<Centered, Y, P, S>(a, row, (const A*)sum, y_streamed, [&](int64_t i) {
         __builtin_prefetch(x + a.width + i);  // prefetch the next row while this one is in L1
         if (residual) __builtin_prefetch(residual + a.width + i);
       });
@@ -63,17 +63,19 @@ void backward(const DropoutAddNormBackward& a, int64_t begin, int64_t end) {
       S* grad_residual = row_of<S>(a.grad_residual, row, a.width);
       T* grad_x = row_of<T>(a.grad_x, row, a.width);
       with_factors<A>(a.dropout, row, [&](auto&& factor) {
-        differentiate_row<Centered, S, Y, P>(a, row, weight_partial, bias_partial,
-                                             [&](int64_t i, auto at, Vec<A> v) {
-                                               if (grad_z) {
-                                                 v += load(grad_z + i, at);
-                                                 __builtin_prefetch(grad_z + a.width + i);
-                                               }
-                                               if (grad_residual)
-                                                 write(grad_residual + i, v, at, residual_streamed);
-                                               if (grad_x)
-                                                 write(grad_x + i, v * factor(i), at, x_streamed);
-                                             });
+        const auto finish = [&](int64_t i, auto at, Vec<A> v) {
+          if (grad_z) {
+            v += load(grad_z + i, at);
+            __builtin_prefetch(grad_z + a.width + i);
+          }
+          if (grad_residual) write(grad_residual + i, v, at, residual_streamed);
+          if (grad_x) write(grad_x + i, v * factor(i), at, x_streamed);
+        };
+        if (a.grad_y) {
+          differentiate_row<Centered, S, Y, P>(a, row, weight_partial, bias_partial, finish);
+        } else {  // a zero times z would make NaN of infinity
+          for_vectors<A>(a.width, [&](int64_t i, auto at) { finish(i, at, Vec<A>{}); });
+        }
       });
     });
     if (x_streamed || residual_streamed) finish_streams();

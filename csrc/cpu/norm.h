@@ -8,9 +8,49 @@
 
 TW_NAMESPACE_BEGIN
 
-// Computes y and the statistics for a row x. Calls prefetch(i) when it writes y's columns from i
-// on.
-template <bool Centered, class T, class P, class X, class Prefetch>
+template <class A>
+struct RowStatistics {
+  A mean, rstd;
+};
+
+// The statistics of a row, and those of the same row rounded to Saved. They are equal unless Saved
+// has fewer bits than X.
+template <bool Centered, class Saved, class X>
+struct Statistics {
+  using A = Accumulate<X>;
+  static constexpr int kRows = sizeof(Saved) < sizeof(X) ? 2 : 1;
+  RowStatistics<A> of[kRows];
+
+  Statistics(const X* x, int64_t width, A eps) {
+    A sums[kRows] = {};
+    if constexpr (Centered) {
+      sum_vectors<A>(width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
+        const Vec<A> v = load(x + i, at);
+        acc[0] += v;
+        if constexpr (kRows == 2) acc[1] += rounded<Saved>(v);
+      });
+    }
+    for (int n = 0; n < kRows; ++n) of[n].mean = sums[n] / (A)width;
+    // Sum the squares of x minus the mean: a difference of two large sums would cancel.
+    sum_vectors<A>(width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
+      const Vec<A> v = load(x + i, at);
+      const auto add = [&](int n, Vec<A> value) {
+        const Vec<A> centered = present(value - of[n].mean, at, (A)0);
+        acc[n] += centered * centered;
+      };
+      add(0, v);
+      if constexpr (kRows == 2) add(1, rounded<Saved>(v));
+    });
+    for (int n = 0; n < kRows; ++n) of[n].rstd = 1 / square_root(sums[n] / (A)width + eps);
+  }
+
+  const RowStatistics<A>& exact() const { return of[0]; }
+  const RowStatistics<A>& saved() const { return of[kRows - 1]; }
+};
+
+// Computes y from a row x, and the statistics of the row that the backward pass reads, which is x
+// as a Saved. Calls prefetch(i) when it writes y's columns from i on.
+template <bool Centered, class T, class P, class Saved, class X, class Prefetch>
 inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
                           Prefetch&& prefetch) {
   using A = Accumulate<T>;
@@ -18,21 +58,8 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
   const P* bias = (const P*)a.bias;
   T* y = (T*)a.y + row * a.width;
 
-  A mean = 0;
-  if constexpr (Centered) {
-    A sum[1];
-    sum_vectors<A>(a.width, sum,
-                   [&](int64_t i, auto at, Vec<A>* acc) { acc[0] += load(x + i, at); });
-    mean = sum[0] / (A)a.width;
-  }
-  // Sum the squares of x minus the mean: a difference of two large sums would cancel.
-  A squares[1];
-  sum_vectors<A>(a.width, squares, [&](int64_t i, auto at, Vec<A>* acc) {
-    const Vec<A> centered = present(load(x + i, at) - mean, at, (A)0);
-    acc[0] += centered * centered;
-  });
-  const A rstd = 1 / square_root(squares[0] / (A)a.width + (A)a.eps);
-
+  const Statistics<Centered, Saved, X> statistics(x, a.width, (A)a.eps);
+  const auto [mean, rstd] = statistics.exact();
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
     Vec<A> v = norm_normalize(load(x + i, at), splat(mean), splat(rstd));
     if (weight) v *= load(weight + i, at);
@@ -40,8 +67,8 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
     prefetch(i);
     write(y + i, v, at, streamed);
   });
-  if constexpr (Centered) ((A*)a.mean)[row] = mean;
-  ((A*)a.rstd)[row] = rstd;
+  if constexpr (Centered) ((A*)a.mean)[row] = statistics.saved().mean;
+  ((A*)a.rstd)[row] = statistics.saved().rstd;
 }
 
 // Computes the gradient of a row of a.x and hands it to finish(i, place, gradient) in vectors. Adds

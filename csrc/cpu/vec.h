@@ -200,6 +200,14 @@ inline void store(Half* p, Vec<float> v) {
 #endif
 }
 
+// v as it is read back after it was stored as T.
+template <class T>
+inline Vec<Accumulate<T>> rounded(Vec<Accumulate<T>> v) {
+  T lanes[kLanes<Accumulate<T>>];
+  store(lanes, v);
+  return load(lanes);
+}
+
 // A position in a row: kLanes<A> whole elements, or the last `count` < kLanes<A> at the row's end.
 struct Whole {};
 struct Part {

@@ -20,6 +20,7 @@ from oracle import (
 )
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
+from torchweld.ops.activation import common as activations
 from torchweld.registry import materialize
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -113,6 +114,19 @@ def test_special_values_come_out_as_eagers(
     for name, value in eager.items():
         assert torch.equal(ours[name].isnan(), value.isnan()), name
         assert torch.equal(ours[name].isinf(), value.isinf()), name
+
+
+@pytest.mark.parametrize("kind", activations.KINDS, ids="-".join)
+@pytest.mark.targets("normalize_act", "bias_act")
+def test_special_values_of_every_activation(target: Target, kind: tuple[str, str]) -> None:
+    """With given statistics a row's infinity reaches no gradient but where the formula has it."""
+    *inputs, _, _ = materialize(target.op.sized((33,), (64,)), torch.float32, target.device)
+    for column, special in enumerate((torch.nan, torch.inf, -torch.inf)):
+        inputs[0][3, 5 * column] = special
+    inputs += kind
+    ours, eager = run(target.op, inputs), exact(target.op, inputs)
+    for name, value in eager.items():
+        assert torch.equal(ours[name].isnan(), value.isnan()), name
 
 
 def test_unwritten_memory_would_show(target: Target) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchweld
+from conftest import Target
 from oracle import exact, incoming, run, saved_bytes
 from torchweld import functional, nn, random
 from torchweld.dispatch.call import call
@@ -92,6 +93,59 @@ def test_either_result_alone(name: str, used: int) -> None:
     for function in (lambda *given: call(op, *given), compiled):
         for gradient, wanted in zip(gradients(function), expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.targets(*NORMS)
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_an_unused_y_adds_no_nan(target: Target, dtype: torch.dtype, p: float) -> None:
+    """A gradient of only the stream passes by the norm, whatever the row holds."""
+    x, stream, weight = (torch.randn(s).to(dtype) for s in ((5, 48), (5, 48), (48,)))
+    x[1, 3], x[2, 7], weight[4] = torch.inf, torch.nan, torch.inf
+    tensors = [t.to(target.device).requires_grad_() for t in (x, stream, weight)]
+    function = getattr(functional, target.op.name)
+    _, z = function(*tensors, p=p, seed=3, return_residual=True)
+    grad = incoming(z)
+    grad_x, grad_stream, grad_weight = torch.autograd.grad(z, tensors, grad, materialize_grads=True)
+    assert torch.equal(grad_stream, grad)
+    kept = random.kept(x.shape, p, 3).to(target.device) if p else torch.ones_like(x)
+    torch.testing.assert_close(grad_x, (grad.float() * kept / (1 - p)).to(dtype))
+    assert not grad_weight.any()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+@pytest.mark.parametrize("eps", [1e-5, 1e-8])
+@pytest.mark.targets(*NORMS)
+def test_rows_without_spread(target: Target, dtype: torch.dtype, eps: float, spread: float) -> None:
+    """Gradients are those of the norm at the z that is stored: of a constant row, a constant.
+
+    Statistics of a z that is not rounded would make x_hat, which is 0 or of size 1, as large as
+    rounding errors divided by sqrt(eps).
+    """
+    if dtype.itemsize != 2:
+        pytest.skip("only 16 bits round z")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 1, generator=generator) + spread * torch.randn(64, 768, generator=generator)
+    stream = 30 * torch.randn(64, 1, generator=generator).expand(64, 768)
+    grad = torch.randn(64, 768, generator=generator).mul(1e-3).to(dtype).to(target.device)
+    weight = torch.ones(768).to(dtype).to(target.device)
+    tensors = [t.to(dtype).to(target.device).requires_grad_() for t in (x, stream)]
+    function = getattr(functional, target.op.name)
+    y, z = function(*tensors, weight, eps=eps, return_residual=True)
+    found = torch.autograd.grad(y, tensors[1], grad)[0]
+
+    stored = z.detach().double().requires_grad_()
+    norm = torch.layer_norm if "layer" in target.op.name else torch.rms_norm
+    rest = (weight.double(), None, eps) if "layer" in target.op.name else (weight.double(), eps)
+    expected = torch.autograd.grad(norm(stored, (768,), *rest), stored, grad.double())[0]
+    # Rounded once, in float16 perhaps to a subnormal. In float32 the mean is off by a few units of
+    # z, which rstd multiplies.
+    info = torch.finfo(dtype)
+    once = info.eps / 2 * torch.maximum(expected.abs(), torch.tensor(info.smallest_normal))
+    centered = stored - stored.mean(-1, keepdim=True) * ("layer" in target.op.name)
+    rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
+    relative = 2**-24 * (4 * stored.abs().amax(-1, keepdim=True) * rstd + 32)
+    largest = expected.abs().amax(-1, keepdim=True)
+    assert torch.all((found - expected).abs() <= 1.01 * once + relative * largest)
 
 
 def test_shared_gradients_are_not_copied() -> None:

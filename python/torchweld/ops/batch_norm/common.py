@@ -63,6 +63,8 @@ def reference(
     if x.numel() == 0:  # torch has no batch_norm without columns
         z = normalized(x, running_mean, running_var, weight, bias, eps)
         return activations.activate(op, z, activation, approximate)
+    if weight is None and bias is not None:  # torch has no second derivative of a bias only
+        weight = torch.ones_like(bias)
     if running_mean is not None:  # torch would differentiate them, or raise
         running_mean, running_var = running_mean.detach(), running_var.detach()
     running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)

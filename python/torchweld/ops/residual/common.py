@@ -171,9 +171,13 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, residual and the parameters in eager torch, for second derivatives."""
     kind = torch.promote_types(z.dtype, torch.float32)
+    dropping = (p, seed, whole, offset, len(normalized_shape))
+    if grad_y is None:  # only z was used; zero times infinity would be NaN
+        assert grad_z is not None
+        nothing = [None if value is None else torch.zeros_like(value) for value in parameters]
+        return drop(grad_z.to(kind), *dropping).to(x_dtype), grad_z, *nothing
     rows, dims = norms.split(z, normalized_shape)
-    wide = z.to(kind)
-    grad = torch.zeros_like(wide) if grad_y is None else grad_y.to(kind)
+    wide, grad = z.to(kind), grad_y.to(kind)
     if centered:
         wide = wide - wide.mean(dims, keepdim=True)
     eps = torch.finfo(kind).eps if eps is None else eps
@@ -186,7 +190,7 @@ def gradients(
     found = found * rstd
     if grad_z is not None:
         found = found + grad_z
-    grad_x = drop(found, p, seed, whole, offset, len(normalized_shape)).to(x_dtype)
+    grad_x = drop(found, *dropping).to(x_dtype)
     sums = [
         None if value is None else (term.sum(rows) if rows else term).to(value.dtype)
         for value, term in zip(parameters, (grad * x_hat, grad), strict=False)
