@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchweld import checks
+from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard, drawn, drop, place
-from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant
+from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant, in_the_way
 from torchweld.registry.cost import per_element
 
 
@@ -32,7 +35,7 @@ def softmax_dropout(
         scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
         mask: broadcasts to scores. If boolean, True takes part, as in
             torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has scores'
-            dtype, or float32 beside 16-bit scores. torch adds a mask that requires a gradient.
+            dtype, or float32 beside 16-bit scores, and gets a gradient if it requires one.
         scale: factor of the scores; representable in float32, or float64 for float64 scores.
         causal: the last query sees every key, each one before it one key less.
         p: probability that an element is dropped if training is true.
@@ -44,16 +47,59 @@ def softmax_dropout(
     Returns:
         A tensor of scores' shape and dtype.
     """
-    return call(OP, *_inputs(scores, mask, scale, causal, p, training, seed, shard))
+    given = _inputs(scores, mask, scale, causal, p, training, seed, shard)
+    if isinstance(mask, torch.Tensor) and mask.requires_grad and torch.is_grad_enabled():
+        return _with_gradient_of_mask(*given)
+    return call(OP, *given)
 
 
 def _inputs(scores, mask, scale, causal, p, training, seed, shard):
     p, seed = drawn("softmax_dropout", "scores", scores, p, training, seed)
-    whole, offset = place(shard)
     checks.factor("softmax_dropout", "scale", scale, getattr(scores, "dtype", None))
-    if isinstance(mask, torch.Tensor) and mask.requires_grad:
-        scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
-    return scores, mask, float(scale), causal, p, seed, whole, offset
+    return scores, mask, float(scale), causal, p, seed, *place(shard)
+
+
+def _with_gradient_of_mask(scores, mask, scale, causal, p, seed, whole, offset):
+    """The op, whose kernels have no gradient of the mask: it is that of the scaled scores.
+
+    A factor is applied beforehand, since its product with a gradient may underflow. A float32 mask
+    gets the sum of float32 gradients.
+    """
+    _check(scores, mask, scale, causal, p, seed, whole, offset)
+    rest = (1.0, causal, p, seed, whole, offset)
+    z = scores
+    if scale != 1 or mask.dtype is not scores.dtype:
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        z, mask = scores.to(wide) * scale, mask.to(wide)
+    if exports_a_derivative() or in_the_way():
+        y = OP.reference(z, mask, *rest)
+    else:
+        y = call(OP, _GradientOfMask.apply(z, mask), mask.detach(), *rest)
+    kind = scores.device.type
+    widened = kind in OP.autocast and checks.autocasts(kind)
+    return y if widened or y.dtype is scores.dtype else y.to(scores.dtype)
+
+
+class _GradientOfMask(torch.autograd.Function):
+    """The scores as they are; the mask that is added to them gets their gradient's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.mask = mask.shape, mask.dtype, getattr(mask, "placements", None)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (shape, dtype, placements) = grads, ctx.mask
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        missing = grad.ndim - len(shape)
+        dims = [dim for dim in range(grad.ndim) if dim < missing or shape[dim - missing] == 1]
+        kind = torch.promote_types(dtype, torch.float32)
+        grad_mask = (grad.sum(dims, keepdim=True, dtype=kind) if dims else grad).to(dtype)
+        if placements is not None:  # a DTensor's sum over a sharded dimension is a partial one
+            grad_mask = grad_mask.redistribute(placements=placements)
+        return grad, grad_mask.view(shape)
 
 
 def _masked(scores, mask, scale, causal, whole, offset):
@@ -230,6 +276,7 @@ OP = Op(
         rounding={"grad_scores": 2.0},  # y was saved in 16 bits
     ),
     small=2**14,
+    eager_rounds=True,
     autocast={"cuda": torch.float32},
 )
 define(OP)

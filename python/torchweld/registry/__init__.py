@@ -17,7 +17,7 @@ autograd function is built from them:
 
 from torchweld.registry.backends import BACKENDS, EAGER, Backend
 from torchweld.registry.composite import Composite
-from torchweld.registry.op import OPS, Numerics, Op
+from torchweld.registry.op import OPS, Numerics, Op, in_the_way
 from torchweld.registry.samples import (
     SEED,
     Made,
@@ -54,6 +54,7 @@ __all__ = [
     "activation",
     "boolean",
     "constant",
+    "in_the_way",
     "materialize",
     "padding",
     "parameter",

@@ -62,6 +62,9 @@ class Op:
     # With fewer elements in the first argument eager is as fast on the CPU: overhead exceeds the
     # work. A call that draws random numbers never falls back, since eager draws them in many steps.
     small: int
+    # Whether eager rounds 16-bit values between its steps. Kernels do not, so that they serve small
+    # inputs of 16 bits too: a result must not depend on the size of its batch.
+    eager_rounds: bool = False
     # Takes the public function's arguments by name; returns the forward's. None if they are equal.
     inputs: Callable[..., Sequence[Any]] | None = None
     # Plain torch for the benchmark, if the reference is slower. With dropout it is, since it
