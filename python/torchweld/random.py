@@ -49,7 +49,8 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.torchweld.seed(torch.empty(1, device=device))
     if torch._C._are_functorch_transforms_active():  # vmap cannot draw in place
-        return torch.randint(2**63 - 1, (1,), device=device)
+        # The same draw: all 64 bits, less the first as in random_().
+        return torch.randint(-(2**63), 2**63 - 1, (1,), device=device) & (2**63 - 1)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
 
 
