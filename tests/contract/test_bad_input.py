@@ -55,7 +55,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
     "bias's length": (lambda: functional.bias_act(X, B[:1]), "bias", r"last size of x, \[8\]"),
     "bias's type": (lambda: functional.bias_act(X, B.double()), "bias", "float32"),
-    "no dimensions": (lambda: functional.bias_act(X[0, 0]), "x", r"\[\*, width\]"),
+    "no dimensions": (lambda: functional.bias_act(X[0, 0], B[:1]), "x", r"\[\*, width\]"),
     "activation": (
         lambda: functional.bias_act(X, B, activation="elu"),
         "activation",

@@ -7,9 +7,12 @@ import functools
 import pytest
 import torch
 
+import torchweld
 from conftest import Target
-from oracle import assert_bounded, run, sample_inputs
-from torchweld.registry import Composite
+from oracle import Pool, assert_bounded, exact, run, sample_inputs
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.registry import Composite, Op, materialize
 from watched import watched
 
 
@@ -35,3 +38,26 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
                 ours(op, inputs=inputs)
         else:
             assert_bounded(op, samples, lambda inputs: ours(op, inputs=inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_16_bit_calls_round_once(op: Op, dtype: torch.dtype) -> None:
+    """The automatic choice is as exact for few elements as for many."""
+    errors, roundings = Pool(), Pool()
+    for seed in range(8):
+        inputs = materialize(op.sized((8,), (64,)), dtype, requires_grad=False, seed=seed)
+        results = as_tuple(call(op, *inputs))
+        for name, y in zip(op.public, results, strict=True):
+            expected = exact(op, inputs)[name]
+            one = torch.ones_like(expected)
+            errors.add(y - expected, one)
+            roundings.add(expected.to(dtype) - expected, one)
+    assert errors.rms <= 1.1 * roundings.rms
+
+
+def test_a_batchs_size_changes_no_value() -> None:
+    """relu(300)^2 * 0.01 is 900, though its square is beyond float16."""
+    gate, up = torch.full((8192, 64), 300.0).half(), torch.full((8192, 64), 0.01).half()
+    for rows in (1, 8192):
+        y = torchweld.functional.gated_act(gate[:rows], up[:rows], "relu2")
+        assert torch.all(y == y.new_tensor(900.0))

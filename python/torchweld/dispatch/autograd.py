@@ -56,6 +56,16 @@ def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+def unaliased(result: torch.Tensor) -> torch.Tensor:
+    """A result that a caller may change in place.
+
+    torch refuses changes in place of a node's result if it is a view or an input of the node.
+    """
+    if torch.compiler.is_compiling() or not result._is_view():
+        return result
+    return torch.ops.aten._unsafe_view(result, result.shape)
+
+
 def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Function]:
     """One class for each backend, so that a backward runs where its forward ran.
 

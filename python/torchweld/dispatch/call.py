@@ -32,9 +32,14 @@ def call(op: Op, *inputs: Any) -> Any:
 
 
 def too_small(op: Op, inputs: Sequence[Any]) -> bool:
-    """Whether eager is as fast, on the CPU. On a GPU trials and evidence decide at every size."""
+    """Whether eager is as fast and as exact, on the CPU.
+
+    On a GPU trials and evidence decide at every size.
+    """
     x = inputs[0]
     if x.numel() >= op.small or x.is_cuda or x.is_nested or x.dtype not in op.dtypes:
+        return False
+    if op.eager_rounds and x.dtype.itemsize == 2:
         return False
     return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
 
@@ -86,14 +91,22 @@ def automatic(op: Op, inputs: Sequence[Any]) -> str:
 def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) that saves only its arguments; the backward computes it again.
 
-    The backward takes the backend that is asked for now, whatever is asked for then. In a compiled
-    graph the choice is already made.
+    The backward takes the backend that is asked for now, whatever is asked for then. In a graph
+    that is compiled or recorded the choice is already made.
     """
     context: dict[str, Any] = {}
-    if not is_compiling():
+    if not is_compiling() and not _records_a_graph():
         asked: Sequence[str | None] = choice.forced or (None,)
         context["context_fn"] = partial(_as_asked, asked)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _records_a_graph() -> bool:
+    """Whether make_fx, or a transform built on it, records what runs; checkpoints then take no
+    contexts of ours.
+    """
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(proxy) is not None
 
 
 def _as_asked(names: Sequence[str | None]) -> tuple[Any, Any]:

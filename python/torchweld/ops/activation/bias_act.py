@@ -22,7 +22,7 @@ def bias_act(
     """activation(x + bias) in one pass; the backward computes both gradients in one pass.
 
     Args:
-        x: [*, width]; float32, bfloat16, float16 (or float64).
+        x: [*, width], or one number without a bias; float32, bfloat16, float16 (or float64).
         bias: [width], in x's dtype, or float32 beside a 16-bit x.
         activation: "gelu", "relu", "silu", "quick_gelu" (z * sigmoid(1.702 z)), "relu2" (relu's
             square), "sigmoid", "tanh" or "identity" (no activation).
@@ -31,6 +31,8 @@ def bias_act(
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
+    if bias is None and isinstance(x, torch.Tensor) and x.ndim == 0:
+        return call(OP, x.reshape(1), bias, activation, approximate).reshape(())
     return call(OP, x, bias, activation, approximate)
 
 

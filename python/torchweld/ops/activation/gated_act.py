@@ -22,8 +22,8 @@ def gated_act(
     """activation(gate) * up in one pass, forward and backward; only its inputs are saved.
 
     Args:
-        gate: [*, width]; float32, bfloat16, float16 (or float64). gate and up may be halves
-            of one tensor, which are not copied.
+        gate: [*, width], or one number; float32, bfloat16, float16 (or float64). gate and up may be
+            halves of one tensor, which are not copied.
         up: of gate's shape and dtype.
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
@@ -31,6 +31,8 @@ def gated_act(
     Returns:
         A contiguous tensor of gate's shape and dtype.
     """
+    if isinstance(gate, torch.Tensor) and gate.ndim == 0 and isinstance(up, torch.Tensor):
+        return call(OP, gate.reshape(1), up[None], activation, approximate).reshape(())
     return call(OP, gate, up, activation, approximate)
 
 
@@ -93,5 +95,6 @@ OP = Op(
     tiny=_arguments((1, 64), "silu", "none"),
     numerics=Numerics(fp32=dict.fromkeys(("y", "grad_gate", "grad_up"), 2.0), terms=_terms),
     small=131072,
+    eager_rounds=True,
 )
 define(OP)

@@ -379,6 +379,7 @@ OP = Composite(
     tiny=_arguments((2, 64), True, "gelu", "none"),
     numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms),
     small=2**15,
+    eager_rounds=True,
 )
 
 _TRAINING = {name: _Training(name) for name in BACKENDS if name in OP.sources}

@@ -102,5 +102,6 @@ OP = Op(
     tiny=_arguments((1, 64), "gelu", "none"),
     numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms),
     small=2**15,
+    eager_rounds=True,
 )
 define(OP)

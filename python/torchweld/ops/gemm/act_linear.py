@@ -7,13 +7,14 @@ epilogue, through the activation, if a trial found it faster than a GEMM and a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from torchweld.dispatch import proof
-from torchweld.dispatch.autograd import where_it_goes
+from torchweld.dispatch.autograd import unaliased, where_it_goes
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.proof import Results
 from torchweld.ops.activation import bias_act
@@ -89,7 +90,7 @@ class _ActLinear(torch.autograd.Function):
         ctx.late = None
         if activated is None:
             activated = _activate(z, bias, *ctx.kind)
-        return gemm.linear(activated, weight, weight_bias)
+        return unaliased(gemm.linear(activated, weight, weight_bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -121,10 +122,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     elif to_z or to_bias:
         need_bias = ctx.needs_input_grad[1]
         if ctx.algorithm is None:
-            grad_z = z.new_empty(z.shape) if buffer is None else buffer
-            torch.mm(rows, weight, out=grad_z.view(size))
-            in_place = torch.ops.torchweld.bias_act_backward_.cpu
-            grad_bias = in_place(grad_z, z, bias, *ctx.kind, need_bias)
+            grad_z, grad_bias = _unfused(rows, z, bias, weight, ctx.kind, need_bias, buffer)
         else:
             in_one = torch.ops.torchweld.act_linear_backward.cuda
             grad_z, grad_bias = in_one(grad, weight, z, *ctx.kind, ctx.algorithm, need_bias)
@@ -132,6 +130,31 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if need_bias and not to_bias and torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.late = (grad, grad_bias)
     return tuple(found)
+
+
+def _unfused(
+    rows: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    kind: Sequence[str],
+    need_bias: bool,
+    buffer: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of z and the bias by a GEMM and a pass, in the buffer if there is one."""
+    if _is_batched(rows):  # vmap knows no results in place
+        grad_y = (rows @ weight).view(z.shape)
+        return torch.ops.torchweld.bias_act_backward.cpu(grad_y, z, bias, *kind, need_bias)
+    grad_z = z.new_empty(z.shape) if buffer is None else buffer
+    torch.mm(rows, weight, out=grad_z.view(rows.shape[0], z.shape[-1]))
+    in_place = torch.ops.torchweld.bias_act_backward_.cpu
+    return grad_z, in_place(grad_z, z, bias, *kind, need_bias)
+
+
+def _is_batched(x: torch.Tensor) -> bool:
+    """Whether vmap runs on x: torch.func's, or that of batched gradients."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -144,4 +144,5 @@ OP = Composite(
         rounding=dict.fromkeys(_RESULTS, 3.0),
     ),
     small=65536,
+    eager_rounds=True,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.autograd import where_it_goes
+from torchweld.dispatch.autograd import unaliased, where_it_goes
 from torchweld.dispatch.bare import BareOp
 
 _TRANSPOSED = BareOp(
@@ -137,7 +137,7 @@ class _OneDNN(LinearNode):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         to_x, to_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        return onednn(x, weight, bias)
+        return unaliased(onednn(x, weight, bias))
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -218,4 +218,5 @@ OP = Composite(
         fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
     ),
     small=65536,
+    eager_rounds=True,
 )

@@ -78,7 +78,7 @@ def _plain(x, bias, residual, p, seed, whole, offset):
 
 def _backward_reference(grad_y, bias, p, seed, whole, offset, x_dtype, need_x, need_bias):
     grad = drop(grad_y, p, seed, whole, offset)
-    grad_bias = None if bias is None else grad.flatten(0, -2).sum(0).to(bias.dtype)
+    grad_bias = None if bias is None else grad.sum_to_size(bias.shape).to(bias.dtype)
     return grad.to(x_dtype), grad_bias
 
 
@@ -109,7 +109,7 @@ def _terms(x, bias, residual, p, seed, whole, offset, *, grad_y):
     return {
         "y": residual.double().abs() + drop(added, p, seed, whole, offset),
         "grad_x": grad_x,
-        "grad_bias": grad_x.flatten(0, -2).sum(0) if x.ndim > 1 else grad_x,
+        "grad_bias": grad_x.sum_to_size(grad_x.shape[-1:]),
         "grad_residual": grad_y.double().abs(),
     }
 
@@ -179,5 +179,6 @@ OP = Op(
         fp32=dict.fromkeys(("y", "grad_x", "grad_bias", "grad_residual"), 2.0), terms=_terms
     ),
     small=2**20,
+    eager_rounds=True,
 )
 define(OP)

@@ -159,5 +159,6 @@ OP = Op(
     tiny=common.benchmarks([(1, 64)], 2, 1e-5)[0],
     numerics=common.numerics(centered=True),
     small=2**19,
+    eager_rounds=True,
 )
 define(OP)

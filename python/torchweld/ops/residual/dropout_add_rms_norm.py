@@ -152,5 +152,6 @@ OP = Op(
     tiny=common.benchmarks([(1, 64)], 1, 1e-6)[0],
     numerics=common.numerics(centered=False),
     small=8192,
+    eager_rounds=True,
 )
 define(OP)
