@@ -71,7 +71,7 @@ class PreNorm(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(s), torchweld.nn.MLP(s.width, 4 * s.width)
         self.norm1 = torchweld.nn.LayerNorm(s.width)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout, return_residual=True)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, p=s.dropout, return_residual=True)
         self.add = torchweld.nn.BiasDropoutAdd(s.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class PostNorm(nn.Module):
     def __init__(self, s: Settings) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(s), torchweld.nn.MLP(s.width, 4 * s.width)
-        self.norm1 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, s.dropout)
+        self.norm1 = torchweld.nn.DropoutAddLayerNorm(s.width, p=s.dropout)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(s.width, p=s.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm1(self.attention(x), x)

@@ -32,7 +32,7 @@ class _Block(nn.Module):
         self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
         self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, 0.2, return_residual=True)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, p=0.2, return_residual=True)
         self.mlp, self.gated = torchweld.nn.MLP(WIDTH, 128), torchweld.nn.GatedMLP(WIDTH, 128)
         self.add, self.drop = torchweld.nn.BiasDropoutAdd(0.2), nn.Dropout(0.2)
         self.frozen = torchweld.nn.LinearGELU(WIDTH, WIDTH).requires_grad_(False)

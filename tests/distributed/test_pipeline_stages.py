@@ -34,7 +34,7 @@ class _Layer(nn.Module):
         layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
         self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, 0.2, return_residual=True)
+        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, p=0.2, return_residual=True)
         self.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
         self.add, self.norm3 = torchweld.nn.BiasDropoutAdd(0.2), torchweld.nn.RMSNorm(WIDTH)
 

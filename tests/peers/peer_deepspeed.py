@@ -23,7 +23,7 @@ class _Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(96), nn.MLP(96, 600)
-        self.add, self.head = nn.DropoutAddLayerNorm(96, 0.2), torch.nn.Linear(96, 64)
+        self.add, self.head = nn.DropoutAddLayerNorm(96, p=0.2), torch.nn.Linear(96, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.add(self.mlp(self.norm(x)), x))

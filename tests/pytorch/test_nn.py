@@ -90,3 +90,52 @@ def test_rms_norms_default_eps_is_torchs(dtype: torch.dtype) -> None:
     theirs = torch.nn.functional.rms_norm(x, [64])
     assert theirs.square().mean() < 0.9  # eps does matter
     torch.testing.assert_close(ours, theirs)
+
+
+TRACED = {
+    "LayerNorm": lambda: torchweld.nn.LayerNorm(8),
+    "GELU": lambda: torchweld.nn.GELU(),
+    "SoftmaxDropout": lambda: torchweld.nn.SoftmaxDropout(),
+    "BiasDropoutAdd": lambda: torchweld.nn.BiasDropoutAdd(),
+    "DropoutAddLayerNorm": lambda: torchweld.nn.DropoutAddLayerNorm(8, return_residual=True),
+    "DropoutAddRMSNorm": lambda: torchweld.nn.DropoutAddRMSNorm(8),
+    "LinearGELU": lambda: torchweld.nn.LinearGELU(8, 8),
+    "LinearBatchNormAct": lambda: torchweld.nn.LinearBatchNormAct(8, 8),
+    "MLP": lambda: torchweld.nn.MLP(8, 8),
+    "GatedMLP": lambda: torchweld.nn.GatedMLP(8, 8),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_modules_are_pickled(name: str) -> None:
+    """torch.fx keeps annotations in its graph, and pickles no annotation that is a string."""
+    module = TRACED[name]()
+    copied = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(module)))
+    inputs = [torch.randn(4, 8)] * len([n for n in copied.graph.nodes if n.op == "placeholder"])
+    if name == "SoftmaxDropout":
+        inputs[1] = inputs[1] > 0
+    elif name == "BiasDropoutAdd":
+        inputs[1] = inputs[1][0]
+    torch.testing.assert_close(copied(*inputs), module(*inputs))
+
+
+@pytest.mark.parametrize("name", ["DropoutAddLayerNorm", "DropoutAddRMSNorm"])
+def test_no_eps_becomes_a_dropout(name: str) -> None:
+    """torch.nn.LayerNorm(8, 1e-5) has an eps there."""
+    with pytest.raises(TypeError, match="positional"):
+        getattr(torchweld.nn, name)(8, 1e-5)
+    assert getattr(torchweld.nn, name)(8, eps=1e-3).p == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_numbers_have_activations(backend: str) -> None:
+    """As torch's functions take tensors of no dimensions."""
+    z = torch.tensor(0.7, requires_grad=True)
+    with torchweld.use_backend(backend):
+        ours, gated = torchweld.nn.SiLU()(z), torchweld.functional.gated_act(z, 2 * z)
+    theirs = torch.nn.functional.silu(z)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gated, theirs * 2 * z)
+    for mine, other in ((ours, theirs), (gated, theirs * 2 * z)):
+        found, expected = (torch.autograd.grad(y, z, retain_graph=True) for y in (mine, other))
+        torch.testing.assert_close(found, expected)

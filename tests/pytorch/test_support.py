@@ -27,8 +27,8 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "LinearBatchNormAct": lambda: nn.LinearBatchNormAct(64, 64),
     "SoftmaxDropout": lambda: nn.SoftmaxDropout(0.1),
     "BiasDropoutAdd": lambda: nn.BiasDropoutAdd(0.1),
-    "DropoutAddLayerNorm": lambda: nn.DropoutAddLayerNorm(64, 0.1),
-    "DropoutAddRMSNorm": lambda: nn.DropoutAddRMSNorm(64, 0.1),
+    "DropoutAddLayerNorm": lambda: nn.DropoutAddLayerNorm(64, p=0.1),
+    "DropoutAddRMSNorm": lambda: nn.DropoutAddRMSNorm(64, p=0.1),
 }
 every_module = pytest.mark.parametrize("name", MODULES)
 # jit's own deprecation, and its tracer's warnings about sizes taken as constants.
@@ -149,7 +149,7 @@ class _Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.softmax = nn.SoftmaxDropout(0.1)
-        self.add_norm = nn.DropoutAddLayerNorm(64, 0.1)
+        self.add_norm = nn.DropoutAddLayerNorm(64, p=0.1)
         self.add = nn.BiasDropoutAdd(0.1)
 
     def forward(self, x: torch.Tensor, stream: torch.Tensor) -> Any:

@@ -1,7 +1,5 @@
 """Activations as modules; each can be made without arguments, as transformers' ACT2FN does."""
 
-from __future__ import annotations
-
 import torch
 
 from torchweld import functional

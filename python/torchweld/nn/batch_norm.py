@@ -1,7 +1,5 @@
 """Linear layers followed by batch normalisation and an activation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -79,7 +77,7 @@ class LinearBatchNormAct(torch.nn.Module):
         linear: torch.nn.Linear,
         norm: torch.nn.BatchNorm1d | torch.nn.SyncBatchNorm,
         **options: Any,
-    ) -> LinearBatchNormAct:
+    ) -> "LinearBatchNormAct":
         """Build one around these two modules; the options are the constructor's."""
         made = cls(1, 1, device="meta", **options)
         made.linear, made.norm, made.training = linear, norm, norm.training

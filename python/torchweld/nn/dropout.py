@@ -1,7 +1,5 @@
 """Modules of ops with dropout; in eval() they drop nothing."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Sequence
 
@@ -108,6 +106,8 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
 
         x, stream = norm(attention(x), stream)
 
+    p and eps are taken only by keyword: torch.nn.LayerNorm's second argument is eps.
+
     Args:
         normalized_shape: the last dimensions, which are normalised.
         p: probability that an element of x is dropped while training.
@@ -127,11 +127,11 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
+        *,
         p: float = 0.0,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        *,
         return_residual: bool = False,
         y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -171,10 +171,10 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
+        *,
         p: float = 0.0,
         eps: float | None = None,
         elementwise_affine: bool = True,
-        *,
         return_residual: bool = False,
         y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

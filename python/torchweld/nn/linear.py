@@ -1,7 +1,5 @@
 """Linear layers with their activation, and the feed-forward blocks made of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm."""
 
-from __future__ import annotations
-
 import torch
 
 from torchweld import functional
