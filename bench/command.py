@@ -31,7 +31,7 @@ from torchweld.bench.isolated import Job
 from torchweld.bench.machine import machine
 from torchweld.bench.overhead import overhead
 from torchweld.bench.plot import plot
-from torchweld.bench.refusal import Refusal, check_plot, device_of
+from torchweld.bench.refusal import Refusal, check_outputs, device_of
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
@@ -127,7 +127,7 @@ def add_ops(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(names)}")
         return name
 
-    parser.add_argument("ops", nargs="*", metavar="op", type=known, help=f"of {', '.join(names)}")
+    parser.add_argument("ops", nargs="*", metavar="op", type=known, help=f"default: all of {', '.join(names)}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.check_evidence:
             return _check_evidence()
-        check_plot(options)
+        check_outputs(options, pictures=tuple(PLOTS))
         if options.model:
             return _measure_model(options)
         if options.source:
@@ -172,6 +172,30 @@ def _record(options: argparse.Namespace) -> Report:
     return report
 
 
+def _check_contenders(options: argparse.Namespace, device: str) -> None:
+    """Refuse a backend or a rival that was named and cannot take part in anything measured."""
+    names = _names(options)
+    for backend in options.backend or []:
+        its = BACKENDS[backend]
+        reason = its.missing() if device in its.devices else f"it does not serve --device {device}"
+        if reason is None and not any(backend in OPS[n].sources for n in names if n in OPS):
+            reason = None if any(n in RULES for n in names) else "no op named here has such a kernel"
+        if reason is not None:
+            raise Refusal(f"--backend {backend}: {reason}")
+    for rival in options.vs or []:
+        if reason := _why_not_against(rival, device):
+            raise Refusal(f"--vs {rival}: {reason}")
+
+
+def _why_not_against(rival: str, device: str) -> str | None:
+    if rival == COMPILE:
+        return None
+    if rival in PEERS:
+        peer = PEERS[rival]
+        return peer.missing() or (None if device in peer.devices else "it runs only on GPUs")
+    return None if rival in steps.peers() else f"not installed: pip install {rival}"
+
+
 def _begun(device: str) -> Report:
     """A report with only the machine and its measured copy bandwidth."""
     copy_gbps = limits.copy_gbps(clock_for(device), device)
@@ -182,6 +206,7 @@ def _begun(device: str) -> Report:
 
 def _measure(options: argparse.Namespace) -> Report:
     device = device_of(options)
+    _check_contenders(options, device)
     if device == "cpu":
         conditions.settle(default_allocator=options.default_allocator)
 
@@ -262,14 +287,17 @@ def _measure_model(options: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> Report:
-    if not path.exists():
-        raise Refusal(f"--from: {path} does not exist")
-    saved = json.loads(path.read_text())
-    if "gpu" not in saved:
-        return load(path)
-    where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
-    where |= {name: saved[name] for name in ("capability", "date", "versions")}
-    return Report(where, recording.results(saved, sources.root()))
+    try:
+        saved = json.loads(path.read_text())
+        if "gpu" not in saved:
+            return load(path)
+        where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
+        where |= {name: saved[name] for name in ("capability", "date", "versions")}
+        return Report(where, recording.results(saved, sources.root()))
+    except OSError as error:
+        raise Refusal(f"--from: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"--from: {path} is not a file of --json or --record: {error!r}") from None
 
 
 def _deliver(report: Report, options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench.convergence import text
 from torchweld.bench.machine import machine
-from torchweld.bench.refusal import Refusal, check_plot, device_of
+from torchweld.bench.refusal import Refusal, check_outputs, device_of, positive
 from torchweld.bench.training import Learner, measure, table
 from torchweld.table import Table, progress
 
@@ -140,7 +141,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
     parser.add_argument(
-        "--seconds", type=float, default=90.0, help="how long to train for the curves; default: 90"
+        "--seconds",
+        type=positive,
+        default=90.0,
+        help="how long to train for the curves; default: 90",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -150,11 +154,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     try:
-        check_plot(options)
-        device = device_of(options)
+        check_outputs(options)
+        return _run(options, device_of(options))
     except Refusal as refusal:
         print(f"torchweld demo: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("torchweld demo: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace, device: str) -> int:
     kept = torchweld.keep_pages() if device == "cpu" else None
     names = [name for name in CONTENDERS if name != "torch.compile" or options.compile]
     about = machine(device)

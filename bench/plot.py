@@ -12,6 +12,7 @@ from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
 WIDTH = 19  # inches of panels side by side
+NARROWEST = 8  # inches that the title and the legend need
 Group = tuple[str, str]  # shape and variant, and direction
 
 
@@ -34,7 +35,7 @@ def plot(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(
         rows,
         columns,
-        figsize=(width * columns, 3.1 * rows + 1.2),
+        figsize=(max(width * columns, NARROWEST), 3.1 * rows + 1.2),
         squeeze=False,
         layout="constrained",
     )
@@ -101,7 +102,7 @@ def _mark(panel: Any, at: int, limit: float, top: float) -> None:
     """Mark a limit. A limit far above every bar becomes a number, so that the bars stay tall."""
     if limit > top:
         panel.annotate(
-            f"limit {limit:.0f}",
+            f"stream {limit:.0f}",
             (at, 0.97),
             xycoords=("data", "axes fraction"),
             ha="center",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -20,8 +24,34 @@ def device_of(options: argparse.Namespace) -> str:
     return device
 
 
-def check_plot(options: argparse.Namespace) -> None:
-    """Refuse a plot that cannot be drawn, before measuring anything."""
-    wanted = [name for name in ("plot", "roofline", "scaling") if getattr(options, name, None)]
-    if wanted and importlib.util.find_spec("matplotlib") is None:
-        raise Refusal(f"--{wanted[0]} needs matplotlib: pip install torchweld[bench]")
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+def check_outputs(options: argparse.Namespace, *, pictures: Sequence[str] = ("plot",)) -> None:
+    """Refuse a file that cannot be written or drawn, before measuring anything."""
+    for name in (*pictures, "json", "csv", "markdown"):
+        given = getattr(options, name, None)
+        if given is None or str(given) == "-":
+            continue
+        if name in pictures:
+            _check_picture(name, Path(given))
+        folder = Path(given).absolute().parent
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        if Path(given).is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise Refusal(f"--{name}: {given} cannot be written")
+
+
+def _check_picture(name: str, path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Refusal(f"--{name} needs matplotlib: pip install torchweld[bench]")
+    if path.suffix.lower() not in PICTURES:
+        accepted = ", ".join(PICTURES)
+        raise Refusal(f"--{name}: {path} is no picture's name; accepted endings: {accepted}")
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number

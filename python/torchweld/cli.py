@@ -26,23 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     about = "measure the ops against eager torch, torch.compile and installed peers"
     also = "`torchweld bench compare A.json B.json` shows what became slower between two runs."
-    described = f"{about.capitalize()}. {also}"
+    described = f"{_sentence(about)} {also}"
     command = commands.add_parser("bench", help=about, description=described)
     bench.add_options(command)
     command.set_defaults(run=bench.run)
 
     about = "train a small GPT on the text of Python's library: eager, fused, with 8-bit states"
-    command = commands.add_parser("demo", help=about, description=f"{about.capitalize()}.")
+    command = commands.add_parser("demo", help=about, description=_sentence(about))
     demo.add_options(command)
     command.set_defaults(run=demo.run)
 
     about = "check and time the kernels on this GPU, which the automatic choice then goes by"
-    command = commands.add_parser("tune", help=about, description=f"{about.capitalize()}.")
+    command = commands.add_parser("tune", help=about, description=_sentence(about))
     tune.add_options(command)
     command.set_defaults(run=tune.run)
 
     about = "measure the link of a group that torchrun started, and say which compression pays"
-    command = commands.add_parser("link", help=about, description=f"{about.capitalize()}.")
+    command = commands.add_parser("link", help=about, description=_sentence(about))
     command.add_argument("--parameters", type=float, required=True, help="of the model: 350e6")
     command.add_argument(
         "--step-ms", type=float, required=True, help="a step's computation, without exchanges"
@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _link(options: argparse.Namespace) -> int:

@@ -360,15 +360,39 @@ def torchweld_versions() -> dict[str, str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "arguments", [["--record"], ["--device", "cuda"], ["--from", "nowhere.json"]]
+    "arguments",
+    [
+        ["--record"],
+        ["--device", "cuda"],
+        ["--from", "nowhere.json"],
+        ["--from", "not-ours.json"],
+        ["--from", "no-json.txt"],
+        ["--from", "."],
+        ["layer_norm", "--plot", "speed.txt"],
+        ["layer_norm", "--roofline", "speed"],
+        ["layer_norm", "--json", "a-file/b.json"],
+        ["layer_norm", "--csv", "."],
+        ["layer_norm", "--backend", "cuda"],
+        ["bias_act", "--backend", "triton"],
+        ["layer_norm", "--vs", "apex"],
+    ],
+    ids=" ".join,
 )
 def test_what_cannot_be_done_is_refused_in_a_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """Before anything is measured; the line names the option."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "not-ours.json").write_text('{"machine": 3}')
+    (tmp_path / "no-json.txt").write_text("words")
+    (tmp_path / "a-file").write_text("")
     assert cli.main(["bench", *arguments]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("torchweld bench: ")
+    assert told.err.startswith("torchweld bench: " + next(a for a in arguments if a[:2] == "--"))
     assert told.err.count("\n") == 1
 
 

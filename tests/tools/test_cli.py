@@ -44,6 +44,15 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench" in printed
 
 
+@pytest.mark.parametrize(
+    ("command", "word"), [("demo", "GPT"), ("tune", "GPU"), ("bench", "torch.compile")]
+)
+def test_help_keeps_capitals(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert word in capsys.readouterr().out.split("options:")[0]
+
+
 def test_doctor() -> None:
     printed = _run("doctor")
     for words in (torchweld.__version__, torch.__version__, "glibc", "instruction set", "GPU"):

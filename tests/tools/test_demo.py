@@ -28,7 +28,7 @@ def test_everything_is_shown_and_written(
 ) -> None:
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "demo.json", tmp_path / "demo.png"
-    arguments = ["demo", "--device", "cpu", "--seconds", "0"]
+    arguments = ["demo", "--device", "cpu", "--seconds", "1e-6"]
     assert cli.main([*arguments, "--json", str(results), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "model = torchweld.fuse(model)" in printed
@@ -64,3 +64,27 @@ def test_what_it_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is a GPU")
     assert cli.main(["demo", "--device", "cuda"]) == 2
     assert "torch sees none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "ten"])
+def test_the_time_is_checked(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", "--seconds", seconds])
+    assert ended.value.code == 2
+    assert "--seconds" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_pictures_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--plot", "loss.txt"]) == 2
+    assert "--plot: loss.txt" in capsys.readouterr().err
+
+
+def test_an_interruption_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_measured", interrupt)
+    assert cli.main(["demo", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "torchweld demo: interrupted\n"

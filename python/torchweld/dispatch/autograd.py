@@ -66,12 +66,18 @@ def unaliased(result: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(result, result.shape)
 
 
+# By the name of the node: torch 2.10 compiles no function that has such objects in its closure.
+_NODES: dict[str, tuple[Differentiable, Any]] = {}
+
+
 def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Function]:
     """One class for each backend, so that a backward runs where its forward ran.
 
     `kernel` is a Kernel, or has as it forward, backward, public and backend. Results beside the
     public ones that it lets through get no gradient.
     """
+    name = f"{op.name}_{kernel.backend.replace('/', '_')}"
+    _NODES[name] = (op, kernel)
     inputs, outputs = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     is_tensor = ["Tensor" in kind for kind in op.forward_signature.types]
@@ -100,6 +106,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
     typed_at = [inputs.index(name) for name in typed]
 
     def forward(ctx: Any, *given: Any) -> Any:
+        op, kernel = _NODES[name]
         results = as_tuple(kernel.forward(*given))
         values = [given[i] for i in saved_at] + [results[i] for i in kept_at]
         if op.unsaved is not None:
@@ -123,6 +130,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
         return returned
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        op, kernel = _NODES[name]
         if all(grad is None for grad in grads):
             return (None,) * len(inputs)
         if ctx.late is not None and (late := _left_for_later(ctx, grads)) is not None:
@@ -160,8 +168,9 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
 
     # With its name from the start: that of its nodes, in grad_fn and in the profiler, is made then.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    name, base = f"{op.name}_{kernel.backend.replace('/', '_')}", torch.autograd.Function
-    return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(methods))
+    return types.new_class(
+        name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods)
+    )
 
 
 # Zero-bubble schedules run a backward twice: for what flows, keeping the graph, and then for the
