@@ -42,48 +42,30 @@ html_show_copyright = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 
+# Captions of the side bar, and their pages.
+_GROUPS = {
+    "Start": ("fuse", "modules", "optimizers", "migrating", "troubleshooting"),
+    "Use": ("huggingface", "block-sparse-attention", "ops"),
+    "Scale": ("stack", "pipelines-and-memory", "offload", "one-bit"),
+    "Understand": ("numerics", "performance", "support"),
+    "API": (
+        *("api/torchweld", "api/functional", "api/nn", "api/optim", "api/sparse"),
+        *("api/distributed", "api/random", "api/errors"),
+    ),
+    "Contribute": (
+        *("../CONTRIBUTING", "adding-an-op", "adding-an-optimizer", "releasing", "../CHANGELOG"),
+        "notebook/index",
+    ),
+}
+
+
+def _contents(caption, pages):
+    names = [os.path.normpath(f"docs/{page}") for page in pages]
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""])
+
+
 _CONTENTS = {
-    "README": """
-```{toctree}
-:hidden:
-:caption: Guide
-:glob:
-
-docs/fuse
-docs/ops
-docs/optimizers
-docs/offload
-docs/stack
-docs/numerics
-docs/performance
-docs/support
-docs/*
-docs/notebook/index
-```
-
-```{toctree}
-:hidden:
-:caption: API
-
-docs/api/torchweld
-docs/api/functional
-docs/api/nn
-docs/api/optim
-docs/api/distributed
-docs/api/random
-docs/api/sparse
-docs/api/distributed
-docs/api/errors
-```
-
-```{toctree}
-:hidden:
-:caption: Project
-
-CHANGELOG
-CONTRIBUTING
-```
-""",
+    "README": "".join(_contents(caption, pages) for caption, pages in _GROUPS.items()),
     "docs/notebook/index": """
 ```{toctree}
 :hidden:

@@ -234,6 +234,8 @@ def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
         x, weight, *rest = materialize(arguments, dtype)
         if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] not in epilogue._ONEDNN:
             continue
+        if not epilogue._onednn_keeps_nan(dtype, *rest[1:]):
+            continue  # a pass follows: one more rounding
         for layout in layouts:
             given = [layout(x) if x.ndim == 2 else x, weight, *rest]
             with torch.no_grad(), seams.Counting() as counted:

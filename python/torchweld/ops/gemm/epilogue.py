@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import (
@@ -119,9 +121,19 @@ def _onednn_activates(x, weight, bias, activation, approximate) -> bool:
     """
     if activation not in _ONEDNN or (activation, approximate) not in activations.KINDS:
         return False
-    if gemm.wants_gradient(x, weight, bias):
+    if gemm.wants_gradient(x, weight, bias) or not gemm.served_by_onednn(x, weight, bias):
         return False
-    return gemm.served_by_onednn(x, weight, bias)
+    return _onednn_keeps_nan(x.dtype, activation, approximate)
+
+
+@functools.cache
+def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> bool:
+    """Whether oneDNN's activation of NaN is NaN; torch 2.10's sigmoid in float16 is 0."""
+    with _disable_current_modes():
+        x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
+        algorithm = approximate if activation == "gelu" else ""
+        y = gemm.onednn(x, weight, None, _ONEDNN[activation], algorithm)
+        return bool(y.isnan().all())
 
 
 class Unjoined(NamedTuple):
