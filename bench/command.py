@@ -127,7 +127,9 @@ def add_ops(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(names)}")
         return name
 
-    parser.add_argument("ops", nargs="*", metavar="op", type=known, help=f"default: all of {', '.join(names)}")
+    parser.add_argument(
+        "ops", nargs="*", metavar="op", type=known, help=f"default: all of {', '.join(names)}"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -179,7 +181,9 @@ def _check_contenders(options: argparse.Namespace, device: str) -> None:
         its = BACKENDS[backend]
         reason = its.missing() if device in its.devices else f"it does not serve --device {device}"
         if reason is None and not any(backend in OPS[n].sources for n in names if n in OPS):
-            reason = None if any(n in RULES for n in names) else "no op named here has such a kernel"
+            reason = (
+                None if any(n in RULES for n in names) else "no op named here has such a kernel"
+            )
         if reason is not None:
             raise Refusal(f"--backend {backend}: {reason}")
     for rival in options.vs or []:

@@ -14,7 +14,7 @@ from typing import Any
 from torchweld.bench import overhead
 from torchweld.bench.overhead import Overhead
 from torchweld.bench.runner import Result
-from torchweld.registry import EAGER
+from torchweld.registry import EAGER, OPS
 from torchweld.table import Table
 
 
@@ -73,7 +73,7 @@ def show(report: Report) -> None:
         "p20-p80",
         "x eager",
         "GB/s",
-        "limit",
+        "of stream",
         "peak MB",
     ]
     table = Table(headers, numbers_from=5)
@@ -97,7 +97,7 @@ def show(report: Report) -> None:
 
 
 def _figures(result: Result) -> list[str]:
-    """ms, p20-p80, x eager, GB/s, % of the limit."""
+    """ms, p20-p80, x eager, GB/s, % of a plain stream's speed."""
     if result.ms is None or result.p20 is None or result.p80 is None:
         return ["refused", "", "", "", ""]
     doubt = "" if result.reliable else "~"
@@ -105,7 +105,16 @@ def _figures(result: Result) -> list[str]:
         doubt + _ms(result.ms),
         f"{_ms(result.p20)}-{_ms(result.p80)}",
         "" if result.speed_up is None else f"{doubt}{result.speed_up:.2f}",
-        "" if result.gbps is None else f"{result.gbps:.1f}",
+        *_bandwidth(result, 1),
+    ]
+
+
+def _bandwidth(result: Result, digits: int) -> list[str]:
+    """GB/s and the share of a plain stream's; of a GEMM, which memory does not bound, neither."""
+    if result.op in OPS and OPS[result.op].weights_at:
+        return ["", ""]
+    return [
+        "" if result.gbps is None else f"{result.gbps:.{digits}f}",
         "" if result.share is None else f"{result.share:.0%}",
     ]
 
@@ -126,7 +135,9 @@ def _remarks(results: Sequence[Result]) -> list[str]:
     """Explain how to read the table, and list the absent contenders."""
     lines = ["* what the automatic choice takes"]
     if any(result.share for result in results):
-        lines.append("limit: % of what a plain stream reached with the same reads and writes")
+        lines.append(
+            "of stream: the share of a plain stream's speed, with the same reads and writes"
+        )
     disturbed, calls = sum(r.disturbed for r in results), sum(r.calls for r in results)
     if disturbed:
         lines.append(f"{disturbed} of {calls} calls met other processes on their cores")
@@ -185,15 +196,13 @@ def markdown(results: Iterable[Result]) -> str:
     results = list(results)
     dense = {_case(r): r.ms for r in results if r.contender == "sdpa" and r.ms}
     lines = [
-        "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | limit |",
+        "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | of a plain stream |",
         "|---|---|---|---|--:|--:|---|--:|--:|--:|",
     ]
     for result in results:
         if not (result.automatic and result.reliable) or not result.ms or not result.eager_ms:
             continue
         ms = min(result.eager_ms, dense.get(_case(result), result.eager_ms))
-        share = "" if result.share is None else f"{result.share:.0%}"
-        gbps = "" if result.gbps is None else f"{result.gbps:.0f}"
         cells = [
             f"`{result.op}`",
             result.label.replace("x", " x ", len(result.shape) - 1),
@@ -203,8 +212,7 @@ def markdown(results: Iterable[Result]) -> str:
             f"{_ms(result.ms)} ms",
             result.contender,
             f"{ms / result.ms:.2f}x",
-            gbps,
-            share,
+            *_bandwidth(result, 0),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

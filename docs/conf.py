@@ -61,7 +61,8 @@ _GROUPS = {
 
 def _contents(caption, pages):
     names = [os.path.normpath(f"docs/{page}") for page in pages]
-    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""])
+    head = ("", "```{toctree}", ":hidden:", f":caption: {caption}", "")
+    return "\n".join([*head, *names, "```", ""])
 
 
 _CONTENTS = {

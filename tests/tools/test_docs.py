@@ -8,8 +8,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
+import pages
 import torchweld
 from torchweld.bench import recording
 from torchweld.dispatch import evidence
@@ -37,34 +37,22 @@ def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -
     assert all("cpu (stale)" in row for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("page", "count"),
-    [
-        ("README.md", 3),
-        ("docs/modules.md", 2),
-        ("docs/huggingface.md", 1),
-        ("docs/fuse.md", 5),
-        ("docs/troubleshooting.md", 3),
-        ("docs/migrating.md", 1),
-        ("docs/offload.md", 1),
-        ("docs/one-bit.md", 1),
-        ("docs/optimizers.md", 1),
-        ("docs/block-sparse-attention.md", 1),
-    ],
-)
-def test_a_pages_python_runs(page: str, count: int) -> None:
-    """Every Python block, in order, in one namespace, except those that need other packages.
+@pytest.mark.parametrize("page", pages.with_python())
+def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block, pasted in order into a fresh interpreter.
 
-    Pages that are not introductions assume a model.
+    tests/peers/peer_docs.py runs the pages with blocks that need other packages, and
+    tests/distributed/test_docs_distributed.py those that need processes.
     """
-    blocks = re.findall(
-        r"(<!-- needs \w+ -->\n)?```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL
-    )
-    found = [block for needs, block in blocks if not needs]
-    assert len(found) >= count
-    namespace = {"torchweld": torchweld, "model": torch.nn.Linear(8, 8)}
-    for block in found:
-        exec(block, namespace)
+    monkeypatch.chdir(tmp_path)
+    if not pages.run(page):
+        pytest.skip("all of its blocks need other packages or processes: they run elsewhere")
+
+
+def test_every_page_with_python_is_known() -> None:
+    """What a block may need is run somewhere."""
+    needs = {need for page in pages.with_python() for need, _ in pages.blocks(page)}
+    assert needs <= {"", "transformers", "accelerate", "peft", "processes"}
 
 
 def test_the_doctors_words_are_its_words() -> None:
