@@ -123,9 +123,9 @@ class FromData(Builders):
     ) -> Self:
         """In every row the `top_k` blocks with the highest scores.
 
-        Scores are [rows, columns], [heads, ...] or [batch, heads, ...]; -inf excludes a block.
-        Everything runs on the scores' device, without synchronisation: lists have room for `top_k`
-        blocks per row, even if a row has fewer.
+        Scores are [rows, columns], [heads, ...] or [batch, heads, ...]; -inf and NaN exclude a
+        block. Everything runs on the scores' device, without synchronisation: lists have room for
+        `top_k` blocks per row, even if a row has fewer.
         """
         if not scores.is_floating_point() or not 2 <= scores.ndim <= 4:
             came = f"a {scores.dtype} tensor of shape {list(scores.shape)}"
@@ -134,8 +134,10 @@ class FromData(Builders):
         at_least(1, top_k=top_k)
         batch, heads, rows, columns = (1,) * (4 - scores.ndim) + tuple(scores.shape)
         grid = _sized_grid("scores", scores, rows, columns, seq_len, block)
-        best = scores.detach().reshape(-1, rows, columns).topk(min(top_k, columns), sorted=False)
-        line = torch.arange(batch * heads * rows, device=scores.device).view(-1, rows, 1)
+        scores = scores.detach().reshape(-1, rows, columns)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # topk takes NaN for the largest
+        best = scores.topk(min(top_k, columns), sorted=False)
+        line = torch.arange(batch * heads * rows, device=grid.device).view(-1, rows, 1)
         number = line * columns + best.indices
         none = batch * heads * rows * columns
         number = torch.where(best.values > -torch.inf, number, none).flatten()
