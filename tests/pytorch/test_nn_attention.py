@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchweld
 from torchweld import ArgumentError
@@ -92,3 +96,60 @@ def test_bad_arguments() -> None:
     module, q = torchweld.nn.BlockSparseAttention(WINDOW((50, 50))), torch.randn(1, 1, 40, 8)
     with pytest.raises(ArgumentError, match="50 x 50"):
         module(q, q, q)
+
+
+def _without_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x, x, x).sum()
+
+
+def _in_inference(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.inference_mode():
+        _without_modes(module, x)
+
+
+def _with_fakes(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with FakeTensorMode():
+        _without_modes(module, torch.randn(x.shape))
+
+
+def _on_meta(module: torch.nn.Module, x: torch.Tensor) -> None:
+    _without_modes(module, x.to("meta").requires_grad_()).backward()
+
+
+def _under_autocast(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        _without_modes(module, x)
+
+
+MODES: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "inference": _in_inference,
+    "fake": _with_fakes,
+    "meta": _on_meta,
+    "autocast": _under_autocast,
+    "grad": lambda m, x: torch.func.grad(functools.partial(_without_modes, m))(x),
+    "jvp": lambda m, x: torch.func.jvp(functools.partial(_without_modes, m), (x,), (x,)),
+    "vmap": lambda m, x: torch.vmap(functools.partial(_without_modes, m))(x[None]),
+    "make_fx": lambda m, x: make_fx(functools.partial(_without_modes, m))(x),
+}
+
+
+@pytest.mark.parametrize("first", MODES)
+def test_what_a_first_call_keeps_serves_training(first: str) -> None:
+    """Its layouts are those that training would have made; and training's serve such a call."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 64, 8)
+    gradients = []
+    for calls in ((MODES[first],), (), (_without_modes, MODES[first])):
+        module = torchweld.nn.BlockSparseAttention(WINDOW)
+        for call in calls:
+            call(module, x)
+        leaf = x.clone().requires_grad_()
+        gradients += torch.autograd.grad(_without_modes(module, leaf), leaf)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[2], gradients[1])
+
+
+def test_a_layout_made_in_inference_mode_serves_training() -> None:
+    with torch.inference_mode():
+        layouts = [WINDOW((64, 64)), WINDOW((64, 64)).causal(), WINDOW((64, 64)).to("meta")]
+    assert not any(t.is_inference() for layout in layouts for t in layout.lists or ())

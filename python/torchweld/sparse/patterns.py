@@ -219,8 +219,8 @@ def global_tokens(grid: Grid, tokens: torch.Tensor) -> Blocks:
 
     def kinds(length: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The blocks with such tokens, the kind of every block, and each kind's bits."""
-        is_global = torch.zeros(count_of(length, grid.block) * grid.block, dtype=torch.bool)
-        is_global = is_global.to(grid.device)
+        size = count_of(length, grid.block) * grid.block
+        is_global = torch.zeros(size, dtype=torch.bool, device=grid.device)
         is_global[chosen[(chosen >= 0) & (chosen < length)]] = True
         is_global[length:] = is_global[length - 1 : length]  # to be a full block at the end
         bits = is_global.view(-1, grid.block)

@@ -131,7 +131,10 @@ def _heads(x: torch.Tensor) -> int:
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _check(*arguments)  # torch would accept more
-    with torch.autocast(arguments[0].device.type, enabled=False):  # already cast
+    kind = arguments[0].device.type
+    if not checks.autocasts(kind):  # torch has no autocast of meta tensors
+        return attention(*arguments)
+    with torch.autocast(kind, enabled=False):  # already cast
         return attention(*arguments)
 
 
