@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -257,3 +258,71 @@ def test_long_layouts_of_global_tokens_cost_little() -> None:
     assert layout.count == 2 * 2 * rows - 4
     assert layout.lists is not None
     assert len(layout.lists.masks) <= 8
+
+
+# --- Mask functions -------------------------------------------------------------------------------
+
+_VECTORS = torch.randint(0, 2, (70, 3), generator=torch.Generator().manual_seed(0))
+_TABLE = torch.rand(3, 4, 70, 70, generator=torch.Generator().manual_seed(1)) < 0.3
+_DOCUMENTS = torch.arange(70).expand(3, 70) // torch.tensor([[9], [20], [33]])
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "batch": lambda b, h, q, k: _DOCUMENTS[b, q] == _DOCUMENTS[b, k],
+    "batch and head": lambda b, h, q, k: (q + b) % (h + 2) == k % 2,
+    "table": lambda b, h, q, k: _TABLE[b, h, q, k],
+    "reduction": lambda b, h, q, k: (_VECTORS[q] == _VECTORS[k]).all(),
+    "reduction of a dimension": lambda b, h, q, k: (_VECTORS[q] == _VECTORS[k]).any(0) & (q > k),
+    "slices": lambda b, h, q, k: (_VECTORS[q, :] * _VECTORS[k, :]).sum() > 1,
+    "rows of a table": lambda b, h, q, k: _TABLE[b][h][q][k],
+    "no tokens": lambda b, h, q, k: h > 1,
+}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_mask_functions_are_those_of_single_indices(name: str, listed: bool) -> None:
+    function = FUNCTIONS[name]
+    expected = torch.zeros(3, 4, 70, 70, dtype=torch.bool)
+    chosen = [
+        (b, h, q, k)
+        for b in range(3)
+        for h in range(4)
+        for q in range(0, 70, 9)
+        for k in range(0, 70, 7)
+    ]
+    within = BlockLayout.dense(70, block=16) if listed else None
+    found = BlockLayout.from_mask_fn(
+        function, 70, block=16, num_heads=4, batch_size=3, within=within
+    ).to_mask()
+    assert found.shape == expected.shape
+    for at in chosen:
+        assert found[at] == function(*(torch.tensor(i) for i in at))
+
+
+@pytest.mark.parametrize("argument", ["batch_size", "num_heads"])
+def test_a_mask_functions_batch_and_heads_are_asked_for(argument: str) -> None:
+    other = {"batch_size": "num_heads", "num_heads": "batch_size"}[argument]
+    with pytest.raises(torchweld.ArgumentError, match=f"{argument} is not given"):
+        BlockLayout.from_mask_fn(FUNCTIONS["table"], 70, block=16, **{other: 3})
+
+
+def test_a_mask_functions_errors_name_it() -> None:
+    def branches(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k if q > 3 else q == k
+
+    for function in (branches, lambda b, h, q, k: _VECTORS[q + 1, 0] > 0):
+        with pytest.raises(torchweld.ArgumentError, match="mask_mod is one that raises"):
+            BlockLayout.from_mask_fn(function, 70, block=16)
+
+
+def test_lengths_and_blocks_of_other_types() -> None:
+    """NumPy's integers as lengths, and DeepSpeed's int64 blocks."""
+    assert BlockLayout.bigbird(np.int64(96), block=16) == BlockLayout.bigbird(96, block=16)
+    blocks = torch.rand(2, 5, 5) < 0.5
+    ours, theirs = (BlockLayout.from_blocks(b, block=16) for b in (blocks, blocks.long()))
+    assert torch.equal(ours.to_mask(), theirs.to_mask())
+
+
+@pytest.mark.parametrize("offsets", [[3, 10, 20], [0, 10, 5, 20]])
+def test_offsets_of_documents_are_cumulative(offsets: list[int]) -> None:
+    with pytest.raises(torchweld.ArgumentError, match="cu_seqlens is offsets"):
+        BlockLayout.documents(torch.tensor(offsets), block=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ ATTENTION = ("bidirectional", "unidirectional")
 
 
 def grid_of(seq_len: int | tuple[int, int], block: int, device: torch.device | str | None) -> Grid:
-    queries, keys = (seq_len, seq_len) if isinstance(seq_len, int) else seq_len
-    if not all(isinstance(n, int) and n >= 0 for n in (queries, keys)):
+    pair = seq_len if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(isinstance(n, numbers.Integral) and n >= 0 for n in pair):
         raise ArgumentError("BlockLayout", "seq_len", repr(seq_len), "tokens, or a pair of them")
+    queries, keys = map(int, pair)
     if block not in BLOCKS:
         raise ArgumentError("BlockLayout", "block", repr(block), " or ".join(map(str, BLOCKS)))
     return Grid(queries, keys, block, torch.empty(0, device=device or "cpu").device)

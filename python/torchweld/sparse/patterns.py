@@ -282,6 +282,7 @@ class Piece(NamedTuple):
     """Blocks, and the indices of their tokens, which broadcast to all pairs in these blocks."""
 
     number: torch.Tensor  # [rows, columns] of blocks
+    batch: torch.Tensor
     head: torch.Tensor
     query: torch.Tensor  # [rows * block, 1], or [rows, block, 1] with one column
     key: torch.Tensor  # [1, columns * block], or [rows, 1, block]
@@ -292,7 +293,7 @@ def pairs_at_once(device: torch.device) -> int:
     return 2**18 if device.type == "cpu" else 2**24
 
 
-def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
+def everywhere(grid: Grid, batch: int, heads: int) -> Iterator[Piece]:
     """All blocks, in wide pieces: loops along a whole row of keys are fastest."""
     blocks = pairs_at_once(grid.device) // grid.block**2
     across = max(min(blocks, grid.columns), 1)
@@ -300,19 +301,19 @@ def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
     query = torch.arange(grid.rows * grid.block, device=grid.device).clamp_(max=grid.queries - 1)
     key = torch.arange(grid.columns * grid.block, device=grid.device).clamp_(max=grid.keys - 1)
     row, column = grid.row()[:, None] * grid.columns, grid.column()
-    for head in range(heads):
-        of_head = torch.tensor(head, device=grid.device)
-        first = head * grid.rows * grid.columns
+    for line in range(batch * heads):
+        of_batch, of_head = torch.tensor(divmod(line, heads), device=grid.device)
+        first = line * grid.rows * grid.columns
         for rows, queries in zip(
             row.split(down), query[:, None].split(down * grid.block), strict=True
         ):
             for columns, keys in zip(
                 column.split(across), key[None].split(across * grid.block, 1), strict=True
             ):
-                yield Piece(first + rows + columns, of_head, queries, keys)
+                yield Piece(first + rows + columns, of_batch, of_head, queries, keys)
 
 
-def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
+def listed_pieces(grid: Grid, number: torch.Tensor, heads: int = 1) -> Iterator[Piece]:
     """The blocks with these numbers, in order."""
     at = torch.arange(grid.block, device=grid.device)
     for some in number.split(pairs_at_once(grid.device) // grid.block**2):
@@ -320,7 +321,7 @@ def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
         query = ((line % grid.rows)[:, None] * grid.block + at).clamp(max=grid.queries - 1)
         key = (column[:, None] * grid.block + at).clamp(max=grid.keys - 1)
         head = (line // grid.rows)[:, None, None]
-        yield Piece(some[:, None], head, query[:, :, None], key[:, None, :])
+        yield Piece(some[:, None], head // heads, head % heads, query[:, :, None], key[:, None, :])
 
 
 class _Growing:
@@ -353,10 +354,9 @@ def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Bl
     """
     block, device = grid.block, grid.device
     kept, bits = _Growing(device), []
-    zero = torch.zeros((), dtype=torch.int64, device=device)
     count = 0
-    for number, head, query, key in pieces:
-        found = function(zero, head, query, key)
+    for number, batch, head, query, key in pieces:
+        found = function(batch, head, query, key)
         if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
             came = f"one that returns a {getattr(found, 'dtype', type(found).__name__)}"
             raise ArgumentError("BlockLayout", "mask_mod", came, "one that returns booleans")
