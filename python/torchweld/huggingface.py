@@ -9,17 +9,26 @@ huggingface.set_layout(model, functools.partial(sparse.BlockLayout.bigbird, bloc
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
 
 from torchweld import functional
 from torchweld.errors import ArgumentError
+from torchweld.ops.attention import reference
 from torchweld.sparse import BlockLayout, Layouts
 from torchweld.sparse.layouts import Source
 
@@ -80,13 +89,54 @@ def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -
     getattr(model, _PASS).generates = kwargs.get("past_key_values") is not None
 
 
-def mask(q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
+def mask(
+    q_length: int,
+    kv_length: int,
+    attention_mask: Any = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **kwargs: Any,
+) -> Any:
     """Passes over whole sequences get the mask of their keys, others that of sdpa."""
     if q_length != kv_length:
-        return sdpa_mask(
-            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+        kwargs |= {"attention_mask": attention_mask, "mask_function": mask_function}
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
+    if not _is_plain(mask_function):
+        came = "one of packed sequences, prefixes, images or chunks"
+        accepted = (
+            "causal ones, bidirectional ones and sliding windows; leave out position_ids that begin"
+            " anew, and put documents into the layout by BlockLayout.documents or from_mask_fn"
         )
+        raise ArgumentError(NAME, "mask_function", came, accepted)
     return None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+
+
+def _is_plain(function: Callable[..., Any]) -> bool:
+    """Whether a mask function says no more than `is_causal`, or is the model's sliding window.
+
+    A layout replaces that window. The library makes its functions anew, of the same code.
+    """
+    code = getattr(function, "__code__", None)
+    if code is _ALL_OF:
+        return all(map(_is_plain, inspect.getclosurevars(function).nonlocals["mask_functions"]))
+    return code in _PLAIN
+
+
+_ALL_OF = and_masks(causal_mask_function).__code__
+_PLAIN = [
+    function.__code__
+    for function in (
+        causal_mask_function,
+        bidirectional_mask_function,
+        sliding_window_overlay(1),
+        sliding_window_bidirectional_overlay(1),
+    )
+]
+# What attention functions are given that does not change what this one computes. The mask says what
+# positions are packed, and the layout replaces a sliding window.
+_WITHOUT_EFFECT = {
+    *("sliding_window", "position_ids", "cache_position", "use_cache", "deterministic"),
+    *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
+}
 
 
 def attention(
@@ -108,14 +158,24 @@ def attention(
         came = f"{type(module).__name__} without a layout"
         accepted = "a model that was given to torchweld.huggingface.set_layout"
         raise ArgumentError(NAME, "module", came, accepted)
-    if attention_mask is not None and attention_mask.ndim == 4:
-        if query.shape[2] == key.shape[2]:
-            came = f"of shape {list(attention_mask.shape)}"
-            raise ArgumentError(NAME, "attention_mask", came, "[batch, keys], 1 where a key counts")
+    for name, given in kwargs.items():
+        if name not in _WITHOUT_EFFECT and given is not None and given is not False:
+            accepted = "None: attention over a layout does not take it"
+            raise ArgumentError(NAME, name, f"a {type(given).__name__}", accepted)
+    several = query.shape[2] != key.shape[2]
+    if attention_mask is not None and attention_mask.ndim == 4 and not several:
+        came = f"of shape {list(attention_mask.shape)}"
+        raise ArgumentError(NAME, "attention_mask", came, "[batch, keys], 1 where a key counts")
+    if several and (attention_mask is None or attention_mask.ndim == 4):
+        if softcap or s_aux is not None:
+            given = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
+            summed = _masked(query, key, value, attention_mask, scaling, *given)
+            return summed.transpose(1, 2).contiguous(), None
+        # A mask that is left out begins at the first key: a cache may have room for more.
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+            module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
-    dense = state.generates or query.shape[2] != key.shape[2]
+    dense = state.generates or several
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     y = functional.block_sparse_attention(
         query,
@@ -132,3 +192,24 @@ def attention(
     )
     assert isinstance(y, torch.Tensor)
     return y.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention with a mask of tokens, a soft cap and sinks, which torch's has not."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    z = reference.scores(query, key, None, scale, softcap, None).float()
+    beside = None if sinks is None else sinks.float().view(-1, 1, 1)
+    weights, _ = reference.softmax(z, mask, beside)
+    weights = torch.nn.functional.dropout(weights, dropout, dropout > 0)
+    return weights.to(value.dtype) @ value

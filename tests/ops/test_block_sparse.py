@@ -468,3 +468,17 @@ def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: 
         kernels.forward(*inputs)
     with pytest.raises(RuntimeError, match="refer to blocks or masks"):
         kernels.backward(y, None, *inputs, y, lse, True, True, True, False)
+
+
+def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
+    """Keys, values and padding of batch 1, with gradients summed over the batch."""
+    q, k, v = _drawn((3, 2, 40, 8), (1, 2, 50, 8), (1, 2, 50, 8))
+    padding = torch.arange(50)[None] > 44
+    layout = BlockLayout.sliding_window((40, 50), block=16)
+    mask = layout.to_mask() & ~padding
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _dense(mask)(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1))
+
+    found = _with_gradients(lambda *x: attention(*x, layout, key_padding_mask=padding), q, k, v)
+    _assert_same(found, _with_gradients(dense, q, k, v))

@@ -14,12 +14,18 @@ from transformers import (
     BartModel,
     BertConfig,
     BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5EncoderModel,
 )
 
 from torchweld import ArgumentError, huggingface
@@ -183,3 +189,67 @@ def test_a_model_without_a_layout_says_so() -> None:
     _, model = _pair(_bert, WINDOW)
     with pytest.raises(ArgumentError, match="attention_mask"):
         model(tokens, attention_mask=keep[:, None, None].expand(2, 1, LENGTH, LENGTH).bool())
+
+
+def _gemma2(**more: Any) -> torch.nn.Module:
+    own = {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 128}
+    own |= {"sliding_window": more.pop("sliding_window", 40)}
+    caps = {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, **own, **caps, **more))
+
+
+def test_generate_keeps_the_soft_cap() -> None:
+    """Passes with a cache compute what eager computes, which has the cap."""
+    torch.manual_seed(0)
+    plain = _gemma2(attn_implementation="eager").eval()
+    sparse = _gemma2(attn_implementation=huggingface.NAME).eval()
+    sparse.load_state_dict(plain.state_dict())
+    huggingface.set_layout(sparse, functools.partial(BlockLayout.dense, block=16))
+    tokens, _ = _tokens()
+    logits = []
+    for model in (plain, sparse):
+        cache = model(tokens[:, :20], use_cache=True).past_key_values
+        logits.append(model(tokens[:, 20:28], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_are_refused() -> None:
+    """Positions that begin anew separate documents, which the layout does not."""
+    tokens, _ = _tokens()
+    _, model = _pair(_llama, WINDOW)
+    model(tokens, position_ids=torch.arange(LENGTH)[None], use_cache=False)
+    position_ids = torch.cat([torch.arange(40), torch.arange(LENGTH - 40)])[None]
+    with pytest.raises(ArgumentError, match="mask_function"):
+        model(tokens, position_ids=position_ids, use_cache=False)
+
+
+def test_a_sliding_window_of_the_models_is_replaced() -> None:
+    tokens, _ = _tokens()
+    torch.manual_seed(0)
+    models = [_gemma2(attn_implementation=huggingface.NAME, sliding_window=n) for n in (40, 999)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        huggingface.set_layout(model.eval(), functools.partial(BlockLayout.dense, block=16))
+    torch.testing.assert_close(*(model(tokens)[0] for model in models))
+
+
+def _t5(**more: Any) -> torch.nn.Module:
+    own = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return T5EncoderModel(T5Config(vocab_size=VOCABULARY, **own, **more))
+
+
+def test_arguments_that_change_scores_are_refused() -> None:
+    tokens, _ = _tokens()
+    _, model = _pair(_t5, WINDOW)
+    with pytest.raises(ArgumentError, match="position_bias"):
+        model(tokens)
+    module = torch.nn.Module()
+    huggingface.set_layout(module, WINDOW)
+    q = torch.randn(1, 2, 64, 8)
+    for name in ("indices", "block_indices", "cu_seq_lens_q", "sinks", "output_attentions"):
+        with pytest.raises(ArgumentError, match=name):
+            huggingface.attention(module, q, q, q, **{name: torch.ones(1)})
+
+
+def _llama(**more: Any) -> torch.nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=128, **more))

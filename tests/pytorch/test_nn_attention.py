@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchweld
 from torchweld import ArgumentError
@@ -87,8 +91,95 @@ def test_bad_arguments() -> None:
         Multihead(16, 3, WINDOW)
     with pytest.raises(ArgumentError, match="layout"):
         torchweld.nn.BlockSparseAttention(None)  # type: ignore[arg-type]
+    module, x = Multihead(16, 2, WINDOW), torch.randn(5, 1, 16)
     with pytest.raises(ArgumentError, match="query"):
-        Multihead(16, 2, WINDOW)(torch.randn(5, 16))
-    module, q = torchweld.nn.BlockSparseAttention(WINDOW((50, 50))), torch.randn(1, 1, 40, 8)
+        module(x[None])
+    for argument, value in (
+        *(("need_weights", True), ("attn_mask", torch.zeros(5, 5)), ("is_causal", True)),
+        ("key_padding_mask", torch.ones(1, 5)),
+    ):
+        with pytest.raises(ArgumentError, match=argument):
+            module(x, **{argument: value})
+    attention, q = torchweld.nn.BlockSparseAttention(WINDOW((50, 50))), torch.randn(1, 1, 40, 8)
     with pytest.raises(ArgumentError, match="50 x 50"):
-        module(q, q, q)
+        attention(q, q, q)
+
+
+def _without_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x, x, x).sum()
+
+
+def _in_inference(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.inference_mode():
+        _without_modes(module, x)
+
+
+def _with_fakes(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with FakeTensorMode():
+        _without_modes(module, torch.randn(x.shape))
+
+
+def _on_meta(module: torch.nn.Module, x: torch.Tensor) -> None:
+    _without_modes(module, x.to("meta").requires_grad_()).backward()
+
+
+def _under_autocast(module: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        _without_modes(module, x)
+
+
+MODES: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "inference": _in_inference,
+    "fake": _with_fakes,
+    "meta": _on_meta,
+    "autocast": _under_autocast,
+    "grad": lambda m, x: torch.func.grad(functools.partial(_without_modes, m))(x),
+    "jvp": lambda m, x: torch.func.jvp(functools.partial(_without_modes, m), (x,), (x,)),
+    "vmap": lambda m, x: torch.vmap(functools.partial(_without_modes, m))(x[None]),
+    "make_fx": lambda m, x: make_fx(functools.partial(_without_modes, m))(x),
+}
+
+
+@pytest.mark.parametrize("first", MODES)
+def test_what_a_first_call_keeps_serves_training(first: str) -> None:
+    """Its layouts are those that training would have made; and training's serve such a call."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 64, 8)
+    gradients = []
+    for calls in ((MODES[first],), (), (_without_modes, MODES[first])):
+        module = torchweld.nn.BlockSparseAttention(WINDOW)
+        for call in calls:
+            call(module, x)
+        leaf = x.clone().requires_grad_()
+        gradients += torch.autograd.grad(_without_modes(module, leaf), leaf)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[2], gradients[1])
+
+
+def test_a_layout_made_in_inference_mode_serves_training() -> None:
+    with torch.inference_mode():
+        layouts = [WINDOW((64, 64)), WINDOW((64, 64)).causal(), WINDOW((64, 64)).to("meta")]
+    assert not any(t.is_inference() for layout in layouts for t in layout.lists or ())
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_multihead_attention_is_called_as_torchs_is(batch_first: bool, causal: bool) -> None:
+    """With a dense layout: without a batch, with masks of numbers, and arguments by position."""
+    torch.manual_seed(0)
+    dense = functools.partial(BlockLayout.dense, block=16)
+    theirs = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first)
+    ours = Multihead(32, 4, dense, batch_first=batch_first, causal=causal)
+    ours.load_state_dict(theirs.state_dict())
+    later = torch.full((40, 40), -torch.inf).triu(1) if causal else None
+    for leading in ((), (3,)):
+        x = torch.randn(*leading, 40, 32)
+        padding = torch.zeros(*leading, 40)
+        padding[..., 33:] = -torch.inf
+        x = x.transpose(0, 1) if leading and not batch_first else x
+        for mask in (None, padding, padding < 0):
+            same = later if later is None or mask is None else later.to(mask.dtype)
+            expected = theirs(x, x, x, mask, False, same, True, causal and mask is None)[0]
+            found, weights = ours(x, x, x, mask, False, None, True, causal)
+            assert weights is None
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchweld import checks, functional
@@ -131,13 +133,27 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """Return the output and None. The key defaults to the query, the value to the key.
 
-        `key_padding_mask` is boolean, [batch, keys]; keys where it is True are ignored.
+        The arguments are those of torch.nn.MultiheadAttention, also without a batch.
+        `key_padding_mask` is [batch, keys]: booleans, where keys at True are ignored, or numbers,
+        where those at -inf are. A mask of scores belongs into the layout.
         """
         key = query if key is None else key
         value = key if value is None else value
+        self._check_unserved(need_weights, attn_mask, is_causal)
+        if key_padding_mask is not None and key_padding_mask.is_floating_point():
+            key_padding_mask = self._excluded(key_padding_mask)
+        if query.ndim == key.ndim == value.ndim == 2:
+            batch = 0 if self.batch_first else 1
+            padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            query, key, value = (x.unsqueeze(batch) for x in (query, key, value))
+            return self(query, key, value, padding)[0].squeeze(batch), None
         q, k, v = (
             self._heads(x, weight, bias)
             for x, weight, bias in zip((query, key, value), *self._projections(), strict=True)
@@ -145,6 +161,25 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         y = self.attention(q, k, v, key_padding_mask)
         y = y.permute(0, 2, 1, 3) if self.batch_first else y.permute(2, 0, 1, 3)
         return self.out_proj(y.flatten(2)), None
+
+    def _check_unserved(self, need_weights: bool, attn_mask: Any, is_causal: bool) -> None:
+        name = type(self).__name__
+        if need_weights:
+            raise ArgumentError(name, "need_weights", "True", "False: weights are never made")
+        if attn_mask is not None:
+            accepted = "None: make it part of the layout, with BlockLayout.from_mask_fn or `&`"
+            raise ArgumentError(name, "attn_mask", f"a {type(attn_mask).__name__}", accepted)
+        if is_causal and not self.attention.causal:
+            accepted = "False, or a module that was made with causal=True"
+            raise ArgumentError(name, "is_causal", "True", accepted)
+
+    def _excluded(self, padding: torch.Tensor) -> torch.Tensor:
+        """The keys that a mask of numbers excludes."""
+        excluded = padding == -torch.inf
+        if not torch.compiler.is_compiling() and not (excluded | (padding == 0)).all():
+            accepted = "booleans, or numbers that are 0 or -inf"
+            raise ArgumentError(type(self).__name__, "key_padding_mask", "other numbers", accepted)
+        return excluded
 
     def _projections(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
         """Weights and biases of queries, keys and values."""

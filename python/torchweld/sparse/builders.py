@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ ATTENTION = ("bidirectional", "unidirectional")
 
 
 def grid_of(seq_len: int | tuple[int, int], block: int, device: torch.device | str | None) -> Grid:
-    queries, keys = (seq_len, seq_len) if isinstance(seq_len, int) else seq_len
-    if not all(isinstance(n, int) and n >= 0 for n in (queries, keys)):
+    pair = seq_len if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(isinstance(n, numbers.Integral) and n >= 0 for n in pair):
         raise ArgumentError("BlockLayout", "seq_len", repr(seq_len), "tokens, or a pair of them")
+    queries, keys = map(int, pair)
     if block not in BLOCKS:
         raise ArgumentError("BlockLayout", "block", repr(block), " or ".join(map(str, BLOCKS)))
     return Grid(queries, keys, block, torch.empty(0, device=device or "cpu").device)
@@ -40,26 +42,12 @@ def is_unidirectional(attention: str) -> bool:
     return attention == "unidirectional"
 
 
-def seen_by_all(
-    grid: Grid, chosen: Sequence[int], backward_only: bool, horizontal: bool
-) -> list[torch.Tensor]:
-    """Blocks that all rows see, or only rows from their own on; horizontal ones also see all."""
-    column = torch.tensor(chosen, dtype=torch.int64, device=grid.device)
-    first = column if backward_only else torch.zeros_like(column)
-    found = [
-        patterns.chosen_columns(grid, column[column < grid.columns], first[column < grid.columns])
-    ]
-    if horizontal:
-        found.append(patterns.chosen_rows(grid, column[column < grid.rows]))
-    return found
-
-
 class Builders:
     """Class methods that build a layout.
 
     `seq_len` is a length in tokens, or a pair of them for queries and keys. The last query is
-    aligned with the last key. `attention="unidirectional"` lets no query see a later key, token by
-    token.
+    aligned with the last key: a pattern of fewer queries than keys is the last rows of the pattern
+    of as many. `attention="unidirectional"` lets no query see a later key, token by token.
     """
 
     @classmethod
@@ -90,13 +78,14 @@ class Builders:
         attention: str = "bidirectional",
         heads: int = 1,
     ) -> Self:
-        """The union of patterns, with block numbers over all heads."""
+        """The union of patterns, with block numbers of the aligned grid over all heads."""
         number = lists.in_order(torch.cat(list(numbers)))
         if len(numbers) > 1:
             number = number.unique_consecutive()
         blocks = Blocks(number, None, lists.no_masks(grid.block, grid.device))
         if is_unidirectional(attention):
-            blocks = patterns.band(grid, blocks, None, grid.keys - grid.queries)
+            blocks = patterns.band(grid.aligned(), blocks, None, grid.before * grid.block)
+        blocks = patterns.without_first(grid, blocks)
         return cls._make(grid, blocks, (*key, attention), 1, heads)  # type: ignore[misc]
 
     @classmethod
@@ -131,7 +120,7 @@ class Builders:
             blocks = 3 if num_sliding_window_blocks is None else num_sliding_window_blocks
             at_least(1, num_sliding_window_blocks=blocks)
             key = ("sliding_window", blocks)
-            return cls._union(grid, [patterns.window(grid, blocks)], key, attention)
+            return cls._union(grid, [patterns.window(grid.aligned(), blocks)], key, attention)
         if num_sliding_window_blocks is not None:
             came = f"given with num_sliding_window_blocks={num_sliding_window_blocks}"
             raise ArgumentError("BlockLayout", "window_size", came, "one of the two")
@@ -165,7 +154,7 @@ class Builders:
         """Windows of blocks along the diagonal. Each sees only itself."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_local_blocks=num_local_blocks)
-        number = patterns.windows(grid, [num_local_blocks])
+        number = patterns.windows(grid.aligned(), [num_local_blocks])
         return cls._union(grid, [number], ("block_local", num_local_blocks), attention)
 
     @classmethod
@@ -181,7 +170,8 @@ class Builders:
         """Sparse Transformer's strided pattern: near blocks, and those at multiples of `stride`."""
         grid = grid_of(seq_len, block, device)
         at_least(1, stride=stride)
-        numbers = [patterns.window(grid, 2 * stride - 1), patterns.strides(grid, stride)]
+        near = patterns.window(grid.aligned(), 2 * stride - 1)
+        numbers = [near, patterns.strides(grid.aligned(), stride)]
         return cls._union(grid, numbers, ("strided", stride), attention)
 
     @classmethod
@@ -198,7 +188,7 @@ class Builders:
         """A sliding window with gaps: every `dilation`-th block."""
         grid = grid_of(seq_len, block, device)
         at_least(1, num_sliding_window_blocks=num_sliding_window_blocks, dilation=dilation)
-        number = patterns.dilated(grid, num_sliding_window_blocks, dilation)
+        number = patterns.dilated(grid.aligned(), num_sliding_window_blocks, dilation)
         return cls._union(
             grid, [number], ("dilated", num_sliding_window_blocks, dilation), attention
         )
@@ -233,9 +223,10 @@ class Builders:
         key: tuple[Any, ...],
         attention: str,
     ) -> Self:
-        each = grid.rows * grid.columns
+        whole = grid.aligned()
+        each = whole.rows * whole.columns
         numbers = [part + head * each for head in range(heads) for part in shared]
-        numbers.append(patterns.random(grid, blocks, heads, seed, is_unidirectional(attention)))
+        numbers.append(patterns.random(whole, blocks, heads, seed, is_unidirectional(attention)))
         return cls._union(grid, numbers, (*key, blocks, heads, seed), attention, heads)
 
     @classmethod
@@ -247,19 +238,15 @@ class Builders:
         block: int = 64,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Tokens that see all tokens and are seen by all: the first `tokens`, or those listed."""
+        """Tokens that see all tokens and are seen by all: the first `tokens`, or those listed.
+
+        They are positions among the keys.
+        """
         grid = grid_of(seq_len, block, device)
         listed = list(range(tokens)) if isinstance(tokens, int) else sorted(set(tokens))
-        if listed and not 0 <= listed[0] <= listed[-1] < max(grid.queries, grid.keys):
-            accepted = f"positions below {max(grid.queries, grid.keys)}"
+        if listed and not 0 <= listed[0] <= listed[-1] < grid.keys:
+            accepted = f"positions below {grid.keys}"
             raise ArgumentError("BlockLayout", "tokens", f"{listed[0]} to {listed[-1]}", accepted)
-        chosen = sorted({token // block for token in listed})
-        number = lists.in_order(torch.cat(seen_by_all(grid, chosen, False, True)))
-        is_global = torch.zeros(max(grid.queries, grid.keys), dtype=torch.bool, device=grid.device)
-        is_global[torch.tensor(listed, dtype=torch.int64, device=grid.device)] = True
-        blocks = patterns.evaluated(
-            grid,
-            patterns.listed_pieces(grid, number.unique_consecutive()),
-            lambda b, h, q, k: is_global[q] | is_global[k],
-        )
-        return cls._make(grid, blocks, ("global_tokens", tuple(listed)))
+        chosen = torch.tensor(listed, dtype=torch.int64, device=grid.device)
+        key = ("global_tokens", tuple(listed))
+        return cls._make(grid, patterns.global_tokens(grid, chosen), key)

@@ -9,7 +9,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.sparse import patterns
-from torchweld.sparse.builders import Builders, at_least, grid_of, is_unidirectional, seen_by_all
+from torchweld.sparse.builders import Builders, at_least, grid_of, is_unidirectional
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +48,7 @@ class Compounds(Builders):
         h come before those of head h - 1 in a window.
         """
         grid = grid_of(seq_len, block, device)
+        whole = grid.aligned()
         at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
         at_least(1, num_heads=num_heads, different_patterns=num_different_global_patterns)
         if num_local_blocks < num_global_blocks * num_different_global_patterns:
@@ -56,18 +57,21 @@ class Compounds(Builders):
             raise ArgumentError("BlockLayout", "num_different_global_patterns", came, accepted)
         backward_only = is_unidirectional(attention)
         heads = num_heads if num_different_global_patterns > 1 else 1
-        whole = grid.columns - grid.columns % num_local_blocks
-        local = patterns.windows(grid, [num_local_blocks])
+        last = grid.columns - grid.columns % num_local_blocks
+        local = patterns.windows(whole, [num_local_blocks])
         numbers = []
         for head in range(heads):
             place = 1 + head % num_different_global_patterns
             first = num_local_blocks - place * num_global_blocks
-            begins = list(range(first, whole, num_local_blocks))
-            if whole < grid.columns:  # the last window is shorter
-                begins.append(max(min(whole + first, grid.columns - num_global_blocks), 0))
+            begins = list(range(first, last, num_local_blocks))
+            if last < grid.columns:  # the last window is shorter
+                begins.append(max(min(last + first, grid.columns - num_global_blocks), 0))
             chosen = _indices(begins, [b + num_global_blocks for b in begins], grid.columns)
-            parts = [local, *seen_by_all(grid, chosen, backward_only, horizontal_global_attention)]
-            numbers += [part + head * grid.rows * grid.columns for part in parts]
+            parts = [
+                local,
+                *patterns.seen_by_all(whole, chosen, backward_only, horizontal_global_attention),
+            ]
+            numbers += [part + head * whole.rows * whole.columns for part in parts]
         key = (
             *("fixed", heads, num_local_blocks, num_global_blocks),
             *(horizontal_global_attention, num_different_global_patterns),
@@ -93,6 +97,7 @@ class Compounds(Builders):
     ) -> Self:
         """Local windows of given sizes (the last one repeats), global blocks and random blocks."""
         grid = grid_of(seq_len, block, device)
+        whole = grid.aligned()
         at_least(0, num_random_blocks=num_random_blocks)
         sizes = list(local_window_blocks)
         if not sizes or min(sizes) < 1:
@@ -100,8 +105,8 @@ class Compounds(Builders):
         backward_only = is_unidirectional(attention)
         chosen = _indices(global_block_indices, global_block_end_indices, grid.columns)
         shared = [
-            patterns.windows(grid, sizes),
-            *seen_by_all(grid, chosen, backward_only, horizontal_global_attention),
+            patterns.windows(whole, sizes),
+            *patterns.seen_by_all(whole, chosen, backward_only, horizontal_global_attention),
         ]
         heads = num_heads if different_layout_per_head else 1
         key = ("variable", tuple(sizes), tuple(chosen), horizontal_global_attention)
@@ -127,12 +132,13 @@ class Compounds(Builders):
         Unidirectional rows draw from the blocks that they may see, so the first rows have fewer.
         """
         grid = grid_of(seq_len, block, device)
+        whole = grid.aligned()
         at_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
         at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         chosen = list(range(min(num_global_blocks, grid.columns)))
         shared = [
-            patterns.window(grid, num_sliding_window_blocks),
-            *seen_by_all(grid, chosen, False, True),
+            patterns.window(whole, num_sliding_window_blocks),
+            *patterns.seen_by_all(whole, chosen, False, True),
         ]
         heads = num_heads if different_layout_per_head else 1
         key = ("bigbird", num_sliding_window_blocks, num_global_blocks)
@@ -152,11 +158,12 @@ class Compounds(Builders):
     ) -> Self:
         """Longformer's pattern: a sliding window, and blocks that see all and are seen by all."""
         grid = grid_of(seq_len, block, device)
+        whole = grid.aligned()
         at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         chosen = _indices(global_block_indices, global_block_end_indices, grid.columns)
         numbers = [
-            patterns.window(grid, num_sliding_window_blocks),
-            *seen_by_all(grid, chosen, False, True),
+            patterns.window(whole, num_sliding_window_blocks),
+            *patterns.seen_by_all(whole, chosen, False, True),
         ]
         key = ("longformer", num_sliding_window_blocks, tuple(chosen))
         return cls._union(grid, numbers, key, attention)

@@ -45,6 +45,9 @@ class BlockLayout(Compounds, FromData):
         cls, grid: Grid, found: Lists | None, key: Hashable = None, batch: int = 1, heads: int = 1
     ) -> BlockLayout:
         key = object() if key is None else (key, grid)
+        if found is not None and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # or training could not save them
+                found = Lists(*[t.clone() for t in found])
         return cls(grid.queries, grid.keys, grid.block, batch, heads, grid.device, key, found)
 
     def __eq__(self, other: object) -> bool:
@@ -81,7 +84,8 @@ class BlockLayout(Compounds, FromData):
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        moved = self.lists and Lists(*[t.to(device) for t in self.lists])
+        with torch.inference_mode(False):
+            moved = self.lists and Lists(*[t.to(device) for t in self.lists])
         key = (self.key, device)
         own = (self.queries, self.keys, self.block, self.batch, self.heads)
         return BlockLayout(*own, device, key, moved)

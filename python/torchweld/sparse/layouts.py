@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.errors import ArgumentError
 from torchweld.sparse.layout import BlockLayout
+from torchweld.sparse.lists import Lists
 
 # A layout, or a function that makes one from the lengths (queries, keys).
 Source = BlockLayout | Callable[[tuple[int, int]], BlockLayout]
 _KEPT = 16
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    """Make what is kept: later calls run without the modes and transforms of the first one."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 class Layouts:
@@ -34,13 +49,14 @@ class Layouts:
         key = (q.shape[-2], k.shape[-2], q.device)
         found = self._made.get(key)
         if found is None:
-            tracing = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-            # Under torch.export the layout would otherwise be made of fake tensors.
-            with _disable_current_modes() if tracing else nullcontext():
+            with nullcontext() if torch.compiler.is_dynamo_compiling() else _outside_modes():
                 found = self._make(key[:2]).to(q.device)
             if len(self._made) == _KEPT:  # bounded, since ragged batches have many lengths
                 self._made.pop(next(iter(self._made)))
             self._made[key] = found
+        if isinstance(q, FakeTensor) and found.lists and not torch.compiler.is_exporting():
+            fakes = Lists(*[q.fake_mode.from_tensor(t) for t in found.lists])
+            return dataclasses.replace(found, lists=fakes)
         return found
 
     def _make(self, lengths: tuple[int, int]) -> BlockLayout:

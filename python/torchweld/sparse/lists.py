@@ -75,11 +75,11 @@ def listed(
     if 2 * (batch * heads * rows * columns + columns + rows) * kinds < 2**31:
         number = number.to(torch.int32)
         mask = None if mask is None else mask.to(torch.int32)
-    # (head * columns + column) * rows + row, where number is line * columns + column.
+    # (head * columns + column) * rows + row, where number is line * columns + column and line is
+    # head * rows + row. A number past the last block stays past it.
     line = number // columns
-    transposed = (number - line * columns).mul_(rows).add_(line % rows)
-    if batch * heads > 1:
-        transposed.add_((line // rows).mul_(rows * columns))
+    transposed = (number - line * columns).mul_(rows).add_(line)
+    transposed.add_((line // rows).mul_(rows * (columns - 1)))
     return Lists(
         *_lines(number, mask, kinds, (batch, heads, rows, columns)),
         *_lines(transposed, mask, kinds, (batch, heads, columns, rows)),
@@ -192,9 +192,9 @@ def joined(a: Blocks, b: Blocks, block: int, union: bool) -> Blocks:
     number = torch.cat([a.number, b.number])
     number, order = number.sort(stable=True)
     twice = torch.zeros_like(number, dtype=torch.bool)
-    if len(number):
-        twice[:-1] = number[1:] == number[:-1]
-    first = torch.cat([twice.new_zeros(1), twice[:-1]])  # the second of a pair
+    twice[:-1] = number[1:] == number[:-1]
+    first = torch.zeros_like(twice)  # the second of a pair
+    first[1:] = twice[:-1]
     keep = ~first if union else twice
     if a.mask is None and b.mask is None:
         return Blocks(number[keep], None, a.masks)

@@ -17,6 +17,7 @@ from torchweld.sparse.lists import (
     packed,
     ranges,
     tidy,
+    words_of,
 )
 
 
@@ -44,13 +45,25 @@ class Grid(NamedTuple):
         """Every column."""
         return torch.arange(self.columns, device=self.device)
 
-    def diagonal(self) -> torch.Tensor:
-        """For every row, the column of the key that is aligned with the row's last query.
+    @property
+    def before(self) -> int:
+        """The whole blocks of keys before the first query; negative if queries come before keys.
 
-        The last query is aligned with the last key, as for `causal`. -1 means before all keys.
+        The last query is aligned with the last key, as for `causal`.
         """
-        last = ((self.row() + 1) * self.block).clamp(max=self.queries) - 1
-        return (last + self.keys - self.queries).div(self.block, rounding_mode="floor").clamp(-1)
+        return (self.keys - self.queries) // self.block
+
+    def aligned(self) -> Grid:
+        """The grid whose rows are aligned with columns: it has up to a block more queries."""
+        return self._replace(queries=self.keys - self.before * self.block)
+
+    def diagonal(self) -> torch.Tensor:
+        """For every row of an aligned grid, the column beside it; -1 means before all keys."""
+        return (self.row() + self.before).clamp(-1)
+
+
+# --- Patterns of blocks ---------------------------------------------------------------------------
+# Their grids are aligned, so that the rows of fewer queries are the last ones of more queries.
 
 
 def spans(
@@ -108,11 +121,31 @@ def chosen_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
     return (rows[:, None] * grid.columns + grid.column()).flatten()
 
 
+def seen_by_all(
+    grid: Grid, chosen: Sequence[int], backward_only: bool, horizontal: bool
+) -> list[torch.Tensor]:
+    """Blocks that all rows see, or only rows from their own on; horizontal ones also see all."""
+    column = torch.tensor(chosen, dtype=torch.int64, device=grid.device)
+    column = column[column < grid.columns]
+    row = column - grid.before
+    first = row.clamp(min=0) if backward_only else torch.zeros_like(row)
+    found = [chosen_columns(grid, column, first)]
+    if horizontal:
+        found.append(chosen_rows(grid, row[row >= 0]))
+    return found
+
+
 def random(grid: Grid, blocks: int, heads: int, seed: int, backward_only: bool) -> torch.Tensor:
     """In every row of each head, `blocks` distinct columns, or all that the row may see.
 
-    Memory is proportional to the number of blocks drawn.
+    Rows before the first query are drawn too, so that a row has the same blocks at any number of
+    queries. Memory is proportional to the number of blocks drawn.
     """
+    if grid.before > 0:
+        number = random(grid._replace(queries=grid.keys), blocks, heads, seed, backward_only)
+        line, column = number // grid.columns, number % grid.columns
+        head, row = line // grid.columns, line % grid.columns - grid.before
+        return ((head * grid.rows + row) * grid.columns + column)[row >= 0]
     generator = torch.Generator(device=grid.device).manual_seed(seed)
     seen = grid.diagonal() + 1 if backward_only else torch.full_like(grid.row(), grid.columns)
     seen = seen.repeat(heads)
@@ -152,7 +185,63 @@ def _repeats(number: torch.Tensor) -> torch.Tensor:
     return again
 
 
+def without_first(grid: Grid, blocks: Blocks) -> Blocks:
+    """The blocks of this grid's queries, from those of the grid that is aligned."""
+    aligned = grid.aligned()
+    skipped, words = aligned.queries - grid.queries, words_of(grid.block)
+    if not skipped:
+        return blocks
+    # A row has the last queries of one row of the aligned grid, and the first ones of the next.
+    whole = packed(torch.ones(1, grid.block, grid.block, dtype=torch.bool, device=grid.device))
+    masks = torch.cat([whole, blocks.masks]).view(-1, grid.block, words)
+    nothing = torch.zeros_like(masks)
+    last = torch.cat([masks[:, skipped:], nothing[:, :skipped]], 1).flatten(1)
+    first = torch.cat([nothing[:, skipped:], masks[:, :skipped]], 1).flatten(1)
+    mask = torch.zeros_like(blocks.number) if blocks.mask is None else blocks.mask + 1
+    line, column = blocks.number // grid.columns, blocks.number % grid.columns
+    head, row = line // aligned.rows, line % aligned.rows
+
+    def part(row: torch.Tensor, masks: torch.Tensor) -> Blocks:
+        there = (row >= 0) & (row < grid.rows)
+        return Blocks(((head * grid.rows + row) * grid.columns + column)[there], mask[there], masks)
+
+    return joined(part(row, last), part(row - 1, first), grid.block, union=True)
+
+
 # --- Patterns of tokens ---------------------------------------------------------------------------
+
+
+def global_tokens(grid: Grid, tokens: torch.Tensor) -> Blocks:
+    """Tokens that see all tokens and are seen by all, given by their positions among the keys.
+
+    A block's bits follow from which of its queries and which of its keys are such tokens.
+    """
+
+    def kinds(length: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The blocks with such tokens, the kind of every block, and each kind's bits."""
+        size = count_of(length, grid.block) * grid.block
+        is_global = torch.zeros(size, dtype=torch.bool, device=grid.device)
+        is_global[chosen[(chosen >= 0) & (chosen < length)]] = True
+        is_global[length:] = is_global[length - 1 : length]  # to be a full block at the end
+        bits = is_global.view(-1, grid.block)
+        some = bits.any(1).nonzero().squeeze(1)
+        # Bits of a block without such tokens sort first.
+        own = torch.cat([torch.zeros_like(bits[:1]), bits[some]])
+        own, which = own.unique(dim=0, return_inverse=True)
+        kind = torch.zeros(len(bits), dtype=torch.int64, device=grid.device)
+        kind[some] = which[1:]
+        return some, kind, own
+
+    if not grid.rows or not grid.columns:
+        return Blocks(tokens.new_empty(0), None, no_masks(grid.block, grid.device))
+    rows, row_kind, queries = kinds(grid.queries, tokens + grid.queries - grid.keys)
+    columns, column_kind, keys = kinds(grid.keys, tokens)
+    numbers = [chosen_columns(grid, columns, torch.zeros_like(columns)), chosen_rows(grid, rows)]
+    number = in_order(torch.cat(numbers)).unique_consecutive()
+    pair = row_kind[number // grid.columns] * len(keys) + column_kind[number % grid.columns]
+    pair, mask = pair.unique(return_inverse=True)
+    bits = queries[pair // len(keys)][:, :, None] | keys[pair % len(keys)][:, None, :]
+    return tidy(Blocks(number, mask, packed(bits)), grid.block)
 
 
 def band(grid: Grid, blocks: Blocks, low: int | None, high: int | None) -> Blocks:
@@ -193,6 +282,7 @@ class Piece(NamedTuple):
     """Blocks, and the indices of their tokens, which broadcast to all pairs in these blocks."""
 
     number: torch.Tensor  # [rows, columns] of blocks
+    batch: torch.Tensor
     head: torch.Tensor
     query: torch.Tensor  # [rows * block, 1], or [rows, block, 1] with one column
     key: torch.Tensor  # [1, columns * block], or [rows, 1, block]
@@ -203,7 +293,7 @@ def pairs_at_once(device: torch.device) -> int:
     return 2**18 if device.type == "cpu" else 2**24
 
 
-def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
+def everywhere(grid: Grid, batch: int, heads: int) -> Iterator[Piece]:
     """All blocks, in wide pieces: loops along a whole row of keys are fastest."""
     blocks = pairs_at_once(grid.device) // grid.block**2
     across = max(min(blocks, grid.columns), 1)
@@ -211,19 +301,19 @@ def everywhere(grid: Grid, heads: int) -> Iterator[Piece]:
     query = torch.arange(grid.rows * grid.block, device=grid.device).clamp_(max=grid.queries - 1)
     key = torch.arange(grid.columns * grid.block, device=grid.device).clamp_(max=grid.keys - 1)
     row, column = grid.row()[:, None] * grid.columns, grid.column()
-    for head in range(heads):
-        of_head = torch.tensor(head, device=grid.device)
-        first = head * grid.rows * grid.columns
+    for line in range(batch * heads):
+        of_batch, of_head = torch.tensor(divmod(line, heads), device=grid.device)
+        first = line * grid.rows * grid.columns
         for rows, queries in zip(
             row.split(down), query[:, None].split(down * grid.block), strict=True
         ):
             for columns, keys in zip(
                 column.split(across), key[None].split(across * grid.block, 1), strict=True
             ):
-                yield Piece(first + rows + columns, of_head, queries, keys)
+                yield Piece(first + rows + columns, of_batch, of_head, queries, keys)
 
 
-def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
+def listed_pieces(grid: Grid, number: torch.Tensor, heads: int = 1) -> Iterator[Piece]:
     """The blocks with these numbers, in order."""
     at = torch.arange(grid.block, device=grid.device)
     for some in number.split(pairs_at_once(grid.device) // grid.block**2):
@@ -231,7 +321,7 @@ def listed_pieces(grid: Grid, number: torch.Tensor) -> Iterator[Piece]:
         query = ((line % grid.rows)[:, None] * grid.block + at).clamp(max=grid.queries - 1)
         key = (column[:, None] * grid.block + at).clamp(max=grid.keys - 1)
         head = (line // grid.rows)[:, None, None]
-        yield Piece(some[:, None], head, query[:, :, None], key[:, None, :])
+        yield Piece(some[:, None], head // heads, head % heads, query[:, :, None], key[:, None, :])
 
 
 class _Growing:
@@ -264,10 +354,9 @@ def evaluated(grid: Grid, pieces: Iterable[Piece], function: MaskFunction) -> Bl
     """
     block, device = grid.block, grid.device
     kept, bits = _Growing(device), []
-    zero = torch.zeros((), dtype=torch.int64, device=device)
     count = 0
-    for number, head, query, key in pieces:
-        found = function(zero, head, query, key)
+    for number, batch, head, query, key in pieces:
+        found = function(batch, head, query, key)
         if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
             came = f"one that returns a {getattr(found, 'dtype', type(found).__name__)}"
             raise ArgumentError("BlockLayout", "mask_mod", came, "one that returns booleans")

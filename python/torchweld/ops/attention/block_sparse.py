@@ -110,8 +110,12 @@ def _inputs(
     if lengths != (layout.queries, layout.keys):
         accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
         raise ArgumentError(name, "layout", f"of {layout.queries} x {layout.keys} tokens", accepted)
+    if q.ndim == 4:
+        k, v = (_for_batch(x, q.shape[0]) for x in (k, v))
     if key_padding_mask is not None and key_padding_mask.ndim == 2:
         key_padding_mask = key_padding_mask[:, None, None]
+        if q.ndim == 4:
+            key_padding_mask = _for_batch(key_padding_mask, q.shape[0])
     if alibi_slopes is not None and alibi_slopes.ndim in (1, 2):
         alibi_slopes = alibi_slopes[..., None, None]
     if sinks is not None and sinks.ndim == 1:
@@ -119,6 +123,13 @@ def _inputs(
     lists = layout.lists or (None,) * 5
     own = (layout.block, max(group, 1), float(scale), causal, float(softcap))
     return (q, k, v, sinks, *lists, key_padding_mask, alibi_slopes, *own, p, seed, whole, offset)
+
+
+def _for_batch(x: Any, batch: int) -> Any:
+    """One sequence for the whole batch, as torch's attention takes it."""
+    if isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] == 1 != batch:
+        return x.expand(batch, -1, -1, -1)
+    return x
 
 
 def _came(value: Any) -> str:
@@ -131,7 +142,10 @@ def _heads(x: torch.Tensor) -> int:
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _check(*arguments)  # torch would accept more
-    with torch.autocast(arguments[0].device.type, enabled=False):  # already cast
+    kind = arguments[0].device.type
+    if not checks.autocasts(kind):  # torch has no autocast of meta tensors
+        return attention(*arguments)
+    with torch.autocast(kind, enabled=False):  # already cast
         return attention(*arguments)
 
 
