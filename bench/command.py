@@ -178,17 +178,21 @@ def _check_contenders(options: argparse.Namespace, device: str) -> None:
     """Refuse a backend or a rival that was named and cannot take part in anything measured."""
     names = _names(options)
     for backend in options.backend or []:
-        its = BACKENDS[backend]
-        reason = its.missing() if device in its.devices else f"it does not serve --device {device}"
-        if reason is None and not any(backend in OPS[n].sources for n in names if n in OPS):
-            reason = (
-                None if any(n in RULES for n in names) else "no op named here has such a kernel"
-            )
-        if reason is not None:
+        if reason := _why_not_measured(backend, names, device):
             raise Refusal(f"--backend {backend}: {reason}")
     for rival in options.vs or []:
         if reason := _why_not_against(rival, device):
             raise Refusal(f"--vs {rival}: {reason}")
+
+
+def _why_not_measured(backend: str, names: Sequence[str], device: str) -> str | None:
+    its = BACKENDS[backend]
+    if device not in its.devices:
+        return f"it serves no tensors on --device {device}"
+    if its.missing() or any(name in RULES for name in names):
+        return its.missing()
+    served = any(backend in OPS[name].sources for name in names if name in OPS)
+    return None if served else "none of these ops has such a kernel"
 
 
 def _why_not_against(rival: str, device: str) -> str | None:
