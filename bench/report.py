@@ -196,7 +196,7 @@ def markdown(results: Iterable[Result]) -> str:
     results = list(results)
     dense = {_case(r): r.ms for r in results if r.contender == "sdpa" and r.ms}
     lines = [
-        "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | of a stream |",
+        "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | of stream |",
         "|---|---|---|---|--:|--:|---|--:|--:|--:|",
     ]
     for result in results:
