@@ -482,3 +482,32 @@ def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
 
     found = _with_gradients(lambda *x: attention(*x, layout, key_padding_mask=padding), q, k, v)
     _assert_same(found, _with_gradients(dense, q, k, v))
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("queries", [1, 3, 15, 16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_few_queries_of_a_dense_layout(group: int, queries: int, padded: bool) -> None:
+    """Decoding: torch's attention serves, with the kernel's results and gradients."""
+    keys = 100
+    q = torch.randn(2, 4, queries, 32)
+    k, v = (torch.randn(2, 4 // group, keys, 32) for _ in range(2))
+    padding = torch.zeros(2, keys, dtype=torch.bool)
+    padding[0, 40:] = padding[1] = padded  # the second sequence sees nothing
+    how = {"causal": True, "key_padding_mask": padding if padded else None}
+
+    def run_on(*backend: str | None) -> tuple[list[torch.Tensor], list[str]]:
+        tensors = [t.detach().requires_grad_() for t in (q, k, v)]
+        layout = BlockLayout.dense((queries, keys))
+        with torchweld.use_backend(*backend), torch.profiler.profile() as profile:
+            y = functional.block_sparse_attention(*tensors, layout, **how)
+            grads = torch.autograd.grad(y.square().sum(), tensors)
+        return [y, *grads], [event.name for event in profile.events()]
+
+    (ours, names), (kernel, _) = run_on(None), run_on("cpu")
+    assert any("scaled_dot_product" in name for name in names) == (queries < 16)
+    for a, b in zip(ours, kernel, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+    if padded:
+        assert not ours[0][1].any()
+        assert not ours[1][1].any()

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from torchweld import checks
+from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import derivatives_of_reference
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
-from torchweld.ops.attention.reference import attention, four, terms
+from torchweld.ops.attention.reference import attention, attention_of_few, four, terms
 from torchweld.ops.attention.samples import SAMPLES, TINY, flops, measured, sized
 from torchweld.random import Shard, drawn, place
 from torchweld.registry import Numerics, Op, Rows
@@ -70,8 +71,31 @@ def block_sparse_attention(
         queries], -inf where a query sees nothing.
     """
     given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, sinks, softcap)
-    y, lse = call(OP, *_inputs(*given, dropout_p, training, seed, shard))
+    inputs = _inputs(*given, dropout_p, training, seed, shard)
+    if not return_lse and _torch_is_faster(*inputs):
+        _check(*inputs)
+        return attention_of_few(*inputs)
+    y, lse = call(OP, *inputs)
     return (y, lse) if return_lse else y
+
+
+# With fewer queries than this a kernel that goes over blocks of queries has mostly padding.
+_FEW = 16
+
+
+def _torch_is_faster(q, k, v, sinks, rows, *rest: Any) -> bool:
+    """Whether these are the few queries of decoding on a CPU, with what torch's attention has.
+
+    With a layout of some blocks the kernel reads fewer keys.
+    """
+    *_, slopes, _, _, _, _, softcap, _, seed, whole, _ = rest
+    if rows is not None or choice.forced is not None or torch.compiler.is_compiling():
+        return False
+    if not q.is_cpu or q.is_nested or type(q) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if not (q.ndim == k.ndim == 4 and q.shape[2] < min(_FEW, k.shape[2])):
+        return False
+    return sinks is None and slopes is None and not softcap and seed is None and not whole
 
 
 def _inputs(
