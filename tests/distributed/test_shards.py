@@ -76,8 +76,8 @@ def _with_gradients(op: Any, inputs: list[Any], place: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_need_no_collective(name: str) -> None:
-    if TORCH == (2, 11) and name in GEMMS:
-        pytest.skip("torch 2.11's DTensor refuses a linear layer of a shard of the sequence")
+    if TORCH < (2, 12) and name in GEMMS:
+        pytest.skip("DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence")
     with processes(2) as two:
         two.run("cpu", _serves_its_shards, name)
 
