@@ -24,7 +24,9 @@ def test_equals_one_process(cell: Cell) -> None:
     if TORCH < (2, 12) and "PP" in cell.strategy and cell.dtype == "bf16":
         pytest.skip("stages of torch < 2.12 return the dtype of their examples, under autocast too")
     if TORCH < (2, 12) and cell.strategy in ("PP ZBV", "PP DualPipeV"):
-        pytest.skip("torch < 2.12 sends between stages that are neighbours on one rank; gloo cannot")
+        pytest.skip(
+            "torch < 2.12 sends between stages that are neighbours on one rank; gloo cannot"
+        )
     reference = stack_cells.reference(cell.model, cell.dtype)
     with processes(STRATEGIES[cell.strategy].processes) as some:
         some.run("cpu", stack_cells.run, cell, reference, stack_cells.results_file())

@@ -42,8 +42,8 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
 
     Args:
         model: any module.
-        filter_fn: a function of a module and its name; False leaves that module alone. verify:
-        False skips the comparison if there is only one way to weld a module.
+        filter_fn: a function of a module and its name; False leaves that module alone.
+        verify: False skips the comparison if there is only one way to weld a module.
 
     Returns:
         The model.

@@ -140,6 +140,41 @@ def fitting(module: torch.nn.Module, device: torch.device) -> list[Any] | str:
     return f"it did not run on a probe ({error})"
 
 
+def variations(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Other inputs on which a module may take another path: values, lengths and dimensions.
+
+    With four dimensions, the second is as long as the last: a norm over it would show.
+    """
+    for seed, change in enumerate((torch.Tensor.abs, lambda x: -x.abs(), lambda x: 30 * x)):
+        yield "other values", [_mapped(x, lambda x: change(_drawn_again(x, seed))) for x in inputs]  # noqa: B023
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if not all(x.ndim == 3 and x.is_floating_point() for x in tensors):
+        return
+    yield "one token", [_mapped(x, lambda x: x[:1, :1]) for x in inputs]
+    yield "one dimension", [_mapped(x, lambda x: x[0, 0]) for x in inputs]
+    yield "two dimensions", [_mapped(x, lambda x: x[0]) for x in inputs]
+    widths = {x.shape[-1] for x in tensors}
+    second = min(widths) if len(widths) == 1 and min(widths) <= _SQUARE else 3
+    for shape, what in (((2, second), "three"), ((1, second, 2), "four")):
+        yield (
+            f"{what} dimensions",
+            [_mapped(x, lambda x: values((*shape, x.shape[-1]), x.device)) for x in inputs],  # noqa: B023
+        )
+
+
+_SQUARE = 2048  # the widest input that is tried with as many tokens
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return change(value) if floating else value
+
+
+def _drawn_again(x: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+
+
 def required(module: torch.nn.Module) -> list[str] | None:
     """The name of a call's first argument, and of the other required arguments."""
     parameters = [

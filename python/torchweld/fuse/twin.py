@@ -27,9 +27,10 @@ class Twin:
     """A copy of `module` whose tensors have the same shapes but new values.
 
     Args:
-        module: the module to copy. device: the copy's device. dtype: of its floating-point tensors;
-        None: each keeps its own. like: an earlier copy of the same device and dtype, to share its
-        parameters.
+        module: the module to copy.
+        device: the copy's device.
+        dtype: of its floating-point tensors; None: each keeps its own.
+        like: an earlier copy of the same device and dtype, to share its parameters.
 
     The drawn values are rounded to the tensor's dtype in `module`, so that twins of different
     dtypes have the same values.

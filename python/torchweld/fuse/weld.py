@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, ClassVar, NamedTuple
@@ -24,10 +25,34 @@ class Weld:
     weld_becomes: ClassVar[str] = ""
     # Names of the submodules that it no longer calls.
     weld_inner: ClassVar[tuple[str, ...]] = ()
-    welded_from: ClassVar[type]
+    # How many arguments of the class's own forward a call has as it is tried: the first ones.
+    weld_takes: ClassVar[int] = 1
+    # Names of that forward's parameters, and the defaults of those that were not tried.
+    weld_names: ClassVar[tuple[str, ...]] = ()
+    weld_defaults: ClassVar[dict[str, Any]] = {}
+    welded_from: ClassVar[Any]
     weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
 
     weld_class: ClassVar[type[Weld]]
+
+    def weld_tried(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The arguments of a call as it was tried; None for a call with any other argument.
+
+        The class's own forward runs that one.
+        """
+        if len(given) == self.weld_takes and not named:
+            return given
+        if len(given) > len(self.weld_names):
+            return None
+        values = dict(zip(self.weld_names, given, strict=False))
+        values |= named
+        tried = [values.pop(name, _MISSING) for name in self.weld_names[: self.weld_takes]]
+        if any(value is _MISSING for value in tried):
+            return None
+        for name, value in values.items():
+            if name not in self.weld_defaults or value is not self.weld_defaults[name]:
+                return None
+        return tuple(tried)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Recreate the class for copies and pickles, since pickle would not find it."""
@@ -39,6 +64,7 @@ class Weld:
 
 
 _CLASSES: dict[Any, type] = {}
+_MISSING = object()
 
 
 class Change(NamedTuple):
@@ -69,7 +95,25 @@ def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
     body |= {f"weld_{name}": value for name, value in settings}
     body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
+    if weld.weld_keeps_class:
+        names, defaults = parameters_of(was)
+        body |= {"weld_names": names, "weld_defaults": defaults}
     return _CLASSES.setdefault(key, type(name, bases, body))
+
+
+def parameters_of(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Of a module's or a class's forward: names of parameters with a position, and all defaults."""
+    cls = module if isinstance(module, type) else type(module)
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(p.name for p in parameters if p.kind in by_position)
+    return names, {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def takes_one(module: torch.nn.Module) -> bool:
+    """Whether its forward has one parameter, so that no call has an argument that was not tried."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return len(parameters) == 2
 
 
 def restored(cls: type) -> type:

@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fuse import probe
 from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
-from torchweld.fuse.weld import Change, Weld
+from torchweld.fuse.weld import Change, Weld, takes_one
 
 # Eager torch's kernels for these move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
@@ -22,8 +22,11 @@ class Activation(Weld):
     weld_activation: str
     weld_approximate: str
 
-    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        (x,) = given or named.values()
+    def forward(self, *given: Any, **named: Any) -> Any:
+        tried = self.weld_tried(given, named)
+        if tried is None:
+            return self.welded_from.forward(self, *given, **named)
+        (x,) = tried
         return functional.bias_act(x, None, self.weld_activation, self.weld_approximate)
 
 
@@ -31,8 +34,15 @@ class Identity(Weld):
     """An activation or a dropout that the preceding module now computes."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        (x,) = given or named.values()
-        return x
+        tried = self.weld_tried(given, named)
+        if tried is None:  # `why_not_merged` lets no such module through
+            raise TypeError(f"{type(self).__name__} takes only {self.weld_names[0]} after fuse()")
+        return tried[0]
+
+
+def why_not_merged(module: torch.nn.Module) -> str | None:
+    """Why two modules cannot become one that takes this module's place, or None."""
+    return None if takes_one(module) else "its forward has further arguments, which were not tried"
 
 
 def in_words(kind: tuple[str, str]) -> str:

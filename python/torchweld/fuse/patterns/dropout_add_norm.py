@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fuse import probe
 from torchweld.fuse.view import Left, Proposal, View, forward_of, is_welded, why_fixed
-from torchweld.fuse.weld import Change, Weld
+from torchweld.fuse.weld import Change, Weld, parameters_of
 
 
 class DropoutAddNorm(Weld):
@@ -19,10 +19,13 @@ class DropoutAddNorm(Weld):
     weld_layer: str
     weld_dropout: str
     weld_norm: str
-    weld_arguments: tuple[str, str]
+    weld_takes = 2
 
-    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        x, residual = (*given, *(named[name] for name in self.weld_arguments[len(given) :]))
+    def forward(self, *given: Any, **named: Any) -> Any:
+        tried = self.weld_tried(given, named)
+        if tried is None:
+            return self.welded_from.forward(self, *given, **named)
+        x, residual = tried
         x = getattr(self, self.weld_layer)(x)
         dropout, norm = getattr(self, self.weld_dropout), getattr(self, self.weld_norm)
         return add_and_normalize(x, residual, dropout, norm)
@@ -67,6 +70,8 @@ def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Propo
     arguments = probe.required(module)
     if arguments is None or len(arguments) != 2:
         return
+    if parameters_of(module)[0][:2] != tuple(arguments):
+        return  # another argument stands between them
     what = type(module).__name__
     if reason := why_fixed(module):
         yield Left(module, what, reason)
@@ -76,7 +81,6 @@ def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Propo
         "layer": layers[0],
         "dropout": dropouts[0],
         "norm": norms[0],
-        "arguments": tuple(arguments),
         "inner": inner,
     }
     sizes = view.sizes(children[layers[0]])

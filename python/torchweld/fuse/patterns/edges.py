@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.fuse import probe
-from torchweld.fuse.patterns.activation import Identity, in_words
+from torchweld.fuse.patterns.activation import Identity, in_words, why_not_merged
 from torchweld.fuse.view import Left, Proposal, Scope, View, forward_of, hooks_in_words
 from torchweld.fuse.weld import Change, Weld
 
@@ -52,9 +52,12 @@ def with_activation(
     op: str,
     kind: tuple[str, str],
     **settings: Any,
-) -> Proposal:
+) -> Proposal | Left:
     """Compute the activation in the producer with this op; the activation becomes an identity."""
     producer = pair.producer
+    for part in (producer, consumer):
+        if reason := why_not_merged(part):
+            return Left(part, what, reason)
     settings |= {"activation": kind[0], "approximate": kind[1]}
     return Proposal(
         producer,

@@ -48,8 +48,11 @@ class Norm(Weld):
     weld_offset: bool
     weld_rule: str
 
-    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        (x,) = given or named.values()
+    def forward(self, *given: Any, **named: Any) -> Any:
+        tried = self.weld_tried(given, named)
+        if tried is None:
+            return self.welded_from.forward(self, *given, **named)
+        (x,) = tried
         weight = getattr(self, self.weld_weight_name)
         bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
         eps = getattr(self, self.weld_eps_name)
@@ -59,6 +62,7 @@ class Norm(Weld):
             x = x.to(torch.promote_types(x.dtype, dtype))
         if self.weld_offset:
             weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1.0
+            bias = bias if bias is None else bias.to(weight.dtype)
         if self.weld_centered:
             return functional.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
         return functional.rms_norm(x, weight.shape, weight, eps).to(dtype)
