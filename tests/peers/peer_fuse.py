@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, batch, build
+from small_models import MODELS, WITH_OTHER_NORMS, batch, build, tokens
 
 import torchweld
 from torchweld import functional
@@ -73,6 +73,24 @@ def test_logits_losses_and_gradients(name: str, p: float) -> None:
     assert Counter(row.becomes for row in rows if row.welded) == MODELS[name][2]
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_NORMS)
+def test_models_with_other_norms(name: str) -> None:
+    """Logits, losses, gradients, what is generated, and the model cast to 16 bits afterwards."""
+    model, given = build(name).eval(), tokens()
+    plain, truth = _results(model, given), _results(copy.deepcopy(model).double(), given)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    prompt = given["input_ids"][:2, :9]
+    said = model.generate(prompt, **how)
+    torchweld.fuse(model)
+    found = Counter(row.becomes for row in torchweld.explain(model) if row.welded)
+    assert found == WITH_OTHER_NORMS[name][1]
+    _agree(_results(model, given), plain, truth)
+    assert torch.equal(model.generate(prompt, **how), said)
+    with torch.no_grad():
+        cast, expected = model.bfloat16()(**given).logits, build(name).eval().bfloat16()(**given)
+    assert _rms(cast - truth[0]) <= 1.5 * _rms(expected.logits - truth[0])
 
 
 def _losses(model: Any, given: dict[str, Any]) -> list[float]:

@@ -135,10 +135,58 @@ MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], di
 }
 
 
+_STATE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+_MIXED = {**_STATE, "mamba_chunk_size": 8, "mamba_expand": 2}
+
+
+def _causal(name: str, config: Any) -> Any:
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def _gemma3(p: float) -> Any:
+    return _causal("Gemma3", transformers.Gemma3TextConfig(**_GROUPED, head_dim=16))
+
+
+def _mamba2(p: float) -> Any:
+    sizes = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 8}
+    return _causal("Mamba2", transformers.Mamba2Config(**sizes, **ids, **heads))
+
+
+def _nemotron_h(p: float) -> Any:
+    heads = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16}
+    more = {"num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "chunk_size": 8}
+    config = transformers.NemotronHConfig(**{**_GROUPED, **heads, **more, "head_dim": 16})
+    return _causal("NemotronH", config)
+
+
+# Norms with gates, on heads, of other forms; with how many modules fuse() welds.
+WITH_OTHER_NORMS: dict[str, tuple[Callable[[float], Any], dict[str, int]]] = {
+    "qwen3": (_decoder("Qwen3", head_dim=16), {"rms_norm": 9, "gated_act (silu)": 2}),
+    "gemma3": (_gemma3, {"rms_norm, weight + 1": 13, "gated_act (gelu by tanh)": 2}),
+    "cohere": (
+        _decoder("Cohere", bos_token_id=1, eos_token_id=2),
+        {"gated_act (silu)": 2, "layer_norm": 3},
+    ),
+    "nemotron": (_decoder("Nemotron"), {"linear_act (relu2)": 2, "layer_norm, weight + 1": 5}),
+    "mamba2": (_mamba2, {"rms_norm": 5, "bias_act (silu)": 2}),
+    "falcon_h1": (
+        _decoder("FalconH1", **_MIXED, mamba_d_ssm=128, mamba_rms_norm=True),
+        {"gated_act (silu)": 2, "bias_act (silu)": 2, "rms_norm": 7},
+    ),
+    "nemotron_h": (_nemotron_h, {"rms_norm": 7, "bias_act (silu)": 2, "linear_act (relu2)": 1}),
+    "bamba": (
+        _decoder("Bamba", **_MIXED, attn_layer_indices=[1]),
+        {"gated_act (silu)": 2, "rms_norm": 6, "bias_act (silu)": 1},
+    ),
+}
+
+
 def build(name: str, p: float = 0.0) -> Any:
     """Build the same model each time; p is the probability of its dropouts."""
     torch.manual_seed(0)
-    return MODELS[name][0](p)
+    return (MODELS if name in MODELS else WITH_OTHER_NORMS)[name][0](p)
 
 
 def batch(name: str) -> dict[str, Any]:

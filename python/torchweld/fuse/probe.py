@@ -231,6 +231,9 @@ _OF_CALLER: dict[Any, str] = {
     torch.Tensor.softmax: "softmax",
     torch.nn.functional.dropout: "dropout",
     torch.dropout: "dropout",
+    torch.nn.functional.layer_norm: "layer_norm",
+    torch.nn.functional.rms_norm: "rms_norm",
+    torch.rms_norm: "rms_norm",
 }
 
 

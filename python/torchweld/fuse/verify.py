@@ -111,7 +111,7 @@ def _differs(
                 if dtype == torch.float32 and cast is None and not once:
                     raise
                 return None  # nothing to compare: the original does not run on these
-            if once and not all(y.isfinite().all() for y in expected.outputs):
+            if once and not _is_finite(expected):
                 return None
             try:
                 found = probe.run(twins.changed, inputs, dtype)
@@ -126,6 +126,10 @@ def _differs(
         for twin in (twins.original, twins.exact):  # the changed one shares the original's
             probe.freeze_large(twin)
     return None
+
+
+def _is_finite(ran: probe.Ran) -> bool:
+    return all(y is None or bool(y.isfinite().all()) for y in (*ran.outputs, *ran.others))
 
 
 def _set_dropout(module: torch.nn.Module, p: float) -> None:
@@ -178,7 +182,7 @@ def _why_far(
         return None
     a, b, truth = (_sampled(value) for value in (a, b, truth))
     if not (truth.isfinite().all() and a.isfinite().all()):
-        same = torch.equal(a.isfinite(), b.isfinite())
+        same = any(torch.equal(b.isfinite(), other.isfinite()) for other in (a, truth))
         return None if same else "are finite elsewhere"
     truth = truth.double()
     errors = [(value.double() - truth).abs() for value in (a, b)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torchweld import functional
 from torchweld.fuse.patterns.activation import in_words
 from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
 from torchweld.fuse.weld import Change, Weld
+from torchweld.ops.activation.common import ACTIVATIONS
 
 
 class GatedMLP(Weld):
@@ -53,40 +55,58 @@ def _as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A module of two or three linear layers, an activation and optionally a dropout."""
+    """A module of two or three linear layers, an activation and optionally a dropout.
+
+    The activation may be a function, which the module calls on the result of a layer.
+    """
     children = dict(module.named_children())
-    if is_welded(module) or not 3 <= len(children) <= 5:
+    if is_welded(module) or not 2 <= len(children) <= 5:
         return
     activations = [name for name, child in children.items() if view.activation(child)]
     dropouts = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
     layers = {name: size for name, child in children.items() if (size := view.sizes(child))}
     others = len(children) - len(activations) - len(dropouts) - len(layers)
-    if len(activations) != 1 or others or len(dropouts) > 1:
+    if len(activations) > 1 or others or len(dropouts) > 1:
         return
     ways = list(_ways(layers))
     if not ways:
         return
-    kind = view.activation(children[activations[0]])
-    assert kind is not None
+    if activations:
+        kinds = [kind for name in activations if (kind := view.activation(children[name]))]
+    else:
+        ways = [way for way in ways if way["up"] is not None]
+        kinds = _functions(module, ways, view)
     what = type(module).__name__
     if reason := why_fixed(module):
         yield Left(module, what, reason)
         return
-    for way in ways:
+    for way, kind in itertools.product(ways, kinds):
         settings: dict[str, Any] = {
             **way,
             "dropout": dropouts[0] if dropouts else None,
             "activation": kind[0],
             "approximate": kind[1],
-            "inner": (activations[0],),
+            "inner": tuple(activations),
         }
         yield Proposal(
             module,
             what,
             (Change(module, GatedMLP, f"gated_act ({in_words(kind)})", settings),),
             module,
-            inner=(children[activations[0]],),
+            inner=tuple(children[name] for name in activations),
         )
+
+
+def _functions(
+    module: torch.nn.Module, ways: list[dict[str, Any]], view: View
+) -> list[tuple[str, str]]:
+    """The activations that a module may call as a function on one of its layers' results."""
+    scope = view.watched(module) if ways else ""
+    if isinstance(scope, str):
+        return []
+    called = {edge.consumer for edge in scope.edges if isinstance(edge.consumer, str)}
+    names = {name.rpartition(".")[2] for name in called}
+    return [kind for kind in ACTIVATIONS if kind[0] in names and kind[0] != "identity"]
 
 
 def _ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ class RMSNorm(Weld):
 class Norm(Weld):
     """A norm over the dimensions of its weight.
 
-    `weight_name`, `bias_name` and `eps_name` are names of attributes. With `offset`, 1 is added to
-    the weight. `rule` determines the dtype of the result.
+    `weight_name` and `bias_name` are names of attributes, and `eps` is one too or, where the code
+    has a constant, a number. With `offset`, 1 is added to the weight. `rule` determines the dtype
+    of the result.
     """
 
     weld_weight_name: str
     weld_bias_name: str | None
-    weld_eps_name: str
+    weld_eps: str | float
     weld_centered: bool
     weld_offset: bool
     weld_rule: str
@@ -55,7 +56,9 @@ class Norm(Weld):
         (x,) = tried
         weight = getattr(self, self.weld_weight_name)
         bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
-        eps = getattr(self, self.weld_eps_name)
+        eps = self.weld_eps
+        if isinstance(eps, str):
+            eps = getattr(self, eps)
         dtype = x.dtype
         if weight.dtype is not dtype:
             dtype = _RULES[self.weld_rule](dtype, weight.dtype)
@@ -83,6 +86,15 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     forward = forward_of(module)
     weld, becomes = _TORCHS.get(forward, (Norm, ""))
     if weld is Norm and not _looks_like_one(module):
+        if hasattr(module, "normalized_shape") and not module._parameters:
+            reason = "it has no weight: call torchweld.functional.layer_norm or rms_norm"
+            yield Left(module, what, reason)
+        return
+    if (
+        weld is Norm
+        and not _epsilons(module)
+        and not view.once("norm", module, _normalises(module))
+    ):
         return
     if reason := why_fixed(module):
         yield Left(module, what, reason)
@@ -97,13 +109,29 @@ def _looks_like_one(module: torch.nn.Module) -> bool:
     given = [value for value in module._parameters.values() if value is not None]
     same_shape = len({value.shape for value in given}) == 1
     buffered = any(value is not None for value in module._buffers.values())
-    return (
-        same_shape
-        and 1 <= len(given) <= 2
-        and given[0].ndim == 1
-        and not buffered
-        and bool(_epsilons(module))
-    )
+    return same_shape and 1 <= len(given) <= 2 and given[0].ndim == 1 and not buffered
+
+
+def _normalises(module: torch.nn.Module) -> Callable[[], bool]:
+    """Whether rows that are a multiple of each other give the same, as norms do."""
+
+    def answer() -> bool:
+        try:
+            copy = Twin(module, torch.device("cpu"), torch.float32).module
+            width = next(copy.parameters()).shape[0]
+            x = 10 * torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                y, scaled = copy(x), copy(4 * x)
+        except Exception:
+            return False
+        same = isinstance(y, torch.Tensor) and y.shape == x.shape == scaled.shape
+        return same and torch.allclose(y, scaled, rtol=1e-3, atol=1e-3) and not torch.equal(y, x)
+
+    return answer
+
+
+# Epsilons that stand in code as constants.
+_CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 
 
 def _epsilons(module: torch.nn.Module) -> list[str]:
@@ -124,9 +152,9 @@ def _others(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal
         return
     inputs = (probe.values((2, 5, *weight.shape), device),)
     for centered, offset, eps in itertools.product(
-        (True,) if bias else (False, True), (False, True), _epsilons(module)
+        (True,) if bias else (False, True), (False, True), _epsilons(module) or _CONSTANTS
     ):
-        settings: dict[str, Any] = {"weight_name": names[0], "bias_name": bias, "eps_name": eps}
+        settings: dict[str, Any] = {"weight_name": names[0], "bias_name": bias, "eps": eps}
         settings |= {"centered": centered, "offset": offset, "rule": rule}
         becomes = ("layer_norm" if centered else "rms_norm") + (", weight + 1" if offset else "")
         changes = (Change(module, Norm, becomes, settings),)

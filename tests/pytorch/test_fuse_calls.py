@@ -1,0 +1,341 @@
+"""A weld replaces only what was tried: calls with other arguments, inputs and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchweld
+from torchweld.fuse import Weld
+
+
+class Norm(nn.Module):
+    """An RMSNorm as Mamba's, with a gate, a residual and a flag that were not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(64)), 1e-6
+
+    def forward(
+        self, x: Any, gate: Any = None, *, residual: Any = None, prenorm: bool = False
+    ) -> Any:
+        if gate is not None:
+            x = x * functional.silu(gate)
+        if residual is not None:
+            x = x + residual
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return (y, x) if prenorm else y
+
+
+class Gated(nn.Module):
+    """A gated MLP with an argument that was not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.down, self.act = nn.Linear(128, 64), nn.SiLU()
+
+    def forward(self, x: Any, scale: float = 1.0) -> Any:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * scale
+
+
+class Output(nn.Module):
+    """BertOutput's layers, with a flag that was not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm, self.drop = nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1)
+
+    def forward(self, x: Any, r: Any, skip: bool = False) -> Any:
+        x = self.drop(self.dense(x))
+        return x if skip else self.norm(x + r)
+
+
+class Act(nn.Module):
+    """QuickGELU with an argument that was not tried."""
+
+    def forward(self, x: Any, shift: float = 0.0) -> Any:
+        return x * torch.sigmoid(1.702 * (x + shift))
+
+
+X, R = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+# A module, and calls of it: as it was tried, and in other ways.
+CALLS: dict[str, tuple[Callable[[], nn.Module], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "norm": (
+        Norm,
+        [
+            ((X,), {}),
+            ((), {"x": X}),
+            ((X,), {"prenorm": False}),
+            ((X, None), {}),
+            ((X, R), {}),
+            ((X,), {"gate": R}),
+            ((X,), {"residual": R}),
+            ((X,), {"residual": R, "prenorm": True}),
+            ((), {"prenorm": True, "x": X}),
+        ],
+    ),
+    "gated MLP": (Gated, [((X,), {}), ((X, 2.0), {}), ((X,), {"scale": 2.0}), ((X, 1.0), {})]),
+    "output": (
+        Output,
+        [
+            ((X, R), {}),
+            ((X,), {"r": R}),
+            ((), {"r": R, "x": X}),
+            ((X, R, True), {}),
+            ((X, R), {"skip": True}),
+        ],
+    ),
+    "activation": (Act, [((X,), {}), ((), {"x": X}), ((X, 0.5), {}), ((X,), {"shift": 0.5})]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_arguments_go_to_the_classs_own_forward(name: str) -> None:
+    make, calls = CALLS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(make()).eval()
+    expected = [model[0](*given, **named) for given, named in calls]
+    torchweld.fuse(model)
+    assert isinstance(model[0], Weld)
+    for (given, named), before in zip(calls, expected, strict=True):
+        torch.testing.assert_close(model[0](*given, **named), before, rtol=1e-4, atol=1e-5)
+    for given, named in (((), {}), ((X,) * 9, {}), ((X,), {"nonsense": 1})):
+        with pytest.raises(TypeError):
+            model[0](*given, **named)
+
+
+def test_calls_by_keyword_compile() -> None:
+    model = torchweld.fuse(nn.Sequential(Norm()))
+    compiled = torch.compile(lambda x, r: model[0](x, residual=r), fullgraph=True, backend="eager")
+    expected = torchweld.unfuse(nn.Sequential(model[0]))[0](X, residual=R)
+    torch.testing.assert_close(compiled(X, R), expected)
+
+
+class Argued(nn.Linear):
+    """A linear layer with an argument more."""
+
+    def forward(self, input: Any, factor: float = 1.0) -> Any:
+        return functional.linear(input, factor * self.weight, self.bias)
+
+
+@pytest.mark.parametrize("layers", [(Argued(64, 64), nn.GELU()), (nn.Linear(64, 64), Act())])
+def test_what_takes_more_arguments_is_not_merged(layers: tuple[nn.Module, nn.Module]) -> None:
+    """Two modules that become one have no own forward to go back to."""
+    model = nn.Sequential(*layers)
+    reasons = [row.reason for row in torchweld.explain(model)]
+    assert any("further arguments" in reason or "another kind" in reason for reason in reasons)
+    torchweld.fuse(model)
+    assert type(model[0]) is type(layers[0])
+
+
+# --- One probe does not stand for all -------------------------------------------------------------
+
+
+class ChannelsFirst(nn.Module):
+    """Over the last dimension, but over the second of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(64)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dim = 1 if x.ndim == 4 else -1
+        weight = self.weight[:, None, None] if x.ndim == 4 else self.weight
+        return x * torch.rsqrt(x.square().mean(dim, keepdim=True) + self.eps) * weight
+
+
+class OneToken(Gated):
+    """An MLP with a branch for a single token."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return 2 * y if x.shape[-2] == 1 else y
+
+
+class Branches(nn.Module):
+    """A block that branches on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(64, 64), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        return self.act(y) if y.sum() > 0 else y
+
+
+class Clipped(Norm):
+    """A norm that is another one for large values."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return super().forward(x.clamp(-6, 6))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (ChannelsFirst, "four dimensions"),
+        (OneToken, "one token"),
+        (Branches, "other values"),
+        (Clipped, "other values"),
+    ],
+)
+def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    reasons = [row.reason for row in torchweld.explain(model)]
+    assert any(reason.endswith(words) for reason in reasons), reasons
+    assert not any("Error" in reason for reason in reasons)
+    inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0)]
+    inputs.append(torch.randn(2, 64, 3, 64))
+    expected = [model(x) for x in inputs]
+    torchweld.fuse(model)
+    for x, before in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+class OffsetLayerNorm(nn.Module):
+    """Nemotron's: a LayerNorm whose weight is an offset from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(64)), nn.Parameter(torch.rand(64))
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight + 1, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "make", [OffsetLayerNorm, Norm, Gated, Output, Act, lambda: nn.LayerNorm(64)]
+)
+def test_a_fused_model_can_be_cast(
+    make: Callable[[], nn.Module], dtype: torch.dtype, cast_first: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make()).eval()
+    given = (X, R) if isinstance(model[0], Output) else (X,)
+    given = tuple(x.to(dtype) for x in given)
+    expected = model.to(dtype)[0](*given)
+    if not cast_first:
+        model.float()
+    torchweld.fuse(model)
+    assert isinstance(model[0], Weld)
+    y = model.to(dtype)[0](*given)
+    assert y.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, expected, rtol=4 * unit, atol=4 * unit)
+
+
+# --- The most copied code -------------------------------------------------------------------------
+
+
+class NanoGPTsNorm(nn.Module):
+    """The epsilon is a constant, and the bias may be None."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+        self.bias = nn.Parameter(torch.rand(64)) if bias else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class LlamasFeedForward(nn.Module):
+    """That of Meta's own llama, with the activation as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.w2 = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+
+
+class GatedByTanh(LlamasFeedForward):
+    """The gate comes second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x) * functional.gelu(self.w3(x), approximate="tanh"))
+
+
+@pytest.mark.parametrize(
+    ("make", "becomes"),
+    [
+        (lambda: NanoGPTsNorm(True), "layer_norm"),
+        (lambda: NanoGPTsNorm(False), "layer_norm"),
+        (LlamasFeedForward, "gated_act (silu)"),
+        (GatedByTanh, "gated_act (gelu by tanh)"),
+    ],
+)
+def test_modules_that_call_functions(make: Callable[[], nn.Module], becomes: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = X.clone().requires_grad_()
+    found = []
+    for _ in range(2):
+        y = model(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+        torchweld.fuse(model)
+    assert [row.becomes for row in torchweld.explain(model)] == [becomes]
+    for before, after in zip(*found, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+class Weightless(nn.Module):
+    """OLMo's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized_shape = (64,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.normalized_shape)
+
+
+class CallsFunctions(nn.Module):
+    """A module that calls a norm as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(self.fc(x), (64,), self.scale)
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "words"),
+    [
+        (Weightless, "Weightless", "it has no weight"),
+        (CallsFunctions, "rms_norm", "call torchweld.functional"),
+    ],
+)
+def test_what_is_left_is_said(make: Callable[[], nn.Module], what: str, words: str) -> None:
+    (row,) = torchweld.explain(nn.Sequential(make()))
+    assert row.what == what
+    assert words in row.reason
+
+
+def test_no_layer_is_taken_for_a_norm() -> None:
+    """A layer scale has one weight too."""
+
+    class LayerScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gamma
+
+    assert not torchweld.explain(nn.Sequential(LayerScale()))
