@@ -50,21 +50,91 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--sparse", action="store_true", help="attention by a Longformer's layout")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=_count, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--max-norm", type=float, default=1.0, help="that gradients are cut to")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=2, help="sequences in a microbatch")
-    parser.add_argument("--microbatches", type=int, default=4, help="of all processes, in a step")
+    parser.add_argument("--dropout", type=_share, default=0.1)
+    parser.add_argument("--lr", type=_size, default=1e-3)
+    parser.add_argument("--max-norm", type=_size, default=1.0, help="that gradients are cut to")
+    parser.add_argument("--width", type=_count, default=128)
+    parser.add_argument("--layers", type=_count, default=4)
+    parser.add_argument("--length", type=_count, default=128)
+    parser.add_argument("--rows", type=_count, default=2, help="sequences in a microbatch")
+    parser.add_argument(
+        "--microbatches", type=_count, default=4, help="of all processes, in a step"
+    )
     parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--save", type=Path, help="a folder for the checkpoint at the end")
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any strategy and world size")
     parser.add_argument("--json", type=Path, help="write losses, tokens/s, bytes and collectives")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _size(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def _share(text: str) -> float:
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 up to 1")
+    return number
+
+
+def declared(given: argparse.Namespace, world: int) -> Parallel:
+    """How processes share the work; an error names the option."""
+    if given.config is None:
+        return Parallel.of(given.strategy, world)
+    import tomllib  # since Python 3.11
+
+    try:
+        return Parallel.of(tomllib.loads(given.config.read_text())["parallel"], world)
+    except OSError as error:
+        raise SystemExit(f"--config: {given.config}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SystemExit(f"--config: {given.config}: {error}") from None
+    except KeyError:
+        raise SystemExit(f"--config: {given.config} has no table [parallel]") from None
+
+
+def check(given: argparse.Namespace, parallel: Parallel) -> None:
+    """Refuse what cannot be trained, resumed or written, before anything begins."""
+    heads = Settings.heads
+    divisors = [("--width", given.width, heads, "heads")]
+    divisors += [("--length", given.length, parallel.ring, "processes of a ring")]
+    if parallel.sequence:
+        own = given.length // parallel.ring
+        divisors += [("--length", own, parallel.tensor, "processes that share the sequence")]
+    if heads % parallel.tensor:
+        raise SystemExit(f"--strategy or --config: {parallel.tensor} processes share {heads} heads")
+    divisors += [("--microbatches", given.microbatches, parallel.replicas, "replicas")]
+    for option, size, count, of in divisors:
+        if size % count:
+            raise SystemExit(f"{option}: {size} is not a multiple of {count} {of}")
+    if given.layers < parallel.pipeline:
+        raise SystemExit(f"--layers: {given.layers} layers for {parallel.pipeline} stages")
+    is_plain = (parallel.tensor, parallel.pipeline, parallel.data) == (1, 1, "ddp")
+    if given.optimizer == "onebit" and not is_plain:
+        raise SystemExit("--optimizer onebit goes with --strategy ddp")
+    if given.resume is not None and not (given.resume / ".metadata").exists():
+        raise SystemExit(f"--resume: {given.resume} holds no checkpoint")
+    for option, path in (("--save", given.save), ("--json", given.json)):
+        if path is None:
+            continue
+        above = path.absolute().parent
+        there = next(folder for folder in (above, *above.parents) if folder.exists())
+        if (
+            not there.is_dir()
+            or not os.access(there, os.W_OK)
+            or (option == "--json" and path.is_dir())
+        ):
+            raise SystemExit(f"{option}: {path} cannot be written")
 
 
 class Training:
@@ -85,8 +155,6 @@ class Training:
         kind = getattr(optim, OPTIMIZERS[given.optimizer])
         self.averages = given.optimizer == "onebit"  # averages gradients itself
         if self.averages:
-            if (parallel.tensor, parallel.pipeline, parallel.data) != (1, 1, "ddp"):
-                raise SystemExit("--optimizer onebit goes with --strategy ddp")
             kind = partial(kind, freeze_step=max(given.steps // 4, 1), bias_correction=True)
         self.estimate = self._estimate(model, kind(model.parameters()))
         self.model = parallel.wrap(model, self.mesh)
@@ -95,8 +163,6 @@ class Training:
         if self.averages and self.model is not model:
             self.optimizer.attach(self.model)
         replica, replicas = self.mesh.get_local_rank("data"), parallel.replicas
-        if given.microbatches % replicas:
-            raise SystemExit(f"--microbatches is not a multiple of {replicas} replicas")
         each = given.microbatches // replicas
         self.mine = range(replica * each, (replica + 1) * each)
         self.schedule = self._schedule() if parallel.pipeline > 1 else None
@@ -199,19 +265,15 @@ def local_bytes(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
 def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """All steps, between the processes of torch's default group; what is known of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    declared = given.strategy
-    if given.config is not None:
-        import tomllib  # since Python 3.11
-
-        declared = tomllib.loads(given.config.read_text())["parallel"]
-    parallel = Parallel.of(declared, world)
+    parallel = declared(given, world)
+    check(given, parallel)
     training = Training(given, parallel, device)
     say = print if rank == 0 else lambda *_: None
     say(parallel)
     if rank == 0:
         training.estimate.show()
     trained = (training.model, training.optimizer)
-    first = checkpoint.load(given.resume, *trained) if given.resume else 0
+    first = _resumed(given, *trained) if given.resume else 0
     record: dict[str, Any] = {"losses": [], "norms": []}
     counted, start = CountCollectives(), time.perf_counter()
     for step in range(first, first + given.steps):
@@ -230,8 +292,18 @@ def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if given.save:
         checkpoint.save(given.save, *trained, first + given.steps)
     if given.json and rank == 0:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def _resumed(given: argparse.Namespace, model: Any, optimizer: Any) -> int:
+    try:
+        return checkpoint.load(given.resume, model, optimizer)
+    except (RuntimeError, ValueError, KeyError, dist.checkpoint.api.CheckpointException) as error:
+        what = f"a model of these sizes with --optimizer {given.optimizer}"
+        reason = str(error).strip().splitlines()[-1]
+        raise SystemExit(f"--resume: {given.resume} is not of {what}: {reason}") from None
 
 
 def main() -> None:

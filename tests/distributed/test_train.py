@@ -145,3 +145,42 @@ def test_a_declaration() -> None:
     declared = {"ring": 2, "tensor": {"size": 2}, "data": "zero3"}
     assert Parallel.of(declared, 8) == Parallel(1, 2, 2, "zero3", ring=2)
     assert Parallel.of("tp+sp", 4) == Parallel(1, 4, 1, sequence=True)
+
+
+REFUSED = {
+    "--width": ["--width", "30"],
+    "--length": ["--length", "30", "--strategy", "tp+sp"],
+    "--microbatches": ["--microbatches", "3"],
+    "--layers": ["--layers", "1", "--strategy", "pp"],
+    "--optimizer onebit": ["--optimizer", "onebit", "--strategy", "tp"],
+    "--resume": ["--resume", "nowhere"],
+    "--json": ["--json", "a-file/record.json"],
+    "--save": ["--save", "a-file/folder"],
+    "--config": ["--config", "a-file"],
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_cannot_be_trained_is_refused_before(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("[serial]")
+    given = train.options(REFUSED[option])
+    with pytest.raises(SystemExit) as ended:
+        train.check(given, train.declared(given, 4 if "length" in option else 2))
+    assert str(ended.value).startswith(option)
+
+
+@pytest.mark.parametrize("option", ["--rows", "--steps", "--width", "--microbatches", "--lr"])
+def test_numbers_are_checked(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.options([option, "0"])
+    assert option in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder: Path) -> None:
+    saved = str(folder / "of-adamw")
+    _run(1, folder, "--save", saved)
+    with pytest.raises(Exception, match=r"--resume: .* is not of a model .* --optimizer onebit"):
+        _run(1, folder, "--resume", saved, "--optimizer", "onebit")

@@ -269,7 +269,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "doubled norm": (lambda: Doubled(WIDTH), set(), "computes something else"),
     "wide layer norm": (lambda: WideLayerNorm(WIDTH), {""}, ""),
     "norm of two dimensions": (lambda: nn.LayerNorm((8, WIDTH)), {""}, ""),
-    "hidden epsilon": (Hidden, set(), ""),
+    "hidden epsilon": (Hidden, {""}, ""),
     "adapter": (lambda: _pair(Adapted(WIDTH, WIDTH)), {"act"}, "another kind"),
     "subclass": (lambda: _pair(Named(WIDTH, WIDTH)), {"fc", "act"}, ""),
     "transposed": (lambda: _pair(Transposed()), {"fc", "act"}, ""),

@@ -103,7 +103,7 @@ def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -
 
 def parameters_of(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Of a module's or a class's forward: names of parameters with a position, and all defaults."""
-    cls = module if isinstance(module, type) else type(module)
+    cls: Any = module if isinstance(module, type) else type(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(p.name for p in parameters if p.kind in by_position)

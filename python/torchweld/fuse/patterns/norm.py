@@ -96,8 +96,8 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
         and not view.once("norm", module, _normalises(module))
     ):
         return
-    if reason := why_fixed(module):
-        yield Left(module, what, reason)
+    if fixed := why_fixed(module):
+        yield Left(module, what, fixed)
     elif weld is not Norm:
         inputs = (probe.values((4, *module.normalized_shape), view.device(module)),)  # type: ignore[misc]
         yield Proposal(module, what, (Change(module, weld, becomes),), module, inputs=inputs)
