@@ -203,7 +203,7 @@ def train(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if given.config is not None:
         import tomllib  # since Python 3.11
 
-        declared = tomllib.loads(given.config.read_text())["parallel"]
+        declared = tomllib.loads(given.config.read_text()).get("parallel", "no [parallel] table")
     parallel = Parallel.of(declared, world)
     training = Training(given, parallel, device)
     say = print if rank == 0 else lambda *_: None

@@ -55,7 +55,13 @@ def _shares(rank: int, schedule: stages.Name) -> None:
     """Two batches are accumulated for each of two steps; the copies stay the same."""
     whole = nn.Sequential(*_blocks())
     pipe = stages.pipeline(
-        _blocks(), schedule, MICROBATCHES, _part, (_tokens(0)[:ROWS],), costs=[1.0] * 6, scale_grads=False
+        _blocks(),
+        schedule,
+        MICROBATCHES,
+        _part,
+        (_tokens(0)[:ROWS],),
+        costs=[1.0] * 6,
+        scale_grads=False,
     )
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (whole, pipe.parts)]
     for step in range(2):
@@ -67,7 +73,9 @@ def _shares(rank: int, schedule: stages.Name) -> None:
         wanted = dict(whole.named_parameters(remove_duplicate=False))
         for part in pipe.parts:
             for name, p in part.named_parameters(remove_duplicate=False):
-                torch.testing.assert_close(p.grad, wanted[name].grad, msg=lambda m, n=name: f"step {step}, {n}: {m}")
+                torch.testing.assert_close(
+                    p.grad, wanted[name].grad, msg=lambda m, n=name: f"step {step}, {n}: {m}"
+                )
         norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         mine = grad_norm(pipe.parts.parameters(), torch.distributed.group.WORLD)
         torch.testing.assert_close(mine, norm.float())
