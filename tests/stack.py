@@ -183,7 +183,9 @@ def _ddp(
         _compile(cell)
     model = DistributedDataParallel(cell.model)
     optimizer = (
-        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **_OPTIMIZER)
+        ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, parameters_as_bucket_view=True, **_OPTIMIZER
+        )
         if sharded_states
         else adamw(model)
     )

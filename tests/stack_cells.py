@@ -112,7 +112,7 @@ def _ddp(s: Sizes) -> Sent:
 
 
 def _zero1(s: Sizes) -> Sent:
-    return {**_ddp(s), "broadcast": (s.count, s.parameters)}
+    return {**_ddp(s), "broadcast": (2, s.parameters)}  # one from each process
 
 
 def _sharded(times: int) -> Callable[[Sizes], Sent]:

@@ -57,8 +57,8 @@ def _with_all(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer  # type: ignore[no-any-return]
     inner: Any = optimizer
-    parameters = [p for group in inner.param_groups for p in group["params"]]
-    made = inner._optim_constructor(parameters, **inner._optim_defaults)
+    groups = [dict(group) for group in inner.param_groups]  # with their own settings
+    made = inner._optim_constructor(groups, **inner._optim_defaults)
     if filled:
         group = optimizer.process_group
         for rank in range(dist.get_world_size(group)):  # each rank has the states only in its turn

@@ -71,13 +71,16 @@ class Parallel:
         _only("config", config, _KEYS)
         tensor = config.get("tensor", {"size": 1})
         _only("tensor", tensor, _TENSOR_KEYS)
+        sequence = tensor.get("sequence", False)
+        if not isinstance(sequence, bool):
+            raise ArgumentError("Parallel", "sequence", repr(sequence), "True or False")
         data, mode = config.get("data", "ddp"), tensor.get("mode", "1d")
         _one_of("data", data, DATA)
         _one_of("mode", mode, MODES)
         pipeline, size = config.get("pipeline", 1), tensor.get("size", 1)
         ring = config.get("ring", 1)
         for name, value in (("pipeline", pipeline), ("tensor", size), ("ring", ring)):
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ArgumentError("Parallel", name, repr(value), "a number of processes")
         pipeline, size, ring = pipeline or world, size or world, ring or world
         if ring > 1 and pipeline > 1:
@@ -91,7 +94,7 @@ class Parallel:
         if data in ("ddp", "zero1") and replicas > 1 and inner > 1:
             accepted = "zero2 or zero3, which FSDP2 composes with tensors, rings and pipelines"
             raise ArgumentError("Parallel", "data", repr(data), accepted)
-        return cls(pipeline, size, replicas, data, mode, bool(tensor.get("sequence", False)), ring)
+        return cls(pipeline, size, replicas, data, mode, sequence, ring)
 
     def mesh(self, device: str) -> DeviceMesh:
         """The mesh of processes, with dimensions for pipeline, data, ring and tensor."""
@@ -118,13 +121,17 @@ class Parallel:
             recipe = zero3 if self.data == "zero3" and self.pipeline == 1 else zero2
             return recipe(model, mesh["data"])
         if self.replicas > 1:
-            return DistributedDataParallel(model, process_group=mesh.get_group("data"))
+            return DistributedDataParallel(
+                model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True
+            )
         return model
 
     def optimizer(self, model: torch.nn.Module, kind: Any, **settings: Any) -> Any:
         """An optimizer of this class; ZeRO-1 shards its states."""
         if self.data == "zero1" and self.replicas > 1:
-            return ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
+            return ZeroRedundancyOptimizer(
+                model.parameters(), kind, parameters_as_bucket_view=True, **settings
+            )
         return kind(model.parameters(), **settings)
 
 
@@ -136,5 +143,5 @@ def _only(name: str, given: Any, keys: set[str]) -> None:
 
 
 def _one_of(name: str, value: Any, known: Any) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ArgumentError("Parallel", name, repr(value), f"one of {', '.join(known)}")

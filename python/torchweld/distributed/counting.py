@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# From the names of torch's ops, which DDP, FSDP2, DTensor and pipelines all call, to kinds.
+# From the beginnings of the names of torch's ops, which DDP, FSDP2, DTensor and pipelines all call,
+# to kinds.
 _KINDS = {
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
@@ -20,20 +21,24 @@ _KINDS = {
     "alltoall": "all-to-all",
     "all_to_all": "all-to-all",
     "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
     "send": "send",
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class CountCollectives(TorchDispatchMode):
-    """A context that counts this process's collectives, of every engine, in both directions.
+    """A context that counts this process's collectives by torch.distributed, in both directions.
 
-    A collective's bytes are those of the whole tensor: the result of an all-gather, the input of
-    the others. Receives are not counted.
+    A collective's bytes are those of the whole tensor, as far as this process has it: its inputs,
+    or its outputs where they are larger. A coalesced collective is one call. Receives are not
+    counted, nor what an engine sends without torch.
 
     Attributes:
         calls, bytes: sums by kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
-            "broadcast", "send".
+            "broadcast", "reduce", "gather", "scatter", "send".
     """
 
     def __init__(self) -> None:
@@ -55,12 +60,17 @@ class CountCollectives(TorchDispatchMode):
             kind = next((kind for key, kind in _KINDS.items() if name.startswith(key)), None)
             if kind is not None:
                 self.calls[kind] += 1
-                self.bytes[kind] += _bytes(kind, args, result)
+                self.bytes[kind] += _bytes(func, args, kwargs, result)
         return result
 
 
-def _bytes(kind: str, args: Any, result: Any) -> int:
-    tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
-    if kind in ("all-gather", "reduce-scatter"):  # the larger of input and result
-        return max((t.nbytes for t in tensors), default=0)
-    return sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+def _bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    outputs = [value for name, value in given.items() if name.startswith("output")]
+    inputs = [value for name, value in given.items() if not name.startswith("output")]
+    return max(map(_size, (inputs, outputs or result)))
+
+
+def _size(values: Any) -> int:
+    return sum(t.nbytes for t in tree_leaves(values) if isinstance(t, torch.Tensor))

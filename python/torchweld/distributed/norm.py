@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+# The attribute of a parameter with how many stages of a pipeline have it.
+COPIES = "torchweld_copies"
 
 
 def grad_norm(
     parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The norm of the gradients of all processes' parameters; a DTensor counts once.
+    """The norm of the gradients of all processes' parameters.
+
+    A DTensor counts once, and so does a parameter that `pipeline` has in several stages.
 
     Args:
         parameters: this process's, on any meshes.
@@ -28,9 +33,12 @@ def grad_norm(
             continue
         key, device = (), grad.device
         if isinstance(grad, DTensor):
+            if any(p.is_partial() for p in grad.placements):  # parts to add, not to square
+                whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+                grad = grad.redistribute(placements=whole)
             dims = [at for at, p in enumerate(grad.placements) if not p.is_replicate()]
             key, grad = tuple(grad.device_mesh.get_group(at) for at in dims), grad.to_local()  # type: ignore[assignment]
-        squares[key] += grad.detach().float().square().sum()
+        squares[key] += grad.detach().float().square().sum() / getattr(parameter, COPIES, 1)
     total = torch.zeros((), device=device)
     for groups, square in squares.items():
         assert isinstance(square, torch.Tensor)

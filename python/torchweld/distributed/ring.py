@@ -389,7 +389,7 @@ class RingAttention(Style):
         super().__init__()
         self.ring = heads
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, BlockSparseAttention)
         if device_mesh.ndim != 1 + self.ring:
             came, accepted = f"of {device_mesh.ndim} dimensions", f"one of {1 + self.ring}"

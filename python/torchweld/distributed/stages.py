@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchweld.distributed.stepping import Stepping, ties_of
 from torchweld.errors import ArgumentError
 
 Name = Literal[
@@ -93,7 +94,8 @@ def pipeline(
 
     Returns:
         The Pipeline of this rank. Parameters of its parts are named as in
-        torch.nn.Sequential(*blocks).
+        torch.nn.Sequential(*blocks). A parameter of several blocks, such as that of an embedding
+        and a head, has the sum of its stages' gradients after each step.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     count = ranks * _stages_of_a_rank(schedule, per_rank)
@@ -103,6 +105,7 @@ def pipeline(
     found, flow = _agreed(blocks, example, costs, rank, group)
     cuts = balanced(found, count)
     numbers = placement(schedule, rank, ranks, per_rank)
+    ties = ties_of(blocks, cuts)
     parts = [wrap(_Part({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
     device = _device(parts[0], example)
     stages = [
@@ -125,6 +128,12 @@ def pipeline(
         loss_fn=loss_fn,
         **settings,
     )
+    stepping = Stepping(made.step, example, microbatches, group, device)
+    placed = {
+        at: rank for rank in range(ranks) for at in placement(schedule, rank, ranks, per_rank)
+    }
+    stepping.share(ties, dict(zip(numbers, parts, strict=True)), [placed[i] for i in range(count)])
+    made.step = stepping.step
     return Pipeline(made, torch.nn.ModuleList(parts), numbers, cuts)
 
 
@@ -156,7 +165,31 @@ class _Part(torch.nn.ModuleDict):
         for block in self.values():
             result = block(*given)
             given = result if isinstance(result, tuple) else (result,)
-        return result
+        return tree_map_only(torch.Tensor, _handed_over, result)
+
+
+def _handed_over(x: torch.Tensor) -> torch.Tensor:
+    return _HandedOver.apply(x) if x._is_view() else x  # type: ignore[no-any-return]
+
+
+class _HandedOver(torch.autograd.Function):
+    """The same values in a tensor that is no view: torch's split backwards detach in place.
+
+    Without it a stage that ends in a linear layer fails under zero bubble, as this does:
+
+        stage = PipelineStage(torch.nn.Linear(8, 8), rank, 2, device)  # of [rows, length, 8]
+        ScheduleInterleavedZeroBubble([stage], 2, loss_fn).step(x)
+
+    "Can't detach views in-place": `stage_backward_input` calls `detach_` on the stage's output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
 
 
 def _device(part: torch.nn.Module, example: tuple[Any, ...]) -> torch.device:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchweld.errors import ArgumentError
 
@@ -35,6 +36,24 @@ class Style(ParallelStyle):
     """A style along the only dimension of a mesh, or along the second one of ring and tensor."""
 
     ring = False
+
+    def __init__(self, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        # The whole plan, if it has one, until it is checked.
+        self.plan: list[tuple[str, torch.nn.Module, Style]] = []
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        """Change a module, once every style of the plan can do that with its own."""
+        for name, other, style in self.plan or [(type(module).__name__, module, self)]:
+            style.check(name, other, device_mesh.size(-1))
+        self.plan.clear()
+        return self._change(module, device_mesh)
+
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        """Raise an error if a module cannot be divided among this many devices."""
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        raise NotImplementedError
 
     def rows(self, placement: Placement) -> tuple[Placement, ...]:
         """The placements of an activation [batch, length, ...]."""
@@ -47,20 +66,28 @@ class Style(ParallelStyle):
     def distribute(
         self, module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[torch.Tensor], Placement]
     ) -> None:
-        """Convert a module's own parameters to DTensors.
+        """Convert a module's own parameters to DTensors; one that modules share stays one.
 
         Their gradients get the same placements, as optimizers require: a partial one is summed.
         """
         for name, parameter in module.named_parameters(recurse=False):
-            part = distribute_tensor(parameter.detach(), mesh, self.weights(place(parameter)))
-            made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-            if made.requires_grad:
-                made.register_hook(partial(_align, part.placements))
+            placements = self.weights(place(parameter))
+            made = _MADE.get(parameter)
+            if made is None or (made.device_mesh, made.placements) != (mesh, placements):
+                part = distribute_tensor(parameter.detach(), mesh, placements)
+                made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+                if made.requires_grad:
+                    made.register_hook(partial(_align, part.placements))
+                _MADE[parameter] = made
             module.register_parameter(name, made)
 
     def replicate(self, _: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
         """Convert a module's own parameters to DTensors that every device has."""
         self.distribute(module, mesh, lambda _: Replicate())
+
+
+# From parameters to the DTensors made of them, as long as another module has the parameter.
+_MADE: Any = WeakTensorKeyDictionary()
 
 
 def _align(wanted: Sequence[Placement], grad: Any) -> Any:
@@ -98,11 +125,12 @@ class Rows(Style):
         super().__init__()
         self.placement = placement
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         return distribute_module(module, device_mesh, self.replicate, self._inputs, self._outputs)
 
     def _inputs(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         rank = inputs[0].ndim
+        check_rank(type(module).__name__, inputs[0], self.rows(self.placement))
 
         def placed(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -131,7 +159,7 @@ class Dropped(Style):
         super().__init__()
         self.dim, self.along = dim, along
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.Dropout)
         module.forward = partial(self._drop, module, device_mesh)  # type: ignore[method-assign]
         return module
@@ -154,13 +182,25 @@ class Gather(Style):
     Args:
         placement: placement of the module's first input.
         name: the input's name, if it is passed by name.
+        projections: in attention, the names of its layers whose heads are divided.
     """
 
-    def __init__(self, placement: Placement, name: str = "hidden_states") -> None:
+    def __init__(
+        self, placement: Placement, name: str = "hidden_states", projections: Sequence[str] = ()
+    ) -> None:
         super().__init__()
-        self.placement, self.name = placement, name
+        self.placement, self.name, self.projections = placement, name, projections
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        width = head_width(module)
+        for projection in self.projections if width else ():
+            heads, rest = divmod(getattr(module, projection).weight.shape[0], width)
+            if rest or heads % count:
+                came = f"with {heads} heads in {name}.{projection}"
+                accepted = f"numbers of heads and key heads that {count} devices divide"
+                raise ArgumentError("tp_plan", "model", came, accepted)
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             return _changed(args, kwargs, self.name, lambda x: self._whole(x, device_mesh))
 
@@ -168,8 +208,16 @@ class Gather(Style):
         return module
 
     def _whole(self, x: torch.Tensor, mesh: DeviceMesh) -> Any:
+        check_rank("tp_plan", x, self.rows(self.placement))
         placed = _placed(x, mesh, self.rows(self.placement))
         return placed.redistribute(mesh, self.rows(Replicate()))
+
+
+def head_width(module: torch.nn.Module) -> int:
+    """The width of a head of this attention; 0 if it does not say."""
+    names = ("head_dim", "attention_head_size", "head_width", "head_size")
+    found = [value for name in names if isinstance(value := getattr(module, name, None), int)]
+    return found[0] if found else 0
 
 
 class Stream(Style):
@@ -185,7 +233,7 @@ class Stream(Style):
         super().__init__()
         self.begins, self.ends, self.name = begins, ends, name
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def moved(x: Any, was: Placement, becomes: Placement) -> Any:
             if isinstance(x, tuple):
                 return (moved(x[0], was, becomes), *x[1:])
@@ -193,7 +241,13 @@ class Stream(Style):
             return x.redistribute(device_mesh, self.rows(becomes)).to_local()
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
-            return _changed(args, kwargs, self.name, lambda x: moved(x, Replicate(), Shard(1)))
+            return _changed(args, kwargs, self.name, begin)
+
+        def begin(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[1] % (count := device_mesh.size(-1)):
+                accepted = f"a multiple of {count}, whose devices share the sequence"
+                raise ArgumentError("tp_plan", "the sequence", f"{x.shape[1]} tokens", accepted)
+            return moved(x, Replicate(), Shard(1))
 
         if self.begins:
             module.register_forward_pre_hook(before, with_kwargs=True)
@@ -216,8 +270,8 @@ class AddedAndNormalized(Style):
         super().__init__()
         self.placement, self.name = placement, name
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        norm: Any = getattr(module, getattr(module, "weld_norm", "LayerNorm"))
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        norm = module.get_submodule(norm_of(module))
         self.replicate("", norm, device_mesh)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
@@ -234,6 +288,11 @@ class AddedAndNormalized(Style):
         return lambda x: _placed(x, mesh, self.rows(self.placement))
 
 
+def norm_of(module: torch.nn.Module) -> str:
+    """The name of the norm at the end of a welded post-norm block."""
+    return getattr(module, "weld_norm", "LayerNorm")
+
+
 def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
     """Replace the first argument, or the one of this name."""
     if args:
@@ -244,7 +303,15 @@ def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
 class Columns(Style, ColwiseParallel):
     """ColwiseParallel, also for linear layers with an activation and for transposed weights."""
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        weight: Any = module.weight
+        features = weight.shape[1 if is_transposed(module) else 0]
+        # What is gathered next can be of any size, such as logits.
+        if features % count and not self.output_layouts[0].is_replicate():
+            came = f"with {features} features in {name}"
+            raise ArgumentError("tp_plan", "model", came, f"features that {count} devices divide")
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
             dim = 1 if is_transposed(layer) else 0
             self.distribute(layer, mesh, lambda p: Shard(dim if p.ndim > 1 else 0))
@@ -255,7 +322,7 @@ class Columns(Style, ColwiseParallel):
 class ColumnsOfRows(Style, RowwiseParallel):
     """RowwiseParallel, also for transposed weights: the input's features are sharded."""
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
             dim = 0 if looked_up or is_transposed(layer) else 1
             self.distribute(layer, mesh, lambda p: Shard(dim) if p.ndim > 1 else Replicate())
@@ -278,9 +345,21 @@ def _between(
         module,
         mesh,
         cut,
-        partial(style._prepare_input_fn, comes, style.rows(wanted)),
+        partial(_arrive, style._prepare_input_fn, comes, style.rows(wanted)),
         partial(style._prepare_output_fn, goes, style.use_local_output),
     )
+
+
+def _arrive(prepare: Any, comes: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+    check_rank(type(module).__name__, inputs[0], comes)
+    return prepare(comes, wanted, module, inputs, mesh)
+
+
+def check_rank(name: str, x: torch.Tensor, placements: Sequence[Placement]) -> None:
+    """Raise an error for rows that were flattened: their second dimension is not the sequence."""
+    if x.ndim < 3 and x.is_floating_point() and Shard(1) in placements:
+        accepted = "[batch, length, features]: devices share the sequence"
+        raise ArgumentError(name, "the input", f"of shape {list(x.shape)}", accepted)
 
 
 def _summed(layer: torch.nn.Linear, goes: Sequence[Placement], x: Any) -> Any:
@@ -312,8 +391,13 @@ class Packed(Style):
         super().__init__()
         self.placement = placement
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
-        Gather(self.placement)._apply(module, device_mesh)
+    def check(self, name: str, module: Any, count: int) -> None:
+        if module.num_heads % count:
+            came, accepted = f"with {module.num_heads} heads in {name}", "a number of heads"
+            raise ArgumentError("tp_plan", "model", came, f"{accepted} that {count} devices divide")
+
+    def _change(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
+        Gather(self.placement)._change(module, device_mesh)
         packed, count = module.c_attn, device_mesh.size()
         self.distribute(packed, device_mesh, lambda p: _StridedShard(p.ndim - 1, split_factor=3))
         module.split_size //= count

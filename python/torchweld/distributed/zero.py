@@ -43,6 +43,8 @@ def zero1(
     """
     wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     trained = [p for p in model.parameters() if p.requires_grad]
+    # In buckets, so that a rank's parameters are sent in one broadcast.
+    settings = {"parameters_as_bucket_view": True, **settings}
     made = ZeroRedundancyOptimizer(trained, optimizer, process_group=group, **settings)
     return wrapped, made
 

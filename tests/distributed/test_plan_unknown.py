@@ -1,0 +1,297 @@
+"""Plans for modules that no recipe knows: gradients equal one process's, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import torchweld
+from processes import processes
+from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
+from torchweld.errors import ArgumentError
+from torchweld.sparse import BlockLayout
+
+WIDTH, HEADS, WORDS, LENGTH = 32, 4, 40, 32
+
+
+class _Norm(nn.Module):
+    """A norm of nobody's class, as Cohere's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.scale
+
+
+class _Attention(nn.Module):
+    def __init__(self, norm: Any, key_heads: int = HEADS, ours: bool = True) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // HEADS
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, key_heads * self.head_dim) for _ in "kv")
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
+        self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+        if ours:
+            self.core = torchweld.nn.BlockSparseAttention(
+                lambda keys: BlockLayout.dense(keys, block=16), causal=True
+            )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in layers)
+        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
+        y = self.core(q, k, v) if hasattr(self, "core") else _attend(q, k, v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class _Experts(nn.Module):
+    """A router, and experts with the names that a plan knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3, bias=False)
+        self.experts = nn.ModuleList([torchweld.nn.GatedMLP(WIDTH, 24) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights = nn.functional.linear(rows, self.router.weight).softmax(-1)
+        chosen = weights.argmax(-1)
+        y = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            at = (chosen == number).nonzero().squeeze(-1)
+            y = y.index_add(0, at, expert(rows[at]) * weights[at, number, None])
+        return y.view_as(x)
+
+
+class _NormedMLP(nn.Module):
+    """Names that a plan knows, and a norm between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(WIDTH, 48), _Norm(48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.norm(self.fc1(x)).relu())
+
+
+class _MLP(torchweld.nn.MLP):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 48)
+
+
+class _Block(nn.Module):
+    def __init__(self, norm: Any, mlp: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention, self.mlp = (
+            norm(WIDTH),
+            _Norm(WIDTH),
+            _Attention(norm),
+            mlp(),
+        )
+        self.layer_scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layer_scale * self.attention(hidden_states=self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class _Model(nn.Module):
+    """A GPT whose embedding is its head too, with a pooler and learnt positions."""
+
+    def __init__(self, norm: Any = torchweld.nn.RMSNorm, mlp: Any = _Experts) -> None:
+        super().__init__()
+        self.token, self.places = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Parameter(torch.rand(LENGTH, WIDTH)),
+        )
+        self.blocks = nn.ModuleList([_Block(norm, mlp), _Block(norm, _MLP)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.pooler = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head.weight = self.token.weight
+
+    def forward(self, x: torch.Tensor, first: int = 0, pool: bool = True) -> torch.Tensor:
+        x = self.token(x) + self.places[first : first + x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x + self.pooler(x, x, x)[0] if pool else x)
+
+
+def _model(*kinds: Any) -> _Model:
+    torch.manual_seed(0)
+    return _Model(*kinds).double()
+
+
+def _losses(model: Any, x: torch.Tensor, **how: Any) -> torch.Tensor:
+    return model(x, **how).log_softmax(-1).gather(-1, ((x + 1) % WORDS)[..., None])
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _trains(rank: int, sequence: bool, kinds: tuple[Any, ...]) -> None:
+    """Two steps with clipped gradients and scaled losses; embedding and head stay one tensor."""
+    one, many = _model(*kinds), _model(*kinds)
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(many, mesh, tp_plan(many, sequence))
+    assert many.head.weight is many.token.weight
+    assert all(isinstance(p, DTensor) for p in many.parameters())
+    optimizers = [torchweld.optim.SGD(m.parameters(), lr=0.1) for m in (one, many)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in "12"]
+    for _ in range(2):
+        norms = []
+        for model, optimizer, scaler in zip((one, many), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(-_losses(model, _tokens()).mean()).backward()
+            scaler.unscale_(optimizer)
+            norms.append(_whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            torch.testing.assert_close(
+                grad_norm(model.parameters()).double(),
+                torch.tensor(0.5).double(),
+                rtol=1e-5,
+                atol=0,
+            )
+            scaler.step(optimizer)
+            scaler.update()
+        torch.testing.assert_close(*norms)
+        wanted = dict(one.named_parameters())
+        for name, p in many.named_parameters():
+            torch.testing.assert_close(
+                _whole(p.grad), wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            torch.testing.assert_close(_whole(p), wanted[name])
+
+
+KINDS = {
+    "experts": (torchweld.nn.RMSNorm, _Experts),
+    "own norms": (_Norm, _NormedMLP),
+    "ours": (nn.LayerNorm, _MLP),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_trains_as_one_process(sequence: bool, kinds: tuple[Any, ...]) -> None:
+    with processes(2) as two:
+        two.run("cpu", _trains, sequence, kinds)
+
+
+def _rings(rank: int, kinds: tuple[Any, ...], tensor: int) -> None:
+    """Along a ring, and along ring and tensor: each process has a slice of the sequence."""
+    one, many = _model(*kinds), _model(*kinds)
+    del one.pooler, many.pooler
+    mesh = init_device_mesh("cpu", (2, tensor), mesh_dim_names=("ring", "tensor"))
+    ring = mesh.get_group("ring")
+    if tensor > 1:
+        parallelize_module(many, mesh, tp_plan(many, ring=True))
+    else:
+        parallelize_module(many, mesh["ring"], sequence_plan(many))
+    tokens = _tokens()
+    wanted = _losses(one, tokens, pool=False)
+    wanted.sum().backward()
+    first = int(ring_slice(torch.arange(LENGTH), 0, ring)[0])
+    found = _losses(many, ring_slice(tokens, 1, ring), first=first, pool=False)
+    torch.testing.assert_close(found, ring_slice(wanted, 1, ring))
+    found.sum().backward()
+    grads = {name: p.grad for name, p in one.named_parameters()}
+    for name, p in many.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), grads[name])
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ring_as_one_process(tensor: int) -> None:
+    with processes(2 * tensor) as some:
+        some.run("cpu", _rings, KINDS["own norms"], tensor)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def _divided(rank: int) -> None:
+    """Sizes that devices do not divide: an error on every rank, and nothing has changed."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name, layer, came in (
+        ("k_proj", nn.Linear(WIDTH, WIDTH // HEADS), "1 heads"),
+        ("q_proj", nn.Linear(WIDTH, 3 * WIDTH // HEADS), "3 heads"),
+    ):
+        model = _model(_Norm, _MLP)
+        setattr(model.blocks[1].attention, name, layer)
+        with pytest.raises(ArgumentError, match=f"{came} in blocks.1.attention.{name}"):
+            parallelize_module(model, mesh, tp_plan(model))
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    model = _model(_Norm, _MLP)
+    model.blocks[1].mlp = torchweld.nn.GatedMLP(WIDTH, 47)
+    with pytest.raises(ArgumentError, match=r"47 features in blocks.1.mlp.gate_proj"):
+        parallelize_module(model, mesh, tp_plan(model))
+    model = _model(_Norm, _MLP)
+    parallelize_module(model, mesh, tp_plan(model, True))
+    with pytest.raises(ArgumentError, match="31 tokens"):
+        model(_tokens()[:, :31])
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with processes(2) as two:
+        two.run("cpu", _divided)
+
+
+def _with(**parts: Any) -> nn.Module:
+    """A model whose first attention has these parts in place of its own, or besides."""
+    model = _model(_Norm, _MLP)
+    for name, part in parts.items():
+        setattr(model.blocks[0].attention, name, part)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"o_proj": nn.Identity()}, "output layer in blocks.0.attention"),
+        ({"q_norm": nn.LayerNorm(WIDTH)}, "blocks.0.attention.q_norm"),
+        ({"norms": nn.ModuleList([nn.LayerNorm(8)])}, "blocks.0.attention.norms.0"),
+        ({"sinks": nn.Parameter(torch.zeros(HEADS))}, "in attention: blocks.0.attention"),
+        ({"gate": nn.Linear(WIDTH, HEADS)}, "blocks.0.attention.gate"),
+    ],
+)
+def test_attention_known_by_half(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        tp_plan(_with(**parts))
+
+
+def test_attention_of_others_does_not_ring() -> None:
+    """Each process would attend within its own slice."""
+    model = _model(_Norm, _MLP)
+    with pytest.raises(ArgumentError, match="pooler has none"):
+        sequence_plan(model)
+    del model.pooler
+    sequence_plan(model)
+    model.blocks[1].attention = _Attention(_Norm, ours=False)
+    for plan in (sequence_plan, lambda model: tp_plan(model, ring=True)):
+        with pytest.raises(ArgumentError, match=r"blocks.1.attention has none"):
+            plan(model)
+
+
+def test_other_tokens_are_elsewhere() -> None:
+    """A convolution in a block would see a part of the sequence."""
+    model = _model(_Norm, _MLP)
+    tp_plan(model, True)
+    model.blocks[0].shift = nn.Conv1d(WIDTH, WIDTH, 3)
+    tp_plan(model)
+    with pytest.raises(ArgumentError, match=r"Conv1d, blocks.0.shift"):
+        tp_plan(model, True)
