@@ -10,7 +10,6 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import is_foreign_to_kernels
 from torchweld.optim._shards import is_one, local
 
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
