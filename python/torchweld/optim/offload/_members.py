@@ -96,7 +96,7 @@ class Member:
         grad = self.param.grad
         if self.is_released:
             return grad is None
-        if grad is None or self.sent is None:
+        if grad is None or self.sent is None or self.sent_stamp is None:
             return grad is None and self.sent is None
         return self.sent() is grad and self.sent_stamp.is_of(grad)
 
