@@ -75,3 +75,100 @@ def assert_same_run(found: tuple[nn.Module, Any], expected: tuple[nn.Module, Any
         for name, value in state.items():
             assert a["state"][key][name].dtype == value.dtype
             assert torch.equal(a["state"][key][name], value), (key, name)
+
+
+# --- Writes by others -----------------------------------------------------------------------------
+
+Write = Callable[[nn.Module], Any]
+
+
+def each(model: nn.Module, write: Callable[[Any], Any]) -> None:
+    """Write every parameter, without autograd."""
+    with torch.no_grad():
+        for p in model.parameters():
+            write(p)
+
+
+def part_of(t: Any) -> torch.Tensor:
+    """The tensor, or the local part of a DTensor."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: v.detach() * 0.5 for name, v in model.state_dict().items()})
+
+
+def _replace_twice(p: torch.Tensor) -> None:
+    """Memory that is freed may serve again: the second time at the first address."""
+    for _ in range(2):
+        p.data = p.data * 0.7
+
+
+def _set(p: torch.Tensor) -> None:
+    p.grad = p.grad * 0.5  # type: ignore[operator]
+
+
+WRITERS: dict[str, Write] = {
+    "nothing": lambda model: None,
+    "p.mul_": lambda model: each(model, lambda p: p.mul_(0.5)),
+    "p.detach().mul_": lambda model: each(model, lambda p: p.detach().mul_(0.5)),
+    "p.copy_": lambda model: each(model, lambda p: p.copy_(p * 0.5)),
+    "init": lambda model: each(model, lambda p: torch.nn.init.constant_(p, 0.25)),
+    "part of p": lambda model: each(model, lambda p: part_of(p).mul_(0.5)),
+    "foreach": lambda model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.5),
+    "load_state_dict": _load,
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
+    "p.grad.mul_": lambda model: each(model, lambda p: p.grad.mul_(0.5)),
+    "part of p.grad": lambda model: each(model, lambda p: part_of(p.grad).mul_(0.5)),
+    "p.grad.zero_": lambda model: each(model, lambda p: p.grad.zero_()),
+    "p.grad =": lambda model: each(model, _set),
+}
+
+REPLACERS: dict[str, Write] = {
+    "p.data =": lambda model: each(model, lambda p: setattr(p, "data", p.data * 0.5)),
+    "p.data = twice": lambda model: each(model, _replace_twice),
+    "p.grad.data =": lambda model: each(model, lambda p: setattr(p.grad, "data", p.grad * 0.5)),
+}
+
+# These move no version counter.
+UNCOUNTED: dict[str, Write] = {
+    "p.data.clamp_": lambda model: each(model, lambda p: part_of(p).data.clamp_(-0.01, 0.01)),
+    "p.data.copy_": lambda model: each(model, lambda p: part_of(p).data.copy_(part_of(p) * 0.5)),
+    "numpy": lambda model: each(model, lambda p: part_of(p.detach()).numpy().fill(0.25)),
+    "p.grad.data.clamp_": lambda model: each(
+        model, lambda p: part_of(p.grad).data.clamp_(-1e-4, 1e-4)
+    ),
+    "p.grad, numpy": lambda model: each(model, lambda p: part_of(p.grad).numpy().fill(0.25)),
+}
+
+
+def run_with(
+    write: Write, make: Make, shard: Callable[[nn.Module], Any] = lambda model: None
+) -> tuple[nn.Module, Any, int]:
+    """A run in which something writes before a step, and after another one."""
+    model = small_model(torch.float32)
+    shard(model)
+    optimizer = make(list(model.parameters()))
+    undone = 0
+    for step in range(6):
+        backward(model, step)
+        drained(optimizer)
+        if step == 2:
+            write(model)
+        optimizer.step()
+        undone += getattr(optimizer, "counts", {"undone": 0})["undone"]
+        optimizer.zero_grad()
+        if step == 3:
+            write_between(model, write)
+    return model, optimizer, undone
+
+
+def write_between(model: nn.Module, write: Write) -> None:
+    """Write after a step, where gradients are none any more."""
+    kept = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    write(model)
+    for p, grad in zip(model.parameters(), kept, strict=True):
+        p.grad = grad

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 
 from offloading import (
     BUCKET,
+    UNCOUNTED,
+    WRITERS,
     assert_same_run,
     backward,
     drained,
     loss_of,
     offloaded,
+    part_of,
+    run_with,
     small_model,
 )
 from processes import processes
@@ -127,6 +132,56 @@ def test_fsdp2() -> None:
         all_processes.run(None, _fsdp2)
 
 
+def _writes(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(model: Any) -> None:
+        fully_shard(model, mesh=mesh)
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, 1e-2)
+
+    # A foreach operation moves no counter of a DTensor. Gradients have a checksum.
+    counted = WRITERS.keys() - {"foreach"}
+    for name, write in (WRITERS | UNCOUNTED).items():
+        expected = run_with(write, make, shard)
+        found = run_with(write, offloaded(make, trust_versions=name in counted), shard)
+        pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
+        same = [torch.equal(part_of(p.detach()), part_of(q.detach())) for p, q in pairs]
+        assert all(same), (name, same)
+        assert name not in counted or (found[2] > 0) == (name != "nothing"), name
+
+
+def test_writes_to_sharded_parameters_and_gradients() -> None:
+    """An operation on a DTensor moves the counter of the DTensor, not that of its part."""
+    with processes(2) as all_processes:
+        all_processes.run(None, _writes)
+
+
+def _tells_autograd(rank: int) -> None:
+    """A graph that saved a parameter raises after a step has written it, sharded or not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    for given in (torch.ones(4, 4), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])):
+        p = torch.nn.Parameter(given)
+        optimizer = optim.Offload(optim.AdamW([p], 1e-2), threads=1)
+        loss = (p * p).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_knows_of_steps() -> None:
+    with processes(2) as all_processes:
+        all_processes.run(None, _tells_autograd)
+
+
 def _checkpoint(rank: int, folder: str) -> None:
     """torch's distributed checkpoint, from an offloaded run to a plain one and back."""
     import torch.distributed.checkpoint as dcp
@@ -172,10 +227,6 @@ def _checkpoint(rank: int, folder: str) -> None:
 def test_distributed_checkpoints(tmp_path: Any) -> None:
     with processes(2) as all_processes:
         all_processes.run(None, _checkpoint, str(tmp_path))
-
-
-def part_of(t: torch.Tensor) -> torch.Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _on_a_gpus_mesh(rank: int) -> None:

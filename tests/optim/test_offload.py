@@ -10,11 +10,15 @@ import torch
 
 import torchweld
 from offloading import (
+    REPLACERS,
+    UNCOUNTED,
+    WRITERS,
     assert_same_run,
     backward,
     drained,
     loss_of,
     offloaded,
+    run_with,
     small_model,
     train,
     values,
@@ -137,6 +141,34 @@ def test_gradients_and_parameters_that_others_write() -> None:
         runs.append((model, optimizer))
     assert_same_run(runs[1], runs[0])
     assert undone > 0
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, *REPLACERS])
+def test_every_counted_write_is_honoured(writer: str) -> None:
+    """Between backward and step, and after a step."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, lr=1e-2)
+
+    write = (WRITERS | REPLACERS)[writer]
+    found = run_with(write, offloaded(make))
+    assert_same_run(found[:2], run_with(write, make)[:2])
+    assert (found[2] > 0) == (writer != "nothing")
+
+
+@pytest.mark.parametrize("writer", UNCOUNTED)
+def test_uncounted_writes_need_the_switch(writer: str) -> None:
+    """As the first lines of the docs say: lost by default, honoured with trust_versions=False."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, lr=1e-2)
+
+    write = UNCOUNTED[writer]
+    expected = run_with(write, make)
+    assert_same_run(run_with(write, offloaded(make, trust_versions=False))[:2], expected[:2])
+    lost = run_with(write, offloaded(make))
+    pairs = zip(values(lost[0]), values(expected[0]), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("unscales", ["no", "yes", "and clips"])
@@ -315,6 +347,7 @@ def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
         ({"placement": "auto", "release_gradients": True}, "release_gradients"),
         ({"placement": "cuda", "delayed_update": 0}, "delayed_update"),
         ({"delayed_update": -1}, "delayed_update"),
+        ({"trust_versions": False, "release_gradients": True}, "trust_versions"),
         ({"lr": 1.0}, "params_or_optimizer"),
     ],
 )

@@ -54,6 +54,13 @@ def check_host_only(placement: str, **asked: bool | int) -> None:
             raise ArgumentError("Offload", argument, repr(value), "True, False or a number >= 0")
 
 
+def check_trust(trust_versions: bool, release_gradients: bool) -> None:
+    """Check that gradients may leave as late as trust_versions=False asks."""
+    if release_gradients and not trust_versions:
+        accepted = "True with release_gradients, whose gradients leave during the backward"
+        raise ArgumentError("Offload", "trust_versions", "False", accepted)
+
+
 def device_of(given: FusedOptimizer) -> torch.device:
     """The device of the parameters."""
     devices = {local(p.detach()).device for group in given.param_groups for p in group["params"]}

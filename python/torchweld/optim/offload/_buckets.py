@@ -14,7 +14,7 @@ from torchweld.ops.optimizer.batch import Batch, Tensors
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import State
 from torchweld.optim._shards import from_part, is_one, like, local
-from torchweld.optim.offload._members import Member
+from torchweld.optim.offload._members import Member, checksum
 from torchweld.optim.offload._transfers import Arrival, Transfers
 
 HOST, DEVICE = "cpu", "cuda"
@@ -86,7 +86,7 @@ class Bucket:
                 state.update(moved[m])  # in place: the given optimizer shares the dict
                 self._states[twin] = state
             m.twin, m.landing = twin, landing
-            m.stamp = m.stamp_now()
+            m.mark_copied()
         if home == DEVICE:
             self._drop_buffers()
         self.home = home
@@ -144,10 +144,24 @@ class Bucket:
 
     def is_sent(self) -> bool:
         """Whether the host's gradients and parameters are up to date."""
-        return all(m.is_sent() for m in self.members) and not self._changed()
+        is_sent = all(m.is_sent() for m in self.members) and not self._changed()
+        return is_sent and self._has_sent_sums()
+
+    def _has_sent_sums(self) -> bool:
+        summed = [m for m in self.members if m.sent_sum is not None]
+        if not summed:
+            return True
+        now = [checksum(local(m.param.grad)) for m in summed]  # type: ignore[arg-type]
+        sent = [m.sent_sum for m in summed]
+        return torch.equal(torch.stack(now), torch.stack(sent))  # type: ignore[arg-type]
 
     def _changed(self) -> list[Member]:
-        return [m for m in self.members if m.stamp != m.stamp_now()]
+        return [m for m in self.members if m.is_changed()]
+
+    def distrust(self) -> None:
+        """Take every parameter for one that something else has written."""
+        for m in self.members:
+            m.stamp = None
 
     def send(self, release: bool) -> None:
         """Fetch all gradients, and parameters that something else wrote."""
@@ -157,7 +171,7 @@ class Bucket:
             m.was_reduced = m.reduced is not None
             if m.is_released and grad is None:
                 continue
-            m.sent, m.is_released = None, False
+            m.sent, m.sent_sum, m.is_released = None, None, False
             if grad is None:
                 m.twin.grad = None
                 continue
@@ -171,7 +185,7 @@ class Bucket:
             m.note_sent(grad)
         for m in self._changed():
             copies.append((local(m.param.detach()), local(m.twin.detach())))
-            m.stamp = m.stamp_now()
+            m.mark_copied()
         self._fetched = self._transfers.fetch(copies)
         self._works = None
         if release:
@@ -313,8 +327,10 @@ class Bucket:
         self.uncertain = None
         pairs = [(local(m.twin.detach()), local(m.param.detach())) for m in self._stepping]
         self._given_back = self._transfers.give(pairs)
+        # The copies have moved the counters of the parts of DTensors only.
+        torch.autograd.graph.increment_version([m.param for m in self._stepping])
         for m in self._stepping:
-            m.stamp = m.stamp_now()
+            m.mark_copied()
         self._works, self._stepping = None, []
 
     def end(self) -> None:
@@ -326,7 +342,7 @@ class Bucket:
         parts = [(local(m.param.detach()), local(m.twin.detach())) for m in self.members]
         self._transfers.fetch(parts).synchronize()
         for m in self.members:
-            m.stamp = m.stamp_now()
+            m.mark_copied()
 
     def state_bytes(self) -> int:
         """The bytes of all states, wherever they are."""

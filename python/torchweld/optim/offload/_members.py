@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import is_foreign_to_kernels
-from torchweld.optim._shards import local
+from torchweld.optim._shards import is_one, local
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Stamp:
+    """Tells whether an operation has written a tensor, or something has replaced its memory."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self._found = _facts(t)
+        # While it is known here, no other storage has this one's number.
+        self._storage = StorageWeakRef(local(t).untyped_storage()) if self._found[2] else None
+
+    def is_of(self, t: torch.Tensor) -> bool:
+        """Whether nothing has changed since."""
+        return self._found == _facts(t)
+
+
+def _facts(t: torch.Tensor) -> tuple[int, int, int, int]:
+    """Versions, address and storage.
+
+    An operation on a DTensor moves its own version, and one on its part that of the part.
+    """
+    part = local(t)
+    if part.layout is not torch.strided or is_foreign_to_kernels(part):
+        return t._version, part._version, 0, 0
+    return t._version, part._version, part.untyped_storage()._cdata, part.data_ptr()
+
+
+def checksum(t: torch.Tensor) -> torch.Tensor:
+    """The sum of the memory of a strided tensor, in integers that wrap around."""
+    t = torch.view_as_real(t) if t.is_complex() else t
+    if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0:
+        return t.view(-1).view(torch.int64).sum()  # other integers are converted one by one
+    return t.view(_INTEGERS[t.itemsize]).sum()
 
 
 class Member:
@@ -23,21 +58,32 @@ class Member:
         self.landing = param  # receives the gradient
         self.expected = self.fired = 0  # how often a gradient accumulates before a step
         self.sent: TensorWeakRef | None = None
-        self.version = 0  # of the sent gradient
+        self.sent_stamp: Stamp | None = None  # of the sent gradient
+        self.sent_sum: torch.Tensor | None = None  # its checksum, if it is a DTensor
         self.reduced: torch.Tensor | None = None  # by DDP, which has not written it yet
         self.was_reduced = False  # when it was sent
         self.is_released = False  # whether the host has the only copy of the gradient
-        self.stamp: tuple[int, int] = (0, 0)  # of the parameter when last copied to its twin
+        self.stamp: Stamp | None = None  # of the parameter when last copied to its twin
 
     def forget(self) -> None:
         """Reset the gradient."""
         self.fired, self.sent, self.is_released = 0, None, False
+        self.sent_sum = None
         if self.twin is not self.param:
             self.twin.grad = None
 
     def note_sent(self, grad: torch.Tensor) -> None:
-        """Record identity and version of the gradient that the host has."""
-        self.sent, self.version = TensorWeakRef(grad), local(grad)._version
+        """Record the identity and the stamp of the gradient that the host has."""
+        self.sent, self.sent_stamp = TensorWeakRef(grad), Stamp(grad)
+
+    def sum_sent(self) -> None:
+        """Record the checksum of a DTensor: torch's foreach operations move no counter of it.
+
+        clip_grad_norm_ and clip_grad_value_ use them.
+        """
+        grad = self.param.grad
+        if grad is not None and is_one(grad) and self.sent is not None:
+            self.sent_sum = checksum(local(grad))
 
     def take_reduced(self) -> None:
         """Record the gradient that DDP has written as the one that was sent."""
@@ -50,11 +96,14 @@ class Member:
         grad = self.param.grad
         if self.is_released:
             return grad is None
-        if grad is None or self.sent is None:
+        if grad is None or self.sent is None or self.sent_stamp is None:
             return grad is None and self.sent is None
-        return self.sent() is grad and local(grad)._version == self.version
+        return self.sent() is grad and self.sent_stamp.is_of(grad)
 
-    def stamp_now(self) -> tuple[int, int]:
-        """Changes when anything writes the parameter or replaces its memory."""
-        part = local(self.param.detach())
-        return part.data_ptr(), part._version
+    def mark_copied(self) -> None:
+        """Record that the twin has the parameter's current values."""
+        self.stamp = Stamp(self.param)
+
+    def is_changed(self) -> bool:
+        """Whether something has written the parameter since it was copied to its twin."""
+        return self.stamp is None or not self.stamp.is_of(self.param)

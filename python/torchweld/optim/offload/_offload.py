@@ -22,6 +22,7 @@ from torchweld.optim.offload._activations import Activations
 from torchweld.optim.offload._arguments import (
     check,
     check_host_only,
+    check_trust,
     device_of,
     half_of_free,
     has_processes,
@@ -63,6 +64,9 @@ class Offload(torch.optim.Optimizer):
         release_gradients: whether to free a gradient on the device once it has left; p.grad is then
             None after the backward. This and delayed_update need placement="cpu".
         capacity: the bytes of the device that "auto" may use; default: all.
+        trust_versions: whether torch's version counters tell what else writes parameters and
+            gradients. Writes through `.data`, numpy or their memory move no counter, and are lost
+            unless this is False: gradients then leave in `step()`, and parameters with them.
         transfers: the implementation of copies; for tests and other devices.
         arguments: AdamW's, if parameters are given.
     """
@@ -84,6 +88,7 @@ class Offload(torch.optim.Optimizer):
         undo_bytes: int | None = None,
         release_gradients: bool = False,
         capacity: int | None = None,
+        trust_versions: bool = True,
         transfers: Transfers | None = None,
         **arguments: Any,
     ) -> None:
@@ -97,6 +102,7 @@ class Offload(torch.optim.Optimizer):
         check_host_only(
             placement, release_gradients=release_gradients, delayed_update=delayed_update
         )
+        check_trust(trust_versions, release_gradients)
         if clip_norm is not None:
             given.max_grad_norm = clip_norm
         self._is_made = False
@@ -107,6 +113,7 @@ class Offload(torch.optim.Optimizer):
         self._delay = _WARM_UP if delayed_update is True else delayed_update
         self._delays = delayed_update is not False
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
+        self._trusts_versions = trust_versions
         device = device_of(given)
         self._transfers = transfers or transfers_of(device, pin_memory)
         cores = cores_beside(device)
@@ -155,8 +162,9 @@ class Offload(torch.optim.Optimizer):
         Otherwise, with several processes, gradients of plain parameters leave only after the
         backward, since nothing tells whether a gradient has been reduced.
         """
-        if self._releases:
-            came, accepted = "with release_gradients", "without: DDP writes the gradients later"
+        if self._releases or not self._trusts_versions:
+            came = "with release_gradients" if self._releases else "with trust_versions=False"
+            accepted = "without: DDP writes the gradients later"
             raise ArgumentError("Offload.overlap_with_ddp", "the optimizer", came, accepted)
         self._reductions.begin(ddp, self)
 
@@ -186,7 +194,7 @@ class Offload(torch.optim.Optimizer):
             if m.fired > m.expected:
                 return  # the step will find the sent gradient out of date
             bucket.missing -= 1
-            may_leave = self._is_alone or is_one(p)
+            may_leave = self._trusts_versions and (self._is_alone or is_one(p))
             if bucket.missing == 0 and may_leave and not self._expected.of_edits():
                 self._leave(bucket)
 
@@ -208,6 +216,8 @@ class Offload(torch.optim.Optimizer):
         if bucket.task is not None and not bucket.task.done():
             return  # a delayed step still reads the last gradients
         bucket.send(self._releases)
+        for m in bucket.members:
+            m.sum_sent()
         factor = self._expected.factor(self._given.max_grad_norm is not None)
         if not self._delays and factor is not None:
             step = functools.partial(bucket.speculate, factor)
@@ -280,6 +290,8 @@ class Offload(torch.optim.Optimizer):
         self.counts = dict.fromkeys(self.counts, 0)
         for bucket in hosts:
             bucket.settle()
+            if not self._trusts_versions:
+                bucket.distrust()
             if unscaled or not bucket.is_sent():
                 edited |= any(m.sent is not None or m.is_released for m in bucket.members)
                 self.counts["undone"] += bucket.uncertain is not None
