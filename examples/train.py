@@ -174,7 +174,10 @@ class Training:
             strategy, count = ("tp", p.tensor) if p.tensor > 1 else ("pp", p.pipeline)
         rank = self.stage if strategy == "pp" else 0
         given = (self._shapes()[1 if self.stage else 0],)
-        return memory_estimate(model, optimizer, strategy, count, rank=rank, example=given)
+        several = self.given.microbatches > p.replicas and p.pipeline == 1
+        return memory_estimate(
+            *(model, optimizer, strategy, count), rank=rank, example=given, accumulates=several
+        )
 
     def _shapes(self) -> list[torch.Tensor]:
         """A microbatch's tokens, stream and logits."""

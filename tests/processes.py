@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import torchweld
 
-SECONDS = 30  # timeout of a scenario
+SECONDS = 300  # timeout of a scenario
 
 
 def starts() -> Any:

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as functional
 
 import torchweld
 from processes import processes
-from torchweld.distributed import CountCollectives, Parallel, checkpoint
+from torchweld.distributed import CountCollectives, Parallel, checkpoint, memory_estimate, zero3
 from torchweld.errors import ArgumentError
 
 
@@ -121,3 +121,28 @@ def _counts(rank: int) -> None:
 def test_each_kind_is_counted() -> None:
     with processes(2) as two:
         two.run("cpu", _counts)
+
+
+# --- Gradients that FSDP2 only adds up ------------------------------------------------------------
+
+
+def _accumulates(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    zero3(model, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    whole = torch.nn.Linear(16, 16)
+    optimizer = torchweld.optim.SGD(whole.parameters())
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(torch.ones(2, 16)).sum().backward()
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    parameters = state._fsdp_param_group.fsdp_params
+    held = sum(p.unsharded_param.grad.nbytes for p in parameters)
+    one, more = (
+        memory_estimate(whole, optimizer, "zero3", 2, accumulates=each).gradients
+        for each in (False, True)
+    )
+    assert more - one == held > 0
+
+
+def test_gradients_that_are_accumulated() -> None:
+    with processes(2) as two:
+        two.run("cpu", _accumulates)

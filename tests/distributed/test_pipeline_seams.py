@@ -74,7 +74,7 @@ def _shares(rank: int, schedule: stages.Name) -> None:
         for part in pipe.parts:
             for name, p in part.named_parameters(remove_duplicate=False):
                 torch.testing.assert_close(
-                    p.grad, wanted[name].grad, msg=lambda m, n=name: f"step {step}, {n}: {m}"
+                    p.grad, wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
                 )
         norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         mine = grad_norm(pipe.parts.parameters(), torch.distributed.group.WORLD)

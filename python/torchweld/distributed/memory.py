@@ -61,6 +61,7 @@ def memory_estimate(
     example: tuple[Any, ...] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     in_flight: int | None = None,
+    accumulates: bool = False,
 ) -> Memory:
     """What one rank holds in a step.
 
@@ -78,6 +79,8 @@ def memory_estimate(
         loss_fn: a function of the model's result, whose activations count too.
         in_flight: microbatches whose activations are kept at a time; None: one, or with "pp" those
             of 1F1B, one for each stage from this one on. GPipe keeps all microbatches.
+        accumulates: whether FSDP2 only adds up gradients until the last microbatch
+            (`set_requires_gradient_sync(False)`): it then holds them unsharded too.
 
     Returns:
         A Memory. Its activations do not include a selective checkpoint's own storage.
@@ -94,6 +97,7 @@ def memory_estimate(
     def part(p: torch.Tensor, *of: Strategy) -> float:
         return _rows(p, world, rank) if strategy in of else 1.0
 
+    unsharded = 1.0 if accumulates and strategy in ("zero2", "zero3") else 0.0
     params = [*model.parameters()]
     trained = [p for p in params if p.requires_grad]
     stepped = [
@@ -106,7 +110,7 @@ def memory_estimate(
     return Memory(
         parameters=round(sum(_bytes(p) * part(p, "zero2", "zero3") for p in params)),
         gathered=_gathered(model, strategy),
-        gradients=round(sum(_bytes(p) * part(p, "zero2", "zero3") for p in trained)),
+        gradients=round(sum(_bytes(p) * (part(p, "zero2", "zero3") + unsharded) for p in trained)),
         states=round(
             sum(
                 _shared(entry, p, part(p, "zero1_rows", "zero2", "zero3"))

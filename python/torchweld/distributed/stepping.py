@@ -58,15 +58,16 @@ class Stepping:
         `parts` are this rank's stages, `owners` the rank of each stage.
         """
         groups: dict[tuple[int, ...], Any] = {}
+        whole: Any = self._group or dist.group.WORLD
         rank = dist.get_rank(self._group)
         for tie in ties:
             ranks = tuple(sorted({owners[number] for number in tie}))
             if rank not in ranks:
                 continue
             if len(ranks) == dist.get_world_size(self._group):
-                groups[ranks] = self._group or dist.group.WORLD
+                groups[ranks] = whole
             if ranks not in groups and len(ranks) > 1:
-                places = [dist.get_global_rank(self._group or dist.group.WORLD, r) for r in ranks]
+                places = [dist.get_global_rank(whole, r) for r in ranks]
                 groups[ranks] = dist.new_group(places, use_local_synchronization=True)
             mine = [
                 _parameter(parts[number], name) for number, name in tie.items() if number in parts
