@@ -36,7 +36,7 @@ from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim import _ddp
-from torchweld.optim._base import OwnOptimizer
+from torchweld.optim._base import OwnOptimizer, scaler_number
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, present
 from torchweld.optim._params import Group
 
@@ -275,7 +275,7 @@ class OneBitOptimizer(OwnOptimizer):
         return [type(self).__name__, self.param_groups[0][TAKEN], f"parameters {digest:08x}"]
 
     def _status(self) -> Status:
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        found_inf = scaler_number(self, "found_inf")
         return Status.READY if found_inf is None or not found_inf.item() else Status.SKIPS
 
     def _average(self, grads: Sequence[torch.Tensor]) -> None:
