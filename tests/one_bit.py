@@ -47,10 +47,13 @@ class Compressed:
 
 
 class Adam:
-    """Takes OneBitAdam's arguments. step() takes each worker's gradients."""
+    """Takes OneBitAdam's arguments, and each parameter's own. step() takes workers' gradients."""
 
-    def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
-        self.s = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | s
+    def __init__(
+        self, params: Arrays, workers: int, own: list[dict[str, Any]] | None = None, **s: Any
+    ) -> None:
+        common = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | s
+        self.s = [common | each for each in own or [{}] * len(params)]
         self.params, self.t, self.workers = params, 0, workers
         self.m, self.v = ([np.zeros_like(p) for p in params] for _ in range(2))
         self.reducers = self.make_reducers()
@@ -67,25 +70,25 @@ class Adam:
 
     def step(self, grads: list[Arrays]) -> None:
         self.t += 1
-        if self.t > self.s["freeze_step"]:
+        if self.t > self.s[0]["freeze_step"]:
             self.compressed(grads)
             return
-        b1, b2 = self.s["betas"]
         for i, p in enumerate(self.params):
+            b1, b2 = self.s[i]["betas"]
             g = self.mean(grads, i)
             self.m[i] = self.m[i] * F(b1) + g * F(1 - b1)
             self.v[i] = self.v[i] * F(b2) + g * g * F(1 - b2)
             self.move(i, p, self.direction(i, p))
 
     def direction(self, i: int, p: np.ndarray) -> np.ndarray:
-        u = self.m[i] / (np.sqrt(self.v[i]) + F(self.s["eps"]))
-        return u + p * F(self.s["weight_decay"])
+        u = self.m[i] / (np.sqrt(self.v[i]) + F(self.s[i]["eps"]))
+        return u + p * F(self.s[i]["weight_decay"])
 
     def move(self, i: int, p: np.ndarray, u: np.ndarray, ratio: float = 1.0) -> None:
-        p[...] = self.rounded(p - u * F(self.s["lr"] * ratio))
+        p[...] = self.rounded(p - u * F(self.s[i]["lr"] * ratio))
 
     def mixed(self, grads: list[Arrays], w: int, i: int) -> np.ndarray:
-        b1 = self.s["betas"][0]
+        b1 = self.s[i]["betas"][0]
         return self.m[i] * F(b1) + grads[w][i].astype(F) * F(1 - b1)
 
     def freeze(self) -> None:
@@ -103,9 +106,11 @@ class Adam:
 class Lamb(Adam):
     """Takes OneBitLAMB's arguments."""
 
-    def __init__(self, params: Arrays, workers: int, **s: Any) -> None:
-        own = {"trust_clip": (0.01, 10.0), "coeff_beta": 0.9, "factor_clip": (0.5, 4.0)}
-        super().__init__(params, workers, **(own | {"factor_threshold": 0.1} | s))
+    def __init__(
+        self, params: Arrays, workers: int, own: list[dict[str, Any]] | None = None, **s: Any
+    ) -> None:
+        lambs = {"trust_clip": (0.01, 10.0), "coeff_beta": 0.9, "factor_clip": (0.5, 4.0)}
+        super().__init__(params, workers, own, **(lambs | {"factor_threshold": 0.1} | s))
         self.coeff, self.factor = [0.0] * len(params), [1.0] * len(params)
         self.fresh: Arrays = []
         self.scaling: list[np.float32] = []
@@ -117,15 +122,13 @@ class Lamb(Adam):
         if ratio is None:
             norms = [np.sqrt(np.square(x.astype(np.float64)).sum()) for x in (p, u)]
             ratio = norms[0] / norms[1] if min(norms) > 0 else 1.0
-            ratio = float(np.clip(ratio, *self.s["trust_clip"]))
+            ratio = float(np.clip(ratio, *self.s[i]["trust_clip"]))
             if ratio != 1:
-                beta = self.s["coeff_beta"]
+                beta = self.s[i]["coeff_beta"]
                 self.coeff[i] = beta * self.coeff[i] + (1 - beta) * ratio
         super().move(i, p, u, ratio)
 
     def compressed(self, grads: list[Arrays]) -> None:
-        b1, b2 = self.s["betas"]
-        eps, decay = F(self.s["eps"]), self.s["weight_decay"]
         self.freeze()
         if not self.fresh:
             self.fresh = [v.copy() for v in self.v]
@@ -141,6 +144,8 @@ class Lamb(Adam):
         for i, p in enumerate(self.params):
             m = flat[begin : begin + p.size].reshape(p.shape) / self.scaling[i]
             begin += p.size
+            (b1, b2), eps = self.s[i]["betas"], F(self.s[i]["eps"])
+            decay = self.s[i]["weight_decay"]
             previous, self.m[i] = self.m[i], m
             g = (self.m[i] - previous * F(b1)) / F(1 - b1)
             self.fresh[i] = self.fresh[i] * F(b2) + g * g * F(1 - b2)
@@ -154,7 +159,7 @@ class Lamb(Adam):
                 norms = [np.sqrt(np.square(x.astype(np.float64)).sum()) for x in (prelim, u)]
                 share = min(1.0, norms[0] / norms[1])
                 factor = factor * share + 1 - share
-            factor = float(np.clip(factor, *self.s["factor_clip"]))
-            last, change = self.factor[i], self.s["factor_threshold"]
+            factor = float(np.clip(factor, *self.s[i]["factor_clip"]))
+            last, change = self.factor[i], self.s[i]["factor_threshold"]
             self.factor[i] = float(np.clip(factor, last * (1 - change), last * (1 + change)))
             self.move(i, p, u, self.coeff[i] * self.factor[i])

@@ -54,8 +54,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _fails(rank: int, kind: str, fault: str) -> None:
-    """In the warm-up and after it: an error on every rank, and nothing changed."""
-    for steps in (1, 3):
+    """In the warm-up, at its end and after it: an error on every rank, and nothing changed."""
+    for steps in (1, 2, 3):
         params = _params()
         optimizer = getattr(optim, kind)(params, freeze_step=2)
         for step in range(steps):
@@ -75,7 +75,7 @@ def _fails(rank: int, kind: str, fault: str) -> None:
             message = "rank 1 raised an error" if rank == 0 else "a sparse"
             if rank == 1:
                 params[0].grad = params[0].grad.to_sparse()
-        if fault == "shape" and kind == "OneBitLAMB" and steps == 3:
+        if fault == "shape" and kind == "OneBitLAMB" and steps >= 2:
             message = "no gradient" if rank == 1 else "rank 1 raised an error"
         with pytest.raises((CollectiveError, torchweld.ArgumentError), match=message):
             optimizer.step()
@@ -90,6 +90,28 @@ def _fails(rank: int, kind: str, fault: str) -> None:
 def test_a_fault_is_an_error_on_every_rank(kind: str, fault: str) -> None:
     with processes(2) as group:
         group.run(None, _fails, kind, fault)
+
+
+def _differs(rank: int, kind: str) -> None:
+    """Each rank has a gradient of another parameter, of the same size."""
+    for steps in (0, 2):
+        params = [torch.zeros(6, requires_grad=True) for _ in range(2)]
+        optimizer = getattr(optim, kind)(params, freeze_step=1)
+        for _ in range(steps):
+            for p in params:
+                p.grad = torch.ones(6)
+            optimizer.step()
+        before = _snapshot(params, optimizer)
+        params[rank].grad, params[1 - rank].grad = torch.ones(6), None
+        with pytest.raises((CollectiveError, torchweld.ArgumentError), match=r"differ|no gradient"):
+            optimizer.step()
+        assert _same([p.detach() for p in params], before[0])
+
+
+@KINDS
+def test_ranks_must_step_the_same_parameters(kind: str) -> None:
+    with processes(2) as group:
+        group.run(None, _differs, kind)
 
 
 def _dies(rank: int, how: str, folder: str) -> None:

@@ -182,6 +182,23 @@ def test_what_is_not_finite_is_as_in_eager(kind: Any, bad: float, backend: str) 
     torch.testing.assert_close(*results, rtol=8 * U, atol=8 * U * 0.1, equal_nan=True)
 
 
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_rate_that_transformers_schedule_asks_for(warmup: bool) -> None:
+    """AdafactorSchedule calls _get_lr with the first parameter's state."""
+    p = torch.full((4, 6), 0.5).requires_grad_()
+    optimizer = optim.TransformersAdafactor([p], warmup_init=warmup)
+    for step in range(1, 4):
+        p.grad = torch.ones_like(p)
+        rate = optimizer._get_lr(optimizer.param_groups[0], optimizer.state[p])
+        scale = p.detach().square().mean().sqrt().item()
+        taken = max(step - 1, 1)
+        expected = scale * min(1e-6 * taken if warmup else 1e-2, taken**-0.5)
+        assert rate == pytest.approx(expected, rel=1e-6)
+        optimizer.step()
+    fixed = optim.TransformersAdafactor([p], lr=0.25, relative_step=False, scale_parameter=False)
+    assert fixed._get_lr(fixed.param_groups[0], {}) == 0.25
+
+
 def test_arguments_are_named() -> None:
     p = [torch.zeros(4, 4)]
     for argument, make in {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchweld import optim
+from torchweld.errors import ArgumentError
 
 # torch warns that one process has nothing to coordinate.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,3 +136,52 @@ def test_steps_of_any_dtype(dtype: torch.dtype | None) -> None:
     optimizer.load_state_dict(state)
     _train(model, optimizer, 1)
     assert all(of_param["step"] == 3 for of_param in optimizer.state.values())
+
+
+CODECS: list[dict[str, Any]] = [
+    {},
+    {"master_weights": True},
+    {"master_weights": "remainder"},
+    {"state_dtype": "8bit", "min_quantized_size": 0},
+    {"state_dtype": "8bit"},
+    {"state_dtype": torch.bfloat16},
+]
+
+
+def _loses_entries(saving: dict[str, Any], loading: dict[str, Any]) -> bool:
+    """Whether the loading optimizer's states have entries that the saved ones lack."""
+    masters = [settings.get("master_weights") for settings in (saving, loading)]
+    sizes = [
+        settings.get("min_quantized_size", 4096) if "8bit" in settings.values() else None
+        for settings in (saving, loading)
+    ]
+    return sizes[0] != sizes[1] or (masters[1] is not None and masters[0] != masters[1])
+
+
+@pytest.mark.parametrize("loading", CODECS, ids=str)
+@pytest.mark.parametrize("saving", CODECS, ids=str)
+def test_a_flat_state_loads_as_the_nested_one_does_or_not_at_all(
+    saving: dict[str, Any], loading: dict[str, Any]
+) -> None:
+    """The flat form has only the entries of the loading optimizer's states: masters, codes."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, one, other = (_model().bfloat16() for _ in range(3))
+    saved = optim.AdamW(model.parameters(), lr=1e-2, **saving)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        saved.step()
+    for each in (one, other):
+        each.load_state_dict(model.state_dict())
+    by_flat, by_nested = (optim.AdamW(m.parameters(), lr=1e-2, **loading) for m in (one, other))
+    by_nested.load_state_dict(copy.deepcopy(saved.state_dict()))
+    state = copy.deepcopy(get_optimizer_state_dict(model, saved, options=flat))
+    if _loses_entries(saving, loading):
+        with pytest.raises(ArgumentError, match="state_dict is without"):
+            set_optimizer_state_dict(one, by_flat, state, options=flat)
+        return
+    set_optimizer_state_dict(one, by_flat, state, options=flat)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert by_flat.state[p].keys() == by_nested.state[q].keys()
+        for key, value in by_nested.state[q].items():
+            assert torch.equal(by_flat.state[p][key], value), key

@@ -196,6 +196,66 @@ def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
     assert embedding.weight.grad.to_dense().sum() == 2
 
 
+def test_what_a_scaler_sets() -> None:
+    """Numbers of one element in any shape; others are refused before anything is written."""
+    runs = []
+    for shape in ((), (1,), (1, 1)):
+        params = draw(shapes=[(33, 70), (5,)])
+        draw_grads(params, 0)
+        optimizer = optim.AdamW(params, max_grad_norm=1.0)
+        optimizer.grad_scale = torch.full(shape, 4.0)
+        optimizer.found_inf = torch.zeros(shape)
+        optimizer.step()
+        runs.append([t for p in params for t in (p, p.grad)])
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+    params = draw(shapes=[(5,)])
+    draw_grads(params, 0)
+    before = [t.detach().clone() for t in (params[0], params[0].grad)]
+    optimizer = optim.AdamW(params)
+    optimizer.grad_scale = torch.ones(2)
+    with pytest.raises(torchweld.ArgumentError, match=r"grad_scale is of \[2\]"):
+        optimizer.step()
+    assert same([params[0], params[0].grad], before)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_scaler_without_any_gradient(offloads: bool) -> None:
+    """It sets 0 for found_inf, no tensor: no parameter steps."""
+    params = draw(shapes=[(5,)])
+    before = params[0].detach().clone()
+    optimizer: Any = optim.AdamW(params)
+    optimizer = optim.Offload(optimizer, threads=1) if offloads else optimizer
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert torch.equal(params[0], before)
+
+
+def test_a_group_listed_twice() -> None:
+    (p,) = draw(shapes=[(5,)])
+    for kind in (optim.SGD, torch.optim.SGD):
+        optimizer = kind([p], lr=0.1, momentum=0.9)
+        optimizer.param_groups.append(optimizer.param_groups[0])
+        draw_grads([p], 0)
+        optimizer.step()
+        assert [list(s) for s in optimizer.state_dict()["state"].values()] == [["momentum_buffer"]]
+
+
+def test_a_foreign_entry_of_the_state() -> None:
+    (p,) = (t.detach().bfloat16().requires_grad_() for t in draw(shapes=[(5,)]))
+    optimizer = optim.AdamW([p], master_weights=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state["note"] = 3
+    with torch.no_grad():
+        p.fill_(2)
+    optimizer.refresh_masters()
+    assert (optimizer.state[p]["master"] == 2).all()
+    optimizer.step()
+    assert optimizer.state["note"] == 3
+
+
 # --- Parameters -------------------------------------------------------------------------------
 
 

@@ -110,6 +110,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             for p, state in self.state.items():
+                if not isinstance(state, dict):
+                    continue  # a note of something else, as torch's optimizers keep
                 if MASTER in state:
                     state[MASTER].copy_(p)
                 if REMAINDER in state:
@@ -184,7 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             one = torch.ones((), dtype=torch.float32, device="cpu")
             factor = -one if factor is None else -factor
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = scaler_number(self, "found_inf")
         ratios_of = self._ratios_of(group, lr)
         return Task(batch, self._settings(group, batch), lr, factor, found_inf, ratios_of)
 
@@ -252,7 +254,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _gradient_factor(self) -> torch.Tensor | None:
         """The factor of gradients that undoes the loss's scale and clips their norm."""
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        scale = scaler_number(self, "grad_scale")
         factor = None if scale is None else 1 / scale
         if self.max_grad_norm is None:
             return factor
@@ -279,11 +281,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _unscale(self) -> None:
         """Unscale the gradients in place, as torch's fused steps do."""
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        scale = scaler_number(self, "grad_scale")
         if scale is None:
             return
         factor = 1 / scale
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        found_inf = scaler_number(self, "found_inf")
         if found_inf is not None:
             factor = torch.where(found_inf.to(factor.device) == 0, factor, 1)
         alike: dict[torch.device, list[torch.Tensor]] = {}
@@ -344,6 +346,21 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: min(value if isinstance(value, (tuple, list)) else [value]) >= 0,
     ),
 }
+
+
+def scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
+    """A number that GradScaler has set on an optimizer: grad_scale or found_inf.
+
+    Without any gradient GradScaler sets 0, no tensor.
+    """
+    value = getattr(optimizer, name, None)
+    if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return value
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    if value.numel() != 1:
+        raise ArgumentError(type(optimizer).__name__, name, f"of {list(value.shape)}", "one number")
+    return value.reshape(())
 
 
 class OwnOptimizer(FusedOptimizer):

@@ -134,11 +134,15 @@ class Codec:
         Entries in the right form are kept bit for bit. Raises ArgumentError if the state does not
         fit.
         """
-        known = {STEP, MASTER, REMAINDER}
-        # torch's flat checkpoints have an empty dict where they lack an entry.
-        saved = {key: v for key, v in saved.items() if v is not None and not _is_empty_dict(v)}
+        known, given = {STEP, MASTER, REMAINDER}, saved
+        saved = present(given)
         if not saved:
             return {}
+        entry = self.master_entry(p)
+        if entry in given and entry not in saved:
+            # Another entry may have had the low bits: the flat form does not show it.
+            came = f"without {entry}, in torch's flat form"
+            raise ArgumentError(function, "state_dict", came, "with it, or in the nested form")
         # torch's SGD has a state after its first step but no count; others count in ints.
         state: State = {STEP: _as_step(saved.get(STEP, 1.0))}
         for name, moment in moments.items():
@@ -181,8 +185,11 @@ class Codec:
             state[REMAINDER] = like(p, low)
 
 
-def _is_empty_dict(value: Any) -> bool:
-    return isinstance(value, dict) and not value
+def present(saved: State) -> State:
+    """The entries that a saved state has: torch's flat checkpoints have {} for one they lack."""
+    return {
+        key: v for key, v in saved.items() if not (v is None or (isinstance(v, dict) and not v))
+    }
 
 
 def _as_step(step: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ of 1, which leave the moments unchanged.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim import _ddp
-from torchweld.optim._base import OwnOptimizer
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments, State
+from torchweld.optim._base import OwnOptimizer, scaler_number
+from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, present
 from torchweld.optim._params import Group
 
 AVG, SQUARE = "exp_avg", "exp_avg_sq"
@@ -53,6 +54,10 @@ class _LeftOut(Exception):  # noqa: N818
 
 class OneBitOptimizer(OwnOptimizer):
     """An optimizer that averages over processes itself; see OneBitAdam."""
+
+    # After the warm-up: entries of every parameter's state, and of at least one.
+    _of_each: frozenset[str] = frozenset({BITS, SCALE, WORKER})
+    _of_one: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class OneBitOptimizer(OwnOptimizer):
             raise ArgumentError(name, "max_grad_norm", repr(others["max_grad_norm"]), accepted)
         self._wire, self._error_dtype = Wire(name, group), error_dtype
         self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []  # pending until no rank can fail
+        self._exchanged: list[torch.Tensor] = []  # the parameters of the exchange under way
         self._attached: list[weakref.ref[Any]] = []
         self._is_checked = False
         super().__init__(params, defaults, **others)
@@ -107,6 +113,12 @@ class OneBitOptimizer(OwnOptimizer):
         if group["freeze_step"] != first["freeze_step"]:
             accepted = f"{first['freeze_step']}, as in the first group"
             raise ArgumentError(name, "freeze_step", repr(group["freeze_step"]), accepted)
+        if self.is_frozen and any(p.requires_grad for p in group["params"]):
+            self._refuse_new()
+        devices = {p.device for p in self._params()}
+        if len(devices) > 1:
+            came = f"on {', '.join(sorted(map(str, devices)))}"
+            raise ArgumentError(name, "params", came, "all on one device")
         for p in group["params"]:
             if is_one(p):
                 accepted = "a tensor that every process has whole; with FSDP2, a low-precision"
@@ -141,8 +153,7 @@ class OneBitOptimizer(OwnOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._is_checked and self._wire.size > 1:
-            params = [p for group in self.param_groups for p in group["params"]]
-            _ddp.check_attached(type(self).__name__, params, self._attached)
+            _ddp.check_attached(type(self).__name__, self._params(), self._attached)
             self._is_checked = True
         self._unscale()  # ranks may have different scales
         self.grad_scale = None
@@ -151,13 +162,26 @@ class OneBitOptimizer(OwnOptimizer):
         except _LeftOut:
             return loss
         except ArgumentError:  # the others are waiting
-            self._wire.failed(self.param_groups[0]["params"][0].device)
+            self._wire.failed(self._params()[0].device)
             raise
         finally:
             self._owed = []
         for group in self.param_groups:
             group[TAKEN] += 1
         return loss
+
+    def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:
+        if self.is_frozen:
+            self._refuse_new()
+        super()._complete(state, p, codec, moments)
+
+    def _refuse_new(self) -> None:
+        steps = self.param_groups[0]["freeze_step"]
+        accepted = f"parameters that had gradients in the first {steps} steps"
+        raise ArgumentError(type(self).__name__, "params", "with a new one", accepted)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _rule(self) -> Rule:
         return RULE
@@ -201,7 +225,9 @@ class OneBitOptimizer(OwnOptimizer):
             state = self.state[p]
             freeze(state)
             state[BITS], state[SCALE] = packed.bits, packed.scale
-            state[WORKER], state[SERVER] = errors
+            state |= {WORKER: errors.worker, SERVER: errors.server}
+            if errors.server is None:  # a single process; None would be in no flat checkpoint
+                del state[SERVER]
         self._owed = []
         return ()
 
@@ -230,14 +256,11 @@ class OneBitOptimizer(OwnOptimizer):
         state = self.state[p]
         if AVG in state:
             return state[AVG].clone()
-        if BITS not in state:
-            steps = self.param_groups[0]["freeze_step"]
-            accepted = f"parameters that had gradients in the first {steps} steps"
-            raise ArgumentError(type(self).__name__, "params", "with a new one", accepted)
         return Packed(state[BITS], state[SCALE], p.numel()).dequantize().view(p.shape)
 
     def _exchange(self, kind: Exchange, parts: Iterable[Part]) -> None:
         listed = list(parts)
+        self._exchanged = [part.param for part in listed]
         if kind is Exchange.MEAN:
             self._average([part.here for part in listed])
         elif kind is Exchange.ONE_BIT_MEAN:
@@ -246,10 +269,13 @@ class OneBitOptimizer(OwnOptimizer):
             super()._exchange(kind, listed)
 
     def _phase(self) -> list[object]:
-        return [type(self).__name__, self.param_groups[0][TAKEN]]
+        """What all ranks must agree on: the optimizer, its step and the parameters it exchanges."""
+        number = {p: i for i, p in enumerate(self._params())}
+        digest = zlib.crc32(repr([number[p] for p in self._exchanged]).encode())
+        return [type(self).__name__, self.param_groups[0][TAKEN], f"parameters {digest:08x}"]
 
     def _status(self) -> Status:
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        found_inf = scaler_number(self, "found_inf")
         return Status.READY if found_inf is None or not found_inf.item() else Status.SKIPS
 
     def _average(self, grads: Sequence[torch.Tensor]) -> None:
@@ -304,7 +330,7 @@ class OneBitOptimizer(OwnOptimizer):
         """
         saved = self.state_dict()
         states = [state for _, state in sorted(saved["state"].items()) if WORKER in state]
-        errors = [Errors(state[WORKER], state[SERVER]) for state in states]
+        errors = [Errors(state[WORKER], state.get(SERVER)) for state in states]
         owed = whole_errors(self._wire, errors, sizes_of(e.worker for e in errors))  # type: ignore[misc]
         whole = {id(state): each for state, each in zip(states, owed, strict=True)}
         for key, state in saved["state"].items():
@@ -317,31 +343,52 @@ class OneBitOptimizer(OwnOptimizer):
 
     def _adopt(self, state_dict: State) -> State:
         name, wire = type(self).__name__, self._wire
-        owner = state_dict["param_groups"][0].get(OWNER)
-        states = dict(state_dict["state"])
-        if any(WORKER in state for state in states.values()):
-            rank, size = owner or (None, None)
-            check_rank(name, wire, rank, size)
-            for key, state in states.items():
-                if WORKER in state:
-                    errors = Errors(state[WORKER], state[SERVER])
-                    if owner is None:
-                        errors = part_of(wire, errors, self._error_dtype)
-                    cast = [e if e is None else e.to(self._error_dtype) for e in errors]
-                    states[key] = state | {WORKER: cast[0], SERVER: cast[1]}
         groups = [
             {TAKEN: 0} | group | {OWNER: [wire.rank, wire.size]}
             for group in state_dict["param_groups"]
         ]
-        adopted = super()._adopt(state_dict | {"state": states, "param_groups": groups})
-        for key, state in states.items():  # a missing error is None, which the codecs leave out
-            if WORKER in state:
-                adopted["state"][key][SERVER] = adopted["state"][key].get(SERVER)
-        return adopted
+        owner = state_dict["param_groups"][0].get(OWNER)
+        states = dict(state_dict["state"])
+        self._check_saved(groups, states)
+        with_errors = [key for key, state in states.items() if WORKER in present(state)]
+        if with_errors:
+            rank, size = owner or (None, None)
+            check_rank(name, wire, rank, size)
+        for key in with_errors:
+            state = states[key]
+            errors = Errors(state[WORKER], state.get(SERVER))
+            if owner is None:
+                errors = part_of(wire, errors, self._error_dtype)
+            cast = [e if e is None else e.to(self._error_dtype) for e in errors]
+            states[key] = state | {WORKER: cast[0], SERVER: cast[1]}
+        return super()._adopt(state_dict | {"state": states, "param_groups": groups})
+
+    def _check_saved(self, groups: list[Group], states: dict[Any, State]) -> None:
+        """Check that what was saved after the warm-up is whole.
+
+        torch's flat form has only the entries that the states here have when it is loaded.
+        """
+        name = type(self).__name__
+        phases = {(group[TAKEN], (self.defaults | group)["freeze_step"]) for group in groups}
+        if len(phases) > 1:
+            came = f"with {', '.join(f'{a} of {b}' for a, b in sorted(phases))} steps of warm-up"
+            raise ArgumentError(name, "state_dict", came, "as many in all groups")
+        taken, freeze_step = next(iter(phases))
+        if taken < freeze_step:
+            return
+        found = [present(states[key]) for g in groups for key in g["params"] if key in states]
+        frozen = [state for state in found if state and AVG not in state]
+        lost = {entry for state in frozen for entry in self._of_each - state.keys()}
+        if frozen:
+            lost |= self._of_one - set().union(*frozen)
+        if lost:
+            came = f"without {', '.join(sorted(lost))}, after {taken} steps"
+            accepted = "with all entries: torch's flat form loses them, the nested form has them"
+            raise ArgumentError(name, "state_dict", came, accepted)
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Bytes of each entry of the state, per element of the parameters."""
-        count = sum(p.numel() for p in self.state)
+        count = max(sum(p.numel() for p in self.state), 1)
         found: dict[str, float] = {}
         for state in self.state.values():
             for name, value in state.items():

@@ -11,8 +11,9 @@ from torchweld.ops.optimizer.adafactor import ADAFACTOR, AdafactorSettings
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
-from torchweld.optim._codecs import SIGNED, Moment, Moments
+from torchweld.optim._codecs import SIGNED, STEP, Moment, Moments, State
 from torchweld.optim._gather import Gathering
+from torchweld.optim._shards import is_one
 
 
 def _average(p: torch.Tensor, *dims: int | None) -> Moment:
@@ -116,6 +117,23 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
             "warmup_init": warmup_init,
         }
         super().__init__(params, defaults, **others)
+
+    def _get_lr(self, group: Group, state: State) -> float:
+        """The rate of a parameter's last step, as transformers' AdafactorSchedule asks for it.
+
+        `state` is that of the group's first parameter. Its root mean square, which scales the rate,
+        is the current one; transformers keeps the one before the step.
+        """
+        step = max(float(state.get(STEP, 1)), 1.0)
+        rate = float(group["lr"] or 0.0)
+        if group["relative_step"]:
+            rate = min(1e-6 * step if group["warmup_init"] else 1e-2, step**-0.5)
+        if not group["scale_parameter"]:
+            return rate
+        p = group["params"][0]
+        mean = p.detach().double().square().mean().nan_to_num()
+        mean = mean.full_tensor() if is_one(p) else mean
+        return max(float(group["eps"][1]), float(mean.sqrt())) * rate
 
     def _learning_rate(self, group: Group) -> float | torch.Tensor:
         return 1e-2 if group["relative_step"] else group["lr"]

@@ -9,11 +9,11 @@ import torch
 
 from torchweld.collectives.one_bit import Packed, flat_of, runs, sizes_of
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Task
+from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.optim._base import RatiosOf
-from torchweld.optim._one_bit import AVG, BITS, SCALE, OneBitOptimizer, freeze
+from torchweld.optim._one_bit import AVG, BITS, SCALE, WORKER, OneBitOptimizer, freeze
 from torchweld.optim._params import Group
 
 # Entries of a state: the average of the warm-up's ratios, the factor of the last step, the
@@ -38,6 +38,9 @@ class OneBitLAMB(OneBitOptimizer):
         factor_clip: the least and the largest factor.
         factor_threshold: the largest relative change of a factor from one step to the next.
     """
+
+    _of_each = frozenset({COEFF, FACTOR, SCALING, FRESH})
+    _of_one = frozenset({BITS, SCALE, WORKER})
 
     def __init__(
         self,
@@ -72,9 +75,15 @@ class OneBitLAMB(OneBitOptimizer):
             "factor_clip": factor_clip,
             "factor_threshold": factor_threshold,
         }
-        self._momenta: dict[torch.Tensor, torch.Tensor] = {}  # of the current step
-        self._previous: dict[torch.Tensor, torch.Tensor] = {}
+        self._forget_step()
         super().__init__(params, defaults, **others)
+
+    def _forget_step(self) -> None:
+        """Reset what one step's passes hand on."""
+        self._momenta: dict[torch.Tensor, torch.Tensor] = {}
+        self._previous: dict[torch.Tensor, torch.Tensor] = {}
+        self._group_of: dict[torch.Tensor, Group] = {}
+        self._shared: list[torch.Tensor] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,7 +91,11 @@ class OneBitLAMB(OneBitOptimizer):
         try:
             return super().step(closure)
         finally:
-            self._momenta, self._previous = {}, {}
+            self._forget_step()
+
+    def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
+        self._group_of |= dict.fromkeys(batch.wholes, group)
+        return super()._task(group, batch, factor)
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
         def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
@@ -97,8 +110,8 @@ class OneBitLAMB(OneBitOptimizer):
 
     def _average_ratios(self, task: Task) -> Iterable[Part]:
         assert task.ratios is not None
-        beta = self.param_groups[0]["coeff_beta"]
         for p, ratio in zip(task.batch.wholes, task.ratios, strict=True):
+            beta = self._group_of[p]["coeff_beta"]
             before = self.state[p].get(COEFF, torch.zeros_like(ratio))
             # A ratio of 1 may stand for an undefined one.
             average = beta * before + (1 - beta) * ratio
@@ -127,14 +140,15 @@ class OneBitLAMB(OneBitOptimizer):
         settings: Sequence[Any],
     ) -> torch.Tensor:
         """The average ratio times the factor of this step."""
-        group, state = self.param_groups[0], self.state[p]
+        group, state = self._group_of[p], self.state[p]
         beta1, beta2, eps, decay, *_ = settings
         gradient = (momentum - self._previous.pop(p) * beta1) / (1 - beta1)
         fresh = state.setdefault(FRESH, square.clone())
         fresh.mul_(beta2).add_(gradient * gradient * (1 - beta2))
         root = square.sqrt() + eps
         # A frozen second moment may be infinite, and the fresh one with it.
-        factor = (root / (fresh.sqrt() + eps)).nan_to_num(1.0, 1.0).max().double()
+        quotients = (root / (fresh.sqrt() + eps)).nan_to_num(1.0, 1.0)
+        factor = quotients.max().double() if p.numel() > 0 else torch.ones_like(state[COEFF])
         if decay > 0:
             step = momentum / root
             whole = (step + value * decay).double().square().sum().sqrt()
@@ -150,10 +164,14 @@ class OneBitLAMB(OneBitOptimizer):
     # --- One tensor for all momenta -----------------------------------------------------------
 
     def _compress(self, parts: Sequence[Part]) -> None:
-        name, params = type(self).__name__, self._params()
+        name, params = type(self).__name__, self._sharing()
         if len(parts) != len(params):
-            accepted = "with a gradient for each: all momenta share a scale"
-            raise ArgumentError(name, "params", "with one that has no gradient", accepted)
+            came = "with one that has no gradient now, but had one in the warm-up"
+            accepted = "with a gradient for each that had one: their momenta share a scale"
+            raise ArgumentError(name, "params", came, accepted)
+        if not parts:
+            self._owed = self._reduce([])
+            return
         number = {p: i for i, p in enumerate(params)}
         parts = sorted(parts, key=lambda part: number[part.param])
         scaling = self._scaling(params)
@@ -166,35 +184,42 @@ class OneBitLAMB(OneBitOptimizer):
     def _scaling(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Factors that equalise momenta, from their size at the end of the warm-up."""
         states = [self.state[p] for p in params]
-        if SCALING not in states[0]:
-            momenta = [state[AVG].double() for state in states]
-            sizes = torch.stack([m.square().mean().sqrt() for m in momenta])
-            scaling = torch.where(sizes > 0, sizes.mean() / sizes, 1.0).float()
-            for state, s in zip(states, scaling, strict=True):
-                state[SCALING] = s.clone()
-        return [state[SCALING] for state in states]
+        if SCALING in states[0]:
+            return [state[SCALING] for state in states]
+        momenta = [state[AVG].double() for state in states]
+        sizes = torch.stack([m.square().sum().div(max(m.numel(), 1)).sqrt() for m in momenta])
+        count = max(sum(m.numel() > 0 for m in momenta), 1)
+        return list(torch.where(sizes > 0, sizes.sum() / count / sizes, 1.0).float())
 
     def _keep_momentum(self, task: Task) -> Iterable[Part]:
         if self._owed:
+            for p, scaling in zip(self._sharing(), self._scaling(self._sharing()), strict=True):
+                self.state[p][SCALING] = scaling.clone()
             for state in self.state.values():
                 freeze(state)
         return super()._keep_momentum(task)
 
     def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
-        first = self._params()[0]
-        if AVG in self.state[p] or BITS not in self.state[first]:
-            momentum = super()._momentum_of(p)
-        else:
+        state = self.state[p]
+        if SCALING in state:
             if not self._momenta:
-                sizes = sizes_of(self._params())
-                packed = Packed(self.state[first][BITS], self.state[first][SCALE], sum(sizes))
-                self._momenta = dict(
-                    zip(self._params(), runs(packed.dequantize(), sizes), strict=True)
-                )
-            state = self.state[p]
+                self._momenta = self._read_momenta()
             momentum = self._momenta.pop(p).view(p.shape) / state[SCALING]
+        else:
+            momentum = super()._momentum_of(p)
         self._previous[p] = momentum.clone()
         return momentum
 
-    def _params(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+    def _read_momenta(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The momenta of all parameters, each times its scaling; the first one's state has them."""
+        params = self._sharing()
+        first, sizes = self.state[params[0]], sizes_of(params)
+        packed = Packed(first[BITS], first[SCALE], sum(sizes))
+        return dict(zip(params, runs(packed.dequantize(), sizes), strict=True))
+
+    def _sharing(self) -> list[torch.Tensor]:
+        """The parameters whose momenta share a scale: all that had a gradient in the warm-up."""
+        if self._shared is None:
+            had = {AVG, SCALING}
+            self._shared = [p for p in self._params() if not had.isdisjoint(self.state.get(p, ()))]
+        return self._shared

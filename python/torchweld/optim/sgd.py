@@ -55,7 +55,7 @@ class SGD(SgdStep, torch.optim.SGD):
         for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
             for p, key in zip(group["params"], of_group["params"], strict=True):
                 state = states.get(key)
-                if not state or self._codec_of(p).rounds(p):
+                if not state or STEP not in state or self._codec_of(p).rounds(p):
                     continue
                 if group["dampening"] == 0 or state[STEP] != 0:
                     states[key] = {name: v for name, v in state.items() if name != STEP}

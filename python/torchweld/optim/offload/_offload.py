@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.optim._base import Group
+from torchweld.optim._base import Group, scaler_number
 from torchweld.optim._codecs import State
 from torchweld.optim._shards import is_one, local
 from torchweld.optim.adam import AdamW
@@ -297,7 +297,7 @@ class Offload(torch.optim.Optimizer):
                 self.counts["undone"] += bucket.uncertain is not None
                 bucket.undo()
                 bucket.send(self._releases)
-        numbers = self._factor(), getattr(self, "found_inf", None)
+        numbers = self._factor(), scaler_number(self, "found_inf")
         devices = [bucket for bucket in self._store.buckets if bucket.home == DEVICE]
         for bucket in devices:
             bucket.freeze()
