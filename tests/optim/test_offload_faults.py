@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from offloading import (
     values,
 )
 from torchweld import optim
+from torchweld.errors import ArgumentError
 from torchweld.optim._codecs import Codec
+from torchweld.optim.offload._buckets import Bucket
 from torchweld.optim.offload._transfers import SimulatedTransfers
 from torchweld.optim.offload._worker import Worker, default_threads, near
 
@@ -316,3 +320,50 @@ def test_cores_near_a_device(tmp_path: Path) -> None:
         (at / "numa_node").write_text(numa_node)
         assert near(tmp_path, "0000:3b:00.0", allowed) == expected
     assert near(tmp_path, "0000:00:00.0", allowed) == allowed
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+@pytest.mark.parametrize("arguments", [{}, {"undo_bytes": 0}, {"placement": "cuda"}], ids=str)
+@pytest.mark.parametrize("release", [False, True])
+def test_a_repeated_step_after_a_kernel_failed(
+    failing: int, arguments: dict[str, Any], release: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets that have stepped are left out of the second attempt."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    if release and arguments.get("placement") == "cuda":
+        pytest.skip("gradients are released only to the host")
+    expected = train(make, steps=6)
+    offload = offloaded(make, release_gradients=release, **arguments)
+    run = Bucket.run
+    model = small_model()
+    optimizer = offload(list(model.parameters()))
+    for step in range(6):
+        backward(model, step)
+        drained(optimizer)
+        if step in (0, 3):
+            if step == 3:
+                optimizer._rewind()  # so that every bucket steps in step()
+
+            def fail(bucket: Any, *numbers: Any) -> None:
+                if bucket is optimizer._store.buckets[failing]:
+                    raise RuntimeError("no more threads")
+                run(bucket, *numbers)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Bucket, "run", fail)
+                with pytest.raises(RuntimeError, match="no more threads"):
+                    optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_run((model, optimizer), expected[:2])
+
+
+def test_no_copies_or_pickles() -> None:
+    """A thread and hooks cannot be copied: an error instead of an optimizer without attributes."""
+    optimizer = train(offloaded(lambda params: optim.AdamW(params, **ADAMW)), steps=1)[1]
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ArgumentError, match="its state_dict"):
+            copies(optimizer)

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchweld
 from optimizers import RULES, U, draw, draw_grads, maker, same, snapshot
 from torchweld import optim
+from torchweld.optim import _rounding_offsets, _sharded_blocks
+from torchweld.optim._kept import keep
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     *RULES,
@@ -418,3 +421,27 @@ def test_bitsandbytes_lamb() -> None:
 def test_a_group_that_is_no_dict() -> None:
     with pytest.raises(TypeError, match="must be a dict"):
         optim.AdamW(P).add_param_group(P)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
+def test_tensors_kept_between_steps_are_not_of_a_mode(mode: Any) -> None:
+    """A first step under the mode, one without it, and one under it again."""
+
+    def step() -> torch.Tensor:
+        # Of a shape that no other test has.
+        p = torch.nn.Parameter(torch.ones(37, 11 + (mode is FakeTensorMode), dtype=torch.bfloat16))
+        p.grad = torch.ones_like(p)
+        optim.AdamW([p], stochastic_rounding=True).step()
+        return p
+
+    with mode():
+        step()
+    assert not step().detach().isnan().any()
+    with mode():
+        step()
+
+
+@pytest.mark.parametrize("function", [_rounding_offsets._offset, _sharded_blocks._split_rows])
+def test_both_caches_of_tensors_know_of_modes(function: Any) -> None:
+    """Under a mode they make their tensors anew."""
+    assert function.__code__ is keep(maxsize=1)(len).__code__

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchweld.errors import ArgumentError
 from torchweld.optim._shards import local
@@ -48,6 +49,8 @@ def check_apart(function: str, groups: Sequence[Group]) -> None:
 
 def _memory(number: int, p: torch.Tensor) -> _Memory | None:
     part = local(p.detach())
+    if isinstance(part, FakeTensor):
+        return None
     try:
         begin = part.data_ptr()
     except RuntimeError:  # a subclass without memory of its own

@@ -9,6 +9,7 @@ import torch
 
 from torchweld.dispatch.dtensor import indices, is_one
 from torchweld.errors import ArgumentError
+from torchweld.optim._kept import keep
 from torchweld.optim._shards import local
 
 
@@ -48,7 +49,7 @@ def offset_of(p: torch.Tensor, number: int) -> torch.Tensor:
     return _offset(number, first, p.shape)
 
 
-@lru_cache(maxsize=8192)
+@keep(maxsize=8192)
 def _offset(number: int, first: int, shape: torch.Size) -> torch.Tensor:
     strides = torch.empty(shape, device="meta").stride()
     return torch.tensor([number, first, *strides], dtype=torch.int64, device="cpu")

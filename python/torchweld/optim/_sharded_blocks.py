@@ -7,7 +7,6 @@ these devices, and sharded like the parameter over devices with other rows.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torchweld.ops.quantize_8bit import (
     scales_shape,
 )
 from torchweld.optim._exchanges import exchange
+from torchweld.optim._kept import keep
 from torchweld.optim._shards import from_part, local, placements
 
 # The parameter's dimension for each dimension of its absmax; a row's blocks have none.
@@ -94,7 +94,7 @@ def dequantize(
     return dequantize_reference(codes, split.of_pieces(absmax), signed, torch.float32, split.edges)
 
 
-@lru_cache(maxsize=1024)
+@keep(maxsize=1024)
 def _split_rows(
     shape: torch.Size, mesh: Any, shards: tuple[Any, ...], device: torch.device
 ) -> SplitRows | None:

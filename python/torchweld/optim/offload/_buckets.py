@@ -54,6 +54,7 @@ class Bucket:
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
         self.members = [m for _, members in self._ranges for m in members]
         self.home = DEVICE
+        self._is_finished = False  # in a step in which another bucket failed
         self.missing = 0  # expected gradients still to come
         self.task: Future[None] | None = None
         # The factor and settings of a step that may still be undone.
@@ -138,6 +139,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Reset the gradients."""
+        self._is_finished = False
         for m in self.members:
             m.forget()
         self.missing = sum(m.expected for m in self.members)
@@ -336,6 +338,20 @@ class Bucket:
     def end(self) -> None:
         """Finish a step on the device."""
         self._works, self._stepping = None, []
+
+    def finish(self) -> None:
+        """Make the step final, though another bucket has failed: a repeated step leaves it out."""
+        if self.home == HOST:
+            self.give()
+        self._is_finished = True
+        for m in self.members:
+            if m.param.grad is not None:
+                m.note_sent(m.param.grad)
+
+    def is_finished(self) -> bool:
+        """Whether the step has been taken with these gradients in an attempt that failed."""
+        self._is_finished = self._is_finished and all(m.is_sent() for m in self.members)
+        return self._is_finished
 
     def refresh(self) -> None:
         """Adopt parameters that something else may have written."""

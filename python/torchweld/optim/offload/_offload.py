@@ -30,6 +30,7 @@ from torchweld.optim.offload._arguments import (
 from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket
 from torchweld.optim.offload._ddp import Reductions
 from torchweld.optim.offload._expectations import Expectations
+from torchweld.optim.offload._final import return_parameters, run_all
 from torchweld.optim.offload._store import Store
 from torchweld.optim.offload._transfers import Transfers, transfers_of
 from torchweld.optim.offload._worker import Worker, cores_beside, default_threads
@@ -283,7 +284,7 @@ class Offload(torch.optim.Optimizer):
                 delattr(self._given, name)
 
     def _advance(self) -> None:
-        hosts = self._store.on_host()
+        hosts = [bucket for bucket in self._store.on_host() if not bucket.is_finished()]
         # GradScaler's unscale_ writes all gradients without changing their versions.
         unscaled = hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None
         edited = unscaled
@@ -298,7 +299,8 @@ class Offload(torch.optim.Optimizer):
                 bucket.undo()
                 bucket.send(self._releases)
         numbers = self._factor(), scaler_number(self, "found_inf")
-        devices = [bucket for bucket in self._store.buckets if bucket.home == DEVICE]
+        of_device = (bucket for bucket in self._store.buckets if bucket.home == DEVICE)
+        devices = [bucket for bucket in of_device if not bucket.is_finished()]
         for bucket in devices:
             bucket.freeze()
             bucket.prepare()
@@ -322,21 +324,12 @@ class Offload(torch.optim.Optimizer):
         for bucket in rest:
             self._worker.call(bucket.prepare)
         self._expected.learn(number, edited)
-        alone = [bucket for bucket in rest if bucket.runs_alone()]
-        for bucket in alone:
-            bucket.task = self._worker.submit(functools.partial(bucket.run, factor, found_inf))
-        for bucket in devices:
-            bucket.run(*numbers)
-            bucket.end()
-        for bucket in rest:
-            if bucket not in alone:
-                bucket.run(factor, found_inf)
-        if self._delays and self._steps >= self._delay:
+        delays = self._delays and self._steps >= self._delay
+        run_all(self._worker, hosts, rest, devices, (factor, found_inf), numbers, not delays)
+        if delays:
             self._pending = hosts
-            return
-        for bucket in hosts:
-            _return(bucket)
-        self._transfers.join()
+        else:
+            self._transfers.join()
 
     def _factor(self) -> torch.Tensor | None:
         """The factor of gradients, from the norm of all of them if it is clipped."""
@@ -354,7 +347,7 @@ class Offload(torch.optim.Optimizer):
     def _finish_pending(self) -> None:
         """Apply the delayed step to the parameters."""
         for bucket in self._pending:
-            _return(bucket)
+            return_parameters(bucket)
         if self._pending:
             self._transfers.join()
         self._pending = []
@@ -406,6 +399,10 @@ class Offload(torch.optim.Optimizer):
 
     # --- State --------------------------------------------------------------------------------
 
+    def __getstate__(self) -> State:
+        # Its thread, hooks and pinned memory are of this process and of these parameters.
+        raise ArgumentError("Offload", "self", "copied or pickled", "its state_dict()")
+
     def state_dict(self) -> State:
         """The state of the original optimizer."""
         self.synchronize()
@@ -435,13 +432,6 @@ class Offload(torch.optim.Optimizer):
             bucket.move(DEVICE)
         self._hooks = []
         self._worker.stop()
-
-
-def _return(bucket: Bucket) -> None:
-    task, bucket.task = bucket.task, None
-    if task is not None:
-        task.result()
-    bucket.give()
 
 
 def _fire(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
