@@ -41,12 +41,12 @@ def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block, pasted in order into a fresh interpreter.
 
-    tests/peers/peer_docs.py runs the pages with blocks that need other packages, and
-    tests/distributed/test_docs_distributed.py those that need processes.
+    tests/peers/peer_docs.py runs the pages with blocks that need other packages. Blocks that need
+    several processes are not run.
     """
     monkeypatch.chdir(tmp_path)
     if not pages.run(page):
-        pytest.skip("all of its blocks need other packages or processes: they run elsewhere")
+        pytest.skip("its blocks need other packages or several processes")
 
 
 def test_every_page_with_python_is_known() -> None:
