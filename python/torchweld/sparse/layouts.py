@@ -27,7 +27,6 @@ def _outside_modes() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
         yield
 
 
