@@ -38,6 +38,8 @@ PINNED = TORCH >= (2, 13)
 SPILLED = {
     "attention_backward.attention_key_gradients": 32,
     "attention_backward.attention_deltas": 8,
+    "dropout_add_norm._forward": 16,
+    "dropout_add_norm._forward_wide": 8,
 }
 
 
