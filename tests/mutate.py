@@ -53,11 +53,11 @@ TRITON = f"{ORACLE} {SHAPES} -k 'interpreter and"
 
 FAULTS = [
     # --- CPU kernels ---
-    Fault("csrc/cpu/norm.h", "+ (A)a.eps)", "+ 2 * (A)a.eps)", f"{CPU} layer_norm'"),
+    Fault("csrc/cpu/norm.h", "(A)width + eps)", "(A)width + 2 * eps)", f"{CPU} layer_norm'"),
     Fault(
         "csrc/cpu/norm.h",
-        "at, (A)0);\n    acc[0] += centered",
-        "at, (A)1);\n    acc[0] += centered",
+        "present(value - of[n].mean, at, (A)0)",
+        "present(value - of[n].mean, at, (A)1)",
         f"{CPU} layer_norm'",
     ),
     Fault(
@@ -161,8 +161,8 @@ FAULTS = [
     ),
     Fault(
         "triton_kernels/norm_rows.py",
-        "tl.store(rstd_ptr + row, rstd, mask=row < rows)\n    weight",
-        "tl.store(rstd_ptr + row, rstd)\n    weight",
+        "tl.store(rstd_ptr + row, rstd, mask=row < rows)",
+        "tl.store(rstd_ptr + row, rstd)",
         f"{TRITON} layer_norm'",
     ),
     Fault(

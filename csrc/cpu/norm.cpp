@@ -21,7 +21,7 @@ void forward(const NormForward& a, int64_t begin, int64_t end) {
       const T* x = (const T*)a.x + row * a.width;
       const T* next = x + a.width;  // prefetch the next row while this one is in L1
       normalize_row<Centered, T, P, T>(a, row, x, streamed,
-                                    [&](int64_t i) { __builtin_prefetch(next + i); });
+                                       [&](int64_t i) { __builtin_prefetch(next + i); });
     }
     if (streamed) finish_streams();
   });
