@@ -428,7 +428,7 @@ def test_tensors_kept_between_steps_are_not_of_a_mode(mode: Any) -> None:
     """A first step under the mode, one without it, and one under it again."""
 
     def step() -> torch.Tensor:
-        # Of a shape that no other test has.
+        # No other test has this shape.
         p = torch.nn.Parameter(torch.ones(37, 11 + (mode is FakeTensorMode), dtype=torch.bfloat16))
         p.grad = torch.ones_like(p)
         optim.AdamW([p], stochastic_rounding=True).step()

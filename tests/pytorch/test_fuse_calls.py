@@ -105,7 +105,7 @@ def test_other_arguments_go_to_the_classs_own_forward(name: str) -> None:
     assert isinstance(model[0], Weld)
     for (given, named), before in zip(calls, expected, strict=True):
         torch.testing.assert_close(model[0](*given, **named), before, rtol=1e-4, atol=1e-5)
-    for given, named in (((), {}), ((X,) * 9, {}), ((X,), {"nonsense": 1})):
+    for given, named in (((), {}), ((X,) * 9, {}), ((X,), {"nonsense": 1}), ((X,), {"x": X})):
         with pytest.raises(TypeError):
             model[0](*given, **named)
 

@@ -54,7 +54,8 @@ def why_different(
                 found = _differs(twins, others, device, drops, dtype, None, once=True)
                 if found is not None:
                     return f"{found}, with {what}"
-    for dtype in _ROUNDINGS.keys() - own - {torch.float32}:  # to which the model may be cast
+    castable = _ROUNDINGS.keys() - own - {torch.float32}
+    for dtype in sorted(castable, key=str):  # the model may be cast to it
         twins = _twins(scope, changes, device, None, dtype)
         found = _differs(twins, inputs, device, drops, dtype, None, once=True)
         if found is not None:

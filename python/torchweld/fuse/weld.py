@@ -42,8 +42,10 @@ class Weld:
         """
         if len(given) == self.weld_takes and not named:
             return given
-        if len(given) > len(self.weld_names):
-            return None
+        if len(given) > len(self.weld_names) or not named.keys().isdisjoint(
+            self.weld_names[: len(given)]
+        ):
+            return None  # its own forward raises
         values = dict(zip(self.weld_names, given, strict=False))
         values |= named
         tried = [values.pop(name, _MISSING) for name in self.weld_names[: self.weld_takes]]
@@ -102,7 +104,7 @@ def welded(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -
 
 
 def parameters_of(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Of a module's or a class's forward: names of parameters with a position, and all defaults."""
+    """Names of the parameters that a forward takes by position, and all of its defaults."""
     cls: Any = module if isinstance(module, type) else type(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -110,10 +112,13 @@ def parameters_of(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return names, {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def takes_one(module: torch.nn.Module) -> bool:
-    """Whether its forward has one parameter, so that no call has an argument that was not tried."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return len(parameters) == 2
+def why_not_merged(module: torch.nn.Module) -> str | None:
+    """Why another module cannot compute this one's result too, or None.
+
+    Where two modules become one, there is no own forward for a call with other arguments.
+    """
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    return None if takes_one else "its forward has further arguments, which were not tried"
 
 
 def restored(cls: type) -> type:

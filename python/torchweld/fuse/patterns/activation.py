@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fuse import probe
 from torchweld.fuse.view import Left, Proposal, View, is_welded, why_fixed
-from torchweld.fuse.weld import Change, Weld, takes_one
+from torchweld.fuse.weld import Change, Weld
 
 # Eager torch's kernels for these move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
@@ -38,11 +38,6 @@ class Identity(Weld):
         if tried is None:  # `why_not_merged` lets no such module through
             raise TypeError(f"{type(self).__name__} takes only {self.weld_names[0]} after fuse()")
         return tried[0]
-
-
-def why_not_merged(module: torch.nn.Module) -> str | None:
-    """Why two modules cannot become one that takes this module's place, or None."""
-    return None if takes_one(module) else "its forward has further arguments, which were not tried"
 
 
 def in_words(kind: tuple[str, str]) -> str:

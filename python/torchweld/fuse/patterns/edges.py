@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.fuse import probe
-from torchweld.fuse.patterns.activation import Identity, in_words, why_not_merged
+from torchweld.fuse.patterns.activation import Identity, in_words
 from torchweld.fuse.view import Left, Proposal, Scope, View, forward_of, hooks_in_words
-from torchweld.fuse.weld import Change, Weld
+from torchweld.fuse.weld import Change, Weld, why_not_merged
 
 
 class Pair(NamedTuple):
