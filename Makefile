@@ -10,7 +10,7 @@ TORCH ?= 2.13.0
 # The Triton that goes with it; a CUDA build of torch brings its own.
 TRITON ?= 3.7.1
 VENV ?= .venv
-# The CUDA library is built where there is a GPU to run it; CUDA=1 or CUDA=0 says otherwise.
+# The CUDA library is built if there is a GPU to run it; CUDA=1 or CUDA=0 overrides this.
 CUDA ?= $(if $(shell command -v nvidia-smi),1,0)
 export TORCHWELD_CUDA := $(CUDA)
 
@@ -23,27 +23,13 @@ EMULATOR := build/emulator/lib
 EMULATOR_ASAN := build/emulator-asan/lib
 ASAN := build/asan/lib
 PYTEST := $(PY) -m pytest
-# What says whether a kernel is right, on any backend: its numbers; bad input; and torch around it.
-CUDA_OPTIM := $(wildcard tests/optim/test_optim_cuda*.py)
-NUMBERS := $(addprefix tests/contract/,test_absent_lanes.py test_oracle.py test_shapes.py test_determinism.py test_random.py) \
-	$(addprefix tests/ops/,test_linear.py test_quantize_8bit.py test_quantize_1bit.py) $(CUDA_OPTIM) \
-	$(addprefix tests/optim/,test_optim.py test_optim_adaptive.py test_optim_adafactor.py \
-	test_optim_layouts.py test_optim_rounding.py)
-KERNELS := $(NUMBERS) $(addprefix tests/contract/,test_gradients.py test_bad_input.py) \
-	$(addprefix tests/ops/,test_cublaslt.py test_mlp_on_cuda.py)
-# What depends on torch's version. Kernels have the same numbers under any: one place says so.
-LANE := tests/pytorch tests/distributed tests/tools/test_native.py tests/tools/test_triton_aot.py \
-	$(addprefix tests/contract/,test_oracle.py test_random.py test_gradients.py test_acceptance.py test_declaration.py) \
-	$(addprefix tests/ops/,test_arguments.py test_choice.py test_seams.py test_batch_norm.py test_residual.py) \
-	$(addprefix tests/optim/,test_optim.py test_optim_checkpoints.py test_optim_conformance.py test_optim_habits.py)
-
-# Tests of eager and of the references execute no native code.
+# Tests of eager torch and of the references execute no native code.
 NATIVE := not interpreter and not compile and not [eager and not -eager and not of_the_reference
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
 .PHONY: help
-help: ## This list
+help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: tools
@@ -83,36 +69,45 @@ emulator: env ## Build the CUDA kernels for the CPU, for the tests
 	@$(PY) csrc/build.py --emulator --out $(EMULATOR)
 
 .PHONY: test
-test: emulator ## The package's own test suite
+test: emulator ## Run the package's own test suite
 	$(call say,testing)
 	@$(PYTEST) -n 2 --dist worksteal tests $(ARGS)
 
+.PHONY: check
+check: env ## Run the tests for every change: each op, optimizer and tool once, on the best instruction set
+	$(call say,checking)
+	@$(PYTEST) -n 2 --dist worksteal -m "once or not (processes or long)" \
+	  -k "not interpreter and not emulator" $(ARGS)
+
 .PHONY: test-isa
-test-isa: env ## The kernels' numbers on every CPU instruction set but the best, which `make test` runs on
-	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.supported_isas()[1:])'); do \
+test-isa: env ## Test kernels on every CPU instruction set except the best, which `make test` uses
+	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.list_supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
-	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -k "$(NATIVE) and not emulator" $(NUMBERS) || exit 1; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -m numbers -k "$(NATIVE) and not emulator" || exit 1; \
 	done
 
 .PHONY: test-peers
-test-peers: env ## Tests against other packages; installs them
+test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 
+# Tests that compute rows of their own in docs/stack.md.
+SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_seams.py accumulation.py)
+
 .PHONY: stack
-stack: env ## All cells of the matrix of strategies, written into docs/stack.md
+stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 	@rm -f build/stack.jsonl
-	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py $(ARGS)
-	@$(PY) tests/stack_table.py build/stack.jsonl
+	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py tests/peers/peer_named_models.py $(SEAMS) $(ARGS)
+	@$(PY) tests/helpers/stack_table.py build/stack.jsonl
 
 # python3.12 itself, or pyenv's where that is not the version in use.
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
 .PHONY: test-lane
-test-lane: ## What depends on torch, under Python 3.12, the least torch (2.10) and Triton 3.6
+test-lane: ## Run the tests that depend on torch under Python 3.12, the oldest torch (2.10) and Triton 3.6
 	@[ -n "$(PYTHON312)" ] || { echo "torchweld: the second lane did not run: no python3.12 with venv"; exit 0; }; \
 	free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
 	[ -d .venv-2.10 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
@@ -121,32 +116,36 @@ test-lane: ## What depends on torch, under Python 3.12, the least torch (2.10) a
 # Triton 3.6 does not interpret under numpy >= 2.4.
 .PHONY: lane
 lane: env
-	@$(PYTEST) -n 2 --dist worksteal -k "not interpreter and not emulator" $(LANE) $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m lane -k "not interpreter and not emulator" $(ARGS)
 
 .PHONY: resources
-resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and keep what each takes
-	@$(PY) tests/resources.py
+resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and record its resources
+	@$(PY) tests/helpers/resources.py $(ARGS)
 
 .PHONY: demo
 demo: env ## Train a small GPT eager and fused: times, memory, and the loss curves in build/demo.png
 	@$(PY) -m torchweld demo --plot build/demo.png --json build/demo.json $(ARGS)
 
+# mypy sees the package as an install maps it, with its two rooms that have folders of their own;
+# tests and examples use it from there.
+TYPED := build/typed
 .PHONY: lint
-lint: env ## ruff, clang-format, mypy
+lint: env ## Run ruff, clang-format and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m clang_format --version >/dev/null 2>&1; git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(dir $(PY))clang-format --dry-run -Werror
-	@$(PY) -m mypy
+	@rm -rf $(TYPED) && mkdir -p $(TYPED) && cp -rs $(CURDIR)/python/torchweld $(TYPED) && \
+	  ln -s $(CURDIR)/bench $(CURDIR)/triton_kernels $(TYPED)/torchweld && $(PY) -m mypy
 
 .PHONY: format
-format: env ## Let ruff and clang-format rewrite the sources
+format: env ## Format the sources with ruff and clang-format
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(dir $(PY))clang-format -i
 
-# The site's generator has an environment of its own, with the tests' packages behind its own.
+# The site's generator has an environment of its own, which falls back to the tests' packages.
 DOCS := build/docs
 .PHONY: docs
-docs: env .venv-docs/.ready ## The docs site, in build/docs; a broken link fails
+docs: env .venv-docs/.ready ## Build the docs site in build/docs; a broken link fails
 	@TORCHWELD_SITE_PACKAGES=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  .venv-docs/bin/sphinx-build -q -W --keep-going -E -b html -d build/doctrees -c docs . $(DOCS)
 	@cp $(DOCS)/README.html $(DOCS)/index.html && echo "$(CURDIR)/$(DOCS)/index.html"
@@ -158,11 +157,11 @@ docs: env .venv-docs/.ready ## The docs site, in build/docs; a broken link fails
 .PHONY: wheel
 # For all GPUs, not only for those at hand.
 wheel wheel-try wheel-matrix: export TORCH_CUDA_ARCH_LIST ?= all
-wheel: env ## One wheel for every torch >= 2.10, in dist/
+wheel: env ## Build one wheel for every torch >= 2.10, in dist/
 	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
 
 .PHONY: wheel-try
-wheel-try: wheel ## That wheel, installed and tried in an empty environment outside the checkout
+wheel-try: wheel ## Install the wheel in an empty environment outside the checkout, and try it
 	$(call say,trying the wheel with torch $(TORCH))
 	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*.whl "$$at" && \
 	  $(PYTHON) -m venv "$$at/venv" && cd "$$at" && venv/bin/python -m pip install -q "torch==$(TORCH)" && \
@@ -170,13 +169,13 @@ wheel-try: wheel ## That wheel, installed and tried in an empty environment outs
 	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
 
 .PHONY: wheel-matrix
-wheel-matrix: wheel ## That wheel under Python 3.12 and torch 2.11
+wheel-matrix: wheel ## Test the wheel under Python 3.12 and torch 2.11
 	@[ -d .venv-wheel ] || $(PYTHON312) -m venv .venv-wheel
 	@.venv-wheel/bin/pip install -q torch==2.11.0
 	@.venv-wheel/bin/pip install -q -r requirements.txt
 	@.venv-wheel/bin/pip install -q --force-reinstall --no-deps dist/torchweld-*.whl
 	@.venv-wheel/bin/python -c 'import torchweld; print(torchweld.__file__, torchweld.backends())'
-	@.venv-wheel/bin/python -m pytest -n 2 -k "not interpreter and not emulator" $(LANE) $(ARGS)
+	@.venv-wheel/bin/python -m pytest -n 2 -m lane -k "not interpreter and not emulator" $(ARGS)
 
 .PHONY: cuda-check
 cuda-check: env ## Compile the CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
@@ -187,31 +186,31 @@ cuda-check: env ## Compile the CUDA kernels for sm_80, sm_90 and sm_100; a regis
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)"
 .PHONY: sanitize
-sanitize: env ## The contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
+sanitize: env ## Run the contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
 	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN) \
-	  --isa $$($(PY) -c 'from torchweld.dispatch import native; print(native.supported_isas()[0])')
+	  --isa $$($(PY) -c 'from torchweld.dispatch import native; print(native.list_supported_isas()[0])')
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 -k "$(NATIVE) and not inductor" $(KERNELS) $(ARGS)
+	  $(PYTEST) -n 2 -m "numbers or kernels" -k "$(NATIVE) and not inductor" $(ARGS)
 
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
 NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: what is right there, and how fast; ARGS: --stage first, --evidence DIR, op names
+gpu: env ## On a GPU: check and time the kernels; ARGS: --stage first, --evidence DIR, op names
 	$(NEEDS_GPU)
 	@$(PY) -m torchweld doctor && $(PY) -m torchweld bench --record $(ARGS)
 
 .PHONY: gpu-sanitize
-gpu-sanitize: env ## On a GPU: compute-sanitizer's memcheck and racecheck over the CUDA kernels
+gpu-sanitize: env ## On a GPU: run compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	$(NEEDS_GPU)
 	@for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
-	    -k "gpu-cuda and (layouts or every_sample or part_drops or lie_anywhere)" $(NUMBERS) $(ARGS) || exit 1; \
+	    -m numbers -k "gpu-cuda and (layouts or every_sample or part_drops or lie_anywhere)" $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean
-clean: ## Remove what was built
+clean: ## Remove all build outputs
 	@rm -rf build dist python/torchweld/lib *.egg-info python/*.egg-info

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -40,6 +40,8 @@ class StableWheel(bdist_wheel):
 
 
 setup(
+    # The last two have folders of their own at the top. Studies and tests are not installed.
+    packages=[*find_packages("python"), "torchweld.bench", "torchweld.triton_kernels"],
     ext_modules=[Extension("torchweld.native", sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": StableWheel},
 )

@@ -14,7 +14,7 @@ _NAMES = OPS["block_sparse_attention"].forward_signature.arguments
 
 
 def dense(functional: Any) -> Callable[..., Any]:
-    """Attention to every key. The difference to it is what a layout saves."""
+    """Attention to every key. The difference to its time is the gain of a layout."""
 
     def attention(*arguments: Any) -> Any:
         given = dict(zip(_NAMES, arguments, strict=True))
@@ -30,8 +30,30 @@ def dense(functional: Any) -> Callable[..., Any]:
     return attention
 
 
+def dense_by(backend: str) -> Callable[[Any], Callable[..., Any]]:
+    """`dense` by one of torch's backends, such as "CUDNN_ATTENTION".
+
+    It takes torch.nn.attention. torch raises an error if the backend does not serve the call.
+    """
+
+    def adapt(module: Any) -> Callable[..., Any]:
+        plain, only = dense(torch.nn.functional), getattr(module.SDPBackend, backend)
+
+        def attention(*arguments: Any) -> Any:
+            with module.sdpa_kernel(only):
+                return plain(*arguments)
+
+        return attention
+
+    return adapt
+
+
 def flex(module: Any) -> Callable[..., Any]:
-    """Compiled FlexAttention, with a BlockMask that is made once per layout."""
+    """Compiled FlexAttention, with a BlockMask that is made once per layout.
+
+    Its default backward pass has no usable tiles for smaller blocks than 128 on sm_90, so that
+    these are joined to blocks of 128; its mask function leaves out the absent ones.
+    """
     compiled = torch.compile(module.flex_attention, dynamic=False)
     made: dict[int, Any] = {}
 
@@ -41,18 +63,20 @@ def flex(module: Any) -> Callable[..., Any]:
         if key not in made:
             made[key] = block_mask(module, given)
         on_cpu = given["q"].device.type == "cpu"  # FlexAttention returns no log-sum-exp there
-        options = {"BLOCK_M": given["block"], "BLOCK_N": given["block"]}
         found = compiled(
             *arguments[:3],
             block_mask=made[key],
             scale=given["scale"],
             enable_gqa=given["group"] > 1,
             return_lse=not on_cpu,
-            kernel_options=options if given["block"] < 128 else None,
         )
         return (found, None) if on_cpu else found
 
     return attention
+
+
+# Rows and columns of the smallest blocks for which FlexAttention's own tiles fit.
+_JOINED = 128
 
 
 def block_mask(module: Any, given: dict[str, Any]) -> Any:
@@ -81,10 +105,27 @@ def block_mask(module: Any, given: dict[str, Any]) -> Any:
         partial = there & ~full & (row + block - 1 + shift >= column)
     else:
         full, partial = there, torch.zeros_like(there)
+    joined = max(_JOINED // block, 1)
+    if joined > 1:
+        every = _join(full, joined, missing=True).all(-1)
+        partial = _join(full | partial, joined, missing=False).any(-1) & ~every
+        full = every
     return module.BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), BLOCK_SIZE=block, mask_mod=seen,
+        *_listed(partial), *_listed(full), BLOCK_SIZE=block * joined, mask_mod=seen,
         seq_lengths=(queries, keys),
     )  # fmt: skip
+
+
+def _join(blocks: torch.Tensor, count: int, *, missing: bool) -> torch.Tensor:
+    """The blocks of each square of `count` x `count`, in the last dimension.
+
+    Squares at the end may lack blocks, which count as `missing`.
+    """
+    lines, columns = (-(-size // count) * count for size in blocks.shape[-2:])
+    whole = blocks.new_full((*blocks.shape[:2], lines, columns), missing)
+    whole[..., : blocks.shape[-2], : blocks.shape[-1]] = blocks
+    squares = whole.unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
+    return squares.transpose(-2, -3).flatten(-2)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,13 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
 from torchweld import optim
-from torchweld.bench.cases import name
+from torchweld.bench.cases import name_dtype
 from torchweld.bench.contenders import COMPILE
 from torchweld.bench.demo import GPT, LENGTH
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
-from torchweld.bench.training import Learner
-from torchweld.dispatch import proof
+from torchweld.bench.training import Learner, compiled
+from torchweld.dispatch.engine.judge import Judge
+from torchweld.dispatch.engine.question import Results
 from torchweld.registry import EAGER
 from torchweld.registry.cost import Traffic
 
@@ -64,7 +65,7 @@ class GatedMLP(nn.Module):
 
 
 class Loss(nn.Module):
-    """A language model's loss on the tokens that it is given."""
+    """A language model's loss on its own input tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -114,16 +115,21 @@ class BlockCase:
     device: str
 
     def __str__(self) -> str:
-        words = [self.block.name, "x".join(map(str, self.shape)), self.variant, name(self.dtype)]
+        words = [
+            self.block.name,
+            "x".join(map(str, self.shape)),
+            self.variant,
+            name_dtype(self.dtype),
+        ]
         return " ".join(filter(None, words))
 
     @property
     def variant(self) -> str:
-        """What distinguishes it from others of its shape."""
+        """A label that distinguishes the case from others of its shape."""
         return "" if self.dtype == torch.float32 else "autocast"
 
     def precision(self) -> AbstractContextManager[object]:
-        """What its forward runs under."""
+        """The context of its forward pass."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device, self.dtype)
@@ -142,7 +148,7 @@ class BlockCase:
         return Result(
             op=self.block.name,
             shape=list(self.shape),
-            dtype=name(self.dtype),
+            dtype=name_dtype(self.dtype),
             direction=direction,
             contender=contender,
             elements=torch.Size(self.shape).numel(),
@@ -154,7 +160,7 @@ class BlockCase:
 def cases(
     names: Sequence[str], device: str, dtypes: Sequence[torch.dtype], *, quick: bool
 ) -> list[BlockCase]:
-    """What to measure; quick: one block."""
+    """The cases to measure; if `quick`, only one block."""
     named = [BLOCKS[name] for name in names if name in BLOCKS]
     blocks = named[:1] if quick and len(named) == len(BLOCKS) else named
     batch, length, width = SHAPES[device]
@@ -172,7 +178,7 @@ def measure(case: BlockCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]
     models: dict[str, nn.Module] = {EAGER: model, FUSED: torchweld.fuse(copy.deepcopy(model))}
     if COMPILE in plan.rivals:
         torch.compiler.reset()
-        models[COMPILE] = torch.compile(copy.deepcopy(model))
+        models[COMPILE] = compiled(copy.deepcopy(model))
     problem = _Problem(case, model)
     faults = {contender: problem.fault(m) for contender, m in models.items()}
     sound = {contender: m.train() for contender, m in models.items() if faults[contender] is None}
@@ -220,7 +226,7 @@ def _learner(case: BlockCase, contender: str, model: nn.Module, tokens: torch.Te
     optimizer = make(model.parameters(), lr=LEARNING_RATE)
     precision = None if case.dtype == torch.float32 else case.dtype
     learner = Learner(contender, model, optimizer, lambda m, _: m(tokens), precision)
-    learner.learn()  # makes the states, which a later step finds
+    learner.learn()  # creates the optimizer states, so that later steps do not
     return learner
 
 
@@ -242,16 +248,16 @@ class _Problem:
         x = self.inputs.detach().double().requires_grad_() if self._learns else self.inputs
         exact = self._results(wide, x, self._grad.double(), nullcontext())
         trusted = self._results(model, self.inputs, self._grad, case.precision())
-        self._judge = proof.Judge(exact, trusted)
+        self._judge = Judge(exact, trusted)
 
     @property
     def _learns(self) -> bool:
         return self.inputs.is_floating_point()
 
     def fault(self, model: nn.Module) -> str | None:
-        """What is wrong with the model's output and gradients; None if nothing is."""
+        """The fault in the model's output and gradients; None if there is none."""
         model.eval()
-        return self._judge.fault_of(
+        return self._judge.find_fault_of(
             lambda: self._results(model, self.inputs, self._grad, self._case.precision())
         )
 
@@ -291,10 +297,10 @@ class _Problem:
         x: torch.Tensor,
         grad: torch.Tensor,
         precision: AbstractContextManager[object],
-    ) -> proof.Results:
+    ) -> Results:
         with precision:
             y = model(x)
-        leaves = {
+        leaves: dict[str, torch.Tensor] = {
             f"gradient of {n.removeprefix('_orig_mod.')}": p for n, p in model.named_parameters()
         }
         leaves |= {"gradient of the input": x} if self._learns else {}

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from torchweld.dispatch.engine.judge import ROWS
 from torchweld.registry import Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 
-# The most elements of the first argument to check in float64, with several tensors of that size.
+# The most elements of the first argument, or of an attention's scores, to check in float64, with
+# several tensors of that size.
 MOST_JUDGED = 2**26
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 
@@ -26,7 +28,7 @@ class Case:
     device: str
 
     def __str__(self) -> str:
-        words = [self.op.name, "x".join(map(str, self.shape)), self.variant, name(self.dtype)]
+        words = [self.op.name, "x".join(map(str, self.shape)), self.variant, name_dtype(self.dtype)]
         return " ".join(filter(None, words))
 
     @property
@@ -44,6 +46,10 @@ class Case:
     def draw(self) -> Problem:
         """Random values for the arguments, and a gradient for each public result."""
         inputs = materialize(self.arguments, self.dtype, self.device, requires_grad=True)
+        return self.problem(inputs)
+
+    def problem(self, inputs: list[Any]) -> Problem:
+        """These inputs with a random gradient for each public result."""
         problem = Problem(self, inputs, [])
         generator = torch.Generator(self.device).manual_seed(1)
         outputs = results(self.op, inputs)
@@ -104,8 +110,23 @@ class Problem:
 
     def part(self) -> Problem:
         """The problem to check in float64: itself, or one with fewer rows."""
+        if self.op.check_only:
+            return self._sampled() if self._count_scores() > MOST_JUDGED else self
         case = self.case.part()
         return self if case is self.case else case.draw()
+
+    def _count_scores(self) -> int:
+        """The scores of queries and keys, which the reference of an attention keeps."""
+        queries, keys = self.inputs[:2]
+        return int(queries.shape[:-1].numel() * keys.shape[-2])
+
+    def _sampled(self) -> Problem:
+        """The problem of the rows that the op itself takes as a sample."""
+        sample = [
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+            for v in self.op.take_sample(self.inputs, ROWS)
+        ]
+        return self.case.problem(sample)
 
     def forward(self, function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
         """The function's results, always as a tuple."""
@@ -138,7 +159,7 @@ class Problem:
         return Problem(self.case, wide, [grad.double() for grad in self.grads])
 
 
-def name(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
     """float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
@@ -153,7 +174,7 @@ def cases(
     dtypes: Sequence[torch.dtype],
     sizes: Sequence[float] | None = None,
 ) -> list[Case]:
-    """What to measure: all shapes of each op, or those of these sizes."""
+    """The cases to measure: all shapes of each op, or only the shapes of these sizes."""
     found = []
     for op in ops:
         arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu

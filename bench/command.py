@@ -13,29 +13,26 @@ from pathlib import Path
 import torch
 
 from torchweld.bench import (
-    conditions,
-    isolated,
-    kinds,
+    jobs,
     limits,
+    machine,
     own_model,
+    plots,
+    preflight,
     recording,
-    scatter,
     sources,
     stages,
     steps,
 )
 from torchweld.bench.blocks import BLOCKS
-from torchweld.bench.cases import DTYPES, MIDDLE, name
+from torchweld.bench.cases import DTYPES, MIDDLE, name_dtype
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
-from torchweld.bench.isolated import Job
-from torchweld.bench.machine import machine
+from torchweld.bench.jobs import Job
+from torchweld.bench.machine import Refusal, check_outputs, choose_device, describe_machine
 from torchweld.bench.overhead import overhead
-from torchweld.bench.plot import plot
-from torchweld.bench.refusal import Refusal, check_outputs, device_of
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
-from torchweld.dispatch import evidence
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 from torchweld.registry.cost import DIRECTIONS
@@ -51,7 +48,7 @@ NAMED_DTYPES = {
 }
 
 
-PLOTS = {"plot": plot, "roofline": scatter.roofline, "scaling": scatter.scaling}
+PLOTS = {"plot": plots.draw_speeds, "roofline": plots.draw_roofline, "scaling": plots.draw_scaling}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,14 +74,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="pkg.module:build",
         help="measure your own model instead: build() returns it and a batch of arguments",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw speeds relative to eager"
     )
     parser.add_argument(
-        "--roofline", type=Path, metavar="FILE.png", help="draw rates over operations per byte"
+        "--roofline", type=Path, metavar="FILE.png", help="draw rates against operations per byte"
     )
-    parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times over sizes")
+    parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times against sizes")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per result")
     parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
     parser.add_argument(
@@ -110,7 +107,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where --record writes; default: bench/evidence",
     )
     parser.add_argument(
-        "--check-evidence", action="store_true", help="say which of bench/evidence is stale"
+        "--check-evidence",
+        action="store_true",
+        help="say which files of bench/evidence are stale",
     )
     parser.add_argument(
         "--default-allocator",
@@ -128,7 +127,11 @@ def add_ops(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         return name
 
     parser.add_argument(
-        "ops", nargs="*", metavar="op", type=known, help=f"default: all of {', '.join(names)}"
+        "ops",
+        nargs="*",
+        metavar="op",
+        type=known,
+        help=f"ops to measure; default: all of {', '.join(names)}",
     )
 
 
@@ -152,18 +155,21 @@ def run(options: argparse.Namespace) -> int:
 
 def _record(options: argparse.Namespace) -> Report:
     """Run the stages that record evidence on a GPU."""
-    since, root = time.monotonic(), sources.root()
-    names = stages.in_order(options.ops or recording.PROVEN)
+    since: float | None = time.monotonic()
+    root = sources.root()
+    names = stages.sort_names(options.ops or recording.PROVEN)
     if blocks := [name for name in names if name in BLOCKS]:
         raise Refusal(f"--record takes ops and rules; {', '.join(blocks)}: measure without it")
     if not torch.cuda.is_available():
         raise Refusal("--record needs a GPU; torch sees none here")
     if root is None:
         raise Refusal("--record needs the repository; this torchweld is installed without it")
+    if lacks := preflight.list_missing():
+        raise Refusal("--record: nothing was measured or recorded: " + "; ".join(lacks))
     report = _begun("cuda")
     folder = options.evidence or root / "bench" / "evidence"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / evidence.file_name(report.machine["name"])
+    path = folder / recording.file_name(report.machine["name"])
     record = recording.Record(path, report.machine, root)
     try:
         for stage in options.stage or stages.STAGES:
@@ -189,8 +195,8 @@ def _why_not_measured(backend: str, names: Sequence[str], device: str) -> str | 
     its = BACKENDS[backend]
     if device not in its.devices:
         return f"it serves no tensors on --device {device}"
-    if its.missing() or any(name in RULES for name in names):
-        return its.missing()
+    if its.why_missing() or any(name in RULES for name in names):
+        return its.why_missing()
     served = any(backend in OPS[name].sources for name in names if name in OPS)
     return None if served else "none of these ops has such a kernel"
 
@@ -200,23 +206,23 @@ def _why_not_against(rival: str, device: str) -> str | None:
         return None
     if rival in PEERS:
         peer = PEERS[rival]
-        return peer.missing() or (None if device in peer.devices else "it runs only on GPUs")
+        return peer.why_missing() or (None if device in peer.devices else "it runs only on GPUs")
     return None if rival in steps.peers() else f"not installed: pip install {rival}"
 
 
 def _begun(device: str) -> Report:
     """A report with only the machine and its measured copy bandwidth."""
     copy_gbps = limits.copy_gbps(clock_for(device), device)
-    report = Report(machine(device) | {"copy_gbps": copy_gbps})
+    report = Report(describe_machine(device) | {"copy_gbps": copy_gbps})
     show_machine(report.machine)
     return report
 
 
 def _measure(options: argparse.Namespace) -> Report:
-    device = device_of(options)
+    device = choose_device(options)
     _check_contenders(options, device)
     if device == "cpu":
-        conditions.settle(default_allocator=options.default_allocator)
+        machine.settle(default_allocator=options.default_allocator)
 
     report = _begun(device)
     backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
@@ -234,35 +240,35 @@ def _measure(options: argparse.Namespace) -> Report:
     names = _names(options)
     try:
         if device == "cuda":
-            given = Job("", plan, [name(d) for d in dtypes], sizes, None, options.quick, True)
+            given = Job("", plan, [name_dtype(d) for d in dtypes], sizes, None, options.quick, True)
             _in_processes(given, names, report)
         else:
-            wanted = kinds.cases(names, device, dtypes, sizes, quick=options.quick)
+            wanted = jobs.list_cases(names, device, dtypes, sizes, quick=options.quick)
             clock = clock_for(device)
             for at in progress(wanted):
-                for found in kinds.measure(wanted[at], plan, clock):
+                for found in jobs.measure_case(wanted[at], plan, clock):
                     report.results += found
             for op in [OPS[name] for name in names if name in OPS]:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; the results so far:", file=sys.stderr)
     if device == "cpu" and (root := sources.root()):
-        report.sources = recording.cpu_sources(names, root)
+        report.sources = recording.hash_cpu_sources(names, root)
     return report
 
 
 def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
     """Measure each op, with all its backends, in its own process."""
-    jobs = []
+    wanted = []
     for op in names:
         served = recording.gpu_backends(recording.PROVEN[op]) if op in recording.PROVEN else []
         backends = [b for b in served if b in given.plan.backends]
-        jobs.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
-    for at in progress(jobs):
-        found = isolated.run(jobs[at])
+        wanted.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
+    for at in progress(wanted):
+        found = jobs.run_apart(wanted[at])
         report.results += [result for results in found.results for result in results]
         if found.fault:
-            report.results += isolated.refused(jobs[at], found)
+            report.results += jobs.refuse_all(wanted[at], found)
         report.overheads += found.overheads
 
 
@@ -282,9 +288,9 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _measure_model(options: argparse.Namespace) -> int:
-    device = device_of(options)
+    device = choose_device(options)
     if device == "cpu":
-        conditions.settle(default_allocator=options.default_allocator)
+        machine.settle(default_allocator=options.default_allocator)
     model, batch = own_model.built(options.model)
     where = _begun(device).machine
     rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
@@ -301,7 +307,7 @@ def _read(path: Path) -> Report:
             return load(path)
         where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
         where |= {name: saved[name] for name in ("capability", "date", "versions")}
-        return Report(where, recording.results(saved, sources.root()))
+        return Report(where, recording.list_results(saved, sources.root()))
     except OSError as error:
         raise Refusal(f"--from: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -342,7 +348,7 @@ def _check_evidence() -> int:
     if root is None:
         raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")
     table = Table(["op", "backend", "GPU", "evidence"], numbers_from=4)
-    for line in recording.standing(root, evidence.records()):
+    for line in recording.list_states(root, recording.read_records()):
         table.add(*line)
     table.show()
     return 0

@@ -43,8 +43,12 @@ class Change:
 def run(arguments: Sequence[str]) -> int:
     """Run the command. Its exit status is 1 if anything became slower."""
     parser = argparse.ArgumentParser(prog="torchweld bench compare", description=__doc__)
-    parser.add_argument("before", type=Path, metavar="A.json", help="a file of --json, before")
-    parser.add_argument("after", type=Path, metavar="B.json", help="a file of --json, after")
+    parser.add_argument(
+        "before", type=Path, metavar="A.json", help="written by --json, before the change"
+    )
+    parser.add_argument(
+        "after", type=Path, metavar="B.json", help="written by --json, after the change"
+    )
     parser.add_argument(
         "--tolerance", type=float, default=0.05, help="the loss to ignore; default: 0.05"
     )

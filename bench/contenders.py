@@ -20,7 +20,7 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Contender:
-    """A function of the forward's arguments, and the torchweld backend that it uses, if any."""
+    """A function of the op's arguments, and the torchweld backend that it uses, if any."""
 
     name: str
     function: Callable[..., Any]
@@ -39,14 +39,22 @@ class Peer:
     drops: bool = True  # whether it has dropout
     judged: bool = True  # whether its results should equal the reference's
 
-    def missing(self) -> str | None:
-        """Why it cannot take part, or None."""
+    def why_missing(self) -> str | None:
+        """Why the peer cannot take part, or None."""
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"not installed: pip install {self.package}"
         return None
 
 
-# The peers' norms run only on GPUs; FlexAttention has no backward elsewhere.
+# torch's kernels for dense attention. Its "math" kernel is eager torch.
+_DENSE = {
+    "sdpa_flash": "FLASH_ATTENTION",
+    "sdpa_efficient": "EFFICIENT_ATTENTION",
+    "sdpa_cudnn": "CUDNN_ATTENTION",
+}
+# The names of torch's dense attention, with its own choice of a kernel first.
+DENSE = ("sdpa", *_DENSE)
+# The peers' norms run only on GPUs, and FlexAttention's backward pass too.
 PEERS = {
     "sdpa": Peer(
         "torch",
@@ -55,11 +63,28 @@ PEERS = {
         devices=("cpu", "cuda"),
         judged=False,
     ),
+    **{
+        name: Peer(
+            "torch",
+            "torch.nn.attention",
+            {"block_sparse_attention": attention.dense_by(backend)},
+            judged=False,
+        )
+        for name, backend in _DENSE.items()
+    },
     "flex": Peer(
         "torch",
         "torch.nn.attention.flex_attention",
         {"block_sparse_attention": attention.flex},
         drops=False,
+    ),
+    # The floor of a GEMM with an epilogue.
+    "gemm": Peer(
+        "torch",
+        "torch.nn.functional",
+        {"linear_act": lambda m: lambda x, weight, bias, *_: m.linear(x, weight, bias)},
+        devices=("cpu", "cuda"),
+        judged=False,
     ),
     "liger": Peer(
         "liger-kernel",
@@ -90,7 +115,9 @@ PEERS = {
 def rivals(device: str) -> list[str]:
     """The default contenders: torch.compile and the installed peers."""
     installed = [
-        name for name, peer in PEERS.items() if device in peer.devices and peer.missing() is None
+        name
+        for name, peer in PEERS.items()
+        if device in peer.devices and peer.why_missing() is None
     ]
     return [COMPILE, *installed]
 
@@ -110,11 +137,11 @@ def contenders(
             found.append(Contender(backend, partial(call, op), backend))
     for name in rivals:
         if name == COMPILE:
-            torch.compiler.reset()  # compile each shape afresh, as if it came first
+            torch.compiler.reset()  # compile each shape from scratch, as if it came first
             found.append(Contender(name, torch.compile(plain), judged=judged))
         elif name not in PEERS:
             continue  # a peer of the optimizers
-        elif reason := PEERS[name].missing():
+        elif reason := PEERS[name].why_missing():
             absent[name] = reason
         elif op.name not in PEERS[name].functions:
             absent[name] = f"it has no {op.name}"

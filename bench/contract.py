@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Outcome:
     passed: bool
 
     def fault(self) -> Fault | None:
-        """What the test found; None if it passed."""
+        """The fault that the test found; None if it passed."""
         return None if self.passed else Fault(self.test, None)
 
 
@@ -69,44 +69,48 @@ class Limit:
         return time.monotonic() >= self.until
 
 
-def contract(root: Path, targets: set[Target], limit: Limit | None = None) -> Iterator[Verdict]:
+def run_contract(root: Path, targets: set[Target], limit: Limit | None = None) -> Iterator[Verdict]:
     """The outcomes for each op, rule and backend, as the tests end."""
     limit = limit or Limit()
     ops = sorted(target for target in targets if target[0] in OPS)
     rules = sorted(targets - set(ops))
     found: queue.Queue[Verdict | None] = queue.Queue()
 
-    def of_op(target: Target) -> None:
+    def test_op(target: Target) -> None:
         name, backend = target
         # "layer_norm" also matches other ops, whose names end in it.
         others = [op for op in OPS if op != name and op.endswith(name)]
         words = " and not ".join(f"{op}-gpu-{backend}" for op in (name, *others))
-        for outcome in _tests(root, ["-k", words, "tests"], limit):
+        for outcome in _run_tests(root, ["-k", words, "tests"], limit):
             found.put(Verdict(*target, outcome.fault()))
 
-    def of_rules(file: Path) -> None:
-        for outcome in _one_failure_at_a_time(root, file, limit):
-            for rule, backend in _concerned(outcome, rules):
+    def test_rules(file: Path) -> None:
+        for outcome in _run_rules(root, file, limit):
+            for rule, backend in _find_concerned(outcome, rules):
                 found.put(Verdict(rule, backend, outcome.fault()))
 
-    jobs = [(of_op, target) for target in ops]
-    jobs += [(of_rules, file) for file in sorted(root.glob(_OF_RULES)) if rules]
+    def end_after(jobs: Sequence[Future[None]]) -> None:
+        wait(jobs)
+        found.put(None)
+
     # Compilers on the CPU take most of the time.
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-        done = [pool.submit(*job) for job in jobs]
-        threading.Thread(target=lambda: ([d.exception() for d in done], found.put(None))).start()
+        jobs = [pool.submit(test_op, target) for target in ops]
+        if rules:
+            jobs += [pool.submit(test_rules, file) for file in sorted(root.glob(_OF_RULES))]
+        threading.Thread(target=end_after, args=(jobs,)).start()
         yield from iter(found.get, None)
-    for job in done:
+    for job in jobs:
         job.result()
 
 
-def _one_failure_at_a_time(root: Path, file: Path, limit: Limit) -> Iterator[Outcome]:
+def _run_rules(root: Path, file: Path, limit: Limit) -> Iterator[Outcome]:
     """A file's tests, in a new process after each failure, which may make the next ones fail."""
     ended: list[str] = []
     for _ in range(_MOST_RESTARTS):
         selected = [a for test in ended for a in ("--deselect", test)]
         failed = False
-        for outcome in _tests(root, ["-x", "-k", "gpu-cuda", str(file), *selected], limit):
+        for outcome in _run_tests(root, ["-x", "-k", "gpu-cuda", str(file), *selected], limit):
             ended.append(outcome.test)
             failed |= not outcome.passed
             yield outcome
@@ -114,7 +118,7 @@ def _one_failure_at_a_time(root: Path, file: Path, limit: Limit) -> Iterator[Out
             return
 
 
-def _concerned(outcome: Outcome, rules: Sequence[Target]) -> Sequence[Target]:
+def _find_concerned(outcome: Outcome, rules: Sequence[Target]) -> Sequence[Target]:
     """The rules that a test names.
 
     If it names none, a pass counts for all rules, and a failure for the code that they share: each
@@ -124,7 +128,7 @@ def _concerned(outcome: Outcome, rules: Sequence[Target]) -> Sequence[Target]:
     return named or (rules if outcome.passed else [(OPTIMIZERS, rules[0][1])])
 
 
-def _tests(root: Path, selected: Sequence[str], limit: Limit) -> Iterator[Outcome]:
+def _run_tests(root: Path, selected: Sequence[str], limit: Limit) -> Iterator[Outcome]:
     """The outcomes of the selected tests on the GPU. Their other output goes to stderr."""
     if limit.is_over():
         return

@@ -22,16 +22,22 @@ from torch.nn.functional import cross_entropy
 
 import torchweld
 from torchweld import optim
-from torchweld.bench.convergence import text
-from torchweld.bench.machine import machine
-from torchweld.bench.refusal import Refusal, check_outputs, device_of, positive
-from torchweld.bench.training import Learner, measure, table
+from torchweld.bench import losses
+from torchweld.bench.machine import (
+    Refusal,
+    check_outputs,
+    choose_device,
+    describe_machine,
+    parse_positive,
+)
+from torchweld.bench.training import Learner, compiled, measure, read_text, table
 from torchweld.table import Table, progress
 
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
 WIDTH = {"cpu": 256, "cuda": 1024}
 LEARNING_RATE = 1e-3
 TIMED = 12.0  # seconds of steps for the table
+WORDS = 32000  # of a real vocabulary
 EAGER = "eager"
 THREE_LINES = """\
 import torchweld
@@ -82,7 +88,7 @@ class Setting:
 
     def learners(self, names: Sequence[str], seed: int) -> list[Learner]:
         """The contenders with these names, before their first step."""
-        data = text()
+        data = read_text()
         starts = torch.Generator().manual_seed(seed)
         batches: list[torch.Tensor] = []
 
@@ -100,8 +106,8 @@ class Setting:
         found = []
         for name in names:
             torch.manual_seed(seed)
-            model = GPT(WIDTH[self.device], self.dropout).to(self.device)
-            model, optimizer = CONTENDERS[name](model)
+            plain = GPT(WIDTH[self.device], self.dropout).to(self.device)
+            model, optimizer = CONTENDERS[name](plain)
             found.append(Learner(name, model, optimizer, loss, self.autocast))
         return found
 
@@ -115,7 +121,7 @@ def _eager(model: nn.Module) -> Made:
 
 def _compiled(model: nn.Module) -> Made:
     made, optimizer = _eager(model)
-    return torch.compile(made), optimizer
+    return compiled(made), optimizer
 
 
 def _fused(model: nn.Module) -> Made:
@@ -142,12 +148,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
     parser.add_argument(
         "--seconds",
-        type=positive,
+        type=parse_positive,
         default=90.0,
         help="how long to train for the curves; default: 90",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss curves")
 
 
@@ -155,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     try:
         check_outputs(options)
-        return _run(options, device_of(options))
+        return _run(options, choose_device(options))
     except Refusal as refusal:
         print(f"torchweld demo: {refusal}", file=sys.stderr)
         return 2
@@ -167,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, device: str) -> int:
     kept = torchweld.keep_pages() if device == "cpu" else None
     names = [name for name in CONTENDERS if name != "torch.compile" or options.compile]
-    about = machine(device)
+    about = describe_machine(device)
     _say_what_runs(about, device, None if kept is None else kept.reason)
     settings = [
         Setting(device),
@@ -180,13 +186,14 @@ def _run(options: argparse.Namespace, device: str) -> int:
     _show_losses(first)
     for setting in settings[1:]:
         rows[str(setting)] = _measured(setting.learners(names, options.seed), setting)
+    words = _measure_words(device)
     curves = {learner.name: learner.losses for learner in first}
     if options.plot:
         plot(curves, rows[str(settings[0])], about, options.plot)
         print(f"plot: {options.plot}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": about, "settings": rows, "losses": curves}
+        content = {"machine": about, "settings": rows, "losses": curves, "words": words}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
         print(f"results: {options.json}")
     print(f"\nIn your own script:\n\n{THREE_LINES}")
@@ -211,6 +218,22 @@ def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, A
     print(f"\n{setting}")
     table(found, **{"tokens/s": lambda row: f"{row['tokens_per_second']:.0f}"}).show()
     return found
+
+
+def _measure_words(device: str) -> list[dict[str, Any]]:
+    """Time the head and the loss of a real vocabulary, which bytes are not, and print the table."""
+    given = losses.make(WORDS, BATCH * LENGTH, WIDTH[device], torch.float32, device)
+    ways = losses.contenders(*given)
+    ways = {name: ways[name] for name in (EAGER, "linear_cross_entropy")}
+    print(f"\nhead and loss of {WORDS} words, float32")
+    shown = Table(["", "ms", "x", "peak MB"], numbers_from=1)
+    rows: list[dict[str, Any]] = []
+    for name, seconds, peak in losses.measure(ways, 3, device):
+        rows.append({"contender": name, "total": 1e3 * seconds, "peak_bytes": peak})
+        speed_up = rows[0]["total"] / rows[-1]["total"]
+        shown.add(name, f"{1e3 * seconds:.1f}", f"{speed_up:.2f}", f"{peak / 1e6:.1f}")
+    shown.show()
+    return rows
 
 
 # --- Losses -------------------------------------------------------------------------------------
@@ -261,11 +284,11 @@ def plot(
     figure, (by_step, by_time) = pyplot.subplots(
         1, 2, figsize=(11, 4.2), sharey=True, layout="constrained"
     )
-    for (name, losses), row in zip(curves.items(), rows, strict=True):
-        seconds = [row["total"] * (step + 1) / 1e3 for step in range(len(losses))]
+    for (name, curve), row in zip(curves.items(), rows, strict=True):
+        seconds = [row["total"] * (step + 1) / 1e3 for step in range(len(curve))]
         label = f"{name} ({row['speed_up']:.2f}x)"
-        by_step.plot(range(1, len(losses) + 1), losses, label=label, linewidth=1.4)
-        by_time.plot(seconds, losses, label=label, linewidth=1.4)
+        by_step.plot(range(1, len(curve) + 1), curve, label=label, linewidth=1.4)
+        by_time.plot(seconds, curve, label=label, linewidth=1.4)
     by_step.set_xlabel("step")
     by_time.set_xlabel("seconds of training")
     by_step.set_ylabel("loss")

@@ -1,4 +1,4 @@
-"""The limit that memory sets: streams with an op's mix of reads and writes, timed with the op."""
+"""The limit set by memory: streams with an op's mix of reads and writes, timed with the op."""
 
 from __future__ import annotations
 

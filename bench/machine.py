@@ -1,29 +1,144 @@
-"""The machine and software of a run."""
+"""The machine of a run, the conditions for CPU times, and errors in one line."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import importlib.util
+import math
+import os
+import platform
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchweld.bench import conditions
 from torchweld.dispatch import native
-from torchweld.machine import cpu_name, versions
+from torchweld.version import __version__
 
 
-def machine(device: str) -> dict[str, Any]:
-    """The facts that a time depends on, and the date."""
+def describe_machine(device: str) -> dict[str, Any]:
+    """The facts that times depend on, and the date."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "name": cpu_name(),
         "isa": native.cpu_isa,
         "threads": torch.get_num_threads(),
-        "conditions": conditions.describe(),
+        "conditions": describe_conditions(),
         "versions": versions(),
     }
     if device == "cuda":
         found["name"] = torch.cuda.get_device_name()
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
+
+
+def versions() -> dict[str, str | None]:
+    """The versions that timings and failures depend on."""
+    return {
+        "torchweld": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _find_triton_version(),
+        "python": platform.python_version(),
+    }
+
+
+def _find_triton_version() -> str | None:
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return None
+
+
+def cpu_name() -> str:
+    """The CPU's model name, where the system reports it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# --- Conditions for CPU times, the same for every contender ---------------------------------------
+
+# By default glibc maps every large block anew, and its pages fault in one by one. That takes longer
+# than a norm. A training process reuses its blocks.
+RESIDENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+# If two threads of a team share a core, one stalls for a time slice of the scheduler.
+BOUND = {"OMP_PROC_BIND": "true"}
+# The tests fill new tensors with NaN, which takes time.
+UNWANTED = "TORCHWELD_POISON"
+
+
+def settle(*, default_allocator: bool) -> None:
+    """Restart this command with the environment set: a process reads it only at its start."""
+    wanted = BOUND | ({} if default_allocator else RESIDENT)
+    here = {name: value for name, value in os.environ.items() if name != UNWANTED}
+    settled = {**here, **wanted} if platform.libc_ver()[0] == "glibc" else here
+    if settled != dict(os.environ):
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], settled)
+
+
+def describe_conditions() -> str:
+    """The conditions in words."""
+    bound = all(os.environ.get(name) == value for name, value in BOUND.items())
+    resident = all(os.environ.get(name) == value for name, value in RESIDENT.items())
+    blocks = "stay resident" if resident else "are the default allocator's"
+    return f"threads {'bound to cores' if bound else 'not bound'}, large blocks {blocks}"
+
+
+# --- Errors in one line ---------------------------------------------------------------------------
+
+
+class Refusal(Exception):  # noqa: N818
+    """The command cannot run here. The message says why, in one line."""
+
+
+def choose_device(options: argparse.Namespace) -> str:
+    """The device to measure on: the requested one, else a GPU if there is one."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda needs a GPU; torch sees none here")
+    return device
+
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+def check_outputs(options: argparse.Namespace, *, pictures: Sequence[str] = ("plot",)) -> None:
+    """Refuse a file that cannot be written or drawn, before measuring anything."""
+    for name in (*pictures, "json", "csv", "markdown", "write"):
+        given = getattr(options, name, None)
+        if given is None or str(given) == "-":
+            continue
+        if name in pictures:
+            _check_picture(name, Path(given))
+        folder = Path(given).absolute().parent
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        if Path(given).is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise Refusal(f"--{name}: {given} cannot be written")
+
+
+def _check_picture(name: str, path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Refusal(f"--{name} needs matplotlib: pip install torchweld[bench]")
+    if path.suffix.lower() not in PICTURES:
+        accepted = ", ".join(PICTURES)
+        raise Refusal(f"--{name}: {path} is not a picture; accepted endings: {accepted}")
+
+
+def parse_positive(text: str) -> float:
+    """The type of an option that is a number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number

@@ -17,7 +17,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench import training
 from torchweld.bench.contenders import COMPILE
-from torchweld.bench.refusal import Refusal
+from torchweld.bench.machine import Refusal
 from torchweld.bench.training import Learner
 
 LEARNING_RATE = 1e-4
@@ -61,10 +61,10 @@ def measure(
     model, batch = model.to(device).train(), _moved(batch, device)
     fused = copy.deepcopy(model)
     torchweld.fuse(fused)
-    print(torchweld.explain(fused))
+    print(torchweld.explain_fusion(fused))
     ways: dict[str, Callable[[], nn.Module]] = {
         EAGER: lambda: model,
-        COMPILE: lambda: torch.compile(copy.deepcopy(model)),
+        COMPILE: lambda: training.compiled(copy.deepcopy(model)),
         "fused": lambda: fused,
         EIGHT_BIT: lambda: torchweld.fuse(copy.deepcopy(model)),
     }

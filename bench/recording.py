@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from torchweld.bench import blocks
 from torchweld.bench.runner import Result
 from torchweld.bench.sources import files_of, sources_hash
-from torchweld.dispatch import cache, evidence
+from torchweld.dispatch.engine import files
 from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.registry import BACKENDS, OPS, Op
 
@@ -25,10 +28,34 @@ _CASE = ("shape", "variant", "dtype", "direction")
 _TIMES = ("ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
 
 
-# Tests of optimizers that name no rule count for this.
+# Tests of optimizers that name no rule are counted under this name.
 OPTIMIZERS = "optimizers"
 # How kernels are checked: by the benchmark before it times them, and by the contract's tests.
 JUDGED, TESTED = "judged", "tested"
+
+
+@functools.cache
+def read_records() -> dict[str, dict[str, Any]]:
+    """The evidence files in the package, by GPU name."""
+    folder = resources.files("torchweld.bench") / "evidence"
+    found = [f for f in folder.iterdir() if f.name.endswith(".json")] if folder.is_dir() else []
+    loaded = [json.loads(f.read_text()) for f in found]
+    return {record["gpu"]: record for record in loaded}
+
+
+def file_name(gpu: str) -> str:
+    """NVIDIA H200 -> nvidia-h200.json."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def count_passed(proof: dict[str, Any]) -> int:
+    """How many tests and cases a kernel passed."""
+    return sum(counted["passed"] for counted in proof["outcomes"].values())
+
+
+def list_faults(proof: dict[str, Any]) -> list[dict[str, Any]]:
+    """A kernel's faults, each with the dtype that it concerns; None: all dtypes."""
+    return [fault for counted in proof["outcomes"].values() for fault in counted["faults"]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +75,7 @@ class Record:
     """The evidence file of a GPU, written after every step, so that an interrupted run keeps its
     steps.
 
-    Older entries stay until new ones replace them. `root` is the repository with the sources; an
+    Older entries remain until new ones replace them. `root` is the repository with the sources; an
     installed package has none.
     """
 
@@ -81,26 +108,27 @@ class Record:
             counted["passed"] += 1
         else:
             counted["faults"].append(asdict(fault))
-        cache.write(self.path, self._content)
+        files.write(self.path, self._content)
 
     def add_results(self, results: Iterable[Result]) -> None:
         """Record one case and direction: each backend's times, with its rivals' times."""
         timed = {result.contender: result for result in results if result.ms is not None}
         rivals = {name: r.ms for name, r in timed.items() if name not in BACKENDS}
         for backend, result in timed.items():
-            if backend in rivals or result.eager_ms is None:
+            if backend in rivals:
                 continue
             entry = {name: getattr(result, name) for name in _KEPT + _TIMES}
             proof = self._proof(result.op, backend)
             others = [r for r in proof["results"] if any(r[n] != entry[n] for n in _CASE)]
             proof["results"] = [*others, entry | {"rivals_ms": rivals}]
-        cache.write(self.path, self._content)
+        files.write(self.path, self._content)
 
     def _proof(self, op: str, backend: str) -> dict[str, Any]:
         """The entry for a backend's kernels with their present sources."""
         proofs: dict[str, Any] = self._content["ops"].setdefault(op, {})
-        known = self._root is not None and op in PROVEN
-        sources = sources_hash(PROVEN[op], backend, self._root) if known else None
+        sources = None
+        if self._root is not None and op in PROVEN:
+            sources = sources_hash(PROVEN[op], backend, self._root)
         if backend not in proofs or proofs[backend]["sources"] != sources:
             proofs[backend] = {"sources": sources, "outcomes": {}, "results": []}
         return proofs[backend]
@@ -111,7 +139,7 @@ def gpu_backends(op: Proven) -> list[str]:
     return [b for b in op.sources if "cpu" not in BACKENDS[b].devices]
 
 
-def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+def list_states(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Op, GPU backend, GPU, and the state of its evidence."""
     lines = []
     for op in PROVEN.values():
@@ -122,16 +150,16 @@ def standing(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, 
                 if backend in record["ops"].get(op.name, {})
             }
             now = sources_hash(op, backend, root) if proofs else ""
-            lines += [(op.name, backend, gpu, _worth(p, now)) for gpu, p in proofs.items()]
+            lines += [(op.name, backend, gpu, _describe_state(p, now)) for gpu, p in proofs.items()]
             if not proofs:
                 lines.append((op.name, backend, "-", "never run on a GPU"))
     for gpu, record in records.items():
         for backend, proof in record["ops"].get(OPTIMIZERS, {}).items():
-            lines.append((OPTIMIZERS, backend, gpu, _counts(proof)))
+            lines.append((OPTIMIZERS, backend, gpu, _describe_counts(proof)))
     return lines
 
 
-def results(record: dict[str, Any], root: Path | None) -> list[Result]:
+def list_results(record: dict[str, Any], root: Path | None) -> list[Result]:
     """The times in an evidence file, marked as stale if the present sources differ."""
     found = []
     for op, proofs in record["ops"].items():
@@ -140,14 +168,15 @@ def results(record: dict[str, Any], root: Path | None) -> list[Result]:
             contender = f"{backend} (stale)" if stale else backend
             for kept in proof["results"]:
                 figures = {name: kept[name] for name in _KEPT + _TIMES}
-                speed_up = kept["eager_ms"] / kept["ms"]
+                eager = kept["eager_ms"]  # None: eager did not fit
+                speed_up = None if eager is None else eager / kept["ms"]
                 found.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
     for result in found:
-        result.automatic = result.contender == _winner(found, result)
+        result.automatic = result.contender == _find_winner(found, result)
     return found
 
 
-def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
+def hash_cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
     """The hash of the CPU kernels' sources by op; a block depends on those of every op."""
     hashes = {
         name: sources_hash(op, "cpu", root) for name, op in PROVEN.items() if "cpu" in files_of(op)
@@ -157,10 +186,10 @@ def cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if digest}
 
 
-def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
+def mark_stale(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:
     """Results on a CPU, marked as stale unless `then` has the present sources' hashes."""
     results = list(results)
-    now = cpu_sources({result.op for result in results}, root)
+    now = hash_cpu_sources({result.op for result in results}, root)
     for result in results:
         if result.contender in ("cpu", *blocks.FUSED_WAYS) and then.get(result.op) != now.get(
             result.op
@@ -169,7 +198,7 @@ def marked(results: Iterable[Result], then: dict[str, str], root: Path) -> list[
     return results
 
 
-def _winner(results: Iterable[Result], like: Result) -> str | None:
+def _find_winner(results: Iterable[Result], like: Result) -> str | None:
     """The automatic choice at this shape: the backend that is fastest in both directions, if any.
 
     For a rule it is always the rule's kernel.
@@ -186,11 +215,11 @@ def _winner(results: Iterable[Result], like: Result) -> str | None:
     return best if best is not None and full[best] >= 1 else None
 
 
-def _worth(proof: dict[str, Any], sources_now: str) -> str:
+def _describe_state(proof: dict[str, Any], sources_now: str) -> str:
     state = "current" if proof["sources"] == sources_now else "stale: its sources changed since"
-    return f"{state} ({_counts(proof)})"
+    return f"{state} ({_describe_counts(proof)})"
 
 
-def _counts(proof: dict[str, Any]) -> str:
-    passed, failed = evidence.passed(proof), len(evidence.faults(proof))
+def _describe_counts(proof: dict[str, Any]) -> str:
+    passed, failed = count_passed(proof), len(list_faults(proof))
     return f"{passed} passed, {failed} failed, {len(proof['results'])} times"

@@ -35,7 +35,7 @@ class Report:
 
 
 def load(path: Path) -> Report:
-    """Read what `save` wrote."""
+    """Read a file that `save` wrote."""
     saved = json.loads(path.read_text())
     return Report(
         saved["machine"],
@@ -110,7 +110,7 @@ def _figures(result: Result) -> list[str]:
 
 
 def _bandwidth(result: Result, digits: int) -> list[str]:
-    """GB/s and the share of a plain stream's; of a GEMM, which memory does not bound, neither."""
+    """GB/s and the share of a plain stream's; empty for GEMMs, which memory does not limit."""
     if result.op in OPS and OPS[result.op].weights_at:
         return ["", ""]
     return [
@@ -133,7 +133,7 @@ def _style(result: Result) -> str:
 
 def _remarks(results: Sequence[Result]) -> list[str]:
     """Explain how to read the table, and list the absent contenders."""
-    lines = ["* what the automatic choice takes"]
+    lines = ["* the automatic choice"]
     if any(result.share for result in results):
         lines.append(
             "of stream: the share of a plain stream's speed, with the same reads and writes"

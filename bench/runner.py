@@ -1,4 +1,7 @@
-"""Measures a case: checks every contender's results, then times them in turn."""
+"""Measures a case: checks every contender's results, then times them in turn.
+
+A contender whose results are wrong by the float64 reference is not timed.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ import torch
 
 import torchweld
 from torchweld.bench import limits, memory
-from torchweld.bench.cases import Case, Problem, name
-from torchweld.bench.check import Judge
+from torchweld.bench.cases import Case, Problem, name_dtype
 from torchweld.bench.contenders import COMPILE, Contender, contenders
 from torchweld.bench.timing import Clock, Run, Sample, interleaved
-from torchweld.dispatch.call import automatic
-from torchweld.dispatch.proof import in_a_line
+from torchweld.dispatch.call import choose_automatically
+from torchweld.dispatch.engine.judge import Judge, in_a_line, is_out_of_memory
 from torchweld.registry import EAGER, cost
 from torchweld.registry.backends import parts
 from torchweld.registry.cost import Traffic
+
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Plan:
 class Result:
     """One contender in one case and direction.
 
-    Its status is "timed"; "refused", after a wrong result or an error; or "absent". The last two
-    carry a reason and no times.
+    Its status is "timed"; "refused", after a wrong result or an error; or "absent", also for lack
+    of memory. The last two carry a reason and no times.
     """
 
     op: str
@@ -76,44 +80,122 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     """Every contender's results, direction by direction."""
     problem = case.draw()
     taking_part, absent = contenders(case.op, problem.inputs, plan.backends, plan.rivals)
-    judge = Judge(problem)
-    faults = {c.name: _fault(judge, c) if c.judged else None for c in taking_part}
-    del judge
-    if case.part() is not case:
+    check = _Check(problem)
+    faults = dict[str, str]()
+    for contender in taking_part:
+        reason, shortage = _find_fault(check, contender) if contender.judged else (None, None)
+        faults |= {contender.name: reason} if reason else {}
+        absent |= {contender.name: shortage} if shortage else {}
+    is_part = check.is_part
+    del check
+    if is_part:
         torch.compiler.reset()  # compile for the whole problem, as if it came first
     with torchweld.use_backend(None):
-        chosen = automatic(case.op, problem.inputs)
+        chosen = choose_automatically(case.op, problem.inputs)
     for direction in plan.directions:
         traffic = cost.traffic(case.op, problem.inputs, direction)
         operations = cost.flops(case.op, problem.inputs, direction)
-        sound = [c for c in taking_part if faults[c.name] is None]
+        sound, refused, left_out = list[Contender](), dict(faults), dict(absent)
+        for contender in taking_part:
+            if contender.name in faults or contender.name in absent:
+                continue
+            reason, shortage = _try_out(problem, direction, contender)
+            refused |= {contender.name: reason} if reason else {}
+            left_out |= {contender.name: shortage} if shortage else {}
+            sound += [contender] if reason is None and shortage is None else []
         results = _timed(case, problem, direction, traffic, sound, plan, clock)
         for result in results:
             result.automatic = result.contender == _of_direction(chosen, direction)
-        for status, reasons in (("refused", faults), ("absent", absent)):
-            for contender, reason in reasons.items():
-                if reason is not None:
-                    result = _result(case, direction, contender, traffic)
-                    result.status, result.reason = status, reason
-                    results.append(result)
+        for status, reasons in (("refused", refused), ("absent", left_out)):
+            for name, reason in reasons.items():
+                result = _result(case, direction, name, traffic)
+                result.status, result.reason = status, reason
+                results.append(result)
         for result in results:
             result.flops = operations
         yield results
 
 
+class _Check:
+    """The exact results of a problem, and the error bounds for contenders.
+
+    A problem of more than MOST_JUDGED elements may not fit a GPU in float64. Of such a problem it
+    checks some of the rows, and that no element of the whole is NaN.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._whole, self._part = problem, problem.part()
+        self.is_part = self._part is not problem
+        exact = _results(self._part.double(), problem.op.reference)
+        self._judge = Judge(exact, _results(self._part, problem.op.reference))
+
+    def find_fault(self, function: Callable[..., Any]) -> str | None:
+        """The fault in the function's results, or None."""
+        fault = self._judge.find_fault(_results(self._part, function))
+        if fault is None and self.is_part:
+            found = _results(self._whole, function)
+            unsound = [name for name, value in found.items() if _has_nan(value)]
+            fault = f"wrong result: NaN in {', '.join(unsound)}" if unsound else None
+        return fault
+
+
+def _results(problem: Problem, function: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The function's results and gradients by name."""
+    outputs = problem.forward(function)
+    gradients = problem.backward(outputs)
+    found = dict(zip(problem.op.public, [o.detach() for o in outputs], strict=True))
+    named = zip(problem.leaves(), gradients, strict=True)
+    return found | {f"grad_{name}": gradient for name, gradient in named}
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    """Check the sum, which needs no temporary of the tensor's size."""
+    return bool(value.sum(dtype=torch.float32).isnan())
+
+
 def _of_direction(chosen: str, direction: str) -> str:
-    """The contender that the choice takes there; for "full", "cuda/triton" takes neither."""
+    """The contender of the automatic choice; for "full", "cuda/triton" is neither."""
     both = parts(chosen)
     return {"fwd": both[0], "bwd": both[-1]}.get(direction, chosen)
 
 
-def _fault(judge: Judge, contender: Contender) -> str | None:
-    """Why the contender is not timed: its results are wrong or missing."""
+def _find_fault(check: _Check, contender: Contender) -> tuple[str | None, str | None]:
+    """The fault in the contender's results, and whether memory was lacking for them, in words."""
     try:
         with torchweld.use_backend(contender.backend):
-            return judge.fault(contender.function)
-    except Exception as error:  # a contender's failure must not end the others' run
-        return in_a_line(error)
+            return check.find_fault(contender.function), None
+    except Exception as error:  # one contender's failure must not end the run of the others
+        return _blame(error)
+
+
+def _try_out(
+    problem: Problem, direction: str, contender: Contender
+) -> tuple[str | None, str | None]:
+    """Run a contender once on the whole problem; return its fault, and why it is left out.
+
+    The dense baseline of a long attention may not fit, and a peer may have no kernel for a shape.
+    """
+    try:
+        _run(problem, direction, contender, _untimed)
+    except Exception as error:
+        fault, shortage = _blame(error)
+        is_ours = contender.judged or contender.backend is not None
+        return (fault, shortage) if is_ours else (None, shortage or fault)
+    return None, None
+
+
+def _blame(error: Exception) -> tuple[str | None, str | None]:
+    """The error as a fault, or as a lack of memory, which is nobody's fault."""
+    if not is_out_of_memory(error):
+        return in_a_line(error), None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None, OUT_OF_MEMORY
+
+
+def _untimed(call: Callable[[], Any]) -> Sample:
+    call()
+    return Sample(0.0)
 
 
 def _timed(
@@ -140,6 +222,8 @@ def compare(
     blank: Callable[[str], Result],
 ) -> list[Result]:
     """Time contenders and the stream. `blank` makes a contender's result without times."""
+    if not runs:
+        return []
     timed = list(runs.values())
     stream = limits.stream(traffic, device)
     if stream is not None:
@@ -200,7 +284,7 @@ def _result(case: Case, direction: str, contender: str, traffic: Traffic) -> Res
     return Result(
         op=case.op.name,
         shape=list(case.shape),
-        dtype=name(case.dtype),
+        dtype=name_dtype(case.dtype),
         direction=direction,
         contender=contender,
         elements=torch.Size(case.shape).numel(),

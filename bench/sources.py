@@ -30,11 +30,12 @@ def root() -> Path | None:
 def files_of(op: Op | Rule) -> dict[str, tuple[str, ...]]:
     """Kernel files by backend. A rule declares only backends that need evidence."""
     if isinstance(op, Rule):
-        return {"cpu": (f"csrc/cpu/{op.name}.cpp", "csrc/cpu/sum_of_squares.cpp"), **op.sources}
+        cpu = (*op.kernel_files("cpu", "cpp"), "csrc/cpu/sum_of_squares.cpp")
+        return {"cpu": cpu, **op.sources}
     return {backend: tuple(files) for backend, files in op.sources.items()}
 
 
-def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
+def find_sources(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
     """All files that affect the backend's kernels, derived from includes and imports.
 
     Native kernels add the binding with the same name as the kernel's file, and the compiler flags.
@@ -43,10 +44,10 @@ def sources_of(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
     native = [path for path in roots if path.suffix != ".py"]
     roots += [folder / "csrc" / "bind" / f"{path.stem}.cpp" for path in native]
     roots += [folder / "csrc" / "flags.py"] if native else []
-    return used_by(roots, folder)
+    return find_used(roots, folder)
 
 
-def used_by(roots: Iterable[Path], folder: Path) -> list[Path]:
+def find_used(roots: Iterable[Path], folder: Path) -> list[Path]:
     """These files, and this repository's files that they include or import."""
     found: dict[Path, None] = {}
     open_ends = [*roots]
@@ -54,27 +55,27 @@ def used_by(roots: Iterable[Path], folder: Path) -> list[Path]:
         path = open_ends.pop()
         if path not in found and path.exists():
             found[path] = None
-            open_ends += _uses(path, folder)
+            open_ends += _list_uses(path, folder)
     return sorted(found)
 
 
-def _uses(path: Path, folder: Path) -> list[Path]:
+def _list_uses(path: Path, folder: Path) -> list[Path]:
     """This repository's files that a file includes or imports."""
-    names = _names(stripped(path), path.suffix == ".py")
+    names = _list_names(stripped(path), path.suffix == ".py")
     if path.suffix == ".py":
         return [path.parent / f"{module}.py" for module in names]
     return [folder / "csrc" / name for name in names]
 
 
 @functools.cache
-def _names(text: str, is_python: bool) -> list[str]:
+def _list_names(text: str, is_python: bool) -> list[str]:
     """The modules that a text imports, or the files that it includes."""
     return (_IMPORT if is_python else _INCLUDE).findall(text)
 
 
 def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:
     """SHA-256 of the backend's sources, without what compilers ignore."""
-    return hash_of(sources_of(op, backend, folder), folder)
+    return hash_of(find_sources(op, backend, folder), folder)
 
 
 def hash_of(paths: Iterable[Path], folder: Path) -> str:
@@ -93,14 +94,14 @@ def stripped(path: Path) -> str:
 @functools.cache
 def _stripped(text: str, is_python: bool) -> str:
     if is_python:
-        text = _without_python_comments(text)
+        text = _drop_python_comments(text)
     else:
         text = _C_TOKEN.sub(lambda token: token[1] or " ", text)
     lines = (line.rstrip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 
 
-def _without_python_comments(text: str) -> str:
+def _drop_python_comments(text: str) -> str:
     """The text without comments and docstrings."""
     spans, before = [], tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

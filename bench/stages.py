@@ -1,6 +1,6 @@
-"""Records evidence on a GPU that may be available for minutes only, most valuable facts first.
+"""Records evidence on a GPU that may be available for only minutes, most valuable facts first.
 
-A stage is a list of steps, each with a share of the stage's seconds. Time that a step leaves over
+A stage is a list of steps, each with a share of the stage's seconds. Time that a step does not use
 goes to the next steps. Jobs for which no time is left are skipped and printed. Every job runs in
 its own process, and the record is complete after each.
 """
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from torchweld.bench import isolated, recording
+from torchweld.bench import jobs, recording, steps, targets
 from torchweld.bench.cases import SMALLEST
-from torchweld.bench.contract import Limit, Verdict, contract
-from torchweld.bench.isolated import Found, Job
+from torchweld.bench.contenders import COMPILE, DENSE
+from torchweld.bench.contract import Limit, Verdict, run_contract
+from torchweld.bench.jobs import Found, Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.ops.optimizer.rule import RULES
+from torchweld.registry import OPS
 
 # Most used first.
 _FIRST = ("layer_norm", "rms_norm", "softmax_dropout", "linear_act", "mlp", "bias_act")
@@ -29,7 +31,12 @@ _LAST = ("linear_batch_norm_act", "batch_norm_act", "normalize_act")
 # Seconds that a process takes to start and draw its inputs, and seconds per job of each kind.
 STARTS = 7.0
 CHECKS, COMPILES, TIMES = STARTS + 3, STARTS + 20, STARTS + 5
-# A job that takes this many times its expected time counts as hanging.
+# Attention at one size and its compiled rival in both directions; later all sizes, from the caches
+# of compiled code.
+ATTENTION_COMPILES, ATTENTION_TIMES = STARTS + 60, STARTS + 55
+STEPS = STARTS + 28
+_ATTENTION = "block_sparse_attention"
+# A job that takes longer than this many times its expected time counts as hanging.
 _PATIENCE = 4
 
 
@@ -46,8 +53,9 @@ class Step:
     jobs: tuple[Job, ...] = ()
     at_once: int | None = 1
     each: float = TIMES
+    is_kept: bool = True  # False: it only fills the caches of compiled code
 
-    def predicted(self, cores: int) -> float:
+    def predict(self, cores: int) -> float:
         """The expected seconds."""
         if not self.jobs:
             return self.seconds
@@ -60,7 +68,7 @@ class Lab(Protocol):
     cores: int
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Seconds on a monotonic clock."""
 
     def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
         """Yield each job and its results as it ends, or None if it had not started by `until`."""
@@ -87,22 +95,26 @@ class Machine:
                     if self.now() >= until:
                         yield job, None
                     else:
-                        running[pool.submit(isolated.run, job, _PATIENCE * step.each)] = job
+                        running[pool.submit(jobs.run_apart, job, _PATIENCE * step.each)] = job
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(done), done.result()
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
-        return contract(self._root, targets, Limit(until=self.now() + seconds))
+        return run_contract(self._root, targets, Limit(until=self.now() + seconds))
 
 
 def first(names: Sequence[str]) -> list[Step]:
     """Ten minutes: every kernel once, the most important times, then the tests."""
+    attention, others = [n for n in names if n == _ATTENTION], [n for n in names if n != _ATTENTION]
+    compiled, timed = _list_attention_sizes(attention), _list_attention(attention)
     return [
-        Step("CUDA kernels, smallest shapes", 60, _checks(names, "cuda"), 4, CHECKS),
-        Step("Triton kernels, compiled", 120, _checks(names, "triton"), None, COMPILES),
-        Step("bfloat16 times", 180, _times(names, ("bfloat16",), ("fwd", "full"))),
-        Step("AdamW on a billion elements", 60, _steps(names, ["adam"]), each=STARTS + 20),
-        Step("the contract", 160),
+        Step("CUDA kernels, smallest shapes", 50, _list_checks(names, "cuda"), 4, CHECKS),
+        Step("Triton kernels, compiled", 65, _list_checks(names, "triton"), None, COMPILES),
+        Step("attention, compiled", 75, compiled, None, ATTENTION_COMPILES, is_kept=False),
+        Step("attention beside its rivals", 65, timed, each=ATTENTION_TIMES),
+        Step("bfloat16 times", 235, _list_times(others, ("bfloat16",), ("fwd", "full"))),
+        Step("AdamW on a billion elements", 40, _list_steps(names, ["adam"]), each=STEPS),
+        Step("the contract", 65),
     ]
 
 
@@ -110,18 +122,18 @@ def second(names: Sequence[str]) -> list[Step]:
     """Ten more minutes: the other dtype and rules, and the rest of the tests."""
     others = [rule for rule in RULES if rule != "adam"]
     return [
-        Step("optimizers", 120, _steps(names, others), each=STARTS + 10),
-        Step("float32 times", 180, _times(names, ("float32",), ("fwd", "full"))),
-        Step("the contract", 290),
+        Step("optimizers", 120, _list_steps(names, others), each=STARTS + 10),
+        Step("float32 times", 255, _list_times(names, ("float32",), ("fwd", "full"))),
+        Step("the contract", 225),
     ]
 
 
 def third(names: Sequence[str]) -> list[Step]:
     """No time limit: times of torch.compile, and the overhead of calls."""
-    jobs = [
-        replace(job, plan=replace(job.plan, rivals=["compile"], seconds=0.3), overhead=True)
-        for job in _times(names, ("bfloat16", "float32"), ("fwd", "bwd", "full"))
-    ]
+    jobs = []
+    for job in _list_times(names, ("bfloat16", "float32"), ("fwd", "bwd", "full")):
+        plan = replace(job.plan, rivals=_list_rivals(job.op), seconds=0.3)
+        jobs.append(replace(job, plan=plan, overhead=True))
     return [Step("beside torch.compile", 1800, tuple(jobs), each=75.0)]
 
 
@@ -137,25 +149,26 @@ def run(
     for step in STAGES[stage](names):
         until += step.seconds
         took = lab.now()
-        predicted = step.predicted(lab.cores)
+        predicted = step.predict(lab.cores)
         print(f"{took - start:5.0f} s  {step.name}: some {predicted:.0f} s", flush=True)
         if step.jobs:
             left_out = []
             for job, found in lab.run(step, until):
                 if found is None:
                     left_out.append(str(job))
-                else:
-                    for r in keep(job, found, record):  # eager is measured with each backend
+                elif step.is_kept:
+                    for r in record_job(job, found, record):  # eager is measured with each backend
                         results.setdefault((r.op, r.label, r.dtype, r.direction, r.contender), r)
             if left_out:
                 print(f"         no time was left for {', '.join(left_out)}", flush=True)
         else:
-            _test(names, lab, record, until)
+            _record_tests(names, lab, record, until)
     print(f"{lab.now() - start:5.0f} s  the {stage} stage has ended: {record.path}", flush=True)
+    targets.show(results.values())
     return list(results.values())
 
 
-def _test(names: Sequence[str], lab: Lab, record: recording.Record, until: float) -> None:
+def _record_tests(names: Sequence[str], lab: Lab, record: recording.Record, until: float) -> None:
     targets = {(n, b) for n in names for b in recording.gpu_backends(recording.PROVEN[n])}
     for name, backend in sorted(targets):
         record.begin(name, backend, recording.TESTED)
@@ -164,12 +177,12 @@ def _test(names: Sequence[str], lab: Lab, record: recording.Record, until: float
         record.add_outcome(tested.op, tested.backend, recording.TESTED, tested.fault)
 
 
-def keep(job: Job, found: Found, record: recording.Record) -> list[Result]:
+def record_job(job: Job, found: Found, record: recording.Record) -> list[Result]:
     """Record a job's results: which were correct, and their times."""
     (backend,) = job.plan.backends
     results = [result for results in found.results for result in results]
     if found.fault:
-        results += isolated.refused(job, found)
+        results += jobs.refuse_all(job, found)
     mine = [r for r in results if r.contender == backend and r.status != "absent"]
     if not mine:
         return results
@@ -182,35 +195,61 @@ def keep(job: Job, found: Found, record: recording.Record) -> list[Result]:
     return results
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_names(names: Iterable[str]) -> list[str]:
     """Ops and rules, most used first."""
     rank = {name: at - len(_FIRST) for at, name in enumerate(_FIRST)} | dict.fromkeys(_LAST, 1)
     return sorted(names, key=lambda name: rank.get(name, 0))
 
 
-def _jobs(names: Iterable[str], plan: Plan, backends: Iterable[str]) -> list[Job]:
+def _list_jobs(names: Iterable[str], plan: Plan, backends: Iterable[str]) -> list[Job]:
     """One job for each op and GPU backend."""
     pairs = [(n, b) for n in names for b in recording.gpu_backends(recording.PROVEN[n])]
     return [Job(n, replace(plan, backends=[b])) for n, b in pairs if b in backends]
 
 
-def _checks(names: Iterable[str], backend: str) -> tuple[Job, ...]:
-    """Jobs that check every kernel at its smallest shape, both ways, and time it once."""
+def _list_checks(names: Iterable[str], backend: str) -> tuple[Job, ...]:
+    """Jobs that check every kernel at its smallest shape, in both directions, and time it once."""
     once = Plan(["full"], [], [], seconds=0.0, rounds=(1, 1))
     dtypes = ["bfloat16", "float32", "float16"]
-    jobs = _jobs(names, once, [backend])
+    jobs = _list_jobs(names, once, [backend])
     return tuple(replace(job, dtypes=dtypes, sizes=[SMALLEST], step=[2, 64, 64]) for job in jobs)
 
 
-def _times(
+def _list_times(
     names: Iterable[str], dtypes: Sequence[str], directions: Sequence[str]
 ) -> tuple[Job, ...]:
     plan = Plan(directions, [], [], seconds=0.1, rounds=(5, 51))
     ops = [name for name in names if name not in RULES]
-    return tuple(replace(job, dtypes=dtypes) for job in _jobs(ops, plan, ("cuda", "triton")))
+    found = [replace(job, dtypes=dtypes) for job in _list_jobs(ops, plan, ("cuda", "triton"))]
+    return tuple(
+        replace(job, plan=replace(job.plan, rivals=["gemm"])) if job.op == "linear_act" else job
+        for job in found
+    )
 
 
-def _steps(names: Iterable[str], rules: Iterable[str]) -> tuple[Job, ...]:
-    plan = Plan(["full"], [], [], seconds=0.5, rounds=(5, 51))
+def _list_attention(names: Iterable[str]) -> tuple[Job, ...]:
+    """Attention at all sizes beside torch's dense kernels and FlexAttention."""
+    rivals = [*DENSE, "flex"]
+    jobs = _list_times(names, ("bfloat16",), ("fwd", "full"))
+    return tuple(replace(job, plan=replace(job.plan, rivals=rivals)) for job in jobs)
+
+
+def _list_attention_sizes(names: Iterable[str]) -> tuple[Job, ...]:
+    """A job for each size that compiles attention and FlexAttention, and times nothing."""
+    once = Plan(["full"], [], ["flex"], seconds=0.0, rounds=(1, 1))
+    found = []
+    for job in _list_jobs(names, once, ["triton"]):
+        count = len(OPS[job.op].benchmarks_on_gpu)
+        sizes = [(at + 0.5) / count for at in range(count)]
+        found += [replace(job, dtypes=["bfloat16"], sizes=[size]) for size in sizes]
+    return tuple(found)
+
+
+def _list_rivals(op: str) -> list[str]:
+    return [COMPILE, *DENSE, "flex"] if op == _ATTENTION else [COMPILE]
+
+
+def _list_steps(names: Iterable[str], rules: Iterable[str]) -> tuple[Job, ...]:
+    plan = Plan(["full"], [], [*steps.PEERS], seconds=0.5, rounds=(5, 51))
     asked = set(names)
-    return tuple(_jobs([r for r in rules if r in asked], plan, ("cuda",)))
+    return tuple(_list_jobs([r for r in rules if r in asked], plan, ("cuda",)))

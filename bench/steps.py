@@ -11,25 +11,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 import torchweld
 from torchweld import optim
-from torchweld.bench.runner import Plan, Result, compare
+from torchweld.bench.runner import OUT_OF_MEMORY, Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
-from torchweld.ops.optimizer.rule import RULES
+from torchweld.dispatch.engine.judge import in_a_line, is_out_of_memory
+from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER
 from torchweld.registry.cost import Traffic
 
 Params = list[torch.Tensor]
-Make = Callable[[Params], Any]
+Make = Callable[[ParamsT], Any]
 
 
 class _Clipped:
     """The two steps that max_grad_norm replaces: clipping, then the optimizer."""
 
-    def __init__(self, params: Params) -> None:
-        self._params, self._optimizer = params, torch.optim.AdamW(params, fused=True)
+    def __init__(self, params: ParamsT) -> None:
+        self._optimizer = torch.optim.AdamW(params, fused=True)
+        self._params = [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self._params, 1.0)
@@ -54,6 +57,13 @@ class Peer:
     module: str
     make: Callable[[Any], Make]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    rounding: float = 0.0  # of a step, by which it may differ from torchweld's own
+
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
+
+    def optimizer(self, params: ParamsT) -> Any:
+        return self.make(importlib.import_module(self.module))(params)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,18 @@ class Kind:
     of_block: tuple[int, int] = (0, 0)  # additional bytes read and written per block
 
 
-def _fused(params: Params) -> torch.optim.Optimizer:
+class _Several:
+    """Optimizers of parts of the parameters."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def _fused(params: ParamsT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
@@ -81,8 +102,36 @@ _DEEPSPEED = Peer(
     lambda m: lambda params: m.DeepSpeedCPUAdam(params, weight_decay=1e-2, bias_correction=True),
     ("cpu",),
 )
+
+
+def _muon(params: ParamsT) -> torch.optim.Optimizer:
+    """Muon for matrices, and AdamW for vectors."""
+    every: Params = list(params)  # type: ignore[arg-type]
+    rest = [p for p in every if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": [p for p in every if p.ndim > 1]}]
+    return optim.Muon([*groups, {"params": rest, "rule": "adamw"}] if rest else groups)
+
+
+def _schedule_free(params: ParamsT) -> torch.optim.Optimizer:
+    optimizer = optim.ScheduleFreeAdamW(params)
+    optimizer.train()
+    return optimizer
+
+
+def _muon_of_torch(module: Any) -> Make:
+    """torch's Muon for matrices, and its AdamW for vectors."""
+
+    def make(params: ParamsT) -> _Several:
+        every: Params = list(params)  # type: ignore[arg-type]
+        matrices, rest = ([p for p in every if (p.ndim > 1) == two] for two in (True, False))
+        found = [module.Muon(matrices)] if matrices else []
+        return _Several(*found, *([_fused(rest)] if rest else []))
+
+    return make
+
+
 # A norm reads the gradients once more. A ratio adds a pass that reads as much as a step.
-KINDS = (
+_LISTED = (
     Kind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
     Kind("adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"),
     Kind(
@@ -111,7 +160,19 @@ KINDS = (
         lambda p: optim.SGD(p, momentum=0.9),
         "momentum",
     ),
+    # A direction is written and read besides; the products move what a matrix's size decides.
+    Kind(
+        "muon",
+        16,
+        12,
+        lambda p: _Reference(_muon(p)),
+        _muon,
+        # Five iterations in bfloat16, of two products each, every one rounded.
+        peers={"torch_muon": Peer("torch.optim", _muon_of_torch, rounding=10 * 2.0**-8)},
+    ),
+    # It is adaptive only if it is cautious.
     Kind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
+    Kind("schedule_free", 16, 12, lambda p: _Reference(_schedule_free(p)), _schedule_free),
     Kind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
     Kind(
         "lamb",
@@ -130,6 +191,25 @@ KINDS = (
         optim.Adafactor,
     ),
 )
+
+
+def _derive(rule: Rule) -> Kind:
+    """The step of the class in optim/<rule>.py with float32 states, against eager torch."""
+    room = importlib.import_module(f"torchweld.optim.{rule.name}")
+    make: Any = next(
+        found
+        for found in vars(room).values()
+        if isinstance(found, type)
+        and issubclass(found, torch.optim.Optimizer)
+        and found.__module__ == room.__name__
+    )
+    moments, passes = len(rule.signed), 2 if rule.is_adaptive else 1
+    reads, writes = 4 * (2 + moments) * passes, 4 * (1 + moments)
+    return Kind(rule.name, reads, writes, lambda params: _Reference(make(params)), make)
+
+
+_KNOWN = {kind.rule for kind in _LISTED}
+KINDS = (*_LISTED, *(_derive(rule) for name, rule in RULES.items() if name not in _KNOWN))
 PEERS = {name: peer for kind in KINDS for name, peer in kind.peers.items()}
 
 
@@ -157,9 +237,10 @@ class Grouped:
     def __init__(self, make: Make) -> None:
         self._make = make
 
-    def __call__(self, params: Params) -> Any:
-        rates = [1e-3 * (1 - 1e-4 * i) for i in range(len(params))]
-        return self._make([{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)])
+    def __call__(self, params: ParamsT) -> Any:
+        return self._make(
+            [{"params": [p], "lr": 1e-3 * (1 - 1e-4 * i)} for i, p in enumerate(params)]
+        )
 
 
 @dataclass(frozen=True)
@@ -240,16 +321,18 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     runs: dict[str, Run] = {}
     not_timed: list[Result] = []
 
-    def enter(name: str, make: Make, backend: str | None = None) -> None:
+    def enter(name: str, make: Make, backend: str | None = None, rounding: float = 0.0) -> None:
         try:
             with torchweld.use_backend(backend):
-                runs[name] = problem.enter(make, backend)
-        except Exception as error:  # a contender's failure must not end the others' run
+                runs[name] = problem.enter(make, backend, rounding)
+        except Exception as error:  # one contender's failure must not end the run of the others
             if name == EAGER:
                 raise
             result = case.blank(name)
-            first = str(error).strip().partition("\n")[0]
-            result.status, result.reason = "refused", f"{type(error).__name__}: {first}"
+            result.status, result.reason = "refused", in_a_line(error)
+            if is_out_of_memory(error):
+                result.status, result.reason = "absent", OUT_OF_MEMORY
+                torch.cuda.empty_cache()
             not_timed.append(result)
 
     enter(EAGER, case.kind.eager)
@@ -259,22 +342,31 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
             enter(backend, case.kind.ours, backend)
     for name, peer in case.kind.peers.items():
         if name in plan.rivals and case.device in peer.devices:
-            enter(
-                name,
-                lambda params, peer=peer: peer.make(importlib.import_module(peer.module))(params),
-            )
+            if peer.is_installed():
+                enter(name, peer.optimizer, rounding=peer.rounding)
+            else:
+                absent = case.blank(name)
+                absent.status, absent.reason = "absent", f"not installed: pip install {name}"
+                not_timed.append(absent)
+    if case.device == "cuda":
+        take_step(case)  # the automatic choice may not have been made yet
     with torchweld.use_backend(None):
-        chosen = rule.automatic(param)
+        chosen = rule.choose_for(param)
     results = compare(runs, case.traffic(), case.device, plan, clock, case.blank)
     for result in results:
         result.automatic = result.contender == chosen
     yield [*results, *not_timed]
 
 
+def take_step(case: StepCase) -> None:
+    """Take one step on the automatic backend; the first step of a class makes a trial."""
+    with torchweld.use_backend(None):
+        _Problem(case).enter(case.kind.ours, None)
+
+
 def peers() -> list[str]:
     """The installed peers."""
-    roots = {name: peer.module.partition(".")[0] for name, peer in PEERS.items()}
-    return [name for name, module in roots.items() if importlib.util.find_spec(module)]
+    return [name for name, peer in PEERS.items() if peer.is_installed()]
 
 
 class _Problem:
@@ -289,8 +381,8 @@ class _Problem:
         self._expected: Params = []
         self._elements = case.elements
 
-    def enter(self, make: Make, backend: str | None) -> Run:
-        """Add a contender, after checking its first step."""
+    def enter(self, make: Make, backend: str | None, rounding: float = 0.0) -> Run:
+        """Add a contender, after checking its first step; `rounding` is a part of a step."""
         grads = [g.clone() for g in self._grads]
         with torch.no_grad():
             for p, start in zip(self._params, self._start, strict=True):
@@ -303,8 +395,12 @@ class _Problem:
             (p.detach() - e).abs().sum().item()
             for p, e in zip(self._params, self._expected, strict=True)
         )
+        moved = sum(
+            (e - start).abs().sum().item()
+            for e, start in zip(self._expected, self._start, strict=True)
+        )
         # A step moves at most lr = 1e-3; eps matters for tiny clipped gradients.
-        if not off < 1e-6 * self._elements:
+        if not off < 1e-6 * self._elements + rounding * moved:
             raise ValueError(f"wrong result: off by {off / self._elements:.1e} after a step")
         return run
 

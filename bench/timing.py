@@ -1,4 +1,4 @@
-"""Times calls: each from the same state of the caches, in turn with its rivals."""
+"""Times calls, each from the same state of the caches, in turns with its rivals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch.clock import DeviceClock
+from torchweld.dispatch.engine.clock import DeviceClock
 
 
 class Sample(NamedTuple):

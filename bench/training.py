@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,14 @@ from torch import nn
 
 from torchweld.bench.memory import peak_bytes
 from torchweld.table import Table, progress
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """torch.compile's module, of which torch's annotation says only that it can be called."""
+    made = torch.compile(model)
+    assert isinstance(made, nn.Module)
+    return made
+
 
 # The loss of a model on the batch of a given step.
 Loss = Callable[[nn.Module, int], torch.Tensor]
@@ -142,3 +152,10 @@ def table(rows: Sequence[dict[str, Any]], **more: Callable[[dict[str, Any]], str
 
 def _megabytes(size: int | None) -> str:
     return "" if size is None else f"{size / 1e6:.1f}"
+
+
+def read_text() -> torch.Tensor:
+    """A few megabytes of text that every Python installation has."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)

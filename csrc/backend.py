@@ -1,4 +1,4 @@
-"""The build backend: setuptools', which asks for torch only if the environment has none.
+"""The build backend: that of setuptools, plus torch as a requirement if there is none.
 
 The build needs torch's headers. Under build isolation pip would download a whole torch to get them,
 although the target environment nearly always has one already.
@@ -19,10 +19,10 @@ def _torch() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    """What building a wheel needs."""
+    """The requirements for building a wheel."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_torch()]
 
 
 def get_requires_for_build_editable(config_settings=None):
-    """What an editable install needs."""
+    """The requirements for an editable install."""
     return [*build_meta.get_requires_for_build_editable(config_settings), *_torch()]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import build
 
@@ -34,14 +33,15 @@ def _readable(names: list[str]) -> list[str]:
     return [re.sub(r"\(\w+\)|\((?:[^()]|\([^()]*\))*\)$", "", name) for name in short]
 
 
-def check(nvcc: str, source: Path) -> tuple[bool, str]:
-    """Compile one file; return whether none of its kernels spills, and the kernels as lines."""
+def check(nvcc: str, compiled: build.Object) -> tuple[bool, str]:
+    """Compile one object; return whether none of its kernels spills, and the kernels as lines."""
+    source, name = compiled.source, compiled.path.with_suffix(".cu").name
     flags = [
         "-std=c++17",
         "-O3",
         "-Xptxas=-v",
         "--threads=0",
-        *build.flags_of(source, "nvcc").split(),
+        *compiled.flags.split(),
     ]
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:
@@ -55,30 +55,33 @@ def check(nvcc: str, source: Path) -> tuple[bool, str]:
         return False, result.stderr
     lines = []
     entries = [match.groupdict() for match in ENTRY.finditer(result.stderr)]
-    for entry, name in zip(entries, _readable([e["name"] for e in entries]), strict=True):
+    for entry, kernel in zip(entries, _readable([e["name"] for e in entries]), strict=True):
         spilled = int(entry["stores"]) + int(entry["loads"])
         verdict = f"SPILLS {spilled} bytes" if spilled else "no spill"
         lines.append(
             f"{entry['arch']}  {entry['registers']:>3} registers  {entry['stack']:>3} stack  "
-            f"{verdict}  {source.name}  {name}"
+            f"{verdict}  {name}  {kernel}"
         )
         entry["spilled"] = spilled
     spilling = [entry for entry in entries if entry["spilled"]]
-    lines.append(f"{source.name}: {len(entries)} kernels, {len(spilling)} spill")
+    lines.append(f"{name}: {len(entries)} kernels, {len(spilling)} spill")
     return not spilling, "\n".join(lines)
 
 
 def main() -> None:
-    """Check every file of csrc/cuda."""
+    """Check every object of csrc/cuda."""
     nvcc = build.nvcc()
     if not nvcc:
         print("torchweld: nvcc was not found: pip install -r requirements-cuda.txt")
         sys.exit(3)
-    sources = sorted((build.CSRC / "cuda").glob("*.cu"), key=lambda source: -source.stat().st_size)
+    sources = sorted(
+        (build.CSRC / "cuda").glob("*.cu"), key=lambda s: (s.stem != "rule", -s.stat().st_size)
+    )
+    objects = build.kernels(sources, "nvcc", "")
     right = True
     # Three architectures do not fill two cores: a second file fills them.
     with ThreadPoolExecutor(2) as pool:
-        for without_spill, report in pool.map(functools.partial(check, nvcc), sources):
+        for without_spill, report in pool.map(functools.partial(check, nvcc), objects):
             print(report, flush=True)
             right &= without_spill
     sys.exit(0 if right else 1)

@@ -1,4 +1,4 @@
-"""The compilers' flags. They affect what kernels compute, so evidence of a kernel records them."""
+"""The compilers' flags. They affect results, so a kernel's evidence records them."""
 
 import platform
 import re
@@ -19,8 +19,8 @@ CXX_FLAGS = f"-std=c++17 -O3 -fPIC -fvisibility=hidden {WARNINGS}"
 # Errno and traps would keep loops from being vectorised. NaN and infinity keep their meaning.
 KERNEL_FLAGS = "-fno-math-errno -fno-trapping-math"
 # Optimizers give the same bits as eager, on every instruction set and at every position of an
-# element: no multiplication is fused with an addition. Their files are those that include one of
-# these headers.
+# element: no multiplication is fused with an addition. A file that includes one of these headers
+# belongs to an optimizer.
 _OPTIMIZER = re.compile(r'^#include "(cpu/optim\.h|cuda/optim\.cuh|cuda/rule\.cuh)"', re.MULTILINE)
 # TORCH_TARGET_VERSION 2.10 is the oldest torch that the libraries run under. The other flags avoid
 # symbols introduced after gcc 8 and glibc 2.28.
@@ -30,6 +30,6 @@ NVCC_FLAGS = "-std=c++17 -O3"
 
 
 def flags_of(source: Path, compiler: str) -> str:
-    """What a kernel's file needs besides, for g++ or nvcc."""
+    """Additional flags for a kernel's file, for g++ or nvcc."""
     unfused = {"g++": "-ffp-contract=off", "nvcc": "-fmad=false"}
     return unfused[compiler] if _OPTIMIZER.search(source.read_text()) else ""

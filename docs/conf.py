@@ -22,7 +22,17 @@ release = __version__
 root_doc = "README"
 include_patterns = ["*.md", "docs/**"]
 # Sphinx would search them for documents.
-exclude_patterns = [".*", "build", "dist", "csrc", "python", "tests", "bench", "triton_kernels"]
+exclude_patterns = [
+    ".*",
+    "SECURITY.md",
+    "build",
+    "dist",
+    "csrc",
+    "python",
+    "tests",
+    "bench",
+    "triton_kernels",
+]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
@@ -45,9 +55,9 @@ html_css_files = ["site.css"]
 # Captions of the side bar, and their pages.
 _GROUPS = {
     "Start": ("fuse", "modules", "optimizers", "migrating", "troubleshooting"),
-    "Use": ("huggingface", "block-sparse-attention", "ops"),
-    "Scale": ("stack", "pipelines-and-memory", "offload", "one-bit"),
-    "Understand": ("numerics", "performance", "support"),
+    "Use": ("huggingface", "losses", "block-sparse-attention", "rotary", "ops"),
+    "Scale": ("stack", "pipelines-and-memory", "offload", "fsdp2", "one-bit"),
+    "Understand": ("numerics", "performance", "models", "support", "stability"),
     "API": (
         *("api/torchweld", "api/functional", "api/nn", "api/optim", "api/sparse"),
         *("api/distributed", "api/random", "api/errors"),

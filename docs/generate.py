@@ -12,19 +12,18 @@ import torch
 
 from torchweld import functional, nn, optim
 from torchweld.bench import recording, report
-from torchweld.dispatch import evidence
 from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops
 
 `python docs/generate.py` writes this page from the declarations of the ops. For each op it lists:
 
-- the schemas of its forward and its backward;
-- the dtypes it takes;
-- its kernels by backend, and the tensors it saves for the backward;
-- the size below which it falls back to eager on the CPU, since a call of ours would cost more than
-  it gains. A call that draws random numbers does not fall back, nor does one of 16 bits where eager
-  would round between its steps.
+- the schemas of its forward and its backward op;
+- the dtypes that it accepts;
+- its kernels by backend, and the tensors that it saves for the backward pass;
+- the size below which it falls back to eager on the CPU, since calling a kernel would cost more
+  than it gains. Calls with dropout never fall back. Neither do 16-bit calls of ops that eager
+  computes in several steps, with rounding between them.
 """
 
 
@@ -83,6 +82,7 @@ def optimizer_bytes() -> str:
         (torch.bfloat16, False, True),
         (torch.bfloat16, True, False),
         (torch.bfloat16, "remainder", False),
+        (torch.bfloat16, "remainder8", False),
     ):
         for state_dtype in (torch.float32, torch.bfloat16, "8bit"):
             p = torch.zeros(1024, 1024, dtype=dtype, requires_grad=True)
@@ -96,7 +96,7 @@ def optimizer_bytes() -> str:
             optimizer.step()
             state = [v for name, v in optimizer.state[p].items() if name != "step"]
             kept = sum(t.nbytes for t in [p, *state]) / p.numel()
-            # A step reads the master in place of the parameter.
+            # A step reads the master instead of the parameter.
             moved = 2 * kept + p.itemsize - (p.itemsize if masters is True else 0)
             settings = (dtype, masters, rounding, state_dtype)
             names = [str(value).removeprefix("torch.") for value in settings]
@@ -105,7 +105,7 @@ def optimizer_bytes() -> str:
 
 
 def signatures() -> str:
-    """Return every public module and function with its signature and its docstring's first line."""
+    """Return every public module and function with its signature and first docstring line."""
     parts = []
     for title, room in (("Modules", nn), ("Functions", functional)):
         parts.append(f"## {title}\n")
@@ -117,7 +117,7 @@ def signatures() -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """Return it in lines of 100 columns; torch documents the constructors that are torch's."""
+    """Return a signature in lines of 100 columns; for torch's own constructors only `(...)`."""
     of = value.__init__ if inspect.isclass(value) else value
     if of.__module__.startswith("torch."):
         return f"{name}(...)"
@@ -159,14 +159,14 @@ def measured() -> str:
     parts = [
         f"On the CPU: {where['name']}, {where['threads']} threads, {where['isa']}, torch"
         f" {where['versions']['torch']}, {where['date']}; {where['conditions']}.",
-        report.markdown(recording.marked(found.results, found.sources, root)),
+        report.markdown(recording.mark_stale(found.results, found.sources, root)),
     ]
-    for gpu, record in evidence.records().items():
-        results = recording.results(record, root)
+    for gpu, record in recording.read_records().items():
+        results = recording.list_results(record, root)
         timed = [result for result in results if result.direction in ("full", "step")]
         about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
         parts += [about, report.markdown(timed)]
-    if not evidence.records():
+    if not recording.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""A small transformer of torchweld.nn: a GPT or a BERT, with dense or sparse attention."""
+"""A small GPT or BERT made of torchweld.nn's modules, with dense or sparse attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchweld.sparse import BlockLayout
 
 @dataclass(frozen=True)
 class Settings:
-    """The sizes of a Transformer, and which kind it is."""
+    """The sizes and the kind of a Transformer."""
 
     vocabulary: int = 256
     length: int = 128
@@ -33,7 +33,7 @@ class Settings:
     window: int = 3  # blocks
 
     def layout(self) -> Callable[..., BlockLayout]:
-        """What attention sees: all of the sequence, or its first tokens and a window."""
+        """The layout of attention: the whole sequence, or its first tokens and a window."""
         if not self.sparse:
             return partial(BlockLayout.dense, block=self.block)
         attention = "unidirectional" if self.causal else "bidirectional"
@@ -46,7 +46,7 @@ class Settings:
 
 
 class Attention(nn.Module):
-    """Attention to the blocks of a layout, of as many heads as this device has."""
+    """Attention to the blocks of a layout, with this device's heads."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """A block of a GPT; one pass for each dropout, addition and norm."""
+    """A block of a GPT; each dropout, addition and norm is one pass over memory."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class PostNorm(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits; or one stage of that, which takes and returns the stream."""
+    """A model from tokens to logits, or one stage of it, which passes activations on."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         self.head: nn.Module | None = nn.Linear(s.width, s.vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """`first` is the place of the first token."""
+        """Compute logits; `first` is the position of the first token."""
         if self.token is not None and self.place is not None:
             places = torch.arange(first, first + x.shape[1], device=x.device)
             x = self.token(x) + self.place(places[None])
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         return x
 
     def stage(self, index: int, count: int) -> Transformer:
-        """Keep the part of a pipeline's stage; what is left has the names that it had."""
+        """Keep only the modules of a pipeline's stage, under the same names."""
         layers = len(self.blocks)
         first, last = index * layers // count, (index + 1) * layers // count
         for i in range(layers):
@@ -130,13 +130,13 @@ class Transformer(nn.Module):
         return self
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over a batch's tokens."""
+def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Compute the mean cross-entropy over a batch's tokens."""
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def batch_of(s: Settings, rows: int, seed: int, device: Any = "cpu") -> tuple[torch.Tensor, ...]:
-    """Tokens that can be learnt, and what is to be said of each: that before it, plus one."""
+def make_batch(s: Settings, rows: int, seed: int, device: Any = "cpu") -> tuple[torch.Tensor, ...]:
+    """Make random tokens and their targets: the previous token plus one, which can be learnt."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(s.vocabulary, (rows, s.length), generator=generator)
     return tokens.to(device), ((tokens.roll(1, 1) + 1) % s.vocabulary).to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import interpreting  # noqa: E402
 import torchweld  # noqa: E402
+from torchweld.dispatch.engine.judge import is_out_of_memory  # noqa: E402
 from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -77,7 +78,7 @@ class Target:
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
         """Arguments of this size, or with narrower rows if the backend needs them."""
         arguments = self.op.sized(leading, row)
-        while self.op.refused(self.backend, arguments) is not None:
+        while self.op.why_refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
             assert row[-1] > 0, f"{self} serves no size"
             arguments = self.op.sized(leading, row)
@@ -89,15 +90,15 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
     no_gpu = None if GPU else "no GPU"
     emulator = None if EMULATED.exists() else f"{EMULATED} is not built (make emulator)"
     return {
-        "cpu": ("cpu", "cpu", BACKENDS["cpu"].missing()),
+        "cpu": ("cpu", "cpu", BACKENDS["cpu"].why_missing()),
         "emulator": ("cuda", "cpu", "a GPU runs the kernels" if GPU else emulator),
         "interpreter": (
             "triton",
             "cpu",
-            "a GPU runs the kernels" if GPU else BACKENDS["triton"].missing(),
+            "a GPU runs the kernels" if GPU else BACKENDS["triton"].why_missing(),
         ),
-        "gpu-cuda": ("cuda", "cuda", no_gpu or BACKENDS["cuda"].missing()),
-        "gpu-triton": ("triton", "cuda", no_gpu or BACKENDS["triton"].missing()),
+        "gpu-cuda": ("cuda", "cuda", no_gpu or BACKENDS["cuda"].why_missing()),
+        "gpu-triton": ("triton", "cuda", no_gpu or BACKENDS["triton"].why_missing()),
     }
 
 
@@ -111,11 +112,18 @@ TARGETS = [
     for place, (backend, device, missing) in PLACES.items()
     for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
     if backend in op.sources and missing is None
-    if all(op.refused(backend, arguments) is None for arguments in op.samples)
+    if all(op.why_refused(backend, arguments) is None for arguments in op.samples)
 ]
 
 
+# Marks that all tests of a folder have.
+MARKS = {"pytorch": ["lane"], "distributed": ["lane", "processes"], "emulator": ["long"]}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in MARKS.get(item.path.parent.name, []):
+            item.add_marker(mark)
     # The longest tests begin first, so that the last minutes have work for every worker.
     items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)
 
@@ -171,7 +179,7 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = PLACES[place][0]
     if place == "emulator":
         torch.ops.load_library(str(EMULATED))
-        monkeypatch.setattr(BACKENDS["cuda"], "missing", lambda: None)
+        monkeypatch.setattr(BACKENDS["cuda"], "why_missing", lambda: None)
     if place in ("emulator", "interpreter"):
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu"})
     with torchweld.use_backend(backend):
@@ -190,11 +198,21 @@ def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Record in a test's report which op ran where; pytest-xdist passes it on."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Record in a test's report which op ran where; pytest-xdist passes it on.
+
+    A GPU that lacks memory says nothing about a kernel: the test is skipped.
+    """
     report = yield
+    error = call.excinfo and call.excinfo.value
+    if report.failed and "gpu-" in item.nodeid and error and is_out_of_memory(error):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, "Skipped: out of memory")
     if report.when == "call" and "target" in getattr(item, "fixturenames", ()):
-        target: Target = item.callspec.params["target"]
+        assert isinstance(item, pytest.Function)
+        target: Any = item.callspec.params["target"]
         report.user_properties.append(("ran", (target.place, target.op.name)))
     return report
 

@@ -12,8 +12,8 @@ bias_act_backward, 3 units: a program walks a chunk of rows in one tile of colum
     sums for grad_bias in registers, which it writes once. At bf16 8192 x 16384 on 132 processors
     that is 66 chunks of 124 rows: 4.3 MB of partial sums beside 805 MB. They are added in a fixed
     order: no atomics, the same bits every run. The next rows arrive in shared memory meanwhile.
-gated_act, 3 units, and its backward, 5, use tiles like bias_act's. gate and up may be the halves of
-    one GEMM's result; they are read in place.
+gated_act, 3 units, and its backward pass, 5, use tiles like bias_act's. gate and up may be the
+    halves of one GEMM's result; they are read in place.
 
 An element takes about 20 operations (erf) of float32: 8192 x 16384 are 2.7 GFLOP, 0.1 ms at half an
 H200's rate, beside 0.11 ms for its 537 MB. The tanh form is cheaper.
@@ -45,8 +45,8 @@ from .tensors import (
     store,
 )
 
-# What `activate` and `activation_gradient` have a branch for: an activation, and behind another
-# approximate than none that.
+# The branches of `activate` and `activation_gradient`: an activation, followed by its approximate
+# unless that is "none".
 KINDS = (
     "gelu",
     "gelu_tanh",
@@ -248,7 +248,7 @@ def _gated_act_backward(
 
 @functools.cache
 def _tile_of(width: int) -> dict[str, int]:
-    """A tile of 2048 elements: columns enough for wide accesses, and rows if there are fewer."""
+    """A tile of 2048 elements: enough columns for wide accesses, and rows if columns are few."""
     block = min(512, triton.next_power_of_2(max(width, 1)))
     return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
 
@@ -259,7 +259,7 @@ def _tiles(rows: int, width: int) -> int:
 
 
 def _kind(activation: str, approximate: str) -> str:
-    """The kernels' name for an activation that they have."""
+    """The kernels' name for an activation."""
     kind = activation if approximate == "none" else f"{activation}_{approximate}"
     if kind not in KINDS:
         raise ValueError(f"there is no activation {activation} with approximate {approximate}")
@@ -373,7 +373,7 @@ def _bias_act_gradients(
     wanted: torch.Tensor | None,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the bias `wanted`. If x includes the bias, `bias` is None."""
+    """The gradients of x and of the bias, if `wanted`; `bias` is None if x includes it."""
     check_beside(x, x.shape[-1:], bias, wanted)
     check_like(x, grad_y)
     grad_x, grad_bias = empty_like(x), gradient_of(wanted, True)

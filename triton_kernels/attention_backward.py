@@ -1,4 +1,4 @@
-"""Attention over the blocks of a layout, backward; block_sparse_attention.py explains it."""
+"""The backward pass of attention over a layout's blocks; block_sparse_attention.py explains it."""
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
 
@@ -15,12 +15,11 @@ from .attention_parts import (
     kept_factors,
     logits,
     next_keys,
-    shown_keys,
+    own_rows,
     slope_of,
-    store_head_rows,
+    store_own_rows,
 )
-from .block_lists import bits, column_walks, masks_of, rank_of, row_walks, tokens
-from .dropout import factors_of_groups
+from .block_lists import row_walks
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
@@ -55,42 +54,45 @@ def attention_deltas(
 
 
 @triton.jit
-def _gradients(z, capped, lse, grad_weight, kept, delta, SOFTCAP: tl.constexpr):
-    """Weights after dropout, and the gradients of products, up to their scale.
-
-    `lse` and `delta` broadcast to the tile, `lse` in units of log 2.
-    """
-    weight = tl.exp2(z - lse)
-    dropped = weight * kept
-    grad_weight *= kept
-    grad = weight * (grad_weight - delta)
+def differentiate(
+    walk, start, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
+    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the scores of the next keys, before and after the softcap, and the keys."""
+    k_ptr, k_stride, v_ptr, v_stride, width, deep = sources
+    masks_ptr, padding_ptr, keys, shift = masking
+    key, inside, seen = next_keys(
+        walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
+    )
+    k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
+    v = head_rows(v_ptr, key, v_stride, inside, deep, DEEP, DEEP_FITS)
+    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    grad_weight = tl.dot(grad_y, tl.trans(v), input_precision=PRECISION)
+    z, capped = logits(product, query[:, None], key[None, :], shift, seen, scoring, SOFTCAP)
+    kept = 1.0
+    if dropout[0] is not None:
+        kept = kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
+    after = tl.exp2(z - lse[:, None]) * (grad_weight * kept - delta[:, None])
+    before = after
     if SOFTCAP:
-        grad *= 1 - capped * capped
-    return dropped, grad
+        before *= 1 - capped * capped
+    return before, after, k, key, inside
 
 
 @triton.jit
 def _add_query_gradient(
     walk, start, sums, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
+    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the next keys contribute."""
-    k_ptr, k_stride, v_ptr, v_stride, width = sources
-    masks_ptr, padding_ptr, keys, shift = masking
-    key, inside, seen = next_keys(
-        walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
-    )
-    k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
-    v = head_rows(v_ptr, key, v_stride, inside, width, WIDTH, FITS)
-    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    grad_weight = tl.dot(grad_y, tl.trans(v), input_precision=PRECISION)
-    distance = query[:, None] + shift - key[None, :]
-    z, capped = logits(product, distance, seen, scoring, SOFTCAP)
-    kept = 1.0
-    if dropout[0] is not None:
-        kept = kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
-    _, grad = _gradients(z, capped, lse[:, None], grad_weight, kept, delta[:, None], SOFTCAP)
+    """Add the contribution of the next keys."""
+    grad, _, k, _, _ = differentiate(
+        walk, start, q, grad_y, lse, delta, query, sources, masking, scoring, dropout, SOFTCAP,
+        PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP, DEEP_FITS, CHECKED,
+    )  # fmt: skip
     return tl.dot(grad.to(k.dtype), k, sums, input_precision=PRECISION)
 
 
@@ -109,6 +111,7 @@ def attention_query_gradient(
     masks_ptr,
     padding_ptr,
     slopes_ptr,
+    bias_ptr,
     seed_ptr,
     planes,
     heads,
@@ -117,6 +120,7 @@ def attention_query_gradient(
     queries,
     keys,
     width,
+    deep,
     q_batch_stride,
     q_head_stride,
     q_stride,
@@ -135,6 +139,10 @@ def attention_query_gradient(
     slopes_batch_stride,
     slopes_head_stride,
     apart,
+    bias_batch_stride,
+    bias_head_stride,
+    bias_stride,
+    bias_row,
     inner,
     outer,
     threshold,
@@ -151,6 +159,8 @@ def attention_query_gradient(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     FITS: tl.constexpr,
+    DEEP: tl.constexpr,
+    DEEP_FITS: tl.constexpr,
 ):
     SPLIT: tl.constexpr = BLOCK // ROWS
     plane, tile = tl.program_id(0) % planes, tl.program_id(0) // planes
@@ -164,10 +174,12 @@ def attention_query_gradient(
     )
     query = first + tl.arange(0, ROWS)
     present = query < queries
-    q_ptr += batch * q_batch_stride + head.to(tl.int64) * q_head_stride
-    q = head_rows(q_ptr, query, q_stride, present, width, WIDTH, FITS)
-    grad_y_ptr += batch * grad_batch_stride + head.to(tl.int64) * grad_head_stride
-    grad_y = head_rows(grad_y_ptr, query, grad_stride, present, width, WIDTH, FITS)
+    wide_head, first_row, here = head.to(tl.int64), tl.cast(first, tl.int64), queries - first
+    q_ptr += batch * q_batch_stride + wide_head * q_head_stride + first_row * q_stride
+    q = own_rows(q_ptr, here, q_stride, width, ROWS, WIDTH, FITS)
+    grad_y_ptr += batch * grad_batch_stride + wide_head * grad_head_stride
+    grad_y_ptr += first_row * grad_stride
+    grad_y = own_rows(grad_y_ptr, here, grad_stride, deep, ROWS, DEEP, DEEP_FITS)
     at = plane.to(tl.int64) * queries
     lse = finite(tl.load(lse_ptr + at + query, mask=present, other=0)) * LOG2_E
     delta = tl.load(delta_ptr + at + query, mask=present, other=0)
@@ -176,9 +188,14 @@ def attention_query_gradient(
     if padding_ptr is not None:
         padding_ptr += batch * keys
     slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-    scoring = (inner, outer, slopes_ptr, slope, apart)
-    number = first_number + batch * number_batch_stride + head * number_head_stride + query
-    sources = (k_ptr, k_stride, v_ptr, v_stride, width)
+    if bias_ptr is not None:
+        bias_ptr += batch * bias_batch_stride + head.to(tl.int64) * bias_head_stride
+    bias = (bias_ptr, bias_stride, bias_row, queries)
+    scoring = (inner, outer, slopes_ptr, slope, apart, bias)
+    number = (
+        first_number + batch * number_batch_stride + head.to(tl.int64) * number_head_stride + query
+    )
+    sources = (k_ptr, k_stride, v_ptr, v_stride, width, deep)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
     dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
@@ -186,182 +203,14 @@ def attention_query_gradient(
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
         sums = _add_query_gradient(
             (entries_ptr, unchecked), start, sums, q, grad_y, lse, delta, query, sources, masking,
-            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
+            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            DEEP_FITS, False,
         )  # fmt: skip
     for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
         sums = _add_query_gradient(
             (entries_ptr, checked), start, sums, q, grad_y, lse, delta, query, sources, masking,
-            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
+            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            DEEP_FITS, True,
         )  # fmt: skip
-    store_head_rows(grad_q_ptr + at * width, sums * scale, query, present, width, WIDTH)
-
-
-@triton.jit
-def _add_key_gradients(
-    walk, start, state, k, v, first, shown, sources, masking, scoring, dropout,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, CHECKED: tl.constexpr,
-):  # fmt: skip
-    """Add what the next queries contribute. Tiles are transposed: [keys, queries]."""
-    grad_k, grad_v = state
-    q_ptr, q_stride, grad_y_ptr, grad_stride, lse_ptr, delta_ptr, width = sources
-    masks_ptr, queries, shift = masking
-    COLUMNS: tl.constexpr = k.shape[0]
-    key = first + tl.arange(0, COLUMNS)
-    query, listed = tokens(walk, start, 1, ROWS, BLOCK, True)
-    inside = listed & (query < queries)
-    q = head_rows(q_ptr, query, q_stride, inside, width, WIDTH, FITS)
-    grad_y = head_rows(grad_y_ptr, query, grad_stride, inside, width, WIDTH, FITS)
-    # A weight of a query that is not there is exp2(-inf).
-    lse = finite(tl.load(lse_ptr + query, mask=inside, other=float("inf"))) * LOG2_E
-    delta = tl.load(delta_ptr + query, mask=inside, other=0)
-    seen = tl.broadcast_to(shown[:, None], [COLUMNS, ROWS])
-    if CHECKED and CAUSAL:
-        seen = seen & (query[None, :] + shift >= key[:, None])
-    if CHECKED and masks_ptr is not None:
-        GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
-        mask = masks_of(walk, start, 1, ROWS, BLOCK)
-        if ROWS > BLOCK:
-            mask = mask[:, None]
-        first_key = first + tl.arange(0, COLUMNS // GROUP) * GROUP
-        seen = seen & tl.trans(bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS))
-    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    grad_weight = tl.dot(v, tl.trans(grad_y), input_precision=PRECISION)
-    distance = query[None, :] + shift - key[:, None]
-    z, capped = logits(product, distance, seen, scoring, SOFTCAP)
-    kept = 1.0
-    if dropout[0] is not None:
-        seed_ptr, number, threshold, kept_scale, first_group = dropout
-        groups = first_group + first // 4 + tl.arange(0, COLUMNS // 4)
-        kept = factors_of_groups(seed_ptr, number + query, groups, threshold, kept_scale)
-        kept = tl.trans(kept)
-    weight, grad = _gradients(z, capped, lse[None, :], grad_weight, kept, delta[None, :], SOFTCAP)
-    grad_v = tl.dot(weight.to(q.dtype), grad_y, grad_v, input_precision=PRECISION)
-    grad_k = tl.dot(grad.to(q.dtype), q, grad_k, input_precision=PRECISION)
-    return grad_k, grad_v
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_key_gradients(
-    grad_k_ptr,
-    grad_v_ptr,
-    grad_y_ptr,
-    lse_ptr,
-    delta_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    scale,
-    key_heads,
-    lines_ptr,
-    entries_ptr,
-    masks_ptr,
-    padding_ptr,
-    slopes_ptr,
-    seed_ptr,
-    planes,
-    heads,
-    group,
-    first_head,
-    queries,
-    keys,
-    width,
-    q_batch_stride,
-    q_head_stride,
-    q_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_stride,
-    v_batch_stride,
-    v_head_stride,
-    v_stride,
-    grad_batch_stride,
-    grad_head_stride,
-    grad_stride,
-    lines,
-    lines_batch_stride,
-    lines_head_stride,
-    slopes_batch_stride,
-    slopes_head_stride,
-    apart,
-    inner,
-    outer,
-    threshold,
-    kept_scale,
-    first_group,
-    first_number,
-    number_batch_stride,
-    number_head_stride,
-    CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FITS: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-):
-    SPLIT: tl.constexpr = BLOCK // COLUMNS
-    plane, tile = tl.program_id(0) % planes, tl.program_id(0) // planes
-    batch, key_head = (plane // key_heads).to(tl.int64), plane % key_heads
-    # The query heads that are here and share these keys.
-    begin = tl.maximum(key_head * group - first_head, 0)
-    end = tl.minimum(key_head * group + group - first_head, heads)
-    if lines_ptr is not None:
-        lines_ptr += 4 * (
-            batch * lines_batch_stride + tl.minimum(begin, heads - 1) * lines_head_stride
-        )
-    rank, part = tile // SPLIT, tile % SPLIT * COLUMNS
-    which = rank
-    if lines_ptr is not None:
-        which = tl.load(lines_ptr + 4 * rank)
-    first = which * BLOCK + part
-    key = first + tl.arange(0, COLUMNS)
-    present = key < keys
-    k_ptr += batch * k_batch_stride + key_head.to(tl.int64) * k_head_stride
-    v_ptr += batch * v_batch_stride + key_head.to(tl.int64) * v_head_stride
-    k = head_rows(k_ptr, key, k_stride, present, width, WIDTH, FITS)
-    v = head_rows(v_ptr, key, v_stride, present, width, WIDTH, FITS)
-    if padding_ptr is not None:
-        padding_ptr += batch * keys
-    shown = shown_keys(padding_ptr, key, present)
-    masking = (masks_ptr, queries, keys - queries)
-    state = (tl.zeros([COLUMNS, WIDTH], tl.float32), tl.zeros([COLUMNS, WIDTH], tl.float32))
-    for head in range(begin, end):
-        if PER_HEAD and head > begin:
-            lines_ptr += 4 * lines_head_stride
-            rank = rank_of(lines_ptr, lines, which)
-        lists = (lines_ptr, entries_ptr, lines)
-        _, unchecked, checked = column_walks(
-            lists, rank, part, queries, keys, COLUMNS, BLOCK, CAUSAL
-        )
-        query_plane = batch * heads + head
-        wide_head = tl.zeros([], tl.int64) + head
-        sources = (
-            q_ptr + batch * q_batch_stride + wide_head * q_head_stride,
-            q_stride,
-            grad_y_ptr + batch * grad_batch_stride + wide_head * grad_head_stride,
-            grad_stride,
-            lse_ptr + query_plane * queries,
-            delta_ptr + query_plane * queries,
-            width,
-        )
-        slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-        scoring = (inner, outer, slopes_ptr, slope, apart)
-        number = first_number + batch * number_batch_stride + head * number_head_stride
-        dropout = (seed_ptr, number, threshold, kept_scale, first_group)
-        for start in tl.range(0, unchecked[3] * BLOCK, ROWS):
-            state = _add_key_gradients(
-                (entries_ptr, unchecked), start, state, k, v, first, shown, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, False,
-            )  # fmt: skip
-        # Without loads ahead: two sums, conditions and those would not fit the registers.
-        for start in tl.range(0, checked[3] * BLOCK, ROWS, num_stages=1):
-            state = _add_key_gradients(
-                (entries_ptr, checked), start, state, k, v, first, shown, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, True,
-            )  # fmt: skip
-    at = plane.to(tl.int64) * keys * width
-    store_head_rows(grad_k_ptr + at, state[0] * scale, key, present, width, WIDTH)
-    store_head_rows(grad_v_ptr + at, state[1], key, present, width, WIDTH)
+    grad_q_ptr += (at + first) * width
+    store_own_rows(grad_q_ptr, sums * scale, here, width, width, WIDTH)

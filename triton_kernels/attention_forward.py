@@ -1,4 +1,4 @@
-"""Attention over the blocks of a layout, forward; block_sparse_attention.py explains it."""
+"""The forward pass of attention over a layout's blocks; block_sparse_attention.py explains it."""
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
 
@@ -15,8 +15,9 @@ from .attention_parts import (
     kept_factors,
     logits,
     next_keys,
+    own_rows,
     slope_of,
-    store_head_rows,
+    store_own_rows,
 )
 from .block_lists import row_walks
 
@@ -25,19 +26,19 @@ from .block_lists import row_walks
 def _attend(
     walk, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, FITS: tl.constexpr, CHECKED: tl.constexpr,
+    WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
+    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the next keys and values."""
     sums, total, highest = state
-    k_ptr, k_stride, v_ptr, v_stride, width = sources
+    k_ptr, k_stride, v_ptr, v_stride, width, deep = sources
     masks_ptr, padding_ptr, keys, shift = masking
     key, inside, seen = next_keys(
         walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
     )
     k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    distance = query[:, None] + shift - key[None, :]
-    z, _ = logits(product, distance, seen, scoring, SOFTCAP)
+    z, _ = logits(product, query[:, None], key[None, :], shift, seen, scoring, SOFTCAP)
     above = tl.maximum(highest, tl.max(z, 1))
     base = finite(above)
     shrunk = tl.exp2(highest - base)
@@ -45,7 +46,7 @@ def _attend(
     total = total * shrunk + tl.sum(e, 1)
     if dropout[0] is not None:
         e *= kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
-    v = head_rows(v_ptr, key, v_stride, inside, width, WIDTH, FITS)
+    v = head_rows(v_ptr, key, v_stride, inside, deep, DEEP, DEEP_FITS)
     sums = tl.dot(e.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
     return sums, total, above
 
@@ -63,6 +64,7 @@ def attention_forward(
     masks_ptr,
     padding_ptr,
     slopes_ptr,
+    bias_ptr,
     seed_ptr,
     planes,
     heads,
@@ -71,6 +73,7 @@ def attention_forward(
     queries,
     keys,
     width,
+    deep,
     q_batch_stride,
     q_head_stride,
     q_stride,
@@ -89,6 +92,10 @@ def attention_forward(
     slopes_batch_stride,
     slopes_head_stride,
     apart,
+    bias_batch_stride,
+    bias_head_stride,
+    bias_stride,
+    bias_row,
     inner,
     outer,
     threshold,
@@ -105,6 +112,8 @@ def attention_forward(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     FITS: tl.constexpr,
+    DEEP: tl.constexpr,
+    DEEP_FITS: tl.constexpr,
 ):
     SPLIT: tl.constexpr = BLOCK // ROWS
     plane, tile = tl.program_id(0) % planes, tl.program_id(0) // planes
@@ -118,19 +127,25 @@ def attention_forward(
     )
     query = first + tl.arange(0, ROWS)
     q_ptr += batch * q_batch_stride + head.to(tl.int64) * q_head_stride
-    q = head_rows(q_ptr, query, q_stride, query < queries, width, WIDTH, FITS)
+    q_ptr += tl.cast(first, tl.int64) * q_stride
+    q = own_rows(q_ptr, queries - first, q_stride, width, ROWS, WIDTH, FITS)
     k_ptr += batch * k_batch_stride + key_head * k_head_stride
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
     if padding_ptr is not None:
         padding_ptr += batch * keys
     slope = slope_of(slopes_ptr, batch, head, slopes_batch_stride, slopes_head_stride)
-    scoring = (inner, outer, slopes_ptr, slope, apart)
-    number = first_number + batch * number_batch_stride + head * number_head_stride + query
-    sources = (k_ptr, k_stride, v_ptr, v_stride, width)
+    if bias_ptr is not None:
+        bias_ptr += batch * bias_batch_stride + head.to(tl.int64) * bias_head_stride
+    bias = (bias_ptr, bias_stride, bias_row, queries)
+    scoring = (inner, outer, slopes_ptr, slope, apart, bias)
+    number = (
+        first_number + batch * number_batch_stride + head.to(tl.int64) * number_head_stride + query
+    )
+    sources = (k_ptr, k_stride, v_ptr, v_stride, width, deep)
     masking = (masks_ptr, padding_ptr, keys, keys - queries)
     dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums = tl.zeros([ROWS, DEEP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     if sinks_ptr is not None:  # a key without a value
@@ -141,12 +156,14 @@ def attention_forward(
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
         state = _attend(
             (entries_ptr, unchecked), start, state, q, query, sources, masking, scoring, dropout,
-            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, False,
+            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            DEEP_FITS, False,
         )  # fmt: skip
     for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
         state = _attend(
             (entries_ptr, checked), start, state, q, query, sources, masking, scoring, dropout,
-            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, True,
+            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            DEEP_FITS, True,
         )  # fmt: skip
     sums, total, highest = state
     nothing = total == 0
@@ -154,5 +171,5 @@ def attention_forward(
     lse = tl.where(nothing, -float("inf"), (finite(highest) + tl.log2(total)) / LOG2_E)
     at = plane.to(tl.int64) * queries
     y = sums / total[:, None]
-    store_head_rows(y_ptr + at * width, y, query, query < queries, width, WIDTH)
+    store_own_rows(y_ptr + (at + first) * deep, y, queries - first, deep, deep, DEEP)
     tl.store(lse_ptr + at + query, lse, mask=query < queries)

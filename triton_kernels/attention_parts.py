@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: tiles of a head, scores, and who sees whom."""
+"""Parts of the attention kernels: tiles of a head, scores, and which query sees which key."""
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
 
@@ -18,6 +18,7 @@ UNSPECIALIZED = [
     *("planes", "heads", "first_head", "queries", "keys", "lines", "lines_batch_stride"),
     *("lines_head_stride", "threshold", "first_group", "first_number", "number_batch_stride"),
     *("number_head_stride", "slopes_batch_stride", "slopes_head_stride", "apart"),
+    *("bias_batch_stride", "bias_head_stride", "bias_stride", "bias_row"),
 ]
 
 
@@ -39,30 +40,69 @@ def head_rows(ptr, row, stride, inside, width, WIDTH: tl.constexpr, FITS: tl.con
 
 
 @triton.jit
-def store_head_rows(ptr, value, row, inside, width, WIDTH: tl.constexpr):
-    """Rows of a head of a contiguous result."""
-    column = tl.arange(0, WIDTH)
-    at = ptr + row.to(tl.int64)[:, None] * width + column[None, :]
-    value = value.to(ptr.dtype.element_ty)
-    tl.store(at, value, mask=inside[:, None] & (column < width)[None, :])
+def own_rows(ptr, rows, stride, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr):
+    """[ROWS, WIDTH] of adjacent rows from `ptr` on, of which `rows` are there; zeros outside.
+
+    Places within a tile take half of the registers of 64-bit addresses.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    present = tl.broadcast_to((row < rows)[:, None], [ROWS, WIDTH])
+    if not FITS:
+        present = present & (column < width)[None, :]
+    return tl.load(ptr + (row[:, None] * stride + column[None, :]), mask=present, other=0)
 
 
 @triton.jit
-def logits(product, distance, seen, scoring, SOFTCAP: tl.constexpr):
+def store_own_rows(ptr, value, rows, stride, width, WIDTH: tl.constexpr):
+    """Store adjacent rows from `ptr` on, of which `rows` are there."""
+    row, column = tl.arange(0, value.shape[0]), tl.arange(0, WIDTH)
+    present = (row < rows)[:, None] & (column < width)[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    tl.store(ptr + (row[:, None] * stride + column[None, :]), value, mask=present)
+
+
+@triton.jit
+def place(token, row):
+    """A token's place on a plane; the difference of two places numbers their distance."""
+    return token + token // row * (row - 1)
+
+
+@triton.jit
+def bias_of(bias, query, key, shift, seen):
+    """The bias of pairs, in units of log 2.
+
+    `stride` is None unless there is a number per pair, and `row` is None unless distances are taken
+    on a plane.
+    """
+    bias_ptr, stride, row, queries = bias
+    present = seen & (query < queries)
+    if stride is not None:
+        at = query.to(tl.int64) * stride + key
+    elif row is None:
+        at = key - query + (queries - 1)
+    else:
+        at = place(key, row) - place(query + shift, row) + place(queries + shift - 1, row)
+    return tl.load(bias_ptr + at, mask=present, other=0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def logits(product, query, key, shift, seen, scoring, SOFTCAP: tl.constexpr):
     """Scores in units of log 2, -inf where a key is not seen, and the tanh of soft-capping.
 
-    `distance` is between a query and a key in this shard, `apart` the distance between the shard's
+    `shift` aligns the last query with the last key; `apart` is the distance between this shard's
     first query and first key in the whole tensor.
     """
-    inner, outer, slopes_ptr, slope, apart = scoring
+    inner, outer, slopes_ptr, slope, apart, bias = scoring
     z = product * inner
     capped = z
     if SOFTCAP:
-        # Infinity times the zeros of a key that is not there is NaN.
+        # Infinity times the zeros that stand for a missing key is NaN.
         capped = tl.where(seen, _tanh(z), 0)
         z = capped * outer
     if slopes_ptr is not None:
-        z -= slope * tl.abs(distance + apart)
+        z -= slope * tl.abs(query + shift - key + apart)
+    if bias[0] is not None:
+        z += bias_of(bias, query, key, shift, seen)
     return tl.where(seen, z, -float("inf")), capped
 
 
@@ -89,7 +129,7 @@ def next_keys(
     walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """The next keys of a tile of queries, which of them are there, and which each query sees.
+    """The next keys of a tile of queries, which of them exist, and which of them each query sees.
 
     The compiler drops conditions that are always true.
     """

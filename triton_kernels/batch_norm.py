@@ -1,6 +1,7 @@
 """normalize_act and the passes of batch_norm_act; csrc/core/batch_norm.h has the formulas.
 
-They are written in Triton, not CUDA, for act.py's reasons: passes over tiles, with its activations.
+They are written in Triton, not CUDA, for the same reasons as in act.py: element-wise passes over
+tiles, with its activations.
 
 A unit below is rows x width elements, once over DRAM.
 
@@ -15,10 +16,10 @@ column_statistics, 1 unit: a program walks a chunk of rows in one tile of column
 normalize_act_backward, 3 units, or 2 if grad_x is left to a later pass: a chunk of rows a program,
     both column sums in registers. batch_norm_act_grad_x, 3 units: the same walk.
 
-In training that is 3 units forward and 5 backward. To do better, a GEMM has to end in the sums: its
-tile holds the columns of 128 rows, but the variance would be taken about a shift, not about the
-mean. An element takes about 25 operations of float32 in each pass, as in act.py: half of an H200's
-rate keeps up with the bytes of bf16.
+In training that is 3 units forward and 5 backward. Doing better would need a GEMM that computes the
+sums in its epilogue: its tile holds the columns of 128 rows, but the variance would be taken about
+a shift, not about the mean. An element takes about 25 operations of float32 in each pass, as in
+act.py: half of an H200's rate keeps up with the bytes of bf16.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -261,7 +262,7 @@ def _backward_launches(
     x: torch.Tensor,
     columns: tuple[torch.Tensor | None, ...],
     eps: float,
-    means: tuple[torch.Tensor | None, torch.Tensor | None],
+    means: tuple[torch.Tensor | None, ...],
     grad_x: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
     grad_bias: torch.Tensor | None,
@@ -315,7 +316,7 @@ def _floats(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _columns(x: torch.Tensor, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Checked and packed: a kernel would read past the end of a smaller tensor."""
+    """Check and pack tensors: a kernel would read past the end of a smaller one."""
     if any(c is not None and (c.shape != x.shape[-1:] or c.device != x.device) for c in columns):
         raise ValueError("mean, var, weight or bias does not fit x")
     return tuple([contiguous(c) for c in columns])

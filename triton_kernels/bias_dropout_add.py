@@ -149,7 +149,7 @@ def _backward(
 
 @functools.cache
 def _tile(width: int) -> dict[str, int]:
-    """A tile of 2048 elements: columns enough for wide accesses, and rows if there are fewer."""
+    """A tile of 2048 elements: enough columns for wide accesses, and rows if columns are few."""
     block = max(4, min(512, triton.next_power_of_2(max(width, 1))))
     tile = {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
     # Without a limit ptxas spills a few bytes if rows are not aligned.
@@ -163,7 +163,7 @@ def _dropout(
     whole: Sizes,
     offset: Sizes,
 ) -> tuple[Any, ...]:
-    """The arguments that both kernels take, from `skew` on."""
+    """The arguments of both kernels from `skew` on."""
     column = offset[-1] if seed is not None and offset else 0
     return (column % 4, column, *dropout_arguments(p, seed, shape, whole, offset))
 
@@ -181,9 +181,8 @@ def _forward_launch(
         _forward,
         triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width + dropout[0], tile["BLOCK"]),
         *(x, bias, residual, y, rows, width, x.stride(0), residual.stride(0), *dropout),
-        spreads=True,
         **tile,
-    )
+    )._replace(spreads=True)
 
 
 def _backward_launches(
@@ -204,10 +203,9 @@ def _backward_launches(
             _backward,
             chunks * column_tiles,
             *(grad_y, grad_x, partials[1], rows, width, grad_y.stride(0), chunks, *dropout),
-            spreads=True,
             STAGES=3,
             **tile | {"maxnreg": 128},
-        )
+        )._replace(spreads=True)
     yield from add_chunks_launches(gradients, partials, chunks, width)
 
 
@@ -258,7 +256,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
     dtypes = (torch.bfloat16, torch.float32)
     for dtype, width, p in itertools.product(dtypes, (64, 4096, 131073), (0.0, 0.1)):
         if dtype == torch.float32 and width != 4096:
-            continue  # Nothing new: bfloat16 has its shapes.
+            continue  # Skip it: bfloat16 covers its shapes.
         x = torch.empty(4096, width, dtype=dtype, device="meta")
         stream = x.float()
         seed = x.new_empty(1, dtype=torch.int64) if p else None

@@ -1,8 +1,8 @@
-"""The lists of a block layout in Triton: which tokens a program meets, and which of them it sees.
+"""The lists of a block layout in Triton: the tokens of a program's walk, and which of them it sees.
 
-A program has a tile of a line: of a row of blocks, or of a column in the transpose. It walks the
-tokens of the line's entries, a tile at a time. The tile is no wider than a block, or it takes
-tokens of several entries. The tiles of the kernels are therefore chosen apart from the block.
+A program has a tile of a line, which is a row of blocks, or a column of blocks in the transpose. It
+walks over the tokens of the line's entries, a tile at a time. A tile may be wider than a block, and
+then takes tokens of several entries. So kernels choose their tiles independently of the block.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -15,14 +15,14 @@ import triton.language as tl
 
 @triton.jit
 def line_of(lines_ptr, rank):
-    """A line of the table: which it is, where its entries, its partial ones, and others begin."""
+    """A line of the table: its index, where its entries and its partial entries begin, the end."""
     at = lines_ptr + 4 * rank
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
 def rank_of(lines_ptr, lines, which):
-    """Where in the table a line is."""
+    """The place of a line in the table."""
     found = tl.zeros([128], tl.int32)
     for start in range(0, lines, 128):
         at = start + tl.arange(0, 128)
@@ -33,7 +33,7 @@ def rank_of(lines_ptr, lines, which):
 
 @triton.jit
 def entries_before(entries_ptr, begin, end, limit):
-    """How many entries, which are in order, have a partner below the limit."""
+    """The number of entries, which are sorted, whose partner is below the limit."""
     found = tl.zeros([128], tl.int32)
     for start in range(begin, end, 128):
         at = start + tl.arange(0, 128)
@@ -44,7 +44,7 @@ def entries_before(entries_ptr, begin, end, limit):
 
 @triton.jit
 def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """For COUNT tokens from `start` on, STEP apart: where their entries are, whether they belong to
+    """The places of the entries of COUNT tokens from `start` on, STEP apart, whether they belong to
     the walk, and whether their blocks are partial.
 
     If all the tokens lie within one entry, there is one result for all, otherwise one for each.
@@ -83,7 +83,7 @@ def tokens(
 
 @triton.jit
 def masks_of(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The masks of tokens, as in `_entry`; -1 where all is seen."""
+    """The masks of tokens, as in `_entry`; -1 where queries see every key."""
     at, inside, is_partial = _entry(walk, start, STEP, COUNT, BLOCK)
     return tl.load(walk[0] + 2 * at + 1, mask=inside & is_partial, other=-1)
 
@@ -109,7 +109,7 @@ def row_walks(
     lists, rank, first, queries, keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Walks over the keys that a tile of queries sees: without checks, and the rest.
+    """Walks over the keys that a tile of queries sees: one without checks, and one with checks.
 
     `first` is the tile's first query within its row of blocks; the result has the query too.
     """
@@ -151,7 +151,7 @@ def column_walks(
     lists, rank, first, queries, keys, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Walks over the queries that see a tile of keys; what is past the last query adds nothing."""
+    """Walks over the queries that see a tile of keys. Rows past the last query add nothing."""
     lines_ptr, entries_ptr, _ = lists
     if lines_ptr is None:
         which, begin, partial, end = rank, 0, tl.cdiv(queries, BLOCK), tl.cdiv(queries, BLOCK)
@@ -178,3 +178,102 @@ def column_walks(
     gap = partial + hidden_partials - begin - clear
     checked = (begin + hidden, crossing, gap, crossing + partials)
     return first, unchecked, checked
+
+
+# --- Pieces of long lines, see attention_keys.py ---
+
+
+@triton.jit
+def _pieces_beyond_first(lines_ptr, start, lines, heads, most, limit):
+    """How many pieces beyond the first 128 lines have, and which lines: from `start` on.
+
+    Only lines among the first `limit` are divided, so that extra places suffice for a table in any
+    order.
+    """
+    at = start + tl.arange(0, 128)
+    inside = at < lines
+    begin = tl.load(lines_ptr + 4 * at + 1, mask=inside, other=0)
+    end = tl.load(lines_ptr + 4 * at + 3, mask=inside, other=0)
+    more = tl.maximum(tl.cdiv((end - begin) * heads, most) - 1, 0)
+    return at, tl.where(at < limit, more, 0)
+
+
+@triton.jit
+def longest_piece(lines_ptr, lines, heads, extras, least):
+    """How many entries, of all heads that share a line, a piece has at most.
+
+    So many that all lines of the table together have no more than `extras` beyond their first.
+    """
+    total = tl.zeros([], tl.int64)
+    for start in range(0, lines, 128):
+        at = start + tl.arange(0, 128)
+        begin = tl.load(lines_ptr + 4 * at + 1, mask=at < lines, other=0)
+        end = tl.load(lines_ptr + 4 * at + 3, mask=at < lines, other=0)
+        total += tl.sum((end - begin).to(tl.int64), 0) * heads
+    return tl.maximum(tl.cdiv(total, extras), least).to(tl.int32)
+
+
+@triton.jit
+def pieces_of(lines_ptr, rank, lines, heads, extras, least, EVEN: tl.constexpr):
+    """How many pieces a line has, and how many extra ones the lines before it have."""
+    if EVEN:
+        pieces = 1 + extras // lines
+        before = rank * (pieces - 1)
+    else:
+        most = longest_piece(lines_ptr, lines, heads, extras, least)
+        limit = tl.minimum(lines, extras)
+        pieces, before = 1, 0
+        for start in range(0, tl.minimum(rank + 1, limit), 128):
+            at, more = _pieces_beyond_first(lines_ptr, start, lines, heads, most, limit)
+            before += tl.sum(tl.where(at < rank, more, 0), 0)
+            pieces += tl.sum(tl.where(at == rank, more, 0), 0)
+    return pieces, before
+
+
+@triton.jit
+def piece_of(lines_ptr, index, lines, heads, extras, least, EVEN: tl.constexpr):
+    """The line of a program, which of its pieces, and how many it has.
+
+    The first programs take the extra pieces, the others the first piece of each line. The line of
+    an extra piece that no line needs is `lines`.
+    """
+    if EVEN:
+        pieces = 1 + extras // lines
+        beyond = tl.maximum(pieces - 1, 1)
+        rank = tl.where(index < extras, index // beyond, index - extras)
+        piece = tl.where(index < extras, index % beyond + 1, 0)
+    else:
+        most = longest_piece(lines_ptr, lines, heads, extras, least)
+        limit = tl.minimum(lines, extras)
+        passed, before, until, own = 0, 0, 0, 0
+        for start in range(0, limit, 128):
+            at, more = _pieces_beyond_first(lines_ptr, start, lines, heads, most, limit)
+            upto = until + tl.cumsum(more, 0)
+            behind = (upto <= index) & (at < limit)
+            passed += tl.sum(behind.to(tl.int32), 0)
+            before = tl.maximum(before, tl.max(tl.where(behind, upto, 0), 0))
+            own += tl.sum(tl.where(at == index - extras, more, 0), 0)
+            until += tl.sum(more, 0)
+        is_extra = index < extras
+        rank = tl.where(is_extra, tl.where(index < until, passed, lines), index - extras)
+        piece = tl.where(is_extra, index - before + 1, 0)
+        pieces = own + 1
+        if is_extra:
+            # At least two: this piece and the first.
+            pieces = 2
+            if rank < lines:
+                begin, end = tl.load(lines_ptr + 4 * rank + 1), tl.load(lines_ptr + 4 * rank + 3)
+                pieces = tl.cdiv((end - begin) * heads, most)
+    return rank, piece, pieces
+
+
+@triton.jit
+def part_of(walk, low, high, before):
+    """The entries `low` to `high` of walks of which this is one, `before` entries after the first.
+
+    The result is the number of the first entry, and the walk up to the last.
+    """
+    first, split, gap, total = walk
+    start = tl.minimum(tl.maximum(low - before, 0), total)
+    end = tl.minimum(tl.maximum(high - before, 0), total)
+    return start, (first, split, gap, end)

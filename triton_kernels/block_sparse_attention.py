@@ -1,115 +1,96 @@
 """Attention over the blocks of a layout in Triton.
 
-With P pairs of a query and a key in the layout's blocks and heads of d, the forward takes 4 P d
-operations, the backward 14 P d: its two kernels compute scores and their gradients twice, for which
-neither needs atomics. A block of 128 x 128 at d = 128 takes 8.4 million operations and reads 64 KiB
-of keys and values, which neighbouring programs find in L2: products, not bytes, are the floor.
+With P pairs of a query and a key in the layout's blocks and heads of width d, the forward pass
+takes 4 P d operations and the backward pass 14 P d: its two kernels both compute scores and their
+gradients, so that neither needs atomics. Past a width of 64 the gradients of keys and of values
+have a launch each, and the backward pass takes 16 P d. A block of 128 x 128 at d = 128 takes 8.4
+million operations and reads 64 KiB of keys and values, which neighbouring programs find in L2. So
+products, not bytes, set the floor.
 
-Programs. One of the forward, and of `_query_gradient`, has a tile of a row of blocks; one of
-`_key_gradients` has a tile of a column of blocks, and walks the transpose, over all query heads
-that share its keys. So every result is written once, in one order of additions. Lines are handed
-out by falling length, all heads' longest first: a global row starts when the rest starts.
+Programs. A program of the forward pass, or of `attention_query_gradient`, takes a tile of a row of
+blocks. A program of `attention_key_gradients` takes a tile of a column of blocks, and walks over
+the transpose for all query heads that share its keys; attention_keys.py divides long walks into
+pieces. So every result is written once, in one order of additions. All heads' longest lines come
+first, so that a long global row starts early.
 
-A walk has two loops. The first takes full blocks in which nothing is to be checked. The second
-takes the others: blocks across the diagonal, the last one of the sequence, and partial ones, whose
-words of bits it expands. Blocks behind the causal diagonal are counted away before the loops.
+A walk has two loops. The first takes full blocks that need no check. The second takes all others:
+blocks across the diagonal, the last block of the sequence, and partial blocks, whose bits it
+expands. Blocks past the causal diagonal are excluded before the loops.
 
-Arithmetic. Scores are in units of log 2, so that an exponential is one `exp2`. Every product adds
-up in float32; weights and their gradients are rounded to the dtype of what they multiply. A score
-of -inf is never subtracted from another: rows that see nothing have a base of 0.
+Arithmetic. Scores are in units of log 2, so that an exponential is one `exp2`. Every product is
+summed in float32; weights and their gradients are rounded to the dtype of their other factor. A
+score of -inf is never subtracted from another: rows that see nothing have a base of 0.
 
-Dropout takes 18 integer operations an element, as long as the tensor cores take for a product at d
-= 128. It hides behind them only where two programs share a processor.
+Dropout takes 18 integer operations per element, as much time as the tensor cores take for a product
+at d = 128. The tensor cores hide it only where two programs share a processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from .attention_backward import (
-    attention_deltas,
-    attention_key_gradients,
-    attention_query_gradient,
-)
+from .attention_backward import attention_deltas, attention_query_gradient
+from .attention_bias import attention_bias_gradient
 from .attention_forward import attention_forward
+from .attention_keys import attention_key_gradients, attention_key_sums
+from .attention_tiles import (
+    BOTH,
+    BOTH_SUMS,
+    FORWARD,
+    KEYS,
+    QUERIES,
+    VALUES,
+    Pieces,
+    Tile,
+    divide,
+    generation_of,
+    tile_of,
+)
 from .dropout import Sizes, check_dropout, dropout_arguments
-from .launch import Launch, launch, run
+from .launch import Launch, launch, processors, run
 from .linear_act import precision
-from .tensors import aligned, contiguous, empty_like
+from .tensors import aligned, contiguous
 
 WIDEST_HEAD = 256
 _LOG2_E = 1.4426950408889634
 
 
-class Tile(NamedTuple):
-    """What a program has of queries and of keys: its own, and as many as it takes at a time."""
-
-    own: int
-    taken: int
-    warps: int
-    stages: int
-
-
-# By the padded head: what a program has at most, so that sums fit the registers. Its own are no
-# more than a block's.
-_FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)}
-_QUERY_GRADIENT = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
-_KEY_GRADIENTS = {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 32, 8, 1)}
-
-
-# float32 products in three passes of the tensor cores, unless torch may take one for its own: plain
-# float32 products of such tiles would not fit the registers.
+# Tensor cores take three passes for float32 products, unless torch may take one pass for its own.
+# Plain float32 products of these tiles would not fit into the registers.
 def _precision() -> str:
     return "tf32" if precision() == "tf32" else "tf32x3"
 
 
 _DENSE_BLOCK = 128  # of a layout without lists
+_SUMMED_ROWS = 16  # of a program that adds up pieces
+_LONGEST_STRIDE = 2**24  # positions in a tile fit 32 bits
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
-    """With the leading dimensions that were left out, and adjacent columns in aligned rows."""
+    """Add leading dimensions that were left out; copy unless rows are aligned and contiguous."""
     x = x[(None,) * (4 - x.dim())]
-    return aligned(x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous())
-
-
-def _tile(
-    tiles: dict[int, Tile], width: int, block: int, line: int, wide: bool, heavy: bool
-) -> Tile:
-    """The tile for a padded head, a block, and lines of so many tokens on average.
-
-    `wide`: elements are of float32; `heavy`: random numbers or bits of masks take registers.
-    """
-    own, taken, warps, stages = tiles[max(width, 64)]
-    if wide:
-        own, taken, warps, stages = min(own, 32), 32, 8, 1
-    elif heavy:
-        taken = 32
-    if block < own:
-        own, warps = block, max(warps * block // own, 4)
-    # A walk's last tile is half empty on average: short walks take smaller ones.
-    while taken > 32 and 4 * taken > line:
-        taken //= 2
-    return Tile(own, taken, warps, stages)
+    fits = (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) < _LONGEST_STRIDE
+    return aligned(x if fits else x.contiguous())
 
 
 class _Lists(NamedTuple):
-    """A layout's rows or columns as a kernel takes them; without a table all blocks are there."""
+    """A layout's rows or columns, as a kernel takes them. Without a table, every block exists."""
 
     table: torch.Tensor | None
     entries: torch.Tensor | None
     lines: int
     strides: tuple[int, int]  # between batches and heads, in lines
-    tokens: int  # those of a line, on average
+    tokens: int  # of a line, on average
 
 
 def _lists(
     table: torch.Tensor | None, entries: torch.Tensor | None, own: int, other: int, block: int
 ) -> _Lists:
-    """For a sequence of `own` tokens, whose lines have tokens of the `other`."""
+    """Describe the lines of a sequence of `own` tokens over a sequence of `other` tokens."""
     if table is None or entries is None:
         return _Lists(None, None, triton.cdiv(own, block), (0, 0), other)
     batch, heads, lines, _ = table.shape
@@ -118,8 +99,8 @@ def _lists(
     return _Lists(table.contiguous(), entries.contiguous(), lines, strides, tokens)
 
 
-class _Call(NamedTuple):
-    """An op's arguments as the kernels take them."""
+class Call(NamedTuple):
+    """The op's arguments, as the kernels take them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -127,40 +108,62 @@ class _Call(NamedTuple):
     sinks: torch.Tensor | None
     rows: _Lists
     columns: _Lists
-    beside: tuple[torch.Tensor | None, ...]  # masks, padding, slopes, seed
+    beside: tuple[torch.Tensor | None, ...]  # masks, padding, slopes, bias, seed
     group: int
     first_head: int
-    sloping: tuple[int, int, int]  # strides, and how far the first query is from the first key
+    sloping: tuple[int, int, int]  # strides, and the distance from the first key to the first query
+    biasing: tuple[int | None, ...]  # strides, and the number of tokens in a row of a plane
     scale: float
     scoring: tuple[float, float]
     dropout: tuple[Any, ...]
     options: dict[str, Any]
+    generation: int  # of the GPU's tiles
+
+    def tile(self, kernel: str) -> Tile:
+        """This call's tile for a kernel, by the names in attention_tiles.py."""
+        lists = self.rows if kernel in (FORWARD, QUERIES) else self.columns
+        width = max(self.options["WIDTH"], self.options["DEEP"])
+        _, _, stride, row = self.biasing
+        return tile_of(
+            *(self.generation, kernel, width, self.options["BLOCK"], lists.tokens),
+            wide=self.q.dtype.itemsize == 4,
+            heavy=any(self.beside[at] is not None for at in (0, 3, 4)),
+            biased=self.beside[3] is not None and (stride is not None or row is not None),
+        )
 
     def launch(
         self,
         kernel: Any,
-        tiles: dict[int, Tile],
+        tile: Tile,
         *first: Any,
         grad: torch.Tensor | None = None,
         transposed: bool = False,
+        programs: int | None = None,
     ) -> Launch:
-        """A kernel with `first`, its own arguments, and all that every kernel takes."""
+        """A launch of a kernel with its own arguments, `first`, and those of every kernel."""
         q, k, v = self.q, self.k, self.v
         lists = self.columns if transposed else self.rows
-        block, width = self.options["BLOCK"], self.options["WIDTH"]
-        heavy = self.beside[0] is not None or self.beside[3] is not None
-        tile = _tile(tiles, width, block, lists.tokens, q.dtype.itemsize == 4, heavy)
         names = ("COLUMNS", "ROWS") if transposed else ("ROWS", "COLUMNS")
         planes = q.shape[0] * (k if transposed else q).shape[1]
+        if programs is None:
+            programs = planes * lists.lines * (self.options["BLOCK"] // tile.own)
         return launch(
             kernel,
-            planes * lists.lines * (block // tile.own),
+            programs,
             *first,
             *(lists.table, lists.entries, *self.beside),
-            *(planes, q.shape[1], self.group, self.first_head, q.shape[2], k.shape[2], q.shape[3]),
+            *(planes, q.shape[1], self.group, self.first_head, q.shape[2], k.shape[2]),
+            *(q.shape[3], v.shape[3]),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             *((0, 0, 0) if grad is None else grad.stride()[:3]),
-            *(lists.lines, *lists.strides, *self.sloping, *self.scoring, *self.dropout),
+            *(
+                lists.lines,
+                *lists.strides,
+                *self.sloping,
+                *self.biasing,
+                *self.scoring,
+                *self.dropout,
+            ),
             **self.options,
             **dict(zip(names, tile[:2], strict=True)),
             num_warps=tile.warps,
@@ -173,11 +176,12 @@ def _refuse(wrong: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _call(
+def make_call(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
     rows: torch.Tensor | None,
     row_entries: torch.Tensor | None,
     columns: torch.Tensor | None,
@@ -185,6 +189,7 @@ def _call(
     masks: torch.Tensor | None,
     padding: torch.Tensor | None,
     slopes: torch.Tensor | None,
+    bias_row: int,
     block: int,
     group: int,
     scale: float,
@@ -194,7 +199,7 @@ def _call(
     seed: torch.Tensor | None,
     whole: Sizes,
     offset: Sizes,
-) -> _Call:
+) -> Call:
     *place, first_key = offset or (0,)  # the last offset is that of the keys
     check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
     _refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
@@ -204,9 +209,11 @@ def _call(
     sizes, offsets = (*sizes, *(whole or q.shape)), (*offsets, *(offset or (0,) * q.dim()))
     q, k, v = _four(q), _four(k), _four(v)
     (batch, heads, queries, width), (_, key_heads, keys, _) = q.shape, k.shape
-    _refuse(width > WIDEST_HEAD, f"heads are wider than {WIDEST_HEAD}")
-    _refuse(k.shape != v.shape or k.shape[::3] != q.shape[::3], "k or v does not fit q")
-    every = (rows, row_entries, columns, column_entries, masks, padding, slopes, sinks)
+    deep = v.shape[3]
+    _refuse(max(width, deep) > WIDEST_HEAD, f"heads are wider than {WIDEST_HEAD}")
+    fits = k.shape[:3] == v.shape[:3] and k.shape[::3] == q.shape[::3]
+    _refuse(not fits, "k or v does not fit q")
+    every = (bias, rows, row_entries, columns, column_entries, masks, padding, slopes, sinks)
     _refuse(any(x.device != q.device for x in (k, v, *every) if x is not None), "several devices")
     _refuse(k.dtype != q.dtype or v.dtype != q.dtype, "k or v has another dtype than q")
     first_head = 0 if heads == key_heads * group else offsets[1]
@@ -234,18 +241,22 @@ def _call(
     number_strides = (sizes[1] * sizes[2], sizes[2])
     first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1] + offsets[2]
     has_masks = masks is not None and masks.shape[0] > 0
-    padded = max(triton.next_power_of_2(width), 16)
-    return _Call(
+    padded, padded_deep = (max(triton.next_power_of_2(n), 16) for n in (width, deep))
+    bias, biasing = _biasing(bias, bias_row, q, k)
+    return Call(
         *(q, k, v, contiguous(sinks)),
         _lists(rows, row_entries, queries, keys, block),
         _lists(columns, column_entries, keys, queries, block),
         (
             contiguous(masks) if has_masks else None,
             None if padding is None else padding.contiguous().view(torch.uint8),
-            slopes,
-            seed_,
+            *(slopes, bias, seed_),
         ),
-        *(group, first_head, sloping, scale),
+        group,
+        first_head,
+        sloping,
+        biasing,
+        scale,
         (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 1.0),
         (threshold, kept_scale, first_key // 4, first_number, *number_strides),
         {
@@ -255,8 +266,41 @@ def _call(
             "BLOCK": block,
             "WIDTH": padded,
             "FITS": padded == width,
+            "DEEP": padded_deep,
+            "DEEP_FITS": padded_deep == deep,
         },
+        generation_of(torch.cuda.get_device_capability(q.device)) if q.is_cuda else 90,
     )
+
+
+def _biasing(
+    bias: torch.Tensor | None, row: int, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor | None, tuple[int | None, ...]]:
+    """Return the bias, and how kernels find its numbers: strides, and the tokens in a row."""
+    if bias is None:
+        return None, (0, 0, 0, None)
+    bias = bias[(None,) * (4 - bias.dim())]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    fits = bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
+    if row:
+        fits = fits and bias.shape[::2] == (1, 1) and bias.shape[3] == distances(queries, keys, row)
+        fits = fits and (row >= keys or queries <= keys) and bias.dtype in (q.dtype, torch.float32)
+        bias = bias.contiguous()
+    else:
+        fits = fits and bias.shape[2:] == (queries, keys) and bias.dtype == q.dtype
+        bias = bias if bias.stride(3) == 1 or keys < 2 else bias.contiguous()
+    _refuse(not fits, "bias does not fit q and k")
+    strides = [
+        0 if n == 1 else stride for n, stride in zip(bias.shape, bias.stride(), strict=True)
+    ][:2]
+    return bias, (*strides, None if row else bias.stride(2), row if 0 < row < keys else None)
+
+
+def distances(queries: int, keys: int, row: int) -> int:
+    """The count of numbers of a bias by distance, for tokens in rows of `row`."""
+    if row >= keys:
+        return max(queries + keys - 1, 0)
+    return 2 * (keys - 1 + (keys - 1) // row * (row - 1)) + 1
 
 
 def _check_lists(
@@ -269,7 +313,7 @@ def _check_lists(
     masks: torch.Tensor | None,
     block: int,
 ) -> None:
-    """Refuse lists that lead out of q and k."""
+    """Refuse lists that point outside q and k."""
     every = (rows, row_entries, columns, column_entries, masks)
     _refuse(any(x is None or x.dtype != torch.int32 for x in every), "lists are not all int32")
     assert columns is not None
@@ -284,24 +328,24 @@ def _check_lists(
     _refuse(masks.shape[1:] != (block * max(block // 32, 1),), "masks do not fit the block")
 
 
-def _forward_launch(call: _Call, y: torch.Tensor, lse: torch.Tensor) -> Launch:
+def forward_launch(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Launch:
     own = (call.q, call.k, call.v, call.sinks, y, lse)
-    return call.launch(attention_forward, _FORWARD, *own)
+    return call.launch(attention_forward, call.tile(FORWARD), *own)
 
 
-def _delta_launch(
-    call: _Call,
+def delta_launch(
+    call: Call,
     delta: torch.Tensor,
     y: torch.Tensor,
     grad_y: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> Launch:
-    rows, width = delta.numel(), call.options["WIDTH"]
+    rows, width = delta.numel(), call.options["DEEP"]
     own = 4096 // width
     return launch(
         attention_deltas,
         triton.cdiv(rows, own),
-        *(delta, y, grad_y, grad_lse, rows, call.q.shape[1], call.q.shape[2], call.q.shape[3]),
+        *(delta, y, grad_y, grad_lse, rows, call.q.shape[1], call.q.shape[2], call.v.shape[3]),
         *grad_y.stride()[:3],
         ROWS=own,
         WIDTH=width,
@@ -309,28 +353,80 @@ def _delta_launch(
     )
 
 
-def _gradient_launches(
-    call: _Call,
+def gradient_launches(
+    call: Call,
     grad_y: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
 ) -> list[Launch]:
-    """Those of the gradients that are wanted: of q, and of k and v."""
+    """The launches for the gradients that are wanted: of q, and of k and v."""
     saved = (grad_y, lse, delta, call.q, call.k, call.v, call.scale)
     grad_q, *grad_kv = grads
     found = []
     if grad_q is not None:
-        found.append(
-            call.launch(attention_query_gradient, _QUERY_GRADIENT, grad_q, *saved, grad=grad_y)
-        )
-    if grad_kv[0] is not None:
-        own = (*grad_kv, *saved, call.k.shape[1])
+        tile = call.tile(QUERIES)
+        found.append(call.launch(attention_query_gradient, tile, grad_q, *saved, grad=grad_y))
+    if any(grad is not None for grad in grad_kv):
+        found += _key_launches(call, grad_y, saved, *grad_kv)
+    return found
+
+
+def _key_launches(
+    call: Call,
+    grad_y: torch.Tensor,
+    saved: tuple[Any, ...],
+    grad_k: torch.Tensor | None,
+    grad_v: torch.Tensor | None,
+) -> list[Launch]:
+    """Those of the gradients of k and v; one of the two may not be wanted."""
+    options, lists, (batch, key_heads, keys, _) = call.options, call.columns, call.k.shape
+    block, planes, width = (
+        options["BLOCK"],
+        batch * key_heads,
+        max(options["WIDTH"], options["DEEP"]),
+    )
+    sums = [BOTH] if width <= BOTH_SUMS else [KEYS] * (grad_k is not None)
+    sums += [VALUES] * (width > BOTH_SUMS and grad_v is not None)
+    tiles = {name: call.tile(name) for name in sums}
+    per_head = lists.strides[1] > 0 and call.group > 1
+    pieces = divide(
+        *(planes, lists.lines, call.q.shape[2], call.group, block, tiles[sums[0]].own),
+        processors(call.q.device),
+        has_table=lists.table is not None,
+        per_head=per_head,
+    )
+    partials, (extras, least) = None, pieces or Pieces(0, 1)
+    divided = min(lists.lines, extras)
+    if pieces is not None:
+        size = block * (options["WIDTH"] + options["DEEP"])
+        partials = saved[1].new_empty(planes * (extras + divided) * size)
+    found = []
+    for name, tile in tiles.items():
+        own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
         launched = call.launch(
-            attention_key_gradients, _KEY_GRADIENTS, *own, grad=grad_y, transposed=True
+            *(attention_key_gradients, tile, *own, partials, *saved, key_heads, extras, least),
+            grad=grad_y,
+            transposed=True,
+            programs=planes * (lists.lines + extras) * (block // tile.own),
         )
-        launched.options["PER_HEAD"] = call.columns.strides[1] > 0 and call.group > 1
+        launched.options["PER_HEAD"] = per_head
+        launched.options.update(OF_KEYS=own[0] is not None, OF_VALUES=own[1] is not None)
         found.append(launched)
+    if partials is not None:
+        rows = min(block, _SUMMED_ROWS)
+        summed = launch(
+            attention_key_sums,
+            planes * divided * (block // rows),
+            *(grad_k, grad_v, partials, lists.table, planes, key_heads, call.q.shape[1]),
+            *(call.group, call.first_head, keys, call.q.shape[3], call.v.shape[3]),
+            *(lists.lines, *lists.strides, extras, least),
+            **{name: options[name] for name in ("BLOCK", "WIDTH", "DEEP")},
+            ROWS=rows,
+            PER_HEAD=per_head,
+            num_warps=4,
+        )
+        found.append(summed)
     return found
 
 
@@ -338,10 +434,11 @@ def _gradient_launches(
 
 
 def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(q, *arguments)
-    y, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    call = make_call(q, *arguments)
+    y = q.new_empty((*q.shape[:-1], call.v.shape[3]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel():
-        run(q, _forward_launch(call, y, lse))
+        run(q, forward_launch(call, y, lse))
     return y, lse
 
 
@@ -352,81 +449,89 @@ def block_sparse_attention_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
     *arguments: Any,
 ) -> tuple[torch.Tensor, ...]:
-    *arguments, y, lse, need_q, need_k, need_v, need_sinks = arguments
-    call = _call(q, k, v, sinks, *arguments)
+    *shared, y, lse, need_q, need_k, need_v, need_sinks, need_bias = arguments
+    call = make_call(q, k, v, sinks, bias, *shared)
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    _refuse((grad_y.shape, grad_y.dtype) != (q.shape, q.dtype), "grad_y does not fit q")
+    _refuse((grad_y.shape, grad_y.dtype) != (y.shape, q.dtype), "grad_y does not fit y")
     nothing = q.new_empty(0)
-    keys_wanted = need_k or need_v
     made = torch.empty_like if lse.numel() else torch.zeros_like
     grads = [
         made(x, memory_format=torch.contiguous_format) if wanted else None
-        for x, wanted in ((q, need_q), (k, keys_wanted), (v, keys_wanted))
+        for x, wanted in ((q, need_q), (k, need_k), (v, need_v))
     ]
     delta = torch.empty_like(lse)
     if lse.numel():
         grad_y = _four(grad_y)
         given = None if grad_lse is None else grad_lse.contiguous()
-        launches = _gradient_launches(call, grad_y, lse, delta, grads)
-        run(q, _delta_launch(call, delta, y, grad_y, given), *launches)
-    grad_sinks = nothing
+        launches = gradient_launches(call, grad_y, lse, delta, grads)
+        run(q, delta_launch(call, delta, y, grad_y, given), *launches)
+    grad_sinks = grad_bias = nothing
+    if bias is not None and need_bias:
+        grad_bias = _gradient_of_bias(call, bias, grad_y, lse, delta)
     if sinks is not None and need_sinks:
         grad_sinks = _gradient_of_sinks(sinks, lse, delta)
     grad_q, grad_k, grad_v = (nothing if x is None else x for x in grads)
-    return grad_q, grad_k if need_k else nothing, grad_v if need_v else nothing, grad_sinks
+    return grad_q, grad_k, grad_v, grad_sinks, grad_bias
+
+
+# The most bytes for sums by distance, and the fewest parts of a head that run concurrently.
+_SUMS_BYTES = 16 << 20
+_FEWEST_PARTS = 64
+_BIAS_TILE = 32
+
+
+def bias_launch(
+    call: Call,
+    bias: torch.Tensor,
+    grad_y: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> tuple[Launch, torch.Tensor]:
+    """The launch for the gradient of a bias, and the sums that it adds to."""
+    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    bias = bias[(None,) * (4 - bias.dim())]
+    own = min(call.options["BLOCK"], _BIAS_TILE)
+    tiles = call.rows.lines * (call.options["BLOCK"] // own)
+    by_pair, parts = call.biasing[2] is not None, 1
+    if by_pair:
+        programs = tiles * bias.shape[0] * bias.shape[1]
+        sums = call.q.new_zeros((*bias.shape[:2], queries, keys), dtype=torch.float32)
+    else:
+        each = max(4 * heads * bias.shape[3], 1)
+        parts = min(tiles * batch, max(_FEWEST_PARTS, _SUMS_BYTES // each))
+        programs = parts * heads
+        sums = call.q.new_zeros((parts, heads, bias.shape[3]), dtype=torch.float32)
+    scratch = None if by_pair else sums.new_empty((programs, own, own))
+    launched = call.launch(
+        attention_bias_gradient,
+        Tile(own, own, 4, 1),
+        *(sums, scratch, parts, bias.shape[0], bias.shape[1], bias.shape[3]),
+        *(grad_y, lse, delta, call.q, call.k, call.v),
+        grad=grad_y,
+        programs=programs,
+    )
+    return launched, sums
+
+
+def _gradient_of_bias(
+    call: Call, bias: torch.Tensor, grad_y: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor:
+    if not lse.numel() or not call.k.shape[2]:
+        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    launched, sums = bias_launch(call, bias, grad_y, lse, delta)
+    run(call.q, launched)
+    if call.biasing[2] is None:
+        sums = sums.sum(0)  # in one order
+        if bias.numel() < sums.numel():
+            sums = sums.sum(0)
+    return sums.to(bias.dtype).view(bias.shape)
 
 
 def _gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """A sink is a key whose value is zero."""
+    """The gradient of sinks: a sink is a key whose value is zero."""
     lse, delta = (x[(None,) * (3 - x.dim())] for x in (lse, delta))
     weight = torch.exp(sinks.float().view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0)
     return -(weight * delta).sum((0, 2)).to(sinks.dtype).view(sinks.shape)
-
-
-def _meta_call(
-    width: int,
-    dtype: torch.dtype,
-    block: int | None,
-    *,
-    causal: bool = False,
-    every: bool = False,
-    p: float = 0.0,
-) -> _Call:
-    """A call on tensors of no memory; `every`: with all the arguments that there are."""
-
-    def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    length, lists = 4096, (None,) * 5
-    if block is not None:
-        table = make(1, 8, length // block, 4, kind=torch.int32)
-        entries = make(8 * 512 * length // block, 2, kind=torch.int32)
-        masks = make(4 if every else 0, block * max(block // 32, 1), kind=torch.int32)
-        lists = (table, entries, table, entries, masks)
-    q, k = make(2, 8, length, width), make(2, 4, length, width)
-    return _call(
-        *(q, k, k, make(8, 1, 1) if every else None, *lists),
-        make(2, 1, 1, length, kind=torch.bool) if every else None,
-        make(8, 1, 1, kind=torch.float32) if every else None,
-        *(block or 64, 2, width**-0.5, causal, 5.0 if every else 0.0),
-        *(p, make(1, kind=torch.int64) if p else None, None, None),
-    )
-
-
-def aot_cases() -> Iterator[tuple[str, Launch]]:
-    """Named launches, whose kernels the ahead-of-time tests compile."""
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    for width, dtype, block, options in (
-        (128, bf16, None, {"causal": True}),
-        (64, fp16, 64, {"every": True, "p": 0.1}),
-        (64, fp32, 64, {}),
-    ):
-        call = _meta_call(width, dtype, block, **options)
-        name = f"{width} {dtype} {block} {' '.join(options)}".replace("torch.", "")
-        lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
-        yield name, _forward_launch(call, call.q, lse)
-        yield name, _delta_launch(call, lse, call.q, call.q, lse)
-        for launched in _gradient_launches(call, call.q, lse, lse, (call.q, call.k, call.v)):
-            yield name, launched

@@ -27,7 +27,7 @@ def chunk_range(chunk, rows, chunks, ROWS: tl.constexpr):
 
 @triton.jit
 def store_partial(partials_ptr, chunk, column, width, inside, partial):
-    """Write a chunk's sums if they are wanted. `partial` has the sums of each row of a tile."""
+    """Write a chunk's sums if needed. `partial` has the sums of each row of a tile."""
     if partials_ptr is not None:
         at = partials_ptr + chunk.to(tl.int64) * width + column
         tl.store(at, tl.sum(partial, 0), mask=inside)
@@ -69,14 +69,14 @@ def _add_chunks(
 
 def chunks_of(row_tiles: int, column_tiles: int, device: torch.device) -> int:
     """The number of chunks for programs of one tile of columns, four on a multiprocessor."""
-    # Several waves: a single one would seldom be full.
+    # Several waves of programs, since a single wave would seldom fill the GPU.
     return max(1, min(16 * processors(device) // max(column_tiles, 1), row_tiles))
 
 
 def partials_of(
     gradients: Sequence[torch.Tensor | None], chunks: int, width: int
 ) -> list[torch.Tensor | None]:
-    """Where the chunks write their sums for each gradient; None for one that is not wanted."""
+    """Allocate the chunks' sums for each gradient; None for one that is not needed."""
     return [
         None if grad is None else grad.new_empty((chunks, width), dtype=torch.float32)
         for grad in gradients
@@ -91,7 +91,7 @@ def add_chunks_launches(
     *,
     wide: bool = False,
 ) -> Iterator[Launch]:
-    """Add the chunks up to the gradients of weight and bias, if either is wanted."""
+    """Add up the chunks' sums into the needed gradients of weight and bias."""
     if all(gradient is None for gradient in gradients):
         return
     # Wide rows leave few chunks, but enough columns to fill the GPU with wider blocks.

@@ -1,4 +1,4 @@
-"""The random stream of dropout in Triton: element for element that of torchweld.random.
+"""The random stream of dropout in Triton, equal to that of torchweld.random in every element.
 
 Triton's own `tl.philox` is the same Philox 4x32-10. One call makes the words of four columns. It is
 therefore called for every fourth column, and the words are put in column order.
@@ -74,7 +74,7 @@ def check_dropout(
     whole: Sizes,
     offset: Sizes,
 ) -> None:
-    """Refuse what the bindings of the other kernels refuse too."""
+    """Refuse what the native bindings refuse too."""
     if not 0 <= p <= 1:
         raise ValueError("p is not between 0 and 1")
     if p and (

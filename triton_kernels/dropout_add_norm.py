@@ -1,14 +1,14 @@
 """dropout_add_layer_norm and dropout_add_rms_norm in Triton.
 
-csrc/core/dropout_add_norm.h has the formulas, norm_rows.py what a row shares with the plain norms,
-and norm.py the argument for the shapes. A unit below is rows x width elements, once over DRAM, in
-the dtype of x or, for the stream, of residual.
+csrc/core/dropout_add_norm.h has the formulas, norm_rows.py the functions shared with the plain
+norms, and norm.py the argument for the shapes. A unit below is rows x width elements, once over
+DRAM, in the dtype of x or, for the stream, of residual.
 
 Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y written.
     _forward holds whole rows (width <= 16384): 32 bytes of x a thread and as much of the residual,
     at bf16 16 columns in at most 64 registers. Four programs of 8 warps, 64 KiB of loads, are then
     in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. y uses z
-    before it is rounded; the statistics that the backward reads are those of the rounded z. The
+    before it is rounded; the statistics for the backward pass are those of the rounded z. The
     floor at bf16 32768 x 4096 is 1.07 GB, 0.25 ms at the 4.3 TB/s of a copy.
 
     _forward_wide goes over a row twice and draws twice, 2 units more. L2 serves them: 256 KiB a
@@ -96,7 +96,7 @@ def _add_again(source, row, start, width, AGAIN: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _store_gradients(finish, grad, row, start, inside):
-    """Store the gradients of the residual and of x that are wanted, from the gradient of z."""
+    """Store the needed gradients of the residual and of x, from the gradient of z."""
     grad_z_ptr, grad_residual_ptr, grad_x_ptr, width, grad_z_stride, dropout = finish
     column = start + tl.arange(0, grad.shape[1])
     at = (row[:, None], column[None, :])
@@ -302,23 +302,20 @@ def _forward_launch(
             _forward_wide,
             rows,
             *(*tensors, width, *strides, eps, *dropout),
-            spreads=True,
             CENTERED=centered,
             BLOCK=_WIDE_FORWARD_BLOCK,
             num_warps=16,
-        )
+        )._replace(spreads=True)
     tile = forward_tile(width, 32 // x.element_size())
     return launch(
         _forward,
         triton.cdiv(rows, tile["ROWS"]),
         *(*tensors, rows, width, *strides, eps, *dropout),
-        spreads=width <= _WIDEST_UNALIGNED_ROW,
-        aligned=width > _WIDEST_UNALIGNED_ROW,
         CENTERED=centered,
         # Without a limit ptxas spills a few bytes although registers are free.
         maxnreg=64 if width <= _WIDEST_FORWARD_ROW // 2 else 128,
         **tile,
-    )
+    )._replace(spreads=width <= _WIDEST_UNALIGNED_ROW, aligned=width > _WIDEST_UNALIGNED_ROW)
 
 
 def _backward_launches(
@@ -425,7 +422,7 @@ def _dropout_add_norm_backward(
     grads = (None if grad_z is None else as_rows(grad_z, *matrix), as_rows(grad_y, *matrix))
     saved = (as_rows(z, *matrix), contiguous(weight), contiguous(mean), rstd.contiguous())
     gradients = (grad_x, grad_residual, grad_weight, grad_bias)
-    run(z, *_backward_launches(*grads, *saved, *gradients, dropout))
+    run(z, *_backward_launches(*(*grads, *saved, *gradients), dropout))
     return (
         or_empty(grad_x, z),
         or_empty(grad_residual, z),
@@ -449,9 +446,11 @@ def dropout_add_layer_norm(
     whole: Sizes,
     offset: Sizes,
     wide_y: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs = (x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y)
-    return _dropout_add_norm(*inputs, centered=True)
+    z, y, mean, rstd = _dropout_add_norm(*inputs, centered=True)
+    assert mean is not None
+    return z, y, mean, rstd
 
 
 def dropout_add_layer_norm_backward(
@@ -469,9 +468,13 @@ def dropout_add_layer_norm_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     x_dtype: torch.dtype,
-    *needs: bool,
-) -> tuple[torch.Tensor, ...]:
+    need_x: bool,
+    need_residual: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     saved = (grad_z, grad_y, z, normalized_shape, weight, bias, p, seed, whole, offset, mean, rstd)
+    needs = (need_x, need_residual, need_weight, need_bias)
     return _dropout_add_norm_backward(*saved, x_dtype, *needs)
 
 
@@ -486,7 +489,7 @@ def dropout_add_rms_norm(
     whole: Sizes,
     offset: Sizes,
     wide_y: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs = (x, residual, normalized_shape, weight, None, p, epsilon_of(eps), seed, whole, offset)
     z, y, _, rstd = _dropout_add_norm(*inputs, wide_y, centered=False)
     return z, y, rstd
@@ -505,9 +508,12 @@ def dropout_add_rms_norm_backward(
     offset: Sizes,
     rstd: torch.Tensor,
     x_dtype: torch.dtype,
-    *needs: bool,
-) -> tuple[torch.Tensor, ...]:
+    need_x: bool,
+    need_residual: bool,
+    need_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     saved = (grad_z, grad_y, z, normalized_shape, weight, None, p, seed, whole, offset, None, rstd)
+    needs = (need_x, need_residual, need_weight)
     return _dropout_add_norm_backward(*saved, x_dtype, *needs, need_bias=False)[:3]
 
 

@@ -1,4 +1,4 @@
-"""A kernel launch as a value, so that the ahead-of-time tests compile exactly what runs."""
+"""A kernel launch as an object, so that the ahead-of-time tests compile exactly what runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tensors import are_aligned
 
 
 class Launch(NamedTuple):
-    """A kernel with everything that its run depends on."""
+    """A kernel with all arguments and options of a launch."""
 
     kernel: Any
     grid: int
@@ -22,10 +22,11 @@ class Launch(NamedTuple):
     aligned: bool = False  # made only for tensors that Triton knows to be aligned
 
     def unaligned_options(self) -> dict[str, Any]:
-        """The options where Triton does not know a view to be aligned.
+        """The options for a view that Triton does not know to be aligned.
 
-        It then loads one element at a time, and the addresses take registers. The limit is what a
-        multiprocessor has for so many warps: without one ptxas spills although registers are free.
+        Triton then loads one element at a time, and the addresses take registers. The limit is a
+        multiprocessor's share for this many warps: without one ptxas spills although registers
+        are free.
         """
         if not self.spreads:
             return self.options
@@ -33,17 +34,9 @@ class Launch(NamedTuple):
         return self.options | {"num_warps": warps, "maxnreg": min(255, 2048 // warps)}
 
 
-def launch(
-    kernel: Any,
-    grid: int,
-    *args: Any,
-    spreads: bool = False,
-    aligned: bool = False,
-    **options: Any,
-) -> Launch:
+def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
     # The default of enable_fp_fusion differs between versions of Triton.
-    options = {"enable_fp_fusion": True, **options}
-    return Launch(kernel, grid, args, options, spreads=spreads, aligned=aligned)
+    return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options})
 
 
 def run(on: torch.Tensor, *launches: Launch) -> None:

@@ -17,11 +17,11 @@ shape and 1.16x at the second. Without z it is the GEMM itself. The targets at t
 1.06x (tanh) and 1.09x (erf). The unfused form takes 1.08x there, so this kernel wins if its GEMM
 reaches 96% of the library's rate; at the second shape 86% are enough. Loads through pointers, as
 here, should reach 80 to 90% on that GPU: the kernel should win at the second shape and lose at the
-first. On sm_80, where pointers feed the tensor cores as well as anything, both are within reach.
-The form that runs is therefore timed on the GPU at hand, the unfused one among the contenders:
-`torchweld/ops/gemm/timing.py`.
+first. On sm_80, where loads through pointers are as fast as any, both targets are within reach.
+So all forms, the unfused one included, are timed on the GPU at hand to choose one:
+`torchweld/ops/gemm/fused_choice.py`.
 
-A program of the simple form has one tile of y. Its epilogue by erf takes 20 operations an element.
+A program of the simple form has one tile of y. Its epilogue for erf takes 20 operations an element.
 For a tile of 128 x 256 that is about 5 us, and the two stores take as long; at K = 4096 the
 products take 36 us. Tiles of 128 x 128 by eight warps in at most 128 registers (sm_90) let two
 programs share a processor, one in its epilogue while the other multiplies. Programs walk a band of
@@ -77,7 +77,7 @@ def _linear_act(
     row, column, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
     rows_inside = (first_row + row < rows)[:, None]
     columns_inside = (first_column + column < columns)[None, :]
-    # 32 bits are enough within a tile, and take half of the registers.
+    # 32 bits are enough for positions within a tile, and take half of the registers.
     x_place = row[:, None] * x_row_stride + k[None, :] * x_stride
     weight_place = column[None, :] * weight_row_stride + k[:, None] * weight_stride
     x_ptr += first_row * x_row_stride
@@ -115,9 +115,9 @@ def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATIO
     store(y_ptr, row[:, None], column[None, :], columns, activate(z, ACTIVATION), inside)
 
 
-# A large tile, for the most products a byte; half of that, for two programs on a processor; a tile
+# A large tile, for the most products per byte; half of it, for two programs on a processor; a tile
 # for fewer rows. The last serves elements whose loads would not fit the registers of larger tiles:
-# those loaded one by one, since rows are not a multiple of 16 bytes, and float32 without tensor
+# those loaded one by one because rows are not a multiple of 16 bytes, and float32 without tensor
 # cores. All three stages fit the shared memory of sm_80; persistent tiles are for sm_90 and later.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
@@ -134,7 +134,7 @@ _TILES = {
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """The tiles that `linear_act` counts by number."""
+    """The tiles, in the order of the numbers that `linear_act` takes."""
     return _TILES[dtype.itemsize]
 
 
@@ -218,11 +218,11 @@ def linear_act(
     y = x.new_empty((*x.shape[:-1], columns))
     z = torch.empty_like(y) if save_z else None
     chosen = tiles(x.dtype)[tile]
-    factors = (x.reshape(x.shape[:-1].numel(), inner), weight)
     run(
         x,
         _linear_act_launch(
-            *[_factor(matrix) for matrix in factors],
+            _factor(x.reshape(x.shape[:-1].numel(), inner)),
+            _factor(weight),
             *(contiguous(bias), y, z),
             _kind(activation, approximate),
             chosen,
@@ -235,7 +235,9 @@ def linear_act(
 def aot_cases() -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
 
-    def case(dtype, width, kind, tile, precision):
+    def case(
+        dtype: torch.dtype, width: int, kind: str, tile: Tile, precision: str
+    ) -> tuple[str, Launch]:
         x, y = (torch.empty(4096, width, dtype=dtype, device="meta") for _ in range(2))
         name = f"{kind} {precision} {width} {tile}"
         weight = x[:width]

@@ -2,8 +2,8 @@
 
 `linear_act.py` has the arithmetic of a tile's end and the figures. Here a program stays on its
 processor and takes one tile after another, so that the loads of the next tile start while the last
-one is finished. Descriptors leave the addresses, and what is past a matrix's end, to the hardware.
-They take matrices whose rows are adjacent numbers and start at multiples of 16 bytes.
+one is finished. With descriptors the hardware computes addresses and handles elements past a
+matrix's end. They require contiguous rows that start at multiples of 16 bytes.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -49,7 +49,7 @@ def _linear_act_persistent(
         for step in range(tl.cdiv(inner, INNER)):
             k = step * INNER
             total = tl.dot(x.load([first_row, k]), weight.load([first_column, k]).T, total)
-        # Stored in quarters, through as little shared memory.
+        # Stored in quarters, to need less shared memory.
         left, right = halves(total)
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
@@ -63,7 +63,7 @@ def _linear_act_persistent(
 
 
 def fits(*matrices: torch.Tensor | None) -> bool:
-    """Whether descriptors can be made of these matrices."""
+    """Whether these matrices can have descriptors."""
     return all(_fits(matrix) for matrix in matrices if matrix is not None)
 
 

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm in Triton; RMSNorm is CENTERED=False of the same kernels.
 
-csrc/core/norm.h has the formulas, norm_rows.py what both kinds of norm do with a row. A unit below
+csrc/core/norm.h has the formulas, norm_rows.py the functions that all norms share. A unit below
 is rows x width elements, once over DRAM.
 
 Forward, 2 units: x is read, y written; weight and bias come from L1 and L2.
@@ -27,7 +27,7 @@ Backward, 3 units and the partials: grad_y and x are read, grad_x written.
     Wider rows do not fit: neither the row nor its parameter sums. _sum_columns then takes tiles of
     columns, and writes the tile's two sums of every row instead of grad_x. _grad_x_wide computes
     grad_x once all sums are known. This reads grad_y and x again: 5 units, so at most 60% of the
-    copy bandwidth counted at 3. To do better, a row must be spread over a cluster.
+    copy bandwidth counted at 3. Doing better would need a row spread over a cluster.
 
 Nothing is tuned at run time: launch overhead decides at 4096 x 1024.
 """
@@ -272,7 +272,9 @@ def layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _norm(x, normalized_shape, weight, bias, eps, centered=True)
+    y, mean, rstd = _norm(x, normalized_shape, weight, bias, eps, centered=True)
+    assert mean is not None
+    return y, mean, rstd
 
 
 def layer_norm_backward(
@@ -322,7 +324,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
     widths = (64, 1024, 4096, 8192, 65536, 131073)
     for centered, dtype, width in itertools.product((True, False), dtypes, widths):
         if dtype == torch.float16 and not centered:
-            continue  # Nothing new: LayerNorm has its conversions, bfloat16 its shapes.
+            continue  # Skip it: LayerNorm covers its conversions, bfloat16 its shapes.
         x = torch.empty(32, width, dtype=dtype, device="meta")
         rstd = x.new_empty(32, dtype=torch.float32)
         weight, mean, bias = x[0], rstd if centered else None, x[0] if centered else None

@@ -25,7 +25,7 @@ from .tensors import are_aligned, check_beside, load, load_parameter, store
 
 @triton.jit
 def _statistics(x, inside, width, eps, CENTERED: tl.constexpr):
-    """Mean and rstd of whole rows x, and x less its mean; x is 0 outside of the tensor."""
+    """Mean and rstd of whole rows x, and x minus its mean; x is 0 outside of the tensor."""
     mean = tl.zeros([x.shape[0]], tl.float32)
     if CENTERED:
         mean = tl.sum(x, 1) / width
@@ -49,7 +49,7 @@ def normalize(
     CENTERED: tl.constexpr,
     SAVED: tl.constexpr = tl.float32,
 ):
-    """Store y, and the statistics of x as a SAVED, which the backward reads."""
+    """Store y, and for the backward pass the statistics of x converted to SAVED."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     mean, rstd, centered = _statistics(x, inside, width, eps, CENTERED)
     weight = load_parameter(weight_ptr, column, width, 1)
@@ -65,7 +65,7 @@ def normalize(
 
 @triton.jit
 def _add_to_lanes(x, lane_mean, lane_squares, seen, inside, CENTERED: tl.constexpr):
-    """Welford's mean and sum of squares of every lane, with one more element `seen`."""
+    """Update each lane's mean and sum of squares with one more element `seen` (Welford)."""
     if CENTERED:
         deviation = tl.where(inside, x - lane_mean, 0)
         lane_mean += deviation * (1 / seen)
@@ -77,7 +77,7 @@ def _add_to_lanes(x, lane_mean, lane_squares, seen, inside, CENTERED: tl.constex
 
 @triton.jit
 def _join_lanes(lane_mean, lane_squares, lane_count, width, eps, CENTERED: tl.constexpr):
-    """Mean and rstd of the row that the lanes make up."""
+    """Mean and rstd of a row, combined from its lanes."""
     mean = 0.0
     if CENTERED:
         mean = tl.sum(lane_mean * lane_count, 0) / width
@@ -101,7 +101,7 @@ def normalize_wide(
     BLOCK: tl.constexpr,
     SAVED: tl.constexpr = tl.float32,
 ):
-    """The same for one row in two passes of BLOCK columns at a time.
+    """Store y and the statistics of one row, in two passes of BLOCK columns at a time.
 
     LOAD(source, row, start, width, AGAIN, BLOCK) returns the columns from start on, in either pass.
     """
@@ -324,7 +324,7 @@ def check_norm(
     eps: float = 0,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse what the bindings of the other kernels refuse too; y has x's dtype, or this one."""
+    """Refuse what the native bindings refuse too; y has x's dtype, or this one."""
     trailing = len(normalized_shape)
     if trailing == 0 or x.shape[max(0, x.dim() - trailing) :] != tuple(normalized_shape):
         raise ValueError("x does not end in normalized_shape")
@@ -338,14 +338,14 @@ def check_norm(
 def statistics(
     x: torch.Tensor, normalized_shape: Sequence[int], centered: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Where the rows' rstd goes, and their mean if there is one."""
+    """Allocate the rows' rstd, and their mean if there is one."""
     leading = x.shape[: x.dim() - len(normalized_shape)]
     rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
     return torch.empty_like(rstd) if centered else None, rstd
 
 
 def epsilon_of(eps: float | None) -> float:
-    """RMSNorm's default: eager takes the epsilon of the type that it computes in."""
+    """The default eps of RMSNorm: as in eager, the epsilon of the type that it computes in."""
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
@@ -401,7 +401,7 @@ def _chunks(rows: int, width: int, tile: dict[str, int], multiprocessors: int) -
     resident = multiprocessors * (16 // tile["num_warps"])
     column_tiles = triton.cdiv(width, tile["BLOCK"])
     if column_tiles > 1:
-        # Several waves: a single one would seldom be full.
+        # Several waves of programs, since a single wave would seldom fill the GPU.
         resident = max(1, 4 * resident // column_tiles)
     return min(resident, triton.cdiv(rows, tile["ROWS"]))
 
@@ -434,8 +434,8 @@ def backward_launches(
     if column_tiles <= 1:
         arguments = (*tensors, *partials, *sizes, *finish)
         fills = width % 16 == 0 and tile["num_warps"] == 16
-        options = {"spreads": not fills, "aligned": fills, "CENTERED": centered, **tile}
-        yield launch(whole, chunks, *arguments, **options)
+        made = launch(whole, chunks, *arguments, CENTERED=centered, **tile)
+        yield made._replace(spreads=not fills, aligned=fills)
     else:
         row_sums = x.new_empty((rows, 2, column_tiles), dtype=torch.float32)
         yield launch(

@@ -1,14 +1,14 @@
-"""Where the rows of a part, or of a broadcast tensor, lie in the whole tensor."""
+"""The positions of the rows of a shard, or of a broadcast tensor, in the whole tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import triton
-import triton.language as tl  # noqa: F401 - the interpreter wants it beside a kernel's parts
+import triton.language as tl  # noqa: F401 - the interpreter needs it beside a kernel's parts
 
-# What `place` divides by and multiplies with to number rows: 1 spares a division, but they are no
-# addresses, whose alignment matters.
+# The factors and divisors of `place`. Triton specialises on a value of 1, which saves a division,
+# but not on alignment, since they are not addresses.
 NUMBERING = ["size1", "size2", "stride0", "stride1", "stride2"]
 
 

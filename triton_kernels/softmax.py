@@ -36,7 +36,7 @@ from .tensors import contiguous, empty_like
 
 @triton.jit
 def _visible_keys(row, rows, queries, first_keys, width, CAUSAL: tl.constexpr):
-    """How many leading keys each row sees: the first query `first_keys`, or none if negative."""
+    """The number of leading keys that each row sees; max(first_keys, 0) for the first query."""
     keys = row * 0 + width
     if CAUSAL:
         keys = tl.minimum(tl.maximum(row % queries + first_keys, 0), width)
@@ -263,19 +263,19 @@ _SHARED_BLOCK = 2048  # columns of a program that several narrow rows share
 
 @functools.cache
 def _tile(width: int, widest: int, columns: int) -> dict[str, Any]:
-    """Options of a launch with this many columns a thread, or half as many for wider rows."""
+    """Options of a launch with this many columns per thread, or half as many for wide rows."""
     wide = width > widest
     columns = columns // 2 if wide else columns
     block = _WIDE_BLOCK if wide else max(4, triton.next_power_of_2(width))
     rows = max(1, _SHARED_BLOCK // block)
     warps = min(16, max(1, rows * block // (32 * columns)))
     options = {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-    # Under Triton 3.6 rows that are not aligned need a few more registers than sixteen warps have.
+    # Under Triton 3.6 rows that are not aligned need a few more registers than sixteen warps get.
     return options if width % 16 == 0 else options | {"maxnreg": 128}
 
 
 def _mask(mask: torch.Tensor | None, shape: torch.Size) -> tuple[Any, ...]:
-    """The mask as bytes or floats, and the place of its columns and rows."""
+    """The mask as bytes or floats, and the strides that locate its columns and rows."""
     if mask is None:
         return (None, 0, 1, 1, 0, 0, 0)
     mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(shape)
@@ -301,7 +301,7 @@ def _common(
     check_dropout(scores, p, seed, whole, offset)
     shape = scores.shape
     width, queries = shape[-1], shape[-2] if causal and len(shape) > 1 else 1
-    first, every = (offset[-2], whole[-2]) if whole and len(shape) > 1 else (0, queries)
+    first, every = (offset[-2], whole[-2]) if whole and offset and len(shape) > 1 else (0, queries)
     return (
         *(math.prod(shape[:-1]), width, scale, queries, first + width - every + 1),
         *_mask(mask, shape),
@@ -319,7 +319,7 @@ def _forward_launch(
     tile = _tile(common[1], _WIDEST_FORWARD_ROW, 32)
     grid = triton.cdiv(common[0], tile["ROWS"])
     tensors = (y, statistics, scores)
-    return launch(_forward, grid, *tensors, *common, spreads=True, CAUSAL=causal, **tile)
+    return launch(_forward, grid, *tensors, *common, CAUSAL=causal, **tile)._replace(spreads=True)
 
 
 def _backward_launch(
@@ -376,7 +376,7 @@ def softmax_dropout_backward(
     common = _common(grad_y, mask, scale, causal, p, seed, whole, offset)
     grad_scores = empty_like(grad_y)
     if grad_y.numel():
-        saved = [contiguous(t) for t in (y, scores, statistics)]
+        saved = (contiguous(y), contiguous(scores), contiguous(statistics))
         run(grad_y, _backward_launch(grad_y.contiguous(), *saved, grad_scores, causal, common))
     return grad_scores
 
@@ -406,5 +406,5 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         common = _common(scores, mask, 0.125, True, p, seed, [], [])
         name = f"softmax {dtype} {width} {kind} {p}".replace("torch.", "")
         yield name, _forward_launch(scores, scores, statistics if p else None, True, common)
-        saved = (None, scores, statistics) if p else (scores, None, None)
-        yield name, _backward_launch(scores, *saved, scores, True, common)
+        y, x, saved = (None, scores, statistics) if p else (scores, None, None)
+        yield name, _backward_launch(scores, y, x, saved, scores, True, common)

@@ -1,4 +1,4 @@
-"""Tensors on both sides of a launch: checked and laid out for a kernel, and read within it."""
+"""Prepares tensors for a launch, and loads and stores their elements within a kernel."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_rows(tensor, tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-_ALIGNMENT = 16  # what Triton's JIT asks of addresses, in bytes, and of strides, in elements
+_ALIGNMENT = 16  # that Triton's JIT looks for: of addresses in bytes, of strides in elements
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether Triton knows rows to be aligned. Odd widths cannot be: tiles are chosen for them."""
+    """Whether Triton knows rows to be aligned; for odd widths, which never are, always True."""
     if tensor.dim() == 0 or tensor.shape[-1] % _ALIGNMENT:
         return True
     strides = (stride for stride in tensor.stride() if stride != 1)
@@ -82,12 +82,12 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def are_aligned(*values: Any) -> bool:
-    """Whether those of the values that are tensors are."""
+    """Whether all tensors among the values have aligned rows."""
     return all(is_aligned(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a view that is not aligned: kernels of products read their factors often."""
+    """Copy a view that is not aligned, since GEMM kernels read their factors many times."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -100,10 +100,10 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-    """Where a parameter's gradient goes, if it is wanted."""
+    """Allocate a parameter's gradient, if it is needed."""
     return None if parameter is None or not needed else empty_like(parameter)
 
 
 def or_empty(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """What an op returns for a gradient that may be unwanted."""
+    """The gradient, or an empty tensor if it is not needed."""
     return x.new_empty(0) if gradient is None else gradient

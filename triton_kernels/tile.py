@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time: rows x columns of y, `inner` products at a time.
+    """The part of y that a program computes at a time: rows x columns, by `inner` products.
 
     `persistent` programs take one tile after another, by descriptors.
     """

@@ -17,9 +17,9 @@ DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   if (!bias) return dtype;
   const DType given = dtype_of(*bias);
   STD_TORCH_CHECK(same_device(*bias, x) && bias->dim() == 1 && bias->size(0) == Matrix(x).width,
-                  "bias does not fit x");
+                  "bias does not fit input");
   STD_TORCH_CHECK(fits_beside(given, dtype),
-                  "bias is neither of x's dtype nor float32 under a 16-bit x");
+                  "bias is neither of input's dtype nor float32 under a 16-bit input");
   return given;
 }
 
@@ -28,8 +28,8 @@ void bias_act_into(const Tensor& y, const Tensor& x_in, const OptionalTensor& bi
                    const std::string& activation, const std::string& approximate) {
   const Matrix shape(x_in);
   const DType param_dtype = check_bias(x_in, bias_in);
-  const Tensor x = packed(x_in);
-  const OptionalTensor bias = packed(bias_in);
+  const Tensor x = make_contiguous(x_in);
+  const OptionalTensor bias = make_contiguous(bias_in);
   const BiasActForward args{data(x),     data(bias),  y.mutable_data_ptr(),
                             shape.rows,  shape.width, activation_of(activation, approximate),
                             dtype_of(x), param_dtype};
@@ -44,7 +44,7 @@ Tensor bias_act(Tensor x, OptionalTensor bias, std::string activation, std::stri
 
 void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
                        std::string approximate) {
-  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  STD_TORCH_CHECK(x.is_contiguous(), "input is not contiguous");
   bias_act_into(x, x, bias, activation, approximate);
 }
 
@@ -55,9 +55,9 @@ Tensor bias_act_grads_into(const Tensor& grad_x, const Tensor& grad_y_in, const 
                            const std::string& approximate, bool need_bias) {
   const Matrix shape(x_in);
   const DType param_dtype = check_bias(x_in, bias_in);
-  check_like(grad_y_in, x_in, "grad_y does not fit x");
-  const Tensor grad_y = packed(grad_y_in), x = packed(x_in);
-  const OptionalTensor bias = packed(bias_in);
+  check_like(grad_y_in, x_in, "grad_y does not fit input");
+  const Tensor grad_y = make_contiguous(grad_y_in), x = make_contiguous(x_in);
+  const OptionalTensor bias = make_contiguous(bias_in);
   const bool sums = need_bias && bias;
   const int64_t chunks = bias_act_chunks(shape.rows);
   const int64_t bias_sizes[] = {sums ? shape.width : 0};
@@ -118,7 +118,7 @@ struct Pitched {
     if (const auto given = pitch_of(t, shape)) {
       pitch = *given;
     } else {
-      tensor = packed(t);
+      tensor = make_contiguous(t);
     }
   }
 };
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Ten
   const Matrix shape(gate_in);
   check_like(up_in, gate_in, "up does not fit gate");
   check_like(grad_y_in, gate_in, "grad_y does not fit gate");
-  const Tensor grad_y = packed(grad_y_in);
+  const Tensor grad_y = make_contiguous(grad_y_in);
   const Pitched gate(gate_in, shape), up(up_in, shape);
   Tensor grad_gate = empty(gate_in, gate_in.sizes(), gate_in.scalar_type());
   Tensor grad_up = empty(gate_in, gate_in.sizes(), gate_in.scalar_type());

@@ -14,7 +14,7 @@ inline Activation activation_of(const std::string& activation, const std::string
   if (activation == name && approximate == form) return Activation::Act;
   TW_ACTIVATIONS(TW_NAMED)
 #undef TW_NAMED
-  STD_TORCH_CHECK(false, "there is no such activation, or it has no such approximate");
+  STD_TORCH_CHECK(false, "activation is unknown, or does not have this approximate");
 }
 
 // The last size is the width; the others form the rows.

@@ -20,7 +20,7 @@ TW_KERNEL(adafactor_prepare, Adafactor);
 namespace torchweld {
 namespace {
 
-// What a pass computes: sums of g^2 over rows and columns, sums of row averages, sums of squares of
+// A pass computes sums of g^2 over rows and columns, sums of row averages, sums of squares of
 // parameters and directions, or the step.
 enum class FactoredPass { squares, averages, directions, step };
 
@@ -39,9 +39,10 @@ class Factoring {
       : like_(a.params[0]),
         fit_(a.params, a.masters),
         tensors_(a.params.size()),
-        roundings_(roundings_of(a.params, a.rounding_offsets)) {
-    STD_TORCH_CHECK(a.absmaxes.empty() && a.edges.empty() && !a.ratios,
-                    "Adafactor takes no absmaxes, edges or ratios");
+        roundings_(make_roundings(a.params, a.rounding_offsets)) {
+    STD_TORCH_CHECK(a.absmaxes.empty() && a.edges.empty() && !a.ratios && a.companions.empty() &&
+                        !a.settings_of_each,
+                    "Adafactor takes no absmaxes, edges, ratios or companions");
     Tensors &params = a.params, &grads = a.grads, &masters = a.masters, &moments = a.moments;
     const Shape& wholes = a.whole_sizes;
     const size_t count = params.size();
@@ -65,7 +66,7 @@ class Factoring {
     args_.param = param_codec(masters, a.rounding_offsets, dtype);
     args_.factored = factored;
     for (size_t i = 0; i < count; ++i) {
-      packing_.pack(params, grads, masters, moments, i, /*in_any_order=*/false);
+      packing_.pack(params, grads, masters, moments, a.companions, i, /*in_any_order=*/false);
       const Tensor& p = params[i];
       STD_TORCH_CHECK((p.dim() > 1) == factored, "matrices and vectors need separate calls");
       steps_.push_back(counter(a.steps[i], fit_.device));

@@ -47,7 +47,7 @@ void normalize_act_into(const Tensor& y, const Tensor& x_in, const Tensor& mean,
                         const std::string& activation, const std::string& approximate) {
   const Matrix shape(x_in);
   const Activation kind = activation_of(activation, approximate);
-  const Tensor columns = columns_of(x_in, mean, var, weight, bias, eps), x = packed(x_in);
+  const Tensor columns = columns_of(x_in, mean, var, weight, bias, eps), x = make_contiguous(x_in);
   const NormalizeActForward args{data(x),     data(columns), y.mutable_data_ptr(), shape.rows,
                                  shape.width, kind,          dtype_of(x)};
   launch(normalize_act_forward, args, x, shape.items(shape.rows), shape.width);
@@ -63,7 +63,7 @@ Tensor normalize_act(Tensor x, Tensor mean, Tensor var, OptionalTensor weight, O
 void normalize_act_in_place(Tensor x, Tensor mean, Tensor var, OptionalTensor weight,
                             OptionalTensor bias, double eps, std::string activation,
                             std::string approximate) {
-  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  STD_TORCH_CHECK(x.is_contiguous(), "input is not contiguous");
   normalize_act_into(x, x, mean, var, weight, bias, eps, activation, approximate);
 }
 
@@ -75,10 +75,10 @@ struct Gradients {
   Gradients(const Tensor& grad_y_in, const Tensor& x_in, const Tensor& mean, const Tensor& var,
             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
             const std::string& activation, const std::string& approximate)
-      : grad_y(packed(grad_y_in)),
-        x(packed(x_in)),
+      : grad_y(make_contiguous(grad_y_in)),
+        x(make_contiguous(x_in)),
         columns(columns_of(x_in, mean, var, weight, bias, eps)) {
-    check_like(grad_y_in, x_in, "grad_y does not fit x");
+    check_like(grad_y_in, x_in, "grad_y does not fit input");
     const Matrix shape(x);
     args.grad_y = data(grad_y);
     args.x = data(x);
@@ -136,7 +136,7 @@ Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
   for (const Tensor* t : {&mean_g_in, &mean_g_x_hat_in}) {
     check_like(*t, x, Sizes(width, 1), accumulate_type(dtype_of(x)));
   }
-  const Tensor mean_g = packed(mean_g_in), mean_g_x_hat = packed(mean_g_x_hat_in);
+  const Tensor mean_g = make_contiguous(mean_g_in), mean_g_x_hat = make_contiguous(mean_g_x_hat_in);
   Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   gradients.args.grad_x = grad_x.mutable_data_ptr();
   gradients.args.mean_g = data(mean_g);
@@ -148,7 +148,7 @@ Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
 // mean and var.
 std::tuple<Tensor, Tensor> statistics_of_columns(Tensor x_in) {
   const Matrix shape(x_in);
-  const Tensor x = packed(x_in);
+  const Tensor x = make_contiguous(x_in);
   const int64_t width[] = {shape.width}, chunks = column_statistics_chunks(shape.rows);
   const Tensor means = rows_of_columns(x, chunks), squares = rows_of_columns(x, chunks);
   Tensor mean = empty(x, Sizes(width, 1), means.scalar_type());

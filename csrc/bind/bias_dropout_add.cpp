@@ -17,18 +17,18 @@ template <class Args>
 Args checked(const Tensor& stream, const OptionalTensor& bias, ScalarType x_dtype, double p,
              const OptionalTensor& seed, const Place& place) {
   Args args{};
-  STD_TORCH_CHECK(!stream.sizes().empty(), "x has no dimensions");
+  STD_TORCH_CHECK(!stream.sizes().empty(), "input has no dimensions");
   args.width = stream.sizes().back();
   args.rows = product(leading_sizes(stream, 1));
   args.dtype = dtype_of(x_dtype);
   args.stream_dtype = dtype_of(stream);
   args.bias_dtype = bias ? dtype_of(*bias) : args.dtype;
   STD_TORCH_CHECK(fits_beside(args.stream_dtype, args.dtype),
-                  "residual is neither of x's dtype nor float32 beside a 16-bit x");
+                  "residual is neither of input's dtype nor float32 beside a 16-bit input");
   STD_TORCH_CHECK(
       !bias || (same_device(*bias, stream) && bias->sizes().size() == 1 &&
                 bias->sizes()[0] == args.width && fits_beside(args.bias_dtype, args.dtype)),
-      "bias does not fit x");
+      "bias does not fit input");
   args.dropout = dropout_of(stream, 1, p, seed, place);
   return args;
 }
@@ -36,11 +36,11 @@ Args checked(const Tensor& stream, const OptionalTensor& bias, ScalarType x_dtyp
 Tensor bias_dropout_add(Tensor x_in, OptionalTensor bias_in, Tensor residual_in, double p,
                         OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
   STD_TORCH_CHECK(same_device(residual_in, x_in) && same_sizes(residual_in.sizes(), x_in.sizes()),
-                  "residual does not fit x");
+                  "residual does not fit input");
   auto args = checked<BiasDropoutAddForward>(residual_in, bias_in, x_in.scalar_type(), p, seed,
                                              {whole, offset});
-  const Tensor x = packed(x_in), residual = packed(residual_in);
-  const OptionalTensor bias = packed(bias_in);
+  const Tensor x = make_contiguous(x_in), residual = make_contiguous(residual_in);
+  const OptionalTensor bias = make_contiguous(bias_in);
   Tensor y = empty(residual, residual.sizes(), residual.scalar_type());
   args.x = data(x);
   args.bias = data(bias);
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor> bias_dropout_add_grads(Tensor grad_y_in, OptionalTens
                                                   OptionalShape offset, ScalarType x_dtype,
                                                   bool need_x, bool need_bias) {
   auto args = checked<BiasDropoutAddBackward>(grad_y_in, bias, x_dtype, p, seed, {whole, offset});
-  const Tensor grad_y = packed(grad_y_in);
+  const Tensor grad_y = make_contiguous(grad_y_in);
   const bool sums = need_bias && bias;
   Tensor grad_x = need_x ? empty(grad_y, grad_y.sizes(), x_dtype) : nothing(grad_y);
   Tensor grad_bias = sums ? empty(grad_y, bias->sizes(), bias->scalar_type()) : nothing(grad_y);

@@ -8,9 +8,12 @@
 #include "bind/launch.h"
 
 TW_KERNEL(block_sparse_forward, BlockSparseForward);
+TW_KERNEL(block_sparse_few, BlockSparseForward);
+TW_KERNEL(block_sparse_merge, BlockSparseForward);
 TW_KERNEL(block_sparse_delta, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_q, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_kv, BlockSparseBackward);
+TW_KERNEL(block_sparse_grad_distances, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_sinks, BlockSparseBackward);
 
 namespace torchweld {
@@ -47,7 +50,7 @@ Heads heads_of(const Tensor& x) {
 const int32_t* integers(Tensor& x, const Tensor& like) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && same_device(x, like),
                   "the layout's lists are not int32 on the device of q");
-  x = packed(x);
+  x = make_contiguous(x);
   return (const int32_t*)data(x);
 }
 
@@ -94,15 +97,15 @@ Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count, i
 // The arguments of both directions, and the tensors that own the memory.
 struct Arguments {
   Tensor q, k, v;
-  OptionalTensor sinks, slopes, padding, rows, row_entries, columns, column_entries, masks;
+  OptionalTensor sinks, bias, slopes, padding, rows, row_entries, columns, column_entries, masks;
 
-  void fill(BlockSparse& a, int64_t block, int64_t group, double scale, bool causal, double softcap,
-            double p, const OptionalTensor& seed, const Place& place) {
+  void fill(BlockSparse& a, int64_t row, int64_t block, int64_t group, double scale, bool causal,
+            double softcap, double p, const OptionalTensor& seed, const Place& place) {
     a.dtype = dtype_of(q);
     a.dropout = dropout_at(q, p, seed, place);
     const Four query(q), key(k), value(v);
-    for (int i = 0; i < 4; ++i) {
-      STD_TORCH_CHECK(key.size[i] == value.size[i], "k and v differ in shape");
+    for (int i = 0; i < 3; ++i) {
+      STD_TORCH_CHECK(key.size[i] == value.size[i], "k and v differ before their widths");
     }
     STD_TORCH_CHECK(query.size[0] == key.size[0] && query.size[3] == key.size[3],
                     "k does not fit q in batch or width");
@@ -114,12 +117,14 @@ struct Arguments {
                     "block is not one of 16, 32, 64, 128");
     a.block = block, a.group = group, a.scale = scale, a.causal = causal, a.softcap = softcap;
     a.batch = query.size[0], a.heads = query.size[1], a.queries = query.size[2];
-    a.width = query.size[3], a.key_heads = key.size[1], a.keys = key.size[2];
+    a.width = query.size[3], a.value_width = value.size[3];
+    a.key_heads = key.size[1], a.keys = key.size[2];
     check_heads(a, q, place);
     a.ahead = ahead_of(a, place.offset);
     a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
     fill_lists(a);
     fill_beside(a);
+    fill_bias(a, row);
   }
 
  private:
@@ -134,7 +139,7 @@ struct Arguments {
     return dropout;
   }
 
-  // The last query stands beside the last key; `offset` moves either.
+  // The last query is aligned with the last key; `offset` shifts either.
   static int64_t ahead_of(const BlockSparse& a, const Shape& offset) {
     const size_t rank = offset.size();
     const int64_t query = rank > 1 ? offset[rank - 2] : 0, key = rank > 0 ? offset[rank - 1] : 0;
@@ -175,14 +180,14 @@ struct Arguments {
     const ScalarType wide = accumulate_type(a.dtype);
     if (sinks) {
       STD_TORCH_CHECK(sinks->numel() == a.heads && same_device(*sinks, q), "sinks is not [heads]");
-      sinks = packed(as_type(*sinks, wide));
+      sinks = make_contiguous(as_type(*sinks, wide));
       a.sinks = data(sinks);
     }
     if (slopes) {
       const bool each = slopes->sizes().size() == 4;
       STD_TORCH_CHECK(slopes->numel() == a.heads * (each ? a.batch : 1) && same_device(*slopes, q),
                       "alibi_slopes is not [heads] or [batch, heads]");
-      slopes = packed(as_type(*slopes, wide));
+      slopes = make_contiguous(as_type(*slopes, wide));
       a.slopes = data(slopes);
       a.slopes_batch = each ? a.heads : 0;
     }
@@ -190,9 +195,48 @@ struct Arguments {
       STD_TORCH_CHECK(padding->scalar_type() == ScalarType::Bool && same_device(*padding, q) &&
                           padding->numel() == a.batch * a.keys,
                       "key_padding_mask is not [batch, keys] booleans");
-      padding = packed(padding);
+      padding = make_contiguous(padding);
       a.padding = (const uint8_t*)data(padding);
     }
+  }
+
+  // If `row` is not 0 the bias has a number per distance, else per pair.
+  void fill_bias(BlockSparse& a, int64_t row) {
+    a.bias = nullptr;
+    a.bias_batch = a.bias_head = a.bias_query = 0;
+    a.bias_row = bias ? row : 0;
+    if (!bias) return;
+    STD_TORCH_CHECK(row >= 0 && same_device(*bias, q), "bias is not on the device of q");
+    const Four four(*bias);
+    const bool shares_batch = four.size[0] == 1, shares_head = four.size[1] == 1;
+    STD_TORCH_CHECK(
+        (shares_batch || four.size[0] == a.batch) && (shares_head || four.size[1] == a.heads),
+        "bias is not for this batch and these heads");
+    if (row) {
+      STD_TORCH_CHECK(shares_batch && four.size[2] == 1 && four.size[3] == distances(a),
+                      "bias is not [heads, distances]");
+      STD_TORCH_CHECK(row >= a.keys || a.queries <= a.keys,
+                      "a bias on a plane takes no more queries than keys");
+      bias = make_contiguous(as_type(*bias, accumulate_type(a.dtype)));
+      a.bias_head = shares_head ? 0 : four.size[3];
+    } else {
+      STD_TORCH_CHECK(four.size[2] == a.queries && four.size[3] == a.keys &&
+                          bias->scalar_type() == q.scalar_type(),
+                      "bias is not [batch, heads, queries, keys] of q's dtype");
+      bias = adjacent(*bias);
+      const Four dense(*bias);
+      a.bias_batch = shares_batch ? 0 : dense.stride[0];
+      a.bias_head = shares_head ? 0 : dense.stride[1];
+      a.bias_query = dense.stride[2];
+    }
+    a.bias = data(bias);
+  }
+
+ public:
+  // The number of distances between queries and keys, and so of a bias's numbers.
+  static int64_t distances(const BlockSparse& a) {
+    if (a.bias_row >= a.keys) return std::max<int64_t>(a.queries + a.keys - 1, 0);
+    return 2 * (a.keys - 1 + (a.keys - 1) / a.bias_row * (a.bias_row - 1)) + 1;
   }
 };
 
@@ -201,58 +245,122 @@ int64_t tiles(const BlockSparse& a, int64_t count, int64_t heads) {
   return count * (a.block > 64 ? a.block / 64 : 1) * a.batch * heads;
 }
 
-int64_t elements(const BlockSparse& a) { return a.batch * a.heads * a.queries * (a.width + 1); }
+int64_t elements(const BlockSparse& a) {
+  return a.batch * a.heads * a.queries * (std::max(a.width, a.value_width) + 1);
+}
 
-std::tuple<Tensor, Tensor> block_sparse(Tensor q, Tensor k, Tensor v, OptionalTensor sinks,
-                                        OptionalTensor rows, OptionalTensor row_entries,
-                                        OptionalTensor columns, OptionalTensor column_entries,
-                                        OptionalTensor masks, OptionalTensor padding,
-                                        OptionalTensor slopes, int64_t block, int64_t group,
-                                        double scale, bool causal, double softcap, double p,
-                                        OptionalTensor seed, OptionalShape whole,
-                                        OptionalShape offset) {
-  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,          slopes, padding,
-                  rows,        row_entries, columns,     column_entries, masks};
+// The most bytes for sums by distance. Long tables have fewer parts, but enough for many threads.
+constexpr int64_t kSumsBytes = 16 << 20;
+constexpr int64_t kFewestParts = 16;
+
+// Allocates the gradient of a bias, and the sums for it. `items` is the number of tiles of queries
+// of all heads; it becomes the number of groups that the kernel takes.
+Tensor prepare_grad_bias(BlockSparseBackward& a, const Tensor& bias, const Tensor& q,
+                         ScalarType wide, int64_t& items, Tensor& sums) {
+  const Four four(bias);
+  a.bias_batches = four.size[0], a.bias_heads = four.size[1];
+  Tensor grads = empty(q, bias.sizes(), wide);
+  if (!a.bias_row) {
+    torch::stable::fill_(grads, 0);
+    a.grad_bias = grads.mutable_data_ptr();
+    items = items / std::max<int64_t>(a.batch * a.heads, 1) * a.bias_batches * a.bias_heads;
+    return grads;
+  }
+  a.distances = four.size[3];
+  const int64_t each = items / std::max<int64_t>(a.heads, 1);
+  const int64_t row = std::max<int64_t>(a.heads * a.distances * 8, 1);
+  a.bias_parts = std::min(each, std::max(kFewestParts, kSumsBytes / row));
+  const int64_t shape[] = {a.bias_parts, a.heads, a.distances};
+  sums = empty(q, Sizes(shape, 3), wide);
+  a.grad_bias = sums.mutable_data_ptr();
+  a.bias_sums = grads.mutable_data_ptr();
+  items = a.bias_parts * a.heads;
+  return grads;
+}
+
+// The kernel for few queries takes at most kFewQueries, and splits lines by about kSplitKeys keys.
+constexpr int64_t kFewQueries = 15;
+constexpr int64_t kSplitKeys = 512;
+
+void attend_few(BlockSparseForward& a, const Tensor& like) {
+  int64_t longest = a.columns.count;
+  if (a.rows.lines) {
+    longest = 0;
+    for (int64_t i = 0; i < a.rows.batches * a.rows.heads * a.rows.count; ++i) {
+      longest = std::max<int64_t>(longest, a.rows.lines[4 * i + 3] - a.rows.lines[4 * i + 1]);
+    }
+  }
+  a.split_entries = std::max<int64_t>(kSplitKeys / a.block, 1);
+  a.splits = std::max<int64_t>((longest + a.split_entries - 1) / a.split_entries, 1);
+  const int64_t rows = a.batch * a.heads * a.queries;
+  const int64_t room[] = {rows * a.splits, (a.value_width + 15) / 16 * 16 + 2};
+  Tensor states = empty(like, Sizes(room, 2), accumulate_type(a.dtype));
+  a.states = states.mutable_data_ptr();
+  const int64_t pairs = rows * std::min(longest * a.block, a.keys);
+  launch_queue(block_sparse_few, a, a.batch * a.key_heads * a.splits,
+               pairs * (a.width + a.value_width) / 8);
+  launch(block_sparse_merge, a, like, rows, a.splits * a.value_width);
+}
+
+std::tuple<Tensor, Tensor> block_sparse(
+    Tensor q, Tensor k, Tensor v, OptionalTensor sinks, OptionalTensor bias, OptionalTensor rows,
+    OptionalTensor row_entries, OptionalTensor columns, OptionalTensor column_entries,
+    OptionalTensor masks, OptionalTensor padding, OptionalTensor slopes, int64_t bias_row,
+    int64_t block, int64_t group, double scale, bool causal, double softcap, double p,
+    OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
+  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
+                  padding,     rows,        row_entries, columns, column_entries, masks};
   BlockSparseForward args{};
-  given.fill(args, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
-  Tensor y = empty(q, q.sizes(), q.scalar_type());
+  given.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
   const Sizes leading = leading_sizes(q, 1);
+  Shape sizes(leading.begin(), leading.end());
+  sizes.push_back(args.value_width);
+  Tensor y = empty(q, Sizes(sizes.data(), sizes.size()), q.scalar_type());
   Tensor lse = empty(q, leading, accumulate_type(args.dtype));
   args.y = y.mutable_data_ptr();
   args.lse = lse.mutable_data_ptr();
-  launch_queue(block_sparse_forward, args, tiles(args, args.rows.count, args.heads),
-               elements(args));
+  if (args.queries <= kFewQueries) {
+    attend_few(args, q);
+  } else {
+    launch_queue(block_sparse_forward, args, tiles(args, args.rows.count, args.heads),
+                 elements(args));
+  }
   return {y, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
     OptionalTensor grad_y, OptionalTensor grad_lse, Tensor q, Tensor k, Tensor v,
-    OptionalTensor sinks, OptionalTensor rows, OptionalTensor row_entries, OptionalTensor columns,
-    OptionalTensor column_entries, OptionalTensor masks, OptionalTensor padding,
-    OptionalTensor slopes, int64_t block, int64_t group, double scale, bool causal, double softcap,
-    double p, OptionalTensor seed, OptionalShape whole, OptionalShape offset, Tensor y, Tensor lse,
-    bool need_q, bool need_k, bool need_v, bool need_sinks) {
-  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,          slopes, padding,
-                  rows,        row_entries, columns,     column_entries, masks};
+    OptionalTensor sinks, OptionalTensor bias, OptionalTensor rows, OptionalTensor row_entries,
+    OptionalTensor columns, OptionalTensor column_entries, OptionalTensor masks,
+    OptionalTensor padding, OptionalTensor slopes, int64_t bias_row, int64_t block, int64_t group,
+    double scale, bool causal, double softcap, double p, OptionalTensor seed, OptionalShape whole,
+    OptionalShape offset, Tensor y, Tensor lse, bool need_q, bool need_k, bool need_v,
+    bool need_sinks, bool need_bias) {
+  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
+                  padding,     rows,        row_entries, columns, column_entries, masks};
   BlockSparseBackward args{};
-  given.fill(args, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  given.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
   const ScalarType wide = accumulate_type(args.dtype);
   const Sizes leading = leading_sizes(q, 1);
-  STD_TORCH_CHECK(same_sizes(y.sizes(), q.sizes()) && y.scalar_type() == q.scalar_type() &&
+  Shape sizes(leading.begin(), leading.end());
+  sizes.push_back(args.value_width);
+  const Sizes like_y(sizes.data(), sizes.size());
+  STD_TORCH_CHECK(same_sizes(y.sizes(), like_y) && y.scalar_type() == q.scalar_type() &&
                       same_sizes(lse.sizes(), leading) && lse.scalar_type() == wide,
                   "y and lse are not those of the forward pass");
   if (!grad_y) {
-    grad_y = empty(q, q.sizes(), q.scalar_type());
+    grad_y = empty(q, like_y, q.scalar_type());
     torch::stable::fill_(*grad_y, 0);
   }
-  STD_TORCH_CHECK(same_sizes(grad_y->sizes(), q.sizes()) &&
-                      grad_y->scalar_type() == q.scalar_type() && same_device(*grad_y, q),
+  STD_TORCH_CHECK(same_sizes(grad_y->sizes(), like_y) && grad_y->scalar_type() == q.scalar_type() &&
+                      same_device(*grad_y, q),
                   "grad_y does not fit what the forward pass saved");
-  const Tensor grad = adjacent(*grad_y), saved = packed(y), statistics = packed(lse);
+  const Tensor grad = adjacent(*grad_y), saved = make_contiguous(y),
+               statistics = make_contiguous(lse);
   if (grad_lse) {
     STD_TORCH_CHECK(same_sizes(grad_lse->sizes(), leading) && grad_lse->scalar_type() == wide,
                     "grad_lse does not fit what the forward pass saved");
-    grad_lse = packed(grad_lse);
+    grad_lse = make_contiguous(grad_lse);
   }
   args.grad_y = heads_of(grad);
   args.y = data(saved);
@@ -260,7 +368,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
   args.grad_lse = data(grad_lse);
   Tensor delta = empty(q, leading, wide);
   args.delta = delta.mutable_data_ptr();
-  launch(block_sparse_delta, args, q, args.batch * args.heads * args.queries, args.width);
+  launch(block_sparse_delta, args, q, args.batch * args.heads * args.queries, args.value_width);
 
   const auto like = [&](const Tensor& x, bool need, void*& to) {
     Tensor result = need ? empty(x, x.sizes(), x.scalar_type()) : nothing(x);
@@ -269,9 +377,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
   };
   Tensor grad_q = like(q, need_q, args.grad_q), grad_k = like(k, need_k, args.grad_k);
   Tensor grad_v = like(v, need_v, args.grad_v), grad_sinks = nothing(q);
-  if (need_q) {
-    launch_queue(block_sparse_grad_q, args, tiles(args, args.rows.count, args.heads),
-                 elements(args));
+  need_bias = need_bias && bias;
+  Tensor grad_bias = nothing(q), sums = nothing(q);
+  int64_t groups = tiles(args, args.rows.count, args.heads);
+  if (need_bias) grad_bias = prepare_grad_bias(args, *bias, q, wide, groups, sums);
+  if (need_q || need_bias) {
+    launch_queue(block_sparse_grad_q, args, groups, elements(args));
+  }
+  if (need_bias) {
+    if (args.bias_row) {
+      launch(block_sparse_grad_distances, args, q, args.bias_heads,
+             args.bias_parts * args.distances);
+    }
+    grad_bias = as_type(grad_bias, bias->scalar_type());
   }
   if (need_k || need_v) {
     launch_queue(block_sparse_grad_kv, args, tiles(args, args.columns.count, args.key_heads),
@@ -283,7 +401,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
     launch(block_sparse_grad_sinks, args, q, args.heads, args.batch * args.queries);
     grad_sinks = as_type(sums, sinks->scalar_type());
   }
-  return {grad_q, grad_k, grad_v, grad_sinks};
+  return {grad_q, grad_k, grad_v, grad_sinks, grad_bias};
 }
 
 }  // namespace

@@ -50,15 +50,16 @@ struct Place {
   void check(const Tensor& x) const {
     const Sizes sizes = x.sizes();
     STD_TORCH_CHECK(whole.size() == offset.size(), "shard: sizes and offsets differ in length");
-    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(), "shard is not of x's rank");
+    STD_TORCH_CHECK(whole.empty() || whole.size() == sizes.size(), "shard is not of input's rank");
     for (size_t i = 0; i < whole.size(); ++i) {
       STD_TORCH_CHECK(offset[i] >= 0 && offset[i] + sizes[i] <= whole[i],
-                      "shard: x does not fit into the whole");
+                      "shard: input does not fit into the whole");
     }
   }
 };
 
-// For an op whose last `trailing` dimensions form a row. Only the last of these may be sharded.
+// The dropout of an op whose rows are the last `trailing` dimensions of x. Only the last of these
+// may be sharded.
 inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const OptionalTensor& seed,
                           const Place& place) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "p is not between 0 and 1");
@@ -68,7 +69,7 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   STD_TORCH_CHECK(seed, "p is not 0 but there is no seed");
   STD_TORCH_CHECK(
       seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && same_device(*seed, x),
-      "seed is not one int64 on the device of x");
+      "seed is not one int64 on the device of input");
   dropout.seed = (const int64_t*)seed->const_data_ptr();
   const double threshold = std::nearbyint(p * 0x1p32);
   dropout.threshold = threshold < 0x1p32 ? (uint32_t)threshold : 0xffffffffu;
@@ -88,7 +89,7 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
   }
   if (!place.offset.empty()) dropout.column = place.offset.back();
   const auto rows = row_map(leading, strides, first);
-  STD_TORCH_CHECK(rows, "shard: x is a part in too many dimensions");
+  STD_TORCH_CHECK(rows, "shard: input is a part in too many dimensions");
   dropout.rows = *rows;
   return dropout;
 }

@@ -17,7 +17,7 @@ Dropout whole_rows(const Tensor& x, const Shape& normalized_shape, double p,
                    const OptionalTensor& seed, const Place& place) {
   place.check(x);
   STD_TORCH_CHECK(place.whole.empty() || place.whole.back() == x.sizes().back(),
-                  "shard: x lacks columns, and a norm needs whole rows");
+                  "shard: input lacks columns, and a norm needs whole rows");
   return dropout_of(x, normalized_shape.size(), p, seed, place);
 }
 
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
     STD_TORCH_CHECK(same_device(*residual_in, x_in) &&
                         same_sizes(residual_in->sizes(), x_in.sizes()) &&
                         fits_beside(args.stream_dtype, args.dtype),
-                    "residual does not fit x");
+                    "residual does not fit input");
   }
   const ScalarType y_dtype = wide_y ? accumulate_type(args.dtype) : x_in.scalar_type();
   args.y_dtype = dtype_of(y_dtype);
@@ -44,8 +44,8 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor> forward(
   args.eps = eps;
   args.dropout = whole_rows(x_in, normalized_shape, p, seed, place);
 
-  const Tensor x = packed(x_in);
-  const OptionalTensor residual = packed(residual_in);
+  const Tensor x = make_contiguous(x_in);
+  const OptionalTensor residual = make_contiguous(residual_in);
   const OptionalTensor weight = parameter(weight_in, args.dtype);
   const OptionalTensor bias = parameter(bias_in, args.dtype);
   const Rows shape(x, normalized_shape);
@@ -81,22 +81,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   DropoutAddNormBackward args{};
   args.dtype = dtype_of(x_dtype);
   args.stream_dtype = dtype_of(z_in);
-  STD_TORCH_CHECK(fits_beside(args.stream_dtype, args.dtype), "z does not fit x_dtype");
+  STD_TORCH_CHECK(fits_beside(args.stream_dtype, args.dtype), "z does not fit input_dtype");
   args.param_dtype = check_parameters(z_in, args.dtype, normalized_shape, weight_in, bias_in);
   args.dropout = whole_rows(z_in, normalized_shape, p, seed, place);
   const Rows shape(z_in, normalized_shape);
   const ScalarType statistics = accumulate_type(args.dtype);
   const ScalarType y_dtype = grad_y_in ? grad_y_in->scalar_type() : x_dtype;
   args.y_dtype = dtype_of(y_dtype);
-  STD_TORCH_CHECK(fits_beside(args.y_dtype, args.dtype), "grad_y does not fit x_dtype");
+  STD_TORCH_CHECK(fits_beside(args.y_dtype, args.dtype), "grad_y does not fit input_dtype");
   if (grad_y_in) check_like(*grad_y_in, z_in, z_in.sizes(), y_dtype);
   if (grad_z_in) check_like(*grad_z_in, z_in, z_in.sizes(), z_in.scalar_type());
   check_like(rstd_in, z_in, shape.leading, statistics);
   if (mean_in) check_like(*mean_in, z_in, shape.leading, statistics);
 
-  const Tensor z = packed(z_in), rstd = packed(rstd_in);
-  const OptionalTensor grad_y = packed(grad_y_in), grad_z = packed(grad_z_in);
-  const OptionalTensor mean = packed(mean_in);
+  const Tensor z = make_contiguous(z_in), rstd = make_contiguous(rstd_in);
+  const OptionalTensor grad_y = make_contiguous(grad_y_in), grad_z = make_contiguous(grad_z_in);
+  const OptionalTensor mean = make_contiguous(mean_in);
   const OptionalTensor weight = parameter(weight_in, args.dtype);
   Tensor grad_x = need_x ? empty(z, z.sizes(), x_dtype) : nothing(z);
   Tensor grad_residual = need_residual ? empty(z, z.sizes(), z.scalar_type()) : nothing(z);

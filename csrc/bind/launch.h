@@ -105,8 +105,8 @@ class Symbol<Result(Args...)> {
 // Smaller tasks are not worth another thread.
 constexpr int64_t kElementsPerTask = 16384;
 
-// For items of unequal work: threads split the work by amount, and item(amount) is the first item
-// that begins at or after that amount.
+// Launches items of unequal work. Threads split the work by amount, and item(amount) is the first
+// item that begins at or after that amount.
 template <class Args, class Item>
 void launch_amounts(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
                     int64_t amounts, int64_t grain, Item&& item) {
@@ -122,8 +122,8 @@ void launch(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Arg
   launch_amounts(kernel, args, items, grain, [](int64_t item) { return item; });
 }
 
-// For items of unequal work, longest first: each thread takes the next item when it has finished
-// one.
+// Launches items of unequal work, longest first. Each thread takes the next item when it has
+// finished one.
 template <class Args>
 void launch_queue(const Symbol<void(const Args&, int64_t, int64_t)>& kernel, const Args& args,
                   int64_t items, int64_t elements) {

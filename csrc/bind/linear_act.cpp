@@ -35,7 +35,7 @@ bool check_how(const std::string& activation, const std::string& approximate, in
   return algorithm == 1;
 }
 
-bool beside(const Tensor& t, const Tensor& x) {
+bool is_beside(const Tensor& t, const Tensor& x) {
   return same_device(t, x) && t.scalar_type() == x.scalar_type();
 }
 
@@ -73,15 +73,15 @@ std::tuple<Tensor, Tensor> linear_act(Tensor x_in, Tensor weight_in, OptionalTen
   const bool tf32 = check_how(activation, approximate, algorithm);
   const Matrix shape(x_in);
   STD_TORCH_CHECK(
-      beside(weight_in, x_in) && weight_in.dim() == 2 && weight_in.size(1) == shape.width,
-      "weight does not fit x");
+      is_beside(weight_in, x_in) && weight_in.dim() == 2 && weight_in.size(1) == shape.width,
+      "weight does not fit input");
   const int64_t columns = weight_in.size(0);
   STD_TORCH_CHECK(
-      !bias_in || (beside(*bias_in, x_in) && bias_in->dim() == 1 && bias_in->size(0) == columns),
-      "bias does not fit x and weight");
+      !bias_in || (is_beside(*bias_in, x_in) && bias_in->dim() == 1 && bias_in->size(0) == columns),
+      "bias does not fit input and weight");
 
-  const Tensor x = packed(x_in), weight = packed(weight_in);
-  const OptionalTensor bias = packed(bias_in);
+  const Tensor x = make_contiguous(x_in), weight = make_contiguous(weight_in);
+  const OptionalTensor bias = make_contiguous(bias_in);
   Tensor y = empty_rows(x, columns);
   Tensor z = save_z ? empty_rows(x, columns) : nothing(x);
   const LinearAct args{data(x),
@@ -105,13 +105,14 @@ std::tuple<Tensor, Tensor> act_linear_backward(Tensor grad_y_in, Tensor weight_i
                                                int64_t algorithm, bool need_bias) {
   const bool tf32 = check_how(activation, approximate, algorithm);
   const Matrix grad_shape(grad_y_in), shape(z_in);
-  STD_TORCH_CHECK(beside(weight_in, z_in) && weight_in.dim() == 2 &&
+  STD_TORCH_CHECK(is_beside(weight_in, z_in) && weight_in.dim() == 2 &&
                       weight_in.size(0) == grad_shape.width && weight_in.size(1) == shape.width,
                   "weight does not fit grad_y and z");
-  STD_TORCH_CHECK(beside(grad_y_in, z_in) && grad_shape.rows == shape.rows,
+  STD_TORCH_CHECK(is_beside(grad_y_in, z_in) && grad_shape.rows == shape.rows,
                   "grad_y does not fit z");
 
-  const Tensor grad_y = packed(grad_y_in), weight = packed(weight_in), z = packed(z_in);
+  const Tensor grad_y = make_contiguous(grad_y_in), weight = make_contiguous(weight_in),
+               z = make_contiguous(z_in);
   Tensor grad_z = empty_rows(z, shape.width);
   Tensor grad_bias = need_bias ? empty(z, Shape{shape.width}, z.scalar_type()) : nothing(z);
   const ActLinearBackward args{data(grad_y),

@@ -21,7 +21,7 @@ std::tuple<Tensor, OptionalTensor, Tensor> forward(const Kernel& kernel, bool ce
       check_parameters(x_in, dtype_of(x_in), normalized_shape, weight_in, bias_in);
   STD_TORCH_CHECK(eps >= 0, "eps is negative or NaN");
 
-  const Tensor x = packed(x_in);
+  const Tensor x = make_contiguous(x_in);
   const OptionalTensor weight = parameter(weight_in, dtype_of(x));
   const OptionalTensor bias = parameter(bias_in, dtype_of(x));
   const Rows shape(x, normalized_shape);
@@ -62,8 +62,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Kernel& kernel, const Tensor& 
   check_like(rstd_in, x_in, shape.leading, statistics);
   if (mean_in) check_like(*mean_in, x_in, shape.leading, statistics);
 
-  const Tensor grad_y = packed(grad_y_in), x = packed(x_in), rstd = packed(rstd_in);
-  const OptionalTensor weight = parameter(weight_in, dtype_of(x)), mean = packed(mean_in);
+  const Tensor grad_y = make_contiguous(grad_y_in), x = make_contiguous(x_in),
+               rstd = make_contiguous(rstd_in);
+  const OptionalTensor weight = parameter(weight_in, dtype_of(x)), mean = make_contiguous(mean_in);
   Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   NormBackward args{};
   args.grad_y = data(grad_y);

@@ -26,10 +26,10 @@ struct Rows {
 
 inline void check_shape(const Tensor& x, const Shape& normalized_shape) {
   const size_t rank = x.sizes().size(), trailing = normalized_shape.size();
-  STD_TORCH_CHECK(trailing >= 1 && trailing <= rank, "normalized_shape does not fit x");
+  STD_TORCH_CHECK(trailing >= 1 && trailing <= rank, "normalized_shape does not fit input");
   STD_TORCH_CHECK(same_sizes(Sizes(x.sizes().data() + rank - trailing, trailing),
                              Sizes(normalized_shape.data(), trailing)),
-                  "x does not end in normalized_shape");
+                  "input does not end in normalized_shape");
 }
 
 // Checks weight and bias against an x of `dtype`. Returns the dtype in which kernels read them,
@@ -40,12 +40,12 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
   for (const OptionalTensor* param : {&weight, &bias}) {
     if (!*param) continue;
     const Tensor& p = **param;
-    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than x");
+    STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than input");
     STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
                     "weight or bias is not of normalized_shape");
     const DType given = dtype_of(p);
     STD_TORCH_CHECK(is_parameter_beside(given, dtype),
-                    "weight or bias is neither of x's dtype, nor are they float32 and 16 bits");
+                    "weight or bias is neither of input's dtype, nor are they float32 and 16 bits");
     STD_TORCH_CHECK(given == common.value_or(given), "weight and bias differ in dtype");
     common = given;
   }
@@ -54,7 +54,7 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
 
 inline void check_like(const Tensor& t, const Tensor& x, Sizes sizes, ScalarType dtype) {
   STD_TORCH_CHECK(same_device(t, x) && t.scalar_type() == dtype && same_sizes(t.sizes(), sizes),
-                  "a tensor saved by the forward pass, or the gradient, does not fit x");
+                  "a tensor saved by the forward pass, or the gradient, does not fit input");
 }
 
 // Allocates a backward pass's workspace, partial sums and parameter gradients, and keeps them alive

@@ -1,15 +1,15 @@
-// quantize_1bit, dequantize_mean and dequantize_1bit for torch.
+// quantize_one_bit, average_one_bit and dequantize_one_bit for torch.
 #include "core/one_bit.h"
 
 #include "bind/launch.h"
 
 #if defined(TW_CUDA)
-TW_KERNEL(quantize_1bit, Quantize1);
+TW_KERNEL(quantize_one_bit, Quantize1);
 #else
 TW_KERNEL(one_bit_signs, Quantize1);
 TW_KERNEL(one_bit_errors, Quantize1);
 #endif
-TW_KERNEL(dequantize_1bit, Dequantize1);
+TW_KERNEL(dequantize_one_bit, Dequantize1);
 
 namespace torchweld {
 namespace {
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> quantize(Quantize1& a, const OptionalTensor& error, T
   STD_TORCH_CHECK(!error || (error->numel() == a.shape.size && same_device(*error, like) &&
                              error->scalar_type() == new_error.scalar_type()),
                   "error does not fit the size");
-  const OptionalTensor packed_error = packed(error);
+  const OptionalTensor packed_error = make_contiguous(error);
   const int64_t bytes = a.shape.bytes(), blocks = a.shape.blocks(), pieces = a.shape.pieces();
   Tensor bits = empty(like, Sizes(&bytes, 1), ScalarType::Byte);
   Tensor scale = empty(like, Sizes(&blocks, 1), ScalarType::Float);
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> quantize(Quantize1& a, const OptionalTensor& error, T
   a.sums = (double*)sums.mutable_data_ptr();
   const int64_t of_piece = a.shape.block < kOneBitPiece ? a.shape.block : kOneBitPiece;
 #if defined(TW_CUDA)
-  launch(quantize_1bit, a, like, blocks, of_piece);
+  launch(quantize_one_bit, a, like, blocks, of_piece);
 #else
   launch(one_bit_signs, a, like, pieces, of_piece);
   for (int64_t block = 0; block < blocks; ++block) {
@@ -69,9 +69,9 @@ std::tuple<Tensor, Tensor> quantize(Quantize1& a, const OptionalTensor& error, T
   return {bits, scale};
 }
 
-std::tuple<Tensor, Tensor> of_given(Tensor x_in, OptionalTensor error, Tensor new_error,
-                                    int64_t block) {
-  const Tensor x = packed(x_in);
+std::tuple<Tensor, Tensor> quantize_given(Tensor x_in, OptionalTensor error, Tensor new_error,
+                                          int64_t block) {
+  const Tensor x = make_contiguous(x_in);
   Quantize1 args{};
   args.x = data(x);
   args.dtype = float_of(x);
@@ -79,11 +79,11 @@ std::tuple<Tensor, Tensor> of_given(Tensor x_in, OptionalTensor error, Tensor ne
   return quantize(args, error, new_error, x);
 }
 
-std::tuple<Tensor, Tensor> of_mean(Tensor bits_in, Tensor scale_in, OptionalTensor error,
-                                   Tensor new_error, int64_t size, int64_t block) {
+std::tuple<Tensor, Tensor> quantize_mean(Tensor bits_in, Tensor scale_in, OptionalTensor error,
+                                         Tensor new_error, int64_t size, int64_t block) {
   STD_TORCH_CHECK(bits_in.dim() == 2 && bits_in.sizes()[0] > 0,
                   "bits are not [workers, bytes] with at least one worker");
-  const Tensor bits = packed(bits_in), scale = packed(scale_in);
+  const Tensor bits = make_contiguous(bits_in), scale = make_contiguous(scale_in);
   Quantize1 args{};
   args.dtype = DType::f32;
   args.shape = shape_of(size, block);
@@ -93,21 +93,21 @@ std::tuple<Tensor, Tensor> of_mean(Tensor bits_in, Tensor scale_in, OptionalTens
 }
 
 Tensor dequantize(Tensor bits_in, Tensor scale_in, Shape sizes, int64_t block, ScalarType dtype) {
-  const Tensor bits = packed(bits_in), scale = packed(scale_in);
+  const Tensor bits = make_contiguous(bits_in), scale = make_contiguous(scale_in);
   Tensor y = empty(bits, Sizes(sizes.data(), sizes.size()), dtype);
   const Dequantize1 args{(const uint8_t*)data(bits), (const float*)data(scale),
                          y.mutable_data_ptr(), shape_of(y.numel(), block), float_of(y)};
   check_bits(bits, scale, args.shape, 1);
-  launch(dequantize_1bit, args, bits, args.shape.pieces(), kOneBitPiece);
+  launch(dequantize_one_bit, args, bits, args.shape.pieces(), kOneBitPiece);
   return y;
 }
 
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("quantize_1bit"), TORCH_BOX(&of_given));
-  m.impl(TW_OVERLOAD("dequantize_mean"), TORCH_BOX(&of_mean));
-  m.impl(TW_OVERLOAD("dequantize_1bit"), TORCH_BOX(&dequantize));
+  m.impl(TW_OVERLOAD("quantize_one_bit"), TORCH_BOX(&quantize_given));
+  m.impl(TW_OVERLOAD("average_one_bit"), TORCH_BOX(&quantize_mean));
+  m.impl(TW_OVERLOAD("dequantize_one_bit"), TORCH_BOX(&dequantize));
 }
 
 }  // namespace torchweld

@@ -9,9 +9,10 @@
 #include "bind/packing.h"
 #include "core/optim.h"
 
-// The newer version, of glibc 2.29, differs only in how it sets errno.
+// The newer versions, of glibc 2.29, differ only in how they set errno.
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver pow,pow@GLIBC_2.2.5");
+__asm__(".symver log,log@GLIBC_2.2.5");
 #endif
 
 namespace torchweld {
@@ -20,21 +21,23 @@ namespace torchweld {
 // follow. Lists have one entry per parameter; python/torchweld/ops/optimizer/batch.py describes
 // them.
 struct StepArguments {
-  Tensors params, grads, masters, moments, absmaxes, new_absmaxes, steps, edges, rounding_offsets;
+  Tensors params, grads, masters, moments, absmaxes, new_absmaxes, steps, edges, rounding_offsets,
+      companions;
   Tensor lr;
-  OptionalTensor ratios, grad_factor, found_inf, sums;
+  OptionalTensor ratios, grad_factor, found_inf, average_rate, sums, settings_of_each;
   Shape whole_sizes;
 
   // Call this when all addresses are known; the caller keeps the tensors alive. After a step,
   // releasing thousands of handles takes longer, because they have left the cache.
   void release_handles() {
-    for (Tensors* list : {&params, &masters, &moments, &absmaxes, &new_absmaxes, &steps}) {
+    for (Tensors* list :
+         {&params, &masters, &moments, &absmaxes, &new_absmaxes, &steps, &companions}) {
       list->clear();
     }
   }
 };
 
-// Takes an op's arguments off torch's stack one by one.
+// Pops an op's arguments off torch's stack, one by one.
 class Stack {
  public:
   explicit Stack(const StableIValue* first) : next_(first) {}
@@ -81,19 +84,48 @@ class Stack {
   const StableIValue* next_;
 };
 
+// A struct of settings from a row of numbers, one for each field.
+class Row {
+ public:
+  explicit Row(const double* first) : next_(first) {}
+  template <class Settings>
+  Settings take() {
+    return take_fields<Settings>(std::make_index_sequence<Stack::fields_of<Settings>()>());
+  }
+
+ private:
+  struct Field {
+    const double*& next;
+    operator double() const { return *next++; }
+    operator bool() const { return *next++ != 0; }
+  };
+  template <class Settings, size_t... I>
+  Settings take_fields(std::index_sequence<I...>) {
+    return {((void)I, Field{next_})...};
+  }
+
+  const double* next_;
+};
+
 // A boxed op with these arguments and a rule's settings.
 template <class Settings, void (*run)(StepArguments&, const Settings&)>
 void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
-  constexpr uint64_t kArguments = 15 + Stack::fields_of<Settings>();
+  constexpr uint64_t kArguments = 18 + Stack::fields_of<Settings>();
   STD_TORCH_CHECK(given == kArguments, "the schema has ", given, " arguments and not ", kArguments);
   Stack stack(first);
-  const auto list = [&] { return stack.take<Tensors>(); };
-  const auto optional = [&] { return stack.take<OptionalTensor>(); };
-  StepArguments arguments{list(),     list(),     list(),     list(),     list(),
-                          list(),     list(),     list(),     list(),     stack.take<Tensor>(),
-                          optional(), optional(), optional(), optional(), stack.take<Shape>()};
+  StepArguments a;
+  for (Tensors* list : {&a.params, &a.grads, &a.masters, &a.moments, &a.absmaxes, &a.new_absmaxes,
+                        &a.steps, &a.edges, &a.rounding_offsets, &a.companions}) {
+    *list = stack.take<Tensors>();
+  }
+  a.lr = stack.take<Tensor>();
+  for (OptionalTensor* number :
+       {&a.ratios, &a.grad_factor, &a.found_inf, &a.average_rate, &a.sums, &a.settings_of_each}) {
+    *number = stack.take<OptionalTensor>();
+  }
+  a.whole_sizes = stack.take<Shape>();
   const auto settings = stack.take_settings<Settings>();
-  if (!arguments.params.empty()) run(arguments, settings);
+  if (!a.params.empty()) run(a, settings);
 }
 
 // A number that changes every step, in a tensor. If the tensor is on the parameters' device, the
@@ -115,9 +147,9 @@ inline Number counter(const Tensor& step, const Device& of_params) {
   count.at = step.mutable_data_ptr();
   return count;
 }
-inline Number known(double value) { return {value, nullptr, false}; }
+inline Number make_number(double value) { return {value, nullptr, false}; }
 inline Number number_or(const OptionalTensor& t, double otherwise, const Device& of_params) {
-  return t ? number(*t, of_params) : known(otherwise);
+  return t ? number(*t, of_params) : make_number(otherwise);
 }
 
 // One learning rate for all tensors, or one per tensor.
@@ -135,7 +167,7 @@ class Rates {
     const auto* each = (const double*)data(t);
     each_.assign(each, each + count);
   }
-  Number operator[](size_t i) const { return each_.empty() ? of_all_ : known(each_[i]); }
+  Number operator[](size_t i) const { return each_.empty() ? of_all_ : make_number(each_[i]); }
   // Null if all tensors share one.
   const double* each() const { return each_.empty() ? nullptr : each_.data(); }
   const Number& of_all() const { return of_all_; }
@@ -232,16 +264,17 @@ class Fit {
 // How parameters with these rounding offsets are rounded. An offset holds the parameter's number,
 // the position of its first element in the whole tensor, and the whole tensor's strides. Step
 // numbers are filled in later.
-inline std::vector<Rounding> roundings_of(const Tensors& params, const Tensors& offsets) {
+inline std::vector<Rounding> make_roundings(const Tensors& params, const Tensors& offsets) {
   std::vector<Rounding> roundings;
   if (offsets.empty()) return roundings;
   check_count(offsets, params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Sizes sizes = params[i].sizes();
     const Tensor& offset = offsets[i];
-    STD_TORCH_CHECK(offset.is_cpu() && offset.scalar_type() == ScalarType::Long &&
-                        offset.is_contiguous() && offset.numel() == (int64_t)sizes.size() + 2,
-                    "rounding offsets are not int64 numbers on the CPU, two and one a dimension");
+    STD_TORCH_CHECK(
+        offset.is_cpu() && offset.scalar_type() == ScalarType::Long && offset.is_contiguous() &&
+            offset.numel() == (int64_t)sizes.size() + 2,
+        "rounding offsets are not int64 numbers on the CPU, two plus one per dimension");
     const auto* numbers = (const int64_t*)data(offset);
     const std::vector<int64_t> strides(numbers + 2, numbers + offset.numel());
     const auto elements = row_map(sizes, strides, numbers[1]);
@@ -264,6 +297,10 @@ inline ParamCodec param_codec(const Tensors& masters, const Tensors& offsets, DT
   if (given == ScalarType::Short) {
     STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
     return ParamCodec::remainder;
+  }
+  if (given == ScalarType::Char) {
+    STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
+    return ParamCodec::short_remainder;
   }
   STD_TORCH_CHECK(given == ScalarType::Float && dtype != DType::f32,
                   "masters are float32, of 16-bit parameters");

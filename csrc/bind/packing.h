@@ -33,12 +33,13 @@ class Packing {
  public:
   // Packs parameter i and its state. With `in_any_order` any dense layout is accepted if all
   // tensors share it.
-  void pack(Tensors& params, Tensors& grads, Tensors& masters, Tensors& moments, size_t i,
-            bool in_any_order) {
+  void pack(Tensors& params, Tensors& grads, Tensors& masters, Tensors& moments,
+            Tensors& companions, size_t i, bool in_any_order) {
     const auto with_each = [&](auto&& act) {
       act(params[i]);
       act(grads[i]);
       if (!masters.empty()) act(masters[i]);
+      if (!companions.empty()) act(companions[i]);
       for (size_t at = i; at < moments.size(); at += params.size()) act(moments[at]);
     };
     bool contiguous = true;

@@ -13,7 +13,7 @@ void check_float(DType dtype) { STD_TORCH_CHECK(dtype != DType::f64, "float64 ha
 
 std::tuple<Tensor, Tensor> quantize(Tensor x_in, bool is_signed) {
   check_float(dtype_of(x_in));
-  const Tensor x = packed(x_in);
+  const Tensor x = make_contiguous(x_in);
   const BlockRows shape(x.sizes());
   const int64_t blocks[] = {shape.rows, quant_blocks(shape.width)};
   Tensor codes = empty(x, x.sizes(), ScalarType::Byte);
@@ -35,7 +35,7 @@ Tensor dequantize(Tensor codes_in, Tensor absmax_in, bool is_signed, ScalarType 
   STD_TORCH_CHECK(absmax_in.scalar_type() == ScalarType::Float &&
                       same_device(absmax_in, codes_in) && shape.fits(absmax_in.sizes()),
                   "absmax does not fit codes");
-  const Tensor codes = packed(codes_in), absmax = packed(absmax_in);
+  const Tensor codes = make_contiguous(codes_in), absmax = make_contiguous(absmax_in);
   Tensor y = empty(codes, codes.sizes(), dtype);
   check_float(dtype_of(y));
   const Dequantize8 args{(const uint8_t*)data(codes),

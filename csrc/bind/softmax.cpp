@@ -22,12 +22,12 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
   ScoreMask found;
   if (!mask) return found;
   const Sizes sizes = scores.sizes();
-  STD_TORCH_CHECK(same_device(*mask, scores), "mask is on another device than scores");
-  STD_TORCH_CHECK(mask->sizes().size() <= sizes.size(), "mask has more dimensions than scores");
+  STD_TORCH_CHECK(same_device(*mask, scores), "mask is on another device than input");
+  STD_TORCH_CHECK(mask->sizes().size() <= sizes.size(), "mask has more dimensions than input");
   const size_t missing = sizes.size() - mask->sizes().size();
   for (size_t i = missing; i < sizes.size(); ++i) {
     const int64_t size = mask->sizes()[i - missing];
-    STD_TORCH_CHECK(size == 1 || size == sizes[i], "mask does not broadcast to scores");
+    STD_TORCH_CHECK(size == 1 || size == sizes[i], "mask does not broadcast to input");
   }
   if (mask->scalar_type() == ScalarType::Bool) {
     found.kind = MaskKind::boolean;
@@ -35,7 +35,7 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
     found.kind = MaskKind::additive;
     found.dtype = dtype_of(*mask);
     STD_TORCH_CHECK(fits_beside(found.dtype, dtype_of(scores)),
-                    "mask is neither boolean, nor of scores' dtype, nor float32 under 16 bits");
+                    "mask is neither boolean, nor of input's dtype, nor float32 under 16 bits");
   }
   const size_t columns = sizes.size() - 1;
   std::vector<int64_t> strides;
@@ -73,10 +73,10 @@ Causal causal_of(const Tensor& scores, bool causal, const Place& place) {
 }
 
 void check_place(const Tensor& scores, const Place& place) {
-  STD_TORCH_CHECK(!scores.sizes().empty(), "scores has no dimensions");
+  STD_TORCH_CHECK(!scores.sizes().empty(), "input has no dimensions");
   place.check(scores);
   STD_TORCH_CHECK(place.whole.empty() || place.whole.back() == scores.sizes().back(),
-                  "shard: scores lacks columns, and a softmax needs whole rows");
+                  "shard: input lacks columns, and a softmax needs whole rows");
 }
 
 // y and statistics, which are empty if nothing is dropped.
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> softmax_dropout(Tensor scores_in, OptionalTensor mask
   args.scale = scale;
   args.dtype = dtype_of(scores_in);
 
-  const Tensor scores = packed(scores_in);
+  const Tensor scores = make_contiguous(scores_in);
   Tensor y = empty(scores, scores.sizes(), scores.scalar_type());
   const Shape sizes = args.dropout.seed ? statistics_sizes(scores) : Shape{0};
   Tensor statistics = empty(scores, Sizes(sizes.data(), sizes.size()), accumulate_type(args.dtype));
@@ -114,7 +114,7 @@ Tensor softmax_dropout_grads(Tensor grad_y_in, OptionalTensor y_in, OptionalTens
   SoftmaxBackward args{};
   args.dropout = dropout_of(grad_y_in, 1, p, seed, place);
   const OptionalTensor& saved = args.dropout.seed ? scores_in : y_in;
-  STD_TORCH_CHECK(saved, "neither y nor scores was saved");
+  STD_TORCH_CHECK(saved, "neither y nor input was saved");
   STD_TORCH_CHECK(same_device(*saved, grad_y_in) && same_sizes(saved->sizes(), grad_y_in.sizes()) &&
                       saved->scalar_type() == grad_y_in.scalar_type(),
                   "grad_y does not fit what the forward pass saved");
@@ -124,7 +124,7 @@ Tensor softmax_dropout_grads(Tensor grad_y_in, OptionalTensor y_in, OptionalTens
   args.dtype = dtype_of(grad_y_in);
   args.causal = causal_of(grad_y_in, causal, place);
 
-  const Tensor grad_y = packed(grad_y_in), kept = packed(*saved);
+  const Tensor grad_y = make_contiguous(grad_y_in), kept = make_contiguous(*saved);
   OptionalTensor statistics;
   if (args.dropout.seed) {
     const Shape sizes = statistics_sizes(grad_y);
@@ -132,7 +132,7 @@ Tensor softmax_dropout_grads(Tensor grad_y_in, OptionalTensor y_in, OptionalTens
                         same_sizes(statistics_in->sizes(), Sizes(sizes.data(), sizes.size())) &&
                         statistics_in->scalar_type() == accumulate_type(args.dtype),
                     "the statistics are not those of the forward pass");
-    statistics = packed(statistics_in);
+    statistics = make_contiguous(statistics_in);
     args.mask = mask_of(grad_y, mask);
     args.scores = data(kept);
     args.statistics = data(statistics);

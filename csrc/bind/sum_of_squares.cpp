@@ -15,7 +15,7 @@ Tensor sum_of_squares(Tensors& grads) {
     Tensor& g = grads[i];
     STD_TORCH_CHECK(g.scalar_type() == grads[0].scalar_type() && same_device(g, grads[0]),
                     "gradients differ in dtype or device");
-    if (!g.is_contiguous() && !is_dense(g.sizes(), g.strides())) g = packed(g);
+    if (!g.is_contiguous() && !is_dense(g.sizes(), g.strides())) g = make_contiguous(g);
     tensors[i].grad = data(g);
     tensors[i].width = g.numel();
     tensors[i].first_block = blocks;

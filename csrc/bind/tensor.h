@@ -88,7 +88,7 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   return tensor;
 }
 
-// What an op returns for a result that is not wanted.
+// An empty tensor, which an op returns in place of an unwanted result.
 inline Tensor nothing(const Tensor& like) {
   const int64_t none[] = {0};
   return empty(like, Sizes(none, 1), like.scalar_type());
@@ -99,16 +99,16 @@ inline Tensor as_type(const Tensor& t, ScalarType dtype) {
 }
 
 // The tensor itself if it is contiguous, else a contiguous copy.
-inline Tensor packed(const Tensor& t) {
+inline Tensor make_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
-inline OptionalTensor packed(const OptionalTensor& t) {
-  return t ? OptionalTensor(packed(*t)) : std::nullopt;
+inline OptionalTensor make_contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(make_contiguous(*t)) : std::nullopt;
 }
 
 // A norm's parameter, in the dtype that kernels read beside a tensor of `dtype`.
 inline Tensor parameter(const Tensor& p, DType dtype) {
-  return packed(as_type(p, parameter_type(p.scalar_type(), dtype)));
+  return make_contiguous(as_type(p, parameter_type(p.scalar_type(), dtype)));
 }
 inline OptionalTensor parameter(const OptionalTensor& p, DType dtype) {
   return p ? OptionalTensor(parameter(*p, dtype)) : std::nullopt;

@@ -8,11 +8,11 @@ TW_KERNEL(transpose_16_bits, Transpose);
 namespace torchweld {
 namespace {
 
-Tensor transposed(Tensor x_in) {
+Tensor transpose(Tensor x_in) {
   const DType dtype = dtype_of(x_in);
   STD_TORCH_CHECK(x_in.dim() == 2 && (dtype == DType::bf16 || dtype == DType::f16),
-                  "x is no matrix of 16-bit elements");
-  const Tensor x = packed(x_in);
+                  "input is not a matrix of 16-bit elements");
+  const Tensor x = make_contiguous(x_in);
   const int64_t rows = x.sizes()[0], columns = x.sizes()[1], sizes[] = {columns, rows};
   Tensor y = empty(x, Sizes(sizes, 2), x.scalar_type());
   const Transpose args{data(x), y.mutable_data_ptr(), rows, columns, dtype};
@@ -23,6 +23,6 @@ Tensor transposed(Tensor x_in) {
 
 }  // namespace
 
-TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transposed)); }
+TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transpose)); }
 
 }  // namespace torchweld

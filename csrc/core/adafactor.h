@@ -13,7 +13,7 @@
 // Sums over a matrix run over chunks of rows (core/chunks.h); on a GPU each chunk is also split
 // into slices of columns. A vector is divided into rows of kVectorRow elements.
 //
-// For a sharded tensor each pass sums over the local shard, and the next pass reads the sums of all
+// Each pass sums over the local shard of a sharded tensor, and the next pass reads the sums of all
 // devices. Averages and means are over the whole tensor.
 #pragma once
 
@@ -45,7 +45,7 @@ TW_HD V at_most(V v, Bound most) {
   return v > most ? V{} + most : v;
 }
 
-// From the mean squares of a parameter and of its direction.
+// Computes the lengths from the mean squares of a parameter and of its direction.
 TW_HD AdafactorLengths adafactor_lengths(const AdafactorSettings& s, double lr, double number,
                                          double of_param, double of_direction) {
   double rate = s.warmup ? 1e-6 * number : lr;
@@ -83,14 +83,14 @@ struct AdafactorDirection {
         floor((float)(s.eps_floor * s.eps_floor)),
         ceiling((float)(s.eps_floor > 0 ? 1 / s.eps_floor : __builtin_inf())) {}
 
-  // For a matrix: from the scales of the element's row and column.
+  // An element of a matrix, scaled by the factors of its row and column.
   template <class V>
-  TW_HD V factored(V g, float row_scale, V column_scale) const {
+  TW_HD V scale_by_factors(V g, float row_scale, V column_scale) const {
     return g * at_most(column_scale * row_scale, ceiling);
   }
-  // For a vector: from the element's own average, which is updated with the gradient.
+  // An element of a vector, scaled by its own average, which is updated with the gradient.
   template <class V>
-  TW_HD V own(V g, V& variance) const {
+  TW_HD V scale_by_average(V g, V& variance) const {
     variance = variance + (g * g + eps - variance) * rate;
     return g / square_root(at_least(variance, floor));
   }

@@ -1,11 +1,12 @@
 // Attention over the blocks of a layout, one head at a time.
 //
-//   s = scale * q . k;  z = softcap * tanh(s / softcap), or s;  z -= slope * distance;
+//   s = scale * q . k;  z = softcap * tanh(s / softcap), or s;  z += bias - slope * distance;
 //   z = -inf where the layout, the causal limit or the padding excludes;
 //   lse = log(sum exp(z) + exp(sink));  w = exp(z - lse);  y = sum w * kept * v
 //
-//   delta = grad_y . y - grad_lse;  g = w * (kept * (grad_y . v) - delta) * dz/ds
-//   grad_q = scale * sum g * k;  grad_k = scale * sum g * q;  grad_v = sum w * kept * grad_y
+//   delta = grad_y . y - grad_lse;  grad_bias = w * (kept * (grad_y . v) - delta)
+//   g = grad_bias * dz/ds;  grad_q = scale * sum g * k;  grad_k = scale * sum g * q
+//   grad_v = sum w * kept * grad_y
 //   grad_sink = -sum exp(sink - lse) * delta
 //
 // kept is 0 where an element is dropped, else 1 / (1 - p). Dropout rows are the rows of the scores
@@ -43,9 +44,15 @@ struct BlockSparse {
   const void* slopes;      // Accumulate<dtype>: [heads] or [batch, heads], or null
   int64_t slopes_batch;    // stride between batches: 0 or heads
   const uint8_t* padding;  // [batch, keys], nonzero: key ignored; or null
-  Lines rows, columns;     // `lines` is null if the layout has every block
-  const int32_t* masks;    // [masks, block * words]
-  int64_t batch, heads, key_heads, queries, keys, width;
+  // dtype [*, *, queries, keys] with these strides, if bias_row is 0; else Accumulate<dtype> [*,
+  // distances], see cpu/block_bias.h; or null. A stride of 0 shares it.
+  const void* bias;
+  int64_t bias_batch, bias_head, bias_query;
+  int64_t bias_row;      // tokens in a row of the plane in which distances are taken
+  Lines rows, columns;   // `lines` is null if the layout has every block
+  const int32_t* masks;  // [masks, block * words]
+  int64_t batch, heads, key_heads, queries, keys;
+  int64_t width, value_width;  // of keys, and of values
   int64_t block, group;
   int64_t first_head;  // of q, in the numbering that `group` divides
   int64_t ahead;       // number of the first query minus that of the first key, for slopes
@@ -62,6 +69,9 @@ struct BlockSparse {
 struct BlockSparseForward : BlockSparse {
   void* y;
   void* lse;  // [batch, heads, queries], Accumulate<dtype>
+  // For few queries: how a line's entries are split, and the states that the splits store.
+  int64_t splits, split_entries;
+  void* states;
 };
 
 struct BlockSparseBackward : BlockSparse {
@@ -73,6 +83,11 @@ struct BlockSparseBackward : BlockSparse {
   // Contiguous; null if not wanted.
   void *grad_q, *grad_k, *grad_v;
   void* grad_sinks;  // [heads], Accumulate<dtype>
+  // Accumulate<dtype>: [*, *, queries, keys], zero before; or sums [bias_parts, heads, distances]
+  // of parts of a head's tiles, which are added up in order.
+  void* grad_bias;
+  int64_t bias_batches, bias_heads, bias_parts, distances;
+  void* bias_sums;  // [bias_heads, distances]
 };
 
 TW_NAMESPACE_END

@@ -23,7 +23,7 @@ struct DropoutAddNormForward : NormForward {
 };
 
 // In the NormBackward, x is z and has stream_dtype, and grad_x is null if it is not wanted. grad_y has
-// y_dtype; null: y was not used, so that only grad_z flows, and the partials are zeros.
+// y_dtype; null: y was not used, so there is only grad_z, and the partials are zeros.
 struct DropoutAddNormBackward : NormBackward {
   const void* grad_z;   // [rows, width], stream_dtype, or null: zeros
   void* grad_residual;  // [rows, width], stream_dtype, or null: not wanted

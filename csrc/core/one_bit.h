@@ -27,7 +27,7 @@ struct OneBitShape {
     const int64_t left = size - of_block * block;
     return left < block ? left : block;
   }
-  // Where a block's pieces begin. Only the last block may have fewer than the others.
+  // The first piece of a block. Only the last block may have fewer than the others.
   TW_HD int64_t first_piece(int64_t of_block) const {
     if (of_block < blocks()) return of_block * pieces_of_block();
     const int64_t last = of_block - 1;

@@ -3,9 +3,12 @@
 //
 // A rule computes on floats. It takes a parameter, its gradient and its moments, and updates
 // parameter and moments in place. Codecs say how parameters and moments are stored. Moments are
-// float32, bfloat16, or codes of 8-bit blocks. A parameter is stored in one of four ways: plainly,
+// float32, bfloat16, or codes of 8-bit blocks. A parameter is stored in one of five ways: plainly,
 // as the rounded copy of a float32 master, as a bfloat16 plus the 16 bits that complete it to a
-// float32, or as a bfloat16 with stochastic rounding.
+// float32 or the 8 bits that complete it to 24, or as a bfloat16 with stochastic rounding.
+//
+// A tensor may have companions, a float32 beside each element: an average of the parameter that
+// every step moves towards it, or the second iterate of a rule that has one.
 //
 // An adaptive rule scales the step of each tensor by a ratio of norms, which an earlier pass
 // measures. That pass also computes the step but writes only norms. If it wrote the moments, they
@@ -24,7 +27,7 @@
 TW_NAMESPACE_BEGIN
 
 enum class StateCodec : int32_t { f32, bf16, blocks };
-enum class ParamCodec : int32_t { plain, master, remainder, rounded };
+enum class ParamCodec : int32_t { plain, master, remainder, short_remainder, rounded };
 
 constexpr int kMaxMoments = 3;
 
@@ -36,6 +39,7 @@ struct StepTensor {
   void* master;               // the master, the remainder or the Rounding, or null
   void* moment[kMaxMoments];  // numbers or codes
   float* absmax[kMaxMoments];
+  float* companion;  // or null
   int64_t width;
   int64_t first_block;
 };
@@ -77,28 +81,33 @@ struct StepScalars {
   double ratio;   // for adaptive rules, else 1
 };
 
-template <class Rule>
-struct Step {
+// A pass over tensors with any rule.
+struct AnyStep {
   const StepTensor* tensors;  // plus a sentinel, whose first_block is the number of blocks
-  Rule* rules;                // one per tensor; on a GPU uninitialised, a kernel makes them
   int64_t count;
-  typename Rule::Settings settings;
-  Number lr;
-  const double* lrs;     // one per tensor, in host memory; or null: all use lr
-  const Number* steps;   // steps taken by each tensor
-  const double* ratios;  // one per tensor, or null
-  Number grad_factor;    // multiplies gradients first
-  Number found_inf;      // if not zero, nothing changes
-  double (*squares)[2];  // measuring pass: sums per block or piece, of parameters and of steps
-  double (*sums)[2];     // measuring pass: sums per tensor
   DType dtype;
   StateCodec state;
   ParamCodec param;
+  Number lr;
+  const double* lrs;        // one per tensor, in host memory; or null: all use lr
+  const Number* steps;      // steps taken by each tensor
+  const double* ratios;     // one per tensor, or null
+  Number grad_factor;       // multiplies gradients first
+  Number found_inf;         // if not zero, nothing changes
+  Number average_rate;      // of companions that are averages: the weight of a new parameter
+  double (*squares)[2];     // measuring pass: sums per block or piece, of parameters and of steps
+  double (*sums)[2];        // measuring pass: sums per tensor
   const SplitRows* splits;  // one per tensor; or null if rows are whole
   bool only_absmaxes;       // split rows: write new_absmax of the pieces and nothing else
   // One per tensor, or null. On a GPU a kernel writes them, with the step numbers, to the tensors'
   // masters.
   const Rounding* roundings;
+};
+
+template <class Rule>
+struct Step : AnyStep {
+  Rule* rules;  // one per tensor; on a GPU uninitialised, a kernel makes them
+  typename Rule::Settings settings;
 };
 
 // The last index below `count` for which begun(i) holds. begun is monotonic and holds for index 0.
@@ -128,16 +137,48 @@ TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
   for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : V{};
 }
 
+// Whether a rule reads and writes companions: it takes them as its last argument. Those of other
+// rules are averages.
+template <class Rule, class = void>
+constexpr bool kHasCompanion = false;
+template <class Rule>
+constexpr bool kHasCompanion<Rule, decltype((void)Rule::kIterates)> = true;
+
+// Whether two numbers have the same sign, or opposite signs. A product could underflow.
+template <class V>
+TW_HD auto agree(V a, V b) {
+  return ((a > 0) & (b > 0)) | ((a < 0) & (b < 0));
+}
+template <class V>
+TW_HD auto oppose(V a, V b) {
+  return ((a > 0) & (b < 0)) | ((a < 0) & (b > 0));
+}
+
 // The bits of a float32 are those of its bfloat16 followed by 16 zeros, plus the remainder, a signed
 // number. The bfloat16 is the nearest one, and of two equally near the larger in magnitude: the
 // other one's remainder would be 2^15, which does not fit.
 template <class Bits>
-TW_HD Bits completed(Bits half, Bits remainder) {
+TW_HD Bits complete(Bits half, Bits remainder) {
   return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);
 }
 template <class Bits>
-TW_HD Bits nearest_half(Bits bits) {
+TW_HD Bits round_to_nearest_half(Bits bits) {
   return (bits + 0x8000u) >> 16;
+}
+
+// A float of 24 bits is the float32 whose last 8 bits are zeros. A bfloat16 and a signed number of 8
+// bits make one as above. A float32 is rounded to the nearest one, at a tie to the even one.
+template <class Bits>
+TW_HD Bits complete_24(Bits half, Bits remainder) {
+  return ((half << 8) + ((remainder ^ 0x80u) - 0x80u)) << 8;
+}
+template <class Bits>
+TW_HD Bits round_to_24(Bits bits) {
+  return (bits + 0x7fu + ((bits >> 8) & 1u)) >> 8;
+}
+template <class Bits>
+TW_HD Bits half_of_24(Bits bits) {
+  return (bits + 0x80u) >> 8;
 }
 
 // Sums of squared gradients over pieces of the work, so that the result is the same at any number

@@ -36,7 +36,7 @@ TW_HD PhiloxWords rounding_words(const Rounding& rounding, uint64_t group) {
 // rounding is to nearest, so that noise cannot turn a finite value into infinity. NaN becomes
 // torch's quiet NaN.
 template <class Bits>
-TW_HD Bits rounded_half(Bits bits, Bits random) {
+TW_HD Bits round_randomly(Bits bits, Bits random) {
   const Bits magnitude = bits & 0x7fffffffu, zero = Bits{};
   const Bits half = (bits + (magnitude < 0x7f7f0000u ? random : zero + 0x8000u)) >> 16;
   return magnitude > 0x7f800000u ? zero + 0x7fc0u : half;

@@ -15,13 +15,13 @@ struct RowMap {
   int64_t stride[kDims] = {};
   int64_t offset = 0;
 
-  // For a map in host memory.
+  // The row's offset. The map is in host memory.
   TW_HD int64_t operator()(int64_t row) const {
     return locate<1>(row, [this](int d, int64_t n) { return n / size[d]; });
   }
 
-  // As above, with divide(d, n) in place of n / size[d]: GPU kernels divide by reciprocals and take
-  // the map as a kernel argument. Unrolling every iteration keeps the arrays out of a GPU's local
+  // The row's offset, with divide(d, n) in place of n / size[d]: GPU kernels divide by reciprocals
+  // and take the map as a kernel argument. Unrolling every iteration keeps the arrays out of a GPU's local
   // memory.
   template <int Unrolled = kDims, class Divide>
   TW_HD int64_t locate(int64_t row, Divide&& divide) const {

@@ -11,17 +11,17 @@ struct SgdSettings {
   bool nesterov;
 };
 
-template <bool Momentum>
-struct Sgd {
+template <bool HasMomentum>
+struct SgdRule {
   using Settings = SgdSettings;
-  static constexpr int kMoments = Momentum ? 1 : 0;
+  static constexpr int kMoments = HasMomentum ? 1 : 0;
   static constexpr bool kSigned[] = {true};
 
   float lr, momentum, rate, l2, ratio;
   bool nesterov;
 
   // The first momentum is the first gradient, undampened.
-  TW_HD Sgd(const SgdSettings& s, const StepScalars& now)
+  TW_HD SgdRule(const SgdSettings& s, const StepScalars& now)
       : lr((float)now.lr),
         momentum((float)s.momentum),
         rate((float)(now.number == 1 ? 1 : 1 - s.dampening)),
@@ -33,13 +33,16 @@ struct Sgd {
   TW_HD void operator()(V& p, V g, V* m) const {
     if (l2 != 0) g = g + p * l2;
     if (ratio != 1) g = g * ratio;
-    if constexpr (Momentum) {
+    if constexpr (HasMomentum) {
       m[0] = m[0] * momentum + g * rate;
       g = nesterov ? g + m[0] * momentum : m[0];
     }
     p = p - g * lr;
   }
 };
+
+using Sgd = SgdRule<false>;
+using MomentumSgd = SgdRule<true>;
 
 // LARS measures the norms of the parameter and of this direction, the gradient.
 struct Gradient {

@@ -132,10 +132,10 @@ class Direction {
   F32 operator()(F32 g, int64_t i, Place place, F32* variance) const {
     const F32 v = load(of_elements_ + i, place);
     if constexpr (Factored) {
-      return direction_.factored(g, row_scale_, v);
+      return direction_.scale_by_factors(g, row_scale_, v);
     } else {
       *variance = v;
-      return direction_.own(g, *variance);
+      return direction_.scale_by_average(g, *variance);
     }
   }
   template <class Place>

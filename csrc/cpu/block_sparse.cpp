@@ -12,285 +12,16 @@
 
 #include <algorithm>
 
-#include "core/act.h"
 #include "core/dispatch.h"
 #include "core/exp.h"
 #include "core/log.h"
-#include "cpu/dropout.h"
+#include "cpu/block_scores.h"
 #include "cpu/scratch.h"
 #include "cpu/tiles.h"
 
 namespace {
 
 using namespace torchweld;
-
-constexpr int64_t kTile = 64;
-
-template <class A>
-constexpr A kExcluded = -__builtin_inff();
-
-// A range of tokens.
-struct Span {
-  int64_t first, count;
-};
-
-// Part of a block. Either its keys or its queries are in the lanes; the other side are rows.
-struct Tile {
-  Span lane, row;
-  const int32_t* bits;  // the block's mask, or null
-};
-
-template <class T>
-const T* tokens(const Heads& x, int64_t batch, int64_t head, int64_t token) {
-  return (const T*)x.data + batch * x.batch + head * x.head + token * x.token;
-}
-
-// Rows as accumulators: the tensor's own rows, or a copy in `scratch` if the dtype differs or the
-// rows are not adjacent. Rows at a large stride may map to a few cache sets.
-template <class T, class A>
-const A* rows_of(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width,
-                 A* scratch) {
-  const T* from = tokens<T>(x, batch, head, span.first);
-  if constexpr (sizeof(T) == sizeof(A)) {
-    if (x.token == width) return from;
-  }
-  for (int64_t i = 0; i < span.count; ++i) {
-    for_vectors<A>(width, [&](int64_t k, auto at) {
-      store(scratch + i * width + k, load(from + i * x.token + k, at), at);
-    });
-  }
-  return scratch;
-}
-
-// --- Operations on a tile of scores, with keys or queries in the lanes ---
-
-template <class A, bool keys_in_lanes>
-class Scores {
- public:
-  Scores(const BlockSparse& a, int64_t batch, int64_t head)
-      : a_(a),
-        slope_(a.slopes ? ((const A*)a.slopes)[batch * a.slopes_batch + head] : 0),
-        padding_(a.padding ? a.padding + batch * a.keys : nullptr),
-        dropped_row_(a.dropout.seed ? a.dropout.rows((batch * a.heads + head) * a.queries) : 0),
-        after_(a.keys - a.queries) {}
-
-  // Whether any score of the tile is within the causal limit.
-  bool any(const Tile& tile) const {
-    return !a_.causal || keys(tile).first <= queries(tile).first + queries(tile).count - 1 + after_;
-  }
-
-  // Turns products into masked scores. With a softcap `slopes` receives dz / ds.
-  void finish(A* z, A* slopes, int64_t lanes, const Tile& tile) {
-    const Span key = keys(tile), query = queries(tile);
-    const bool cut = a_.causal && key.first + key.count - 1 > query.first + after_;
-    if (a_.softcap != 0) cap(z, slopes, lanes * tile.row.count);
-    if (slope_ != 0) lower(z, lanes, tile);
-    if (tile.bits) {
-      if constexpr (keys_in_lanes) {
-        exclude_by_row(z, lanes, tile);
-      } else {
-        exclude_by_lane(z, lanes, tile);
-      }
-    }
-    if (cut) exclude_later(z, lanes, tile);
-    if (padding_) exclude_padding(z, lanes, tile);
-  }
-
-  // Dropout's factors for the elements of a tile.
-  void factors(A* to, int64_t lanes, const Tile& tile) const {
-    const uint64_t seed = (uint64_t)*a_.dropout.seed;
-    const uint32_t threshold = a_.dropout.threshold;
-    const A scale = (A)a_.dropout.scale;
-    const int64_t first = a_.dropout.column;
-    if constexpr (keys_in_lanes) {
-      constexpr int64_t kAtOnce = 4 * detail::kWide;
-      for (int64_t r = 0; r < tile.row.count; ++r) {
-        const uint64_t row = dropped_row_ + tile.row.first + r;
-        for (int64_t i = 0; i < lanes; i += kAtOnce) {
-          const auto words = detail::dropout_words(seed, row, (first + tile.lane.first + i) >> 2);
-          put(to + r * lanes + i, words.first >= threshold, scale, lanes - i);
-          put(to + r * lanes + i + kAtOnce / 2, words.second >= threshold, scale,
-              lanes - i - kAtOnce / 2);
-        }
-      }
-    } else {
-      for (int64_t r = 0; r < tile.row.count; r += 4) {
-        const detail::U64 group = detail::U64{} + (uint64_t)((first + tile.row.first + r) >> 2);
-        for (int64_t i = 0; i < lanes; i += detail::kWide) {
-          const auto row = detail::counting_from(dropped_row_ + tile.lane.first + i);
-          const auto words = detail::philox(group, row, row >> 32, detail::U64{}, seed);
-          for (int64_t k = 0; k < 4 && r + k < tile.row.count; ++k) {
-            A* at = to + (r + k) * lanes + i;
-            for (int64_t n = 0; n < detail::kWide; ++n) {
-              at[n] = (uint32_t)words.word[k][n] >= threshold ? scale : 0;
-            }
-          }
-        }
-      }
-    }
-  }
-
- private:
-  static Span keys(const Tile& tile) { return keys_in_lanes ? tile.lane : tile.row; }
-  static Span queries(const Tile& tile) { return keys_in_lanes ? tile.row : tile.lane; }
-
-  static void put(A* to, detail::I32 kept, A scale, int64_t room) {
-    constexpr int64_t kCount = kVectorBytes / 4;
-    for (int64_t i = 0; i < kCount && i < room; ++i) to[i] = kept[i] ? scale : 0;
-  }
-
-  static Vec<A> counting() {
-    Vec<A> lane;
-    for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = (A)i;
-    return lane;
-  }
-
-  void cap(A* z, A* slopes, int64_t count) const {
-    const A cap = (A)a_.softcap;
-    for (int64_t i = 0; i < count; i += kLanes<A>) {
-      const Vec<A> t = Tanh::value(load(z + i) * (1 / cap));
-      store(z + i, t * cap);
-      if (slopes) store(slopes + i, 1 - t * t);
-    }
-  }
-
-  void lower(A* z, int64_t lanes, const Tile& tile) const {
-    for (int64_t r = 0; r < tile.row.count; ++r) {
-      const int64_t row = tile.row.first + r;
-      // The signed distance from the row to lane 0. It grows by one per lane.
-      const A first =
-          (A)(keys_in_lanes ? tile.lane.first - row - a_.ahead : tile.lane.first - row + a_.ahead);
-      for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-        const Vec<A> distance = magnitude(counting() + (first + (A)i));
-        store(z + r * lanes + i, load(z + r * lanes + i) - distance * slope_);
-      }
-    }
-  }
-
-  void exclude_later(A* z, int64_t lanes, const Tile& tile) const {
-    for (int64_t r = 0; r < tile.row.count; ++r) {
-      const int64_t row = tile.row.first + r;
-      // The lane of the last visible key, or of the first query that sees the row.
-      const A limit =
-          (A)(keys_in_lanes ? row + after_ - tile.lane.first : row - after_ - tile.lane.first);
-      for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-        const Vec<A> lane = counting() + (A)i;
-        const Bits<A> seen = keys_in_lanes ? lane <= limit : lane >= limit;
-        keep(z + r * lanes + i, seen);
-      }
-    }
-  }
-
-  void exclude_padding(A* z, int64_t lanes, const Tile& tile) const {
-    const uint8_t* ignored = padding_ + keys(tile).first;
-    for (int64_t r = 0; r < tile.row.count; ++r) {
-      if constexpr (keys_in_lanes) {
-        for (int64_t i = 0; i < tile.lane.count; ++i) {
-          if (ignored[i]) z[r * lanes + i] = kExcluded<A>;
-        }
-      } else if (ignored[r]) {
-        std::fill_n(z + r * lanes, lanes, kExcluded<A>);
-      }
-    }
-  }
-
-  static void keep(A* z, Bits<A> seen) { store(z, choose<A>(seen, load(z), splat(kExcluded<A>))); }
-
-  // Turns one bit per lane into a lane mask.
-  static Bits<A> mask_of(uint32_t word) {
-    Bits<A> lane;
-    for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
-    return -(((Bits<A>{} + word) >> lane) & 1);
-  }
-
-  // Rows are queries. A row's word holds the bits of the lanes' keys.
-  void exclude_by_row(A* z, int64_t lanes, const Tile& tile) const {
-    const int64_t words = std::max<int64_t>(a_.block / 32, 1);
-    const int64_t key = tile.lane.first % a_.block, query = tile.row.first % a_.block;
-    for (int64_t r = 0; r < tile.row.count; ++r) {
-      const int32_t* bits = tile.bits + (query + r) * words;
-      for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-        const uint32_t word = (uint32_t)bits[(key + i) / 32] >> ((key + i) % 32);
-        keep(z + r * lanes + i, mask_of(word));
-      }
-    }
-  }
-
-  // Lanes are queries. A lane's word holds the bits of 32 rows' keys.
-  void exclude_by_lane(A* z, int64_t lanes, const Tile& tile) const {
-    const int64_t words = std::max<int64_t>(a_.block / 32, 1);
-    const int64_t key = tile.row.first % a_.block, query = tile.lane.first % a_.block;
-    for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-      Bits<A> bits = {};
-      for (int64_t r = 0; r < tile.row.count; ++r) {
-        const int64_t at = key + r;
-        if (r == 0 || at % 32 == 0) {
-          for (int64_t k = 0; k < kLanes<A>; ++k) {
-            const int64_t lane = query + i + k;
-            bits[k] = lane < a_.block ? tile.bits[lane * words + at / 32] : 0;
-          }
-        }
-        keep(z + r * lanes + i, -((bits >> (at % 32)) & 1));
-      }
-    }
-  }
-
-  const BlockSparse& a_;
-  const A slope_;
-  const uint8_t* padding_;
-  const int64_t dropped_row_, after_;
-};
-
-// --- The tiles of a line ---
-
-// The tokens of tile number `part` of a block.
-Span part_of(int64_t block, int64_t index, int64_t part, int64_t length) {
-  const int64_t first = index * block + part * kTile;
-  return {first, std::min({kTile, block - part * kTile, length - first})};
-}
-
-int64_t parts_of(int64_t block) { return (block + kTile - 1) / kTile; }
-
-// body(tile) for every tile of the line's blocks, with `lane` as the lane side. A null line has
-// every block.
-template <class Body>
-void for_tiles(const BlockSparse& a, const Lines& lines, const int32_t* line, Span lane,
-               int64_t length, Body&& body) {
-  const int64_t count = line ? line[3] - line[1] : (length + a.block - 1) / a.block;
-  const int64_t words = a.block * std::max<int64_t>(a.block / 32, 1);
-  for (int64_t n = 0; n < count; ++n) {
-    const int32_t* entry = line ? lines.entries + 2 * (line[1] + n) : nullptr;
-    const bool partial = line && line[1] + n >= line[2];
-    const int32_t* bits = partial ? a.masks + entry[1] * words : nullptr;
-    for (int64_t part = 0; part < parts_of(a.block); ++part) {
-      const Span row = part_of(a.block, entry ? entry[0] : n, part, length);
-      if (row.count > 0) body(Tile{lane, row, bits});
-    }
-  }
-}
-
-// A work item: a line's slot, a part of its blocks, a batch and a head.
-struct Item {
-  int64_t slot, part, batch, head;
-};
-
-Item item_of(const BlockSparse& a, int64_t index, int64_t heads) {
-  const int64_t each = a.batch * heads;
-  const int64_t at = index / each, rest = index % each;
-  return {at / parts_of(a.block), at % parts_of(a.block), rest / heads, rest % heads};
-}
-
-// An item for a row of blocks. Its line is null if the layout has every block.
-struct RowItem : Item {
-  const int32_t* line;
-  Span lane;
-
-  RowItem(const BlockSparse& a, int64_t index) : Item(item_of(a, index, a.heads)) {
-    line = a.rows.lines ? a.rows.at(batch, head, slot) : nullptr;
-    // Without lists, start with the last row: under a causal limit it is the longest.
-    lane = part_of(a.block, line ? line[0] : a.rows.count - 1 - slot, part, a.queries);
-  }
-};
 
 int64_t lanes_for(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
@@ -331,31 +62,31 @@ void forward_item(const BlockSparseForward& a, int64_t index) {
   const RowItem item(a, index);
   const Span lane = item.lane;
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>), width = a.width;
-  const int64_t key_head = a.key_head(item.head);
-  Scratch<A> scratch((2 * lanes + 2 * kTile) * width + (2 * kTile + 4) * lanes);
-  A *q = scratch, *y = q + width * lanes, *keys = y + width * lanes, *values = keys + kTile * width;
-  A *z = values + kTile * width, *kept = z + kTile * lanes, *highest = kept + kTile * lanes;
+  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t width = a.width, deep = a.value_width, key_head = a.key_head(item.head);
+  Scratch<A> scratch((lanes + kTile) * (width + deep) + (2 * kTile + 4) * lanes);
+  A *q = scratch, *y = q + width * lanes, *keys = y + deep * lanes, *values = keys + kTile * width;
+  A *z = values + kTile * deep, *kept = z + kTile * lanes, *highest = kept + kTile * lanes;
   A *sum = highest + lanes, *fade = sum + lanes;
   lanes_from_rows(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
                   lane.count, width, (A)a.scale);
-  std::fill_n(y, width * lanes, (A)0);
+  std::fill_n(y, deep * lanes, (A)0);
   std::fill_n(highest, lanes, a.sinks ? ((const A*)a.sinks)[item.head] : kExcluded<A>);
   std::fill_n(sum, lanes, (A)(a.sinks ? 1 : 0));
-  Scores<A, false> scores(a, item.batch, item.head);
+  Scores<T, false> scores(a, item.batch, item.head);
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
     const int64_t rows = tile.row.count;
     const A* k = rows_of<T>(a.k, item.batch, key_head, tile.row, width, keys);
-    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, width, values);
+    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, deep, values);
     multiply<Into::set, false>(z, lanes, k, width, q, lanes, rows, lanes, width);
-    scores.finish(z, (A*)nullptr, lanes, tile);
+    scores.finish(z, (A*)nullptr, kept, lanes, tile);
     online(z, rows, lanes, highest, sum, fade);
     if (a.dropout.seed) {
       scores.factors(kept, lanes, tile);
       times(z, kept, rows * lanes);
     }
-    multiply<Into::scaled, true>(y, lanes, v, width, z, lanes, width, lanes, rows, fade);
+    multiply<Into::scaled, true>(y, lanes, v, deep, z, lanes, deep, lanes, rows, fade);
   });
   A* lse = (A*)a.lse + (item.batch * a.heads + item.head) * a.queries + lane.first;
   for (int64_t i = 0; i < lanes; ++i) {
@@ -363,8 +94,8 @@ void forward_item(const BlockSparseForward& a, int64_t index) {
     if (i < lane.count) lse[i] = none ? kExcluded<A> : highest[i] + (A)log_positive(sum[i]);
     fade[i] = none ? 0 : 1 / sum[i];
   }
-  T* to = (T*)a.y + ((item.batch * a.heads + item.head) * a.queries + lane.first) * width;
-  rows_from_lanes(to, width, y, lanes, lane.count, width, (const A*)fade);
+  T* to = (T*)a.y + ((item.batch * a.heads + item.head) * a.queries + lane.first) * deep;
+  rows_from_lanes(to, deep, y, lanes, lane.count, deep, (const A*)fade);
 }
 
 // --- Backward ---
@@ -374,9 +105,9 @@ void delta_row(const BlockSparseBackward& a, int64_t row) {
   using A = Accumulate<T>;
   const int64_t head = row / a.queries;
   const T* grad = tokens<T>(a.grad_y, head / a.heads, head % a.heads, row % a.queries);
-  const T* y = (const T*)a.y + row * a.width;
+  const T* y = (const T*)a.y + row * a.value_width;
   A dot[1];
-  sum_vectors<A>(a.width, dot, [&](int64_t i, auto at, Vec<A>* acc) {
+  sum_vectors<A>(a.value_width, dot, [&](int64_t i, auto at, Vec<A>* acc) {
     acc[0] += load(grad + i, at) * load(y + i, at);
   });
   ((A*)a.delta)[row] = dot[0] - (a.grad_lse ? ((const A*)a.grad_lse)[row] : 0);
@@ -394,24 +125,25 @@ struct Statistics {
   A base(int64_t query) const { return lse[query] == kExcluded<A> ? 0 : lse[query]; }
 };
 
-template <class T>
-void grad_q_item(const BlockSparseBackward& a, int64_t index) {
-  using A = Accumulate<T>;
-  const RowItem item(a, index);
+// `sums` receives the gradients of the bias, or is null.
+template <class T, class A = Accumulate<T>>
+void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
   const Span lane = item.lane;
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>), width = a.width;
-  const int64_t key_head = a.key_head(item.head);
-  Scratch<A> scratch((3 * lanes + 2 * kTile) * width + (4 * kTile + 3) * lanes);
-  A *q = scratch, *grad = q + width * lanes, *grad_q = grad + width * lanes;
+  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t width = a.width, deep = a.value_width, key_head = a.key_head(item.head);
+  Scratch<A> scratch((2 * lanes + kTile) * width + (lanes + kTile) * deep + kTile * kTile +
+                     (4 * kTile + 3) * lanes);
+  A *q = scratch, *grad = q + width * lanes, *grad_q = grad + deep * lanes;
   A *keys = grad_q + width * lanes, *values = keys + kTile * width;
-  A *z = values + kTile * width, *g = z + kTile * lanes, *kept = g + kTile * lanes;
+  A *z = values + kTile * deep, *g = z + kTile * lanes, *kept = g + kTile * lanes;
   A *slopes = kept + kTile * lanes, *base = slopes + kTile * lanes, *delta = base + lanes;
-  A* scale = delta + lanes;
+  A *scale = delta + lanes, *turned = scale + lanes;
+  const BiasGradient<A> bias(a, sums);
   lanes_from_rows(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
                   lane.count, width, (A)a.scale);
   lanes_from_rows(grad, lanes, tokens<T>(a.grad_y, item.batch, item.head, lane.first),
-                  a.grad_y.token, lane.count, width, (A)1);
+                  a.grad_y.token, lane.count, deep, (A)1);
   std::fill_n(grad_q, width * lanes, (A)0);
   const Statistics<A> statistics(a, item.batch, item.head);
   for (int64_t i = 0; i < lanes; ++i) {
@@ -419,15 +151,15 @@ void grad_q_item(const BlockSparseBackward& a, int64_t index) {
     delta[i] = i < lane.count ? statistics.delta[lane.first + i] : 0;
     scale[i] = (A)a.scale;
   }
-  Scores<A, false> scores(a, item.batch, item.head);
+  Scores<T, false> scores(a, item.batch, item.head);
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
     const int64_t rows = tile.row.count;
     const A* k = rows_of<T>(a.k, item.batch, key_head, tile.row, width, keys);
-    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, width, values);
+    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, deep, values);
     multiply<Into::set, false>(z, lanes, k, width, q, lanes, rows, lanes, width);
-    scores.finish(z, slopes, lanes, tile);
-    multiply<Into::set, false>(g, lanes, v, width, grad, lanes, rows, lanes, width);
+    scores.finish(z, slopes, kept, lanes, tile);
+    multiply<Into::set, false>(g, lanes, v, deep, grad, lanes, rows, lanes, deep);
     if (a.dropout.seed) {
       scores.factors(kept, lanes, tile);
       times(g, kept, rows * lanes);
@@ -439,19 +171,56 @@ void grad_q_item(const BlockSparseBackward& a, int64_t index) {
         store(g + at, weight * (load(g + at) - load(delta + i)));
       }
     }
+    if (sums) bias.add(g, turned, lanes, tile);
+    if (!a.grad_q) return;
     if (a.softcap != 0) times(g, slopes, rows * lanes);
     multiply<Into::add, true>(grad_q, lanes, k, width, g, lanes, width, lanes, rows);
   });
+  if (!a.grad_q) return;
   T* to = (T*)a.grad_q + ((item.batch * a.heads + item.head) * a.queries + lane.first) * width;
   rows_from_lanes(to, width, grad_q, lanes, lane.count, width, (const A*)scale);
 }
 
-// The line of column `which`. Each head orders its lines on its own, so try `slot` first.
-const int32_t* line_of(const Lines& lines, int64_t batch, int64_t head, int64_t slot,
-                       int64_t which) {
-  const int32_t* line = lines.at(batch, head, slot);
-  for (int64_t i = 0; line[0] != which; ++i) line = lines.at(batch, head, i);
-  return line;
+// Groups of items that add to the same gradients of a bias, so one thread takes a whole group.
+template <class T, class A = Accumulate<T>>
+void grad_q_group(const BlockSparseBackward& a, int64_t index) {
+  A* const grads = (A*)a.grad_bias;
+  if (!grads) {
+    grad_q_item<T, A>(a, RowItem(a, index), nullptr);
+    return;
+  }
+  if (a.bias_row) {  // a part of a head's tiles
+    const int64_t tiles = a.rows.count * parts_of(a.block) * a.batch;
+    A* sums = grads + index * a.distances;
+    std::fill_n(sums, a.distances, (A)0);
+    for (int64_t at = index / a.heads; at < tiles; at += a.bias_parts) {
+      grad_q_item<T>(a, RowItem(a, at * a.heads + index % a.heads), sums);
+    }
+    return;
+  }
+  const int64_t head = index % a.bias_heads, batch = index / a.bias_heads % a.bias_batches;
+  const int64_t each = a.bias_heads * a.bias_batches;
+  const RowItem first(a, (index / each * a.batch + batch) * a.heads + head);
+  A* sums = grads + (batch * a.bias_heads + head) * a.queries * a.keys;
+  for (int64_t b = batch; b < (a.bias_batches > 1 ? batch + 1 : a.batch); ++b) {
+    for (int64_t h = head; h < (a.bias_heads > 1 ? head + 1 : a.heads); ++h) {
+      grad_q_item<T>(a, RowItem(a, first, b, h), sums);
+    }
+  }
+}
+
+// Adds up the sums of all parts for a row of a table by distance.
+template <class A>
+void add_parts(const BlockSparseBackward& a, int64_t row) {
+  A* to = (A*)a.bias_sums + row * a.distances;
+  std::fill_n(to, a.distances, (A)0);
+  const int64_t first = a.bias_heads > 1 ? row : 0, end = a.bias_heads > 1 ? row + 1 : a.heads;
+  for (int64_t part = 0; part < a.bias_parts; ++part) {
+    for (int64_t head = first; head < end; ++head) {
+      const A* from = (const A*)a.grad_bias + (part * a.heads + head) * a.distances;
+      for (int64_t i = 0; i < a.distances; ++i) to[i] += from[i];
+    }
+  }
 }
 
 template <class T>
@@ -467,33 +236,34 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
   }
   const Span lane = part_of(a.block, which, item.part, a.keys);
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>), width = a.width;
-  Scratch<A> scratch((4 * lanes + 2 * kTile) * width + (4 * kTile + 2) * lanes);
-  A *k = scratch, *v = k + width * lanes, *grad_k = v + width * lanes;
-  A *grad_v = grad_k + width * lanes, *queries = grad_v + width * lanes;
-  A *grads = queries + kTile * width, *z = grads + kTile * width, *g = z + kTile * lanes;
+  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t width = a.width, deep = a.value_width;
+  Scratch<A> scratch((2 * lanes + kTile) * (width + deep) + (4 * kTile + 2) * lanes);
+  A *k = scratch, *v = k + width * lanes, *grad_k = v + deep * lanes;
+  A *grad_v = grad_k + width * lanes, *queries = grad_v + deep * lanes;
+  A *grads = queries + kTile * width, *z = grads + kTile * deep, *g = z + kTile * lanes;
   A *kept = g + kTile * lanes, *slopes = kept + kTile * lanes, *scale = slopes + kTile * lanes;
   A* one = scale + lanes;
   lanes_from_rows(k, lanes, tokens<T>(a.k, item.batch, item.head, lane.first), a.k.token,
                   lane.count, width, (A)a.scale);
   lanes_from_rows(v, lanes, tokens<T>(a.v, item.batch, item.head, lane.first), a.v.token,
-                  lane.count, width, (A)1);
-  std::fill_n(grad_k, 2 * width * lanes, (A)0);
+                  lane.count, deep, (A)1);
+  std::fill_n(grad_k, (width + deep) * lanes, (A)0);
   std::fill_n(scale, lanes, (A)a.scale);
   std::fill_n(one, lanes, (A)1);
   for (int64_t head = begin; head < end; ++head) {
     const int32_t* line =
         a.columns.lines ? line_of(a.columns, item.batch, head, item.slot, which) : nullptr;
     const Statistics<A> statistics(a, item.batch, head);
-    Scores<A, true> scores(a, item.batch, head);
+    Scores<T, true> scores(a, item.batch, head);
     for_tiles(a, a.columns, line, lane, a.queries, [&](const Tile& tile) {
       if (!scores.any(tile)) return;
       const int64_t rows = tile.row.count;
       const A* q = rows_of<T>(a.q, item.batch, head, tile.row, width, queries);
-      const A* grad = rows_of<T>(a.grad_y, item.batch, head, tile.row, width, grads);
+      const A* grad = rows_of<T>(a.grad_y, item.batch, head, tile.row, deep, grads);
       multiply<Into::set, false>(z, lanes, q, width, k, lanes, rows, lanes, width);
-      scores.finish(z, slopes, lanes, tile);
-      multiply<Into::set, false>(g, lanes, grad, width, v, lanes, rows, lanes, width);
+      scores.finish(z, slopes, kept, lanes, tile);
+      multiply<Into::set, false>(g, lanes, grad, deep, v, lanes, rows, lanes, deep);
       if (a.dropout.seed) {
         scores.factors(kept, lanes, tile);
         times(g, kept, rows * lanes);
@@ -510,16 +280,17 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
       }
       if (a.softcap != 0) times(g, slopes, rows * lanes);
       if (a.dropout.seed) times(z, kept, rows * lanes);
-      multiply<Into::add, true>(grad_v, lanes, grad, width, z, lanes, width, lanes, rows);
+      multiply<Into::add, true>(grad_v, lanes, grad, deep, z, lanes, deep, lanes, rows);
       multiply<Into::add, true>(grad_k, lanes, q, width, g, lanes, width, lanes, rows);
     });
   }
-  const int64_t at = ((item.batch * a.key_heads + item.head) * a.keys + lane.first) * width;
+  const int64_t at = (item.batch * a.key_heads + item.head) * a.keys + lane.first;
   if (a.grad_k) {
-    rows_from_lanes((T*)a.grad_k + at, width, grad_k, lanes, lane.count, width, (const A*)scale);
+    rows_from_lanes((T*)a.grad_k + at * width, width, grad_k, lanes, lane.count, width,
+                    (const A*)scale);
   }
   if (a.grad_v) {
-    rows_from_lanes((T*)a.grad_v + at, width, grad_v, lanes, lane.count, width, (const A*)one);
+    rows_from_lanes((T*)a.grad_v + at * deep, deep, grad_v, lanes, lane.count, deep, (const A*)one);
   }
 }
 
@@ -539,7 +310,7 @@ A grad_sink(const BlockSparseBackward& a, int64_t head) {
   return total;
 }
 
-// call(Type<T>{}, item) for a range of items.
+// Calls call(Type<T>{}, item) for a range of items.
 template <class Call>
 void for_items(DType dtype, int64_t begin, int64_t end, Call&& call) {
   dispatch(dtype, dtype, [&](auto t, auto) {
@@ -561,10 +332,18 @@ TW_EXPORT void block_sparse_delta(const BlockSparseBackward& b, int64_t begin, i
             [&](auto t, int64_t row) { delta_row<typename decltype(t)::type>(b, row); });
 }
 
-// Items are tiles of queries of a head.
+// Items are tiles of queries of a head, or groups of them.
 TW_EXPORT void block_sparse_grad_q(const BlockSparseBackward& b, int64_t begin, int64_t end) {
   for_items(b.dtype, begin, end,
-            [&](auto t, int64_t item) { grad_q_item<typename decltype(t)::type>(b, item); });
+            [&](auto t, int64_t item) { grad_q_group<typename decltype(t)::type>(b, item); });
+}
+
+// Items are rows of a table by distance.
+TW_EXPORT void block_sparse_grad_distances(const BlockSparseBackward& b, int64_t begin,
+                                           int64_t end) {
+  for_items(b.dtype, begin, end, [&](auto t, int64_t row) {
+    add_parts<Accumulate<typename decltype(t)::type>>(b, row);
+  });
 }
 
 // Items are tiles of keys of a key head.

@@ -11,7 +11,7 @@ namespace detail {
 // The words of kWide groups of four columns, in column order.
 inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
   const U64 low = U64{} + row, high = U64{} + (row >> 32);
-  return philox_in_order(counting_from((uint64_t)group), low, high, U64{}, seed);
+  return philox_in_order(count_from((uint64_t)group), low, high, U64{}, seed);
 }
 
 }  // namespace detail

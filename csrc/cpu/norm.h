@@ -27,7 +27,7 @@ struct Statistics {
       sum_vectors<A>(width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
         const Vec<A> v = load(x + i, at);
         acc[0] += v;
-        if constexpr (kRows == 2) acc[1] += rounded<Saved>(v);
+        if constexpr (kRows == 2) acc[1] += round_trip<Saved>(v);
       });
     }
     for (int n = 0; n < kRows; ++n) of[n].mean = sums[n] / (A)width;
@@ -39,7 +39,7 @@ struct Statistics {
         acc[n] += centered * centered;
       };
       add(0, v);
-      if constexpr (kRows == 2) add(1, rounded<Saved>(v));
+      if constexpr (kRows == 2) add(1, round_trip<Saved>(v));
     });
     for (int n = 0; n < kRows; ++n) of[n].rstd = 1 / square_root(sums[n] / (A)width + eps);
   }
@@ -71,7 +71,7 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
   ((A*)a.rstd)[row] = statistics.saved().rstd;
 }
 
-// Computes the gradient of a row of a.x and hands it to finish(i, place, gradient) in vectors. Adds
+// Computes the gradient of a row of a.x and passes it to finish(i, place, gradient) in vectors. Adds
 // the row's share of the parameter gradients to the chunk's partials.
 template <bool Centered, class X, class T, class P, class Finish>
 inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,

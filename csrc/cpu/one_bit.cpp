@@ -20,7 +20,7 @@ constexpr int64_t kLane = kLanes<float>;
 constexpr int64_t kUnit = kLane < 8 ? 8 : kLane;
 
 // Reverses the bits of a byte, so that the first element's bit becomes the least significant one.
-inline unsigned reversed(unsigned byte) {
+inline unsigned reverse_bits(unsigned byte) {
   return (unsigned)((byte * 0x0202020202ull & 0x010884422010ull) % 1023);
 }
 
@@ -49,12 +49,12 @@ inline F32 with_signs(float scale, unsigned of_lanes) {
 template <class Place>
 inline unsigned bits_at(const uint8_t* bits, int64_t i, Place place) {
   if constexpr (kLane < 8) {
-    return reversed(bits[i / 8]) >> (i % 8) & ((1u << kLane) - 1);
+    return reverse_bits(bits[i / 8]) >> (i % 8) & ((1u << kLane) - 1);
   } else {
     unsigned found = 0;
     int64_t bytes = kLane / 8;
     if constexpr (std::is_same_v<Place, Part>) bytes = (place.count + 7) / 8;
-    for (int64_t b = 0; b < bytes; ++b) found |= reversed(bits[i / 8 + b]) << (8 * b);
+    for (int64_t b = 0; b < bytes; ++b) found |= reverse_bits(bits[i / 8 + b]) << (8 * b);
     return found;
   }
 }
@@ -122,7 +122,7 @@ void write_signs(const Quantize1& a, int64_t piece) {
     const int64_t left = at.count - unit;
     if (left < kUnit) found &= (1u << left) - 1;
     for (int64_t b = 0; b < kUnit / 8 && 8 * b < left; ++b) {
-      bits[unit / 8 + b] = (uint8_t)reversed(found >> (8 * b) & 255);
+      bits[unit / 8 + b] = (uint8_t)reverse_bits(found >> (8 * b) & 255);
     }
   }
   a.sums[piece] = total(sums);
@@ -189,7 +189,7 @@ TW_EXPORT void one_bit_errors(const Quantize1& a, int64_t begin, int64_t end) {
   });
 }
 
-TW_EXPORT void dequantize_1bit(const Dequantize1& a, int64_t begin, int64_t end) {
+TW_EXPORT void dequantize_one_bit(const Dequantize1& a, int64_t begin, int64_t end) {
   dispatch_float(a.dtype, [&](auto t) {
     for (int64_t piece = begin; piece < end; ++piece) {
       dequantize<typename decltype(t)::type>(a, piece);

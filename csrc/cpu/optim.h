@@ -168,13 +168,31 @@ struct RemainderParam {
       : param((uint16_t*)t.param + begin), remainder((uint16_t*)t.master + begin) {}
   template <class Place>
   F32 get(int64_t i, Place place) const {
-    return (F32)completed(halves(param + i, place), halves(remainder + i, place));
+    return (F32)complete(halves(param + i, place), halves(remainder + i, place));
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
     const U32 bits = v != v ? U32{} + 0x7fc00000u : (U32)v;
-    set_halves(param + i, nearest_half(bits), place);
+    set_halves(param + i, round_to_nearest_half(bits), place);
     set_halves(remainder + i, (bits & 0xffffu), place);
+  }
+};
+
+struct ShortRemainderParam {
+  using Storage = BFloat16;
+  uint16_t* param;
+  uint8_t* remainder;
+  ShortRemainderParam(const StepTensor& t, int64_t begin, int64_t /*count*/)
+      : param((uint16_t*)t.param + begin), remainder((uint8_t*)t.master + begin) {}
+  template <class Place>
+  F32 get(int64_t i, Place place) const {
+    return (F32)complete_24(halves(param + i, place), load_codes(remainder + i, place));
+  }
+  template <class Place>
+  void set(int64_t i, F32 v, Place place) {
+    const U32 bits = v != v ? U32{} + 0x7fc000u : round_to_24((U32)v);
+    set_halves(param + i, half_of_24(bits), place);
+    store_codes(remainder + i, bits & 0xffu, place);
   }
 };
 
@@ -189,7 +207,7 @@ class RoundedParam {
   }
   template <class Place>
   void set(int64_t i, F32 v, Place place) {
-    set_halves(param_ + i, rounded_half((U32)v, bits_(i)), place);
+    set_halves(param_ + i, round_randomly((U32)v, bits_(i)), place);
   }
 
  private:
@@ -201,21 +219,45 @@ class RoundedParam {
 
 inline I32 is_sound(F32 last_moment) { return (I32)(magnitude_bits(last_moment) < kInfinityBits); }
 
+// The numbers of a step that all its tensors share.
+struct SharedNumbers {
+  float grad_factor, average_rate;
+  explicit SharedNumbers(const AnyStep& a)
+      : grad_factor((float)a.grad_factor.read()), average_rate((float)a.average_rate.read()) {}
+};
+
 template <class Param, class Moment, bool OnlyAbsmaxes = false, class Rule>
-void step_span(const StepTensor& t, const Rule& rule, float grad_factor, const Span& span) {
+void step_span(const StepTensor& t, const Rule& rule, const SharedNumbers& now, const Span& span) {
   constexpr int N = Rule::kMoments;
   const auto* grad = (const typename Param::Storage*)t.grad + span.begin;
   Param param(t, span.begin, span.count);
+  float* companion = t.companion ? t.companion + span.begin : nullptr;
   Moment moments[N > 0 ? N : 1];
   for (int k = 0; k < N; ++k) moments[k].enter(t, k, Rule::kSigned[k], span);
   for_vectors<float>(span.count, [&](int64_t i, auto place) {
-    const F32 before = param.get(i, place);
+    const F32 before = param.get(i, place), g = read(grad + i, place) * now.grad_factor;
     F32 p = before, m[N > 0 ? N : 1];
     for (int k = 0; k < N; ++k) m[k] = moments[k].get(i, place);
-    rule(p, read(grad + i, place) * grad_factor, m);
+    if constexpr (kHasCompanion<Rule>) {
+      F32 z = read(companion + i, place);
+      const F32 was = z;
+      rule(p, g, m, z);
+      if constexpr (Moment::kInBlocks) z = is_sound(m[N - 1]) ? z : was;
+      if constexpr (!OnlyAbsmaxes) store(companion + i, z, place);
+    } else {
+      rule(p, g, m);
+    }
     if constexpr (Moment::kInBlocks) skip_unless<N>(is_sound(m[N - 1]), p, before, m);
     for (int k = 0; k < N; ++k) moments[k].set(i, m[k], place);
-    if constexpr (!OnlyAbsmaxes) param.set(i, p, place);
+    if constexpr (OnlyAbsmaxes) return;
+    param.set(i, p, place);
+    if constexpr (!kHasCompanion<Rule>) {
+      if (companion) {
+        const F32 average = read(companion + i, place);
+        // The parameter as it is stored.
+        store(companion + i, average + (param.get(i, place) - average) * now.average_rate, place);
+      }
+    }
   });
   // A split block's absmax is already the maximum over all devices.
   if (OnlyAbsmaxes || !span.split) {
@@ -261,7 +303,7 @@ void measure_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
 
 template <class Param, class Moment, class Rule>
 void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
-  const float grad_factor = (float)a.grad_factor.read();
+  const SharedNumbers now(a);
   for (int64_t at = step_tensor(a.tensors, a.count, begin); begin < end; ++at) {
     const StepTensor& t = a.tensors[at];
     const int64_t next = a.tensors[at + 1].first_block;
@@ -275,11 +317,11 @@ void step_blocks(const Step<Rule>& a, int64_t begin, int64_t end) {
       begin = last;
       if constexpr (Moment::kInBlocks) {
         if (a.only_absmaxes) {
-          step_span<Param, Moment, true>(t, a.rules[at], grad_factor, span);
+          step_span<Param, Moment, true>(t, a.rules[at], now, span);
           continue;
         }
       }
-      step_span<Param, Moment>(t, a.rules[at], grad_factor, span);
+      step_span<Param, Moment>(t, a.rules[at], now, span);
     }
   }
 }
@@ -308,6 +350,7 @@ void with_moments(const Step<Rule>& a, Call&& call) {
 template <class Args, class Call>
 void with_params(const Args& a, Call&& call) {
   if (a.param == ParamCodec::remainder) return call(Type<RemainderParam>{});
+  if (a.param == ParamCodec::short_remainder) return call(Type<ShortRemainderParam>{});
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
@@ -321,7 +364,7 @@ void with_params(const Args& a, Call&& call) {
   }
 }
 
-// As with_params, for parameters that are written: only these are rounded.
+// The same for parameters that are written. Only these are rounded.
 template <class Args, class Call>
 void with_written_params(const Args& a, Call&& call) {
   if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
@@ -349,13 +392,3 @@ void measure(const Step<Rule>& a, int64_t begin, int64_t end) {
 }
 
 TW_NAMESPACE_END
-
-// Define the kernels of a rule.
-#define TW_STEP(name, Rule)                                                                    \
-  TW_EXPORT void name(const torchweld::Step<torchweld::Rule>& a, int64_t begin, int64_t end) { \
-    torchweld::step(a, begin, end);                                                            \
-  }
-#define TW_MEASURE(name, Rule)                                                                 \
-  TW_EXPORT void name(const torchweld::Step<torchweld::Rule>& a, int64_t begin, int64_t end) { \
-    torchweld::measure(a, begin, end);                                                         \
-  }

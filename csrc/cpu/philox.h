@@ -42,7 +42,7 @@ inline void interleave(U64 a, U64 b, U64& first, U64& second) {
 }
 
 // `first` and the next numbers, one per lane.
-inline U64 counting_from(uint64_t first) {
+inline U64 count_from(uint64_t first) {
   U64 lane;
   for (int i = 0; i < kWide; ++i) lane[i] = i;
   return lane + first;

@@ -43,7 +43,7 @@ inline U32 load_codes(const uint8_t* codes, Part part) {
 
 #if defined(__AVX512F__)
 // Transposes a 4 x 4 matrix of 4-byte pieces.
-inline __m512i pieces_transposed(__m512i bytes) {
+inline __m512i transpose_pieces(__m512i bytes) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_permutexvar_epi32(order, bytes);
 }
@@ -77,7 +77,7 @@ __attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
   int64_t i = 0;
   for (; i + 64 <= count; i += 64) {
     const __m512i code =
-        pieces_transposed(_mm512_loadu_si512(codes + i));  // interleaving undoes this
+        transpose_pieces(_mm512_loadu_si512(codes + i));  // interleaving undoes this
     const __mmask64 odd = _mm512_test_epi8_mask(code, _mm512_set1_epi8(64));
     const __mmask64 upper = _mm512_movepi8_mask(code);
     __m512i found[4];
@@ -159,7 +159,7 @@ inline void decode_block(float* values, const uint8_t* codes, int64_t count, boo
 inline void store_codes(uint8_t* codes, U32 a, U32 b, U32 c, U32 d) {
   const __m512i words[] = {_mm512_packus_epi32((__m512i)a, (__m512i)b),
                            _mm512_packus_epi32((__m512i)c, (__m512i)d)};
-  _mm512_storeu_si512(codes, pieces_transposed(_mm512_packus_epi16(words[0], words[1])));
+  _mm512_storeu_si512(codes, transpose_pieces(_mm512_packus_epi16(words[0], words[1])));
 }
 #endif
 // Stores negative numbers as 0.
@@ -302,7 +302,7 @@ struct Encoder {
 };
 #endif
 
-// As integers, magnitudes keep their order, and NaN is the largest.
+// The magnitude's bits. As integers they keep the order of magnitudes, and NaN is the largest.
 inline U32 magnitude_bits(F32 v) { return (U32)v & ~kSignBit; }
 
 // The largest magnitude among the vectors added to it.
@@ -329,8 +329,8 @@ class Largest {
   U32 most_ = {};
 };
 
-// With `KeepsPositive` a positive value never becomes zero: steps divide by the root of a second
-// moment.
+// The code, or the smallest positive one if `KeepsPositive` and a positive value would become zero:
+// steps divide by the root of a second moment.
 template <bool KeepsPositive>
 inline U32 keep_positive(U32 code, F32 value) {
   if constexpr (!KeepsPositive) return code;

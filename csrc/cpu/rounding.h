@@ -45,7 +45,7 @@ class RoundingBits {
     const int64_t skew = element % kRoundedAtOnce;
     uint16_t bits[kFilled + 2 * kAtOnce];
     for (int64_t done = 0; done < skew + count; done += kAtOnce) {
-      const auto group = detail::counting_from((uint64_t)(element + done) / kRoundedAtOnce);
+      const auto group = detail::count_from((uint64_t)(element + done) / kRoundedAtOnce);
       const auto words = detail::philox_in_order(group, group >> 32, step, parameter, 0);
       std::memcpy(bits + done, &words, sizeof words);
     }

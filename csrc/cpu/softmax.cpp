@@ -3,7 +3,7 @@
 // Bytes: forward reads the scores and writes y, 2 x rows x width x size, and reads the mask if
 // there is one. Backward reads grad_y and y (or the scores, with dropout) and writes grad_scores, 3
 // x rows x width x size. Each row is read from memory once. A scratch row in L1 or L2 keeps its
-// exponentials and, in backward, the gradients that dropout kept.
+// exponentials and, in the backward pass, the gradients that dropout kept.
 #include "core/softmax.h"
 
 #include <type_traits>

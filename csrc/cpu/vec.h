@@ -202,7 +202,7 @@ inline void store(Half* p, Vec<float> v) {
 
 // v as it is read back after it was stored as T.
 template <class T>
-inline Vec<Accumulate<T>> rounded(Vec<Accumulate<T>> v) {
+inline Vec<Accumulate<T>> round_trip(Vec<Accumulate<T>> v) {
   T lanes[kLanes<Accumulate<T>>];
   store(lanes, v);
   return load(lanes);
@@ -392,7 +392,7 @@ inline void for_vectors(int64_t width, Body&& body) {
   if (i < width) body(i, Part{width - i});
 }
 
-// As for_vectors, for a body that also adds to N sums. Four accumulators per sum hide the latency
+// Works like for_vectors, for a body that also adds to N sums. Four accumulators per sum hide the latency
 // of additions. They are flushed into a total every kRun vectors, so that rounding errors do not
 // grow with the row's length. The order of the additions depends only on the width.
 template <class A, int N, class Body>

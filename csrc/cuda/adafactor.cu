@@ -19,8 +19,8 @@
 // 3. Bytes in flight. At 1 us latency the copy bandwidth needs 33 KB per multiprocessor. With 128
 //    registers a thread 16 warps fit. The sums have 32 KB in flight in float32 and 16 KB in 16
 //    bits; measures and steps have twice that, since they also read parameters. 80% of the copy
-//    bandwidth is the target. In 16 bits the sums, a sixth of the bytes, have half of what is
-//    needed in flight: 70% overall. They could load their next row ahead.
+//    bandwidth is the target. In 16 bits the sums, a sixth of the bytes, have half of the
+//    needed bytes in flight: 70% overall. They could load their next row ahead.
 //
 // 4. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
 //    bandwidth that is 27 an element for sums, 55 for measures, 83 for steps. Counted in the code
@@ -269,11 +269,11 @@ __device__ __forceinline__ void for_directions(const Adafactor& a, const Factore
         const float g = grad[group][i] * grad_factor;
         float& direction = of_row.direction[group][i];
         if constexpr (Factored) {
-          direction = rule.factored(g, row_scale, column_scale[group][i]);
+          direction = rule.scale_by_factors(g, row_scale, column_scale[group][i]);
         } else {
           float& variance = of_row.variance[group][i];
           variance = average[group][i];
-          direction = rule.own(g, variance);
+          direction = rule.scale_by_average(g, variance);
         }
         if (i >= access_to(group).count) direction = 0;
       }
@@ -465,6 +465,7 @@ cudaError_t with_params(const Adafactor& a, Call&& call) {
     if (a.param == ParamCodec::rounded) return call(Type<RoundedParam>{});
   }
   if (a.param == ParamCodec::remainder) return call(Type<RemainderParam>{});
+  if (a.param == ParamCodec::short_remainder) return call(Type<ShortRemainderParam>{});
   return with_storage(a, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
@@ -480,7 +481,7 @@ TW_EXPORT int64_t adafactor_chunks(int64_t height) {
   const int64_t chunks = (height + 15) / 16;
   return chunks < 1 ? 1 : chunks > 256 ? 256 : chunks;
 }
-// At least one, so that the row sums of a matrix without columns are written.
+// The number of column slices is at least one, so that the row sums of a matrix without columns are written.
 TW_EXPORT int64_t adafactor_slices(int64_t columns) {
   return columns > 0 ? (columns + kSlice - 1) / kSlice : 1;
 }

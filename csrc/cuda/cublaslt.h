@@ -120,7 +120,7 @@ inline const Functions& functions() {
 #if defined(TW_CUBLASLT_HEADER)
 // Whether arguments for one function can be passed to the other.
 template <class R, class... A, class S, class... B>
-constexpr bool alike(R (*)(A...), S (*)(B...)) {
+constexpr bool are_alike(R (*)(A...), S (*)(B...)) {
   if constexpr (sizeof...(A) != sizeof...(B)) {
     return false;
   } else {
@@ -128,7 +128,7 @@ constexpr bool alike(R (*)(A...), S (*)(B...)) {
   }
 }
 #define TW_ALIKE(name, ...) \
-  static_assert(alike((Status (*)(__VA_ARGS__)) nullptr, (decltype(&cublasLt##name))nullptr));
+  static_assert(are_alike((Status (*)(__VA_ARGS__)) nullptr, (decltype(&cublasLt##name))nullptr));
 TW_CUBLASLT(TW_ALIKE)
 #undef TW_ALIKE
 static_assert(sizeof(Algorithm) == sizeof(cublasLtMatmulAlgo_t));

@@ -25,7 +25,7 @@ TW_HD float square_root(float v) { return sqrtf(v); }
 
 // --- Parameters ---------------------------------------------------------------------------------
 
-// A group of four elements.
+// A group of four elements. write() overwrites the values by the parameters as they are stored.
 template <class T>
 struct PlainParam {
   using Storage = T;
@@ -36,9 +36,12 @@ struct PlainParam {
   }
   __device__ __forceinline__ float operator[](int i) const { return param[i]; }
   template <class Access>
-  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
-                                               const float (&values)[4], const Access& access) {
-    access.write((T*)t.param + at, pack<T>(values));
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at, float (&values)[4],
+                                               const Access& access) {
+    const Four<T> stored = pack<T>(values);
+    access.write((T*)t.param + at, stored);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = stored[i];
   }
 };
 
@@ -52,8 +55,8 @@ struct MasteredParam {
   }
   __device__ __forceinline__ float operator[](int i) const { return master[i]; }
   template <class Access>
-  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
-                                               const float (&values)[4], const Access& access) {
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at, float (&values)[4],
+                                               const Access& access) {
     access.write((float*)t.master + at, pack<float>(values));
     access.write((T*)t.param + at, pack<T>(values));
   }
@@ -68,33 +71,62 @@ struct RemainderParam {
     remainder = access.read((const uint16_t*)t.master + at);
   }
   __device__ __forceinline__ float operator[](int i) const {
-    return __uint_as_float(completed(half.bits(i), remainder.bits(i) & 0xffffu));
+    return __uint_as_float(complete(half.bits(i), remainder.bits(i) & 0xffffu));
   }
   template <class Access>
-  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
-                                               const float (&values)[4], const Access& access) {
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at, float (&values)[4],
+                                               const Access& access) {
     unsigned halves[4], remainders[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float v = values[i];
       const unsigned bits = v != v ? 0x7fc00000u : __float_as_uint(v);
-      halves[i] = nearest_half(bits), remainders[i] = bits & 0xffffu;
+      halves[i] = round_to_nearest_half(bits), remainders[i] = bits & 0xffffu;
     }
     access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
     access.write((uint16_t*)t.master + at, pack_bits<uint16_t>(remainders));
   }
 };
 
+struct ShortRemainderParam {
+  using Storage = BFloat16;
+  Four<uint16_t> half;
+  Four<uint8_t> remainder;
+  template <class Access>
+  __device__ __forceinline__ void read(const StepTensor& t, int64_t at, const Access& access) {
+    half = access.read((const uint16_t*)t.param + at);
+    remainder = access.read((const uint8_t*)t.master + at);
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return __uint_as_float(complete_24(half.bits(i), remainder.bits(i) & 0xffu));
+  }
+  template <class Access>
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at, float (&values)[4],
+                                               const Access& access) {
+    unsigned halves[4], remainders[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float v = values[i];
+      const unsigned bits = v != v ? 0x7fc000u : round_to_24(__float_as_uint(v));
+      halves[i] = half_of_24(bits), remainders[i] = bits & 0xffu;
+      values[i] = __uint_as_float(bits << 8);
+    }
+    access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
+    access.write((uint8_t*)t.master + at, pack_bits<uint8_t>(remainders));
+  }
+};
+
 struct RoundedParam : PlainParam<BFloat16> {
   template <class Access>
-  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at,
-                                               const float (&values)[4], const Access& access) {
+  static __device__ __forceinline__ void write(const StepTensor& t, int64_t at, float (&values)[4],
+                                               const Access& access) {
     const uint64_t random = rounding_bits(*(const Rounding*)t.master, at);
     unsigned halves[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const unsigned bits = __float_as_uint(values[i]);
-      halves[i] = rounded_half(bits, (unsigned)(random >> 16 * i) & 0xffffu);
+      halves[i] = round_randomly(bits, (unsigned)(random >> 16 * i) & 0xffffu);
+      values[i] = __uint_as_float(halves[i] << 16);
     }
     access.write((uint16_t*)t.param + at, pack_bits<uint16_t>(halves));
   }
@@ -116,6 +148,15 @@ __device__ __forceinline__ void for_moments(Call&& call) {
   }
 }
 
+// Whether one of a rule's moments has a sign, or has none.
+template <class Rule>
+constexpr bool has_moment(bool is_signed) {
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    if (Rule::kSigned[k] == is_signed) return true;
+  }
+  return false;
+}
+
 // A tensor whose rows are split across devices.
 struct SplitTensor : StepTensor {
   SplitRows rows;
@@ -135,7 +176,7 @@ class LaneOfBlock {
  public:
   static constexpr int N = Rule::kMoments;
   static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
-  using Maps = MapsOf<kInBlocks, kInBlocks && (N > 1)>;  // only a first moment has a sign
+  using Maps = MapsOf<kInBlocks && has_moment<Rule>(true), kInBlocks && has_moment<Rule>(false)>;
 
   __device__ __forceinline__ LaneOfBlock(const Tensor& t, Turn turn, bool is_aligned)
       : t_(t),
@@ -155,6 +196,11 @@ class LaneOfBlock {
           constexpr unsigned kZeros = kInBlocks && Rule::kSigned[k] ? kSignedZeros : 0;
           moment_[k][group] = access.read((const State*)t.moment[k] + at, kZeros);
         });
+        if constexpr (kHasCompanion<Rule>) {
+          const Four<float> companion = access.read((const float*)t.companion + at);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) z_[group][i] = companion[i];
+        }
       }
     });
     if constexpr (kInBlocks) {
@@ -165,8 +211,9 @@ class LaneOfBlock {
     }
   }
 
-  // call(p, g, m, exists) for each element of the lane. Elements past the end of a block are zeros
-  // and do not exist. save() stores the new p and m.
+  // call(p, g, m, exists) for each element of the lane, with the companion as the last argument if
+  // the rule has one. Elements past the end of a block are zeros and do not exist. save() stores
+  // what is new.
   template <class Call>
   __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
 #pragma unroll
@@ -184,14 +231,19 @@ class LaneOfBlock {
         });
         float& p = p_[group][i];
         p = param_[group][i];
-        call(p, grad_[group][i], m, place(group) + i < here_.count);
+        const bool exists = place(group) + i < here_.count;
+        if constexpr (kHasCompanion<Rule>) {
+          call(p, grad_[group][i], m, exists, z_[group][i]);
+        } else {
+          call(p, grad_[group][i], m, exists);
+        }
 #pragma unroll
         for (int k = 0; k < N; ++k) m_[k][group][i] = m[k];
       }
     }
   }
 
-  __device__ __forceinline__ void save(const Maps& maps) {
+  __device__ __forceinline__ void save(const Maps& maps, float average_rate) {
     for_moments<N>([&](auto k) {
       if constexpr (kInBlocks) {
         constexpr bool kSigned = Rule::kSigned[k];
@@ -229,13 +281,24 @@ class LaneOfBlock {
         const auto access = access_to(group);
         const int64_t at = first_ + group * kGroupStride;
         Param::write(t_, at, p_[group], access);
+        if constexpr (kHasCompanion<Rule>) {
+          access.write((float*)t_.companion + at, pack<float>(z_[group]));
+        } else if (t_.companion) {
+          const Four<float> average = access.read((const float*)t_.companion + at);
+          float values[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            values[i] = average[i] + (p_[group][i] - average[i]) * average_rate;
+          }
+          access.write((float*)t_.companion + at, pack<float>(values));
+        }
 #pragma unroll
         for (int k = 0; k < N; ++k) access.write((State*)t_.moment[k] + at, moment_[k][group]);
       }
     });
   }
 
-  // For split rows: writes the absmax of the piece.
+  // Writes the absmax of a piece of a split row.
   __device__ __forceinline__ void save_absmaxes() const {
     for_moments<N>([&](auto k) {
       const float largest = largest_magnitude(m_[k]);
@@ -291,6 +354,7 @@ class LaneOfBlock {
   Four<State> moment_[N > 0 ? N : 1][kGroups];
   float absmax_[N > 0 ? N : 1][kBlocks];
   float p_[kGroups][4], m_[N > 0 ? N : 1][kGroups][4];
+  float z_[kHasCompanion<Rule> ? kGroups : 1][4];
 };
 
 TW_NAMESPACE_END

@@ -4,6 +4,12 @@
 
 #include <cuda_runtime.h>
 
+#if !defined(TW_EMULATED)
+#include <map>
+#include <mutex>
+#include <tuple>
+#endif
+
 #include "core/dtype.h"
 
 TW_NAMESPACE_BEGIN
@@ -87,24 +93,33 @@ inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)kSharedBytes);
 }
 
-// How many clusters of such a launch run at the same time on the current device. 0 if it has no
-// clusters, or if a part of a GPU has no room for one.
+// The number of clusters of a launch that run at the same time on the current device: 0 if it has
+// no clusters, or if a part of a GPU has no room for one.
 template <class... Params>
 int clusters_at_once(void (*kernel)(Params...), const Launch& how) {
 #if defined(TW_EMULATED)
   (void)kernel;
   return emulator::emulator_cluster_blocks / (int)how.cluster;
 #else
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return 0;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  // The driver takes some microseconds to answer, more than a small kernel: it is asked once.
+  using Asked = std::tuple<int, const void*, unsigned, size_t>;
+  static std::mutex mutex;
+  static std::map<Asked, int> answers;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Asked asked{device, (const void*)kernel, how.cluster, how.shared_bytes};
+  if (const auto at = answers.find(asked); at != answers.end()) return at->second;
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return answers[asked] = 0;
   cudaLaunchConfig_t config;
   cudaLaunchAttribute cluster;
   int clusters = 0;
   if (configure(kernel, how, config, cluster) != cudaSuccess ||
       cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
-    cudaGetLastError();  // no launch after this one shall report it
+    cudaGetLastError();  // otherwise the next launch would report it
     return 0;
   }
-  return clusters;
+  return answers[asked] = clusters;
 #endif
 }
 
@@ -152,7 +167,7 @@ __device__ __forceinline__ void end_of_copies() {
 #endif
 }
 
-// Waits until at most `groups` of this thread's last groups, up to 2, are under way.
+// Waits until at most `groups` of this thread's last groups, up to 2, are still being copied.
 __device__ __forceinline__ void wait_for_copies(int groups) {
 #if defined(TW_EMULATED)
   emulator::wait_for_copies(groups);
@@ -170,7 +185,7 @@ __device__ __forceinline__ void wait_for_copies(int groups) {
 // --- Clusters: nothing calls these below sm_90 ---
 
 // Stores to the place that `shared` has in this block, in the shared memory of the cluster's block
-// `rank`. All blocks must have met before, so that the memory is there.
+// `rank`. All blocks must have synchronised before, so that the memory exists.
 __device__ __forceinline__ void store_to_block(float* shared, unsigned rank, float value) {
 #if defined(TW_EMULATED)
   *(float*)emulator::shared_of_block(rank, shared) = value;
@@ -186,7 +201,7 @@ __device__ __forceinline__ void store_to_block(float* shared, unsigned rank, flo
 }
 
 // All threads of the cluster's blocks wait for each other: each arrives, may do work of its own,
-// and waits. What a thread stores before it arrives, all see after they have waited. Without
+// and waits. Stores before a thread's arrival are visible to all threads after their wait. Without
 // `.aligned`, since a warp may arrive in parts after a branch.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if defined(TW_EMULATED)

@@ -35,13 +35,13 @@
 //        row, in which time the copies of a later row start. It moves 3 tensors: 1.61 GB at bf16
 //        4096 x 65536, 375 us at 4.3 TB/s. A block has a row's part in 1.5 us of bandwidth (48 KB
 //        in 16 bits); arithmetic takes two thirds of it, and the two barriers some 0.3 us. 16
-//        clusters of 8 are 128 of 132 multiprocessors. Clusters do not wait for each other, unlike
-//        the blocks of a cooperative launch, which waits for any other kernel to end, a
-//        collective's for instance. Where a collective leaves no 8 multiprocessors of a GPC free,
-//        a cluster waits for them.
-//      - Else, and where a part of a GPU has no room for a cluster, rows take two passes, whose
-//        blocks need not wait for each other: the first reads a row and leaves its two sums, the
-//        second goes by slices of 4096 columns. It moves 5 tensors, 2.68 GB and 624 us there: 60%
+//        clusters of 8 are 128 of 132 multiprocessors. Clusters do not wait for each other. The blocks of
+//        a cooperative launch would, and it would also wait for any other kernel, such as a
+//        collective's, to end. A cluster only waits if a collective leaves fewer than 8
+//        multiprocessors of its GPC free.
+//      - Otherwise, and if a part of a GPU has no room for a cluster, rows take two passes, whose
+//        blocks need not wait for each other: the first reads a row and stores its two sums, the
+//        second works on slices of 4096 columns. It moves 5 tensors, 2.68 GB and 624 us there: 60%
 //        of the floor's speed.
 //
 // 5. Any other row (a width that is not a multiple of 16 bytes, an unaligned pointer, a width that

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     float sums[2] = {};
     columns.add(pair, mean, rstd, sums);
     sum_over_row(sums, kWideThreads, scratch + (turn & 1) * 2 * kWarp);
-    // A block writes to an area again after everyone has arrived for the row in between, and so has
+    // A block reuses an area only after all blocks have arrived for the row in between, and so have
     // read it. Nothing is written after the last row's arrival, so blocks may end.
     float2* area = (float2*)sums_of_blocks + (turn & 1) * kMostBlocks;
     if constexpr (Clustered) {
@@ -353,8 +353,8 @@ inline int blocks_of_row(int64_t width) {
   return blocks;
 }
 
-// How many rows of this width are in clusters at the same time; 0 if they take two passes. Of all
-// kernels, this one's clusters need the most.
+// The number of rows of this width that are in clusters at the same time; 0 if they take two
+// passes. This kernel's clusters need more than those of any other kernel.
 inline int rows_in_clusters(int64_t width) {
   if (width <= kWideRow || width > kMostBlocks * kWideRow) return 0;
   if (rows_in_shared(kWideRow, sizeof(float)) == 0) return 0;

@@ -13,7 +13,7 @@ template <class Tensor>
 TW_HD uint32_t blocks_of_turn(const StepTensor& t) {
   return kIsSplit<Tensor> ? 1 : rows_of_warp(t.width);
 }
-// The number of pieces of `piece` turns.
+// The number of pieces, of `piece` turns each.
 template <class Tensor>
 int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
   const int64_t of_piece = (int64_t)piece * blocks_of_turn<Tensor>(t);
@@ -23,13 +23,13 @@ int64_t pieces_of(const StepTensor& t, int64_t blocks, int piece) {
 // The tensors of a launch, by value: nothing is copied to the device, and a CUDA graph captures
 // them. Each thread block has a piece of `piece` turns within one tensor.
 template <class Tensor>
-constexpr int kBatchTensors = kIsSplit<Tensor> ? 224 : 320;
+constexpr int kBatchTensors = kIsSplit<Tensor> ? 208 : 304;
 template <class Tensor>
 struct StepBatch {
   Tensor tensor[kBatchTensors<Tensor>];
   uint32_t blocks[kBatchTensors<Tensor>];
   uint32_t first_piece[kBatchTensors<Tensor> + 1];
-  uint32_t aligned[kBatchTensors<Tensor> / 32];  // a bit for each tensor
+  uint32_t aligned[(kBatchTensors<Tensor> + 31) / 32];  // a bit for each tensor
   int count, piece;
 
   // The tensor that a piece lies in. Tensors without elements have no pieces.

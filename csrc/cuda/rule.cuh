@@ -7,14 +7,14 @@
 //    H200, 10^9 parameters take 6.5, 4.7 and 3.7 ms. A measure reads as much as its step; a norm
 //    reads only gradients.
 //
-// 2. One launch for 320 tensors: a step of 600 takes three, with the one that makes the rules.
+// 2. One launch for 304 tensors: a step of 600 takes three, with the one that makes the rules.
 //    Addresses are passed by value, within the 32 KB of a launch's arguments: nothing is copied to
 //    the device, and a CUDA graph captures them. A thread block has 16 blocks of 256 elements of
 //    one tensor, which it finds by bisection in nine reads of constant memory. Learning rate, step
 //    numbers, ratios, scale and a GradScaler's found_inf are read on the device, so that the host
 //    need not wait. A kernel of one thread per tensor, 960 tensors a launch, makes the rules from
 //    them and increments the steps. It takes powers in float64, which would take longer than
-//    everything else if each thread block did so. If shards split blocks, a launch has 224 tensors
+//    everything else if each thread block did so. If shards split blocks, a launch has 208 tensors
 //    and a kernel of its own, since it also describes their pieces.
 //
 // 3. A warp has a block at a time. A lane has eight of its elements, in two groups of four: the
@@ -80,16 +80,15 @@ template <class Rule>
 cudaError_t launch_rules(const Step<Rule>& a, cudaStream_t stream) {
   for (int64_t first = 0; first < a.count; first += kRulesAtOnce) {
     const int64_t left = a.count - first;
-    MakeRules<Rule> make{a.settings,
-                         a.lr,
-                         a.found_inf,
-                         a.ratios ? a.ratios + first : nullptr,
-                         a.rules + first,
-                         {},
-                         {},
-                         (int)(left < kRulesAtOnce ? left : kRulesAtOnce),
-                         a.lrs != nullptr,
-                         !a.sums && !a.only_absmaxes};
+    MakeRules<Rule> make = {};
+    make.settings = a.settings;
+    make.lr = a.lr;
+    make.found_inf = a.found_inf;
+    make.ratios = a.ratios ? a.ratios + first : nullptr;
+    make.rules = a.rules + first;
+    make.count = (int)(left < kRulesAtOnce ? left : kRulesAtOnce);
+    make.has_lrs = a.lrs != nullptr;
+    make.is_step = !a.sums && !a.only_absmaxes;
     for (int i = 0; i < make.count; ++i) {
       make.steps[i] = a.steps[first + i];
       if (a.lrs) make.lrs[i] = a.lrs[first + i];
@@ -109,7 +108,7 @@ template <class Tensor, class Rule>
 struct StepLaunch {
   StepBatch<Tensor> batch;
   const Rule* rules;
-  Number grad_factor, found_inf;
+  Number grad_factor, found_inf, average_rate;
   double (*squares)[2];  // one per piece
 };
 static_assert(sizeof(StepLaunch<StepTensor, int>) <= kLaunchBytes);
@@ -141,11 +140,13 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
     using Lane = typename decltype(type)::type;
     for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
       Lane lane(t, turn, is_aligned);
-      lane.for_elements(maps, [&](float& p, float g, float* m, bool) {
-        const float before = p;
-        rule(p, g * grad_factor, m);
+      lane.for_elements(maps, [&](float& p, float g, float* m, bool, auto&... z) {
+        const float before[] = {p, z...};
+        rule(p, g * grad_factor, m, z...);
         if constexpr (Lane::kInBlocks) {
-          skip_unless<Lane::N>(is_finite(m[Lane::N - 1]), p, before, m);
+          const bool is_sound = is_finite(m[Lane::N - 1]);
+          ((z = is_sound ? z : before[1]), ...);
+          skip_unless<Lane::N>(is_sound, p, before[0], m);
         }
       });
       save(lane, maps);
@@ -156,13 +157,15 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
 template <class Param, class State, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     step_pieces(const StepLaunch<StepTensor, Rule> __grid_constant__ a) {
-  step_each<Param, State>(a, [](auto& lane, const auto& maps) { lane.save(maps); });
+  const float rate = (float)a.average_rate.read();
+  step_each<Param, State>(a, [=](auto& lane, const auto& maps) { lane.save(maps, rate); });
 }
 template <class Param, class Rule>
 __global__ void __launch_bounds__(kStepThreads, kStepCtas<Rule>)
     step_split_pieces(const StepLaunch<SplitTensor, Rule> __grid_constant__ a, bool only_absmaxes) {
+  const float rate = (float)a.average_rate.read();
   step_each<Param, uint8_t>(a, [=](auto& lane, const auto& maps) {
-    only_absmaxes ? lane.save_absmaxes() : lane.save(maps);
+    only_absmaxes ? lane.save_absmaxes() : lane.save(maps, rate);
   });
 }
 
@@ -226,6 +229,7 @@ cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
     if (a.param == ParamCodec::rounded) return with_states<RoundedParam>(a, call);
   }
   if (a.param == ParamCodec::remainder) return with_states<RemainderParam>(a, call);
+  if (a.param == ParamCodec::short_remainder) return with_states<ShortRemainderParam>(a, call);
   const bool mastered = a.param == ParamCodec::master;
   switch (a.dtype) {
     case DType::f32:
@@ -246,8 +250,10 @@ cudaError_t with_codecs(const Step<Rule>& a, Call&& call) {
 template <class T, class State>
 bool is_aligned(const StepTensor& t, ParamCodec param) {
   bool aligned = holds_groups<T>(t.param) && holds_groups<T>(t.grad);
-  aligned &= param == ParamCodec::master ? holds_groups<float>(t.master)
-                                         : holds_groups<uint16_t>(t.master);
+  aligned &= param == ParamCodec::master            ? holds_groups<float>(t.master)
+             : param == ParamCodec::short_remainder ? holds_groups<uint8_t>(t.master)
+                                                    : holds_groups<uint16_t>(t.master);
+  aligned &= holds_groups<float>(t.companion);
   for (const void* moment : t.moment) aligned &= holds_groups<State>(moment);
   return aligned && (sizeof(State) > 1 || t.width % 4 == 0);
 }
@@ -274,8 +280,9 @@ cudaError_t launch_batches(const Step<Rule>& a, int piece, cudaStream_t stream,
         [&](const StepTensor& t) { return is_aligned<typename Param::Storage, State>(t, a.param); },
         [&](const StepBatch<Tensor>& batch, int64_t first, int64_t first_piece, unsigned pieces) {
           if (pieces == 0) return cudaSuccess;
-          const StepLaunch<Tensor, Rule> args{batch, a.rules + first, a.grad_factor, a.found_inf,
-                                              a.squares + first_piece};
+          const StepLaunch<Tensor, Rule> args{batch,          a.rules + first,
+                                              a.grad_factor,  a.found_inf,
+                                              a.average_rate, a.squares + first_piece};
           return launch_pieces(param, state, tensor, args, pieces);
         });
   });
@@ -326,13 +333,3 @@ cudaError_t measure(const Step<Rule>& a, cudaStream_t stream) {
 }
 
 TW_NAMESPACE_END
-
-// Define the launchers of a rule's kernels.
-#define TW_STEP(name, Rule)                                                                    \
-  TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
-    return torchweld::step(a, stream);                                                         \
-  }
-#define TW_MEASURE(name, Rule)                                                                 \
-  TW_EXPORT cudaError_t name(const torchweld::Step<torchweld::Rule>& a, cudaStream_t stream) { \
-    return torchweld::measure(a, stream);                                                      \
-  }

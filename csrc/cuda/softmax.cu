@@ -21,10 +21,12 @@
 //      - forward without dropout: 19 a column, 6 of them a thread's fixed costs. Memory limits, and
 //        88% of the copy bandwidth is to be expected;
 //      - backward from y: 21. Memory limits again, 80% and more;
-//      - forward with dropout: 33, of which Philox and its comparisons are 14 (the bare
-//        multiplications and XORs are 10): bf16 can reach 83% of the copy bandwidth if no cycle is
-//        lost, and fp32 is limited by memory;
-//      - backward from the scores: 40, just what fits in the time of the memory traffic.
+//      - forward with dropout: 33 before, 31 now. Philox and its comparisons were 14 of them and are
+//        12 (the bare multiplications and XORs are 10): bf16 can reach 88% of the copy bandwidth if
+//        no cycle is lost, 83% before, and fp32 is limited by memory;
+//      - backward from the scores: 40 before, 38 now, where 41 fit in the time of the memory traffic.
+//      Under the causal mask no numbers are drawn for columns that a row does not see, half of them:
+//      6 instructions less for each column of the whole.
 //    Philox therefore runs between the loads and their first use, where threads wait anyway. Its
 //    result is kept as one bit a column, which frees the registers for the rows.
 //
@@ -150,10 +152,10 @@ __device__ __forceinline__ int64_t keys_of_row(const ScoreMask& mask, const Caus
 
 // Computes z for the tile's first `visible` columns, and -inf for the others.
 template <class T, bool Aligned, int V, int N>
-__device__ __forceinline__ void masked_scores(float (&z)[V][N], const Packed<T, N> (&scores)[V],
-                                              const Tile<T, Aligned, V>& tile, float scale,
-                                              const ScoreMask& mask, const RowMask& row,
-                                              int64_t begin, int visible) {
+__device__ __forceinline__ void mask_scores(float (&z)[V][N], const Packed<T, N> (&scores)[V],
+                                            const Tile<T, Aligned, V>& tile, float scale,
+                                            const ScoreMask& mask, const RowMask& row,
+                                            int64_t begin, int visible) {
   // combine(score, element of the mask)
   const auto with = [&](auto m, auto&& combine) {
     using M = decltype(m);
@@ -191,14 +193,18 @@ __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
 
-// Bits that say which of a thread's columns are kept.
-template <class Tile>
+// Bits that say which of a thread's columns are kept. In 16 bits nothing is drawn for accesses past
+// the first `visible` columns, which have no weight. In float32, where memory limits, the branch
+// would make the backward kernel spill.
+template <class T, class Tile>
 __device__ __forceinline__ unsigned kept_columns(const Tile& tile, const Dropout& dropout,
-                                                 const Places& places, int64_t row, int64_t begin) {
+                                                 const Places& places, int64_t row, int64_t begin,
+                                                 int visible) {
   const DropoutRow<false> dropped(dropout, places.dropout(row));
   unsigned kept = 0;
 #pragma unroll 2
   for (int v = 0; v < Tile::V; ++v) {
+    if (sizeof(T) == 2 && tile.at(v) >= visible) break;
     kept |= dropped.template kept<Tile::N>(begin + tile.at(v)) << (v * Tile::N);
   }
   return kept;
@@ -229,8 +235,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
     const int visible = tile.until(keys, begin);
     Packed<T, Tile::N> packed[Tile::V];
     tile.load(packed, scores + begin, visible);
-    if (drop) kept = kept_columns(tile, a.dropout, places, row, begin);
-    masked_scores(e, packed, tile, (float)a.scale, a.mask, mask, begin, visible);
+    if (drop) kept = kept_columns<T>(tile, a.dropout, places, row, begin, visible);
+    mask_scores(e, packed, tile, (float)a.scale, a.mask, mask, begin, visible);
   };
   const auto exponentials = [&] {
     const float base = base_of(highest);
@@ -305,8 +311,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
     tile.load(gradient, grad_y + begin, visible);
     tile.load(saved, (const T*)(FromScores ? a.scores : a.y) + row * a.width + begin, visible);
     if constexpr (FromScores) {
-      const unsigned kept = exists ? kept_columns(tile, a.dropout, places, row, begin) : 0;
-      masked_scores(s, saved, tile, (float)a.scale, a.mask, mask, begin, visible);
+      const unsigned kept =
+          exists ? kept_columns<T>(tile, a.dropout, places, row, begin, visible) : 0;
+      mask_scores(s, saved, tile, (float)a.scale, a.mask, mask, begin, visible);
       for_columns(tile, [&](int v, int i) {
         s[v][i] = power_of_2(s[v][i] * (float)kLog2E - base) * inverse;
         g[v][i] = gradient[v][i] * (kept >> (v * N + i) & 1 ? (float)a.dropout.scale : 0);

@@ -85,7 +85,7 @@ struct Packed {
   }
 };
 
-// For the last read of these elements: they need not stay in the caches.
+// Loads elements for the last time: they need not stay in the caches.
 template <class T>
 __device__ __forceinline__ Packed<T> load_once(const T* p) {
   return Packed<T>(__ldcs((const uint4*)p));

@@ -5,7 +5,7 @@ from torchweld.dispatch import native
 from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError, CollectiveError
 from torchweld.explanation import Explanation, explain
-from torchweld.fuse import fuse, unfuse
+from torchweld.fusion import explain_fusion, fuse, unfuse
 from torchweld.pages import keep_pages
 from torchweld.version import __version__
 from torchweld.warmup import warmup
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "backends",
     "explain",
+    "explain_fusion",
     "functional",
     "fuse",
     "keep_pages",

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchweld.cli import main
+from torchweld.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

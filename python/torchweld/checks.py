@@ -51,7 +51,7 @@ def dense(
 
 
 def all_dense(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether torch's GEMMs read these correctly: all are strided, and all or none are on meta."""
+    """Whether torch's GEMMs accept the tensors: all strided, and all or none on meta."""
     strided, meta = torch.strided, x.is_meta
     if x.layout is not strided:
         return False
@@ -74,7 +74,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes accepted beside x: its own, or float32 too if x has 16 bits."""
+    """Dtypes accepted beside x: its own, and float32 if x has 16 bits."""
     return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
 
 
@@ -82,7 +82,7 @@ _BESIDE_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of a norm's parameters and statistics: `beside`, or 16 bits too if x is float32."""
+    """Dtypes of a norm's parameters and statistics: `beside`, and 16 bits if x is float32."""
     return _BESIDE_FLOAT32 if x.dtype is torch.float32 else beside(x)
 
 
@@ -147,10 +147,10 @@ def dropout(
     whole, offset = whole or (), offset or ()
     if not whole and not offset:
         return
-    came = f"of sizes {list(whole)} and offsets {list(offset)}"
+    actual = f"of sizes {list(whole)} and offsets {list(offset)}"
     if len(whole) != x.ndim or len(offset) != x.ndim:
         accepted = f"{x.ndim} of each, as {x_name} has dimensions"
-        raise ArgumentError(function, "shard", came, accepted)
+        raise ArgumentError(function, "shard", actual, accepted)
     if any(o < 0 or o + n > w for o, n, w in zip(offset, x.shape, whole, strict=True)):
         accepted = f"a place that {x_name}, {list(x.shape)}, fits into"
-        raise ArgumentError(function, "shard", came, accepted)
+        raise ArgumentError(function, "shard", actual, accepted)

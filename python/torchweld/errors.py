@@ -1,8 +1,8 @@
-"""What torchweld raises."""
+"""The exceptions that torchweld raises."""
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument was not acceptable. The message names it, what came and what is accepted.
+    """An argument was not acceptable. The message names it, its value and what is accepted.
 
     It is also a RuntimeError, as torch raises in these cases: code that catches torch's error
     still works when a function is replaced.
@@ -15,7 +15,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class BackendError(RuntimeError):
-    """No backend that was asked for by name can serve. The message gives the reason of each."""
+    """No backend selected by name can serve. The message gives the reason for each."""
 
     def __init__(self, op: str, reasons: dict[str, str]) -> None:
         self.op = op

@@ -5,21 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from torchweld import functional
 from torchweld.dispatch import choice
-from torchweld.dispatch.call import automatic, too_small
+from torchweld.dispatch.call import choose_automatically, is_too_small
 from torchweld.errors import ArgumentError
-from torchweld.fuse import WeldReport, report
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call and how, and why the others do not."""
+    """The backend that runs a call, how it does, and why the others do not."""
 
     op: str
     chosen: str
@@ -32,38 +31,25 @@ class Explanation:
         return "\n".join(lines)
 
 
-@overload
-def explain(  # type: ignore[overload-overlap] # modules can be called too
-    function: torch.nn.Module, filter_fn: Callable[[torch.nn.Module, str], bool] | None = None
-) -> WeldReport: ...
-
-
-@overload
-def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation: ...
-
-
-def explain(
-    function: torch.nn.Module | Callable[..., Any] | str, *args: Any, **kwargs: Any
-) -> Explanation | WeldReport:
-    """Which backend `function(*args, **kwargs)` would run on, and why the others would not.
+def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would run `function(*args, **kwargs)`, and why the others would not.
 
     `function` is one of torchweld.functional, or its name. Nothing is computed.
-
-    For a model the result is a sequence of rows, which prints as a table: what torchweld.fuse
-    changes or has changed, what it leaves unchanged, and why. Copies of the model's modules run on
-    small inputs; the model itself does not.
+    `torchweld.explain_fusion` explains a model.
     """
     if isinstance(function, torch.nn.Module):
-        return report(function, *args, **kwargs)
+        accepted = "a function; torchweld.explain_fusion takes a model"
+        raise ArgumentError("explain", "function", f"a {type(function).__name__}", accepted)
     name = function if isinstance(function, str) else function.__name__
     if name not in OPS:
         raise ArgumentError("explain", "function", repr(name), ", ".join(sorted(OPS)))
     op = OPS[name]
     bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = _inputs(op, bound.arguments)
+    given = dict(bound.arguments)
+    inputs = _inputs(op, given)
     op.check(*inputs)
-    chosen = automatic(op, inputs)
+    chosen = choose_automatically(op, inputs)
     reasons = {}
     for backend in [EAGER, *BACKENDS]:
         if backend == chosen:
@@ -71,8 +57,8 @@ def explain(
         if backend != EAGER and (reason := choice.why_not_automatic(op, backend, inputs)):
             reasons[backend] = reason
         elif choice.forced is not None:
-            reasons[backend] = f"{', '.join(choice.forced)} was asked for by name"
-        elif too_small(op, inputs):
+            reasons[backend] = f"{', '.join(choice.forced)} was selected by name"
+        elif is_too_small(op, inputs):
             reasons[backend] = f"fewer than {op.small} elements: too small to gain"
         else:
             reasons[backend] = f"{chosen} comes first"

@@ -11,23 +11,28 @@ from torchweld.ops.gemm.gated_mlp import gated_mlp
 from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
 from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
 from torchweld.ops.gemm.mlp import mlp
+from torchweld.ops.loss.cross_entropy import cross_entropy
+from torchweld.ops.loss.linear import linear_cross_entropy, linear_logprobs
 from torchweld.ops.norm.layer_norm import layer_norm
 from torchweld.ops.norm.rms_norm import rms_norm
-from torchweld.ops.quantize_1bit import dequantize_1bit, dequantize_mean, quantize_1bit
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
+from torchweld.ops.quantize_one_bit import average_one_bit, dequantize_one_bit, quantize_one_bit
 from torchweld.ops.residual.bias_dropout_add import bias_dropout_add
 from torchweld.ops.residual.dropout_add_layer_norm import dropout_add_layer_norm
 from torchweld.ops.residual.dropout_add_rms_norm import dropout_add_rms_norm
+from torchweld.ops.rotary.packed import rotary_embedding_packed_
+from torchweld.ops.rotary.rotary_embedding import rotary_embedding, rotary_embedding_qk
 from torchweld.ops.softmax_dropout import softmax_dropout
 
 __all__ = [
+    "average_one_bit",
     "batch_norm_act",
     "bias_act",
     "bias_dropout_add",
     "block_sparse_attention",
-    "dequantize_1bit",
+    "cross_entropy",
     "dequantize_8bit",
-    "dequantize_mean",
+    "dequantize_one_bit",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "gated_act",
@@ -35,12 +40,17 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "linear_batch_norm_act",
+    "linear_cross_entropy",
     "linear_gelu",
+    "linear_logprobs",
     "mlp",
     "normalize_act",
-    "quantize_1bit",
     "quantize_8bit",
+    "quantize_one_bit",
     "rms_norm",
+    "rotary_embedding",
+    "rotary_embedding_packed_",
+    "rotary_embedding_qk",
     "softmax_dropout",
 ]
 

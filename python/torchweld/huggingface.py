@@ -9,18 +9,21 @@ huggingface.set_layout(model, functools.partial(sparse.BlockLayout.bigbird, bloc
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -29,8 +32,8 @@ from transformers.masking_utils import (
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.ops.attention import reference
-from torchweld.sparse import BlockLayout, Layouts
-from torchweld.sparse.layouts import Source
+from torchweld.sparse import BlockBias, BlockLayout, Layouts
+from torchweld.sparse.by_length import Source
 
 NAME = "torchweld_sparse"
 # The attribute that holds a module's layouts.
@@ -41,20 +44,40 @@ _CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
 
 
 class _Pass:
-    """What is known about the pass that a model is in."""
+    """The state of the pass that a model is in."""
 
     def __init__(self) -> None:
         self.generates = False
+        # The numbers of documents in the last pass, and the layouts restricted to them.
+        self._documents: weakref.ref[torch.Tensor] | None = None
+        self._packed: dict[BlockLayout, BlockLayout] = {}
+
+    def within_documents(self, layout: BlockLayout, documents: torch.Tensor) -> BlockLayout:
+        """The layout restricted to pairs of one document; all layers of a pass share it."""
+        if self._documents is None or self._documents() is not documents:
+            self._documents, self._packed = weakref.ref(documents), {}
+        if layout not in self._packed:
+            self._packed[layout] = BlockLayout.from_mask_fn(
+                lambda b, h, q, k: (
+                    (documents[b, q] == documents[b, k]) & (documents[b, k] != _PADDING)
+                ),
+                (layout.queries, layout.keys),
+                block=layout.block,
+                batch_size=len(documents),
+                within=layout,
+                device=documents.device,
+            )
+        return self._packed[layout]
 
 
 def register(name: str = NAME) -> None:
-    """Make `attn_implementation=name` known to transformers. It may be called again."""
+    """Register `attn_implementation=name` with transformers. Calling it again is allowed."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
 def set_layout(
-    model: torch.nn.Module, layout: Source, layers: Collection[int] | None = None
+    model: torch.nn.Module, layout: Source | None, layers: Collection[int] | None = None
 ) -> None:
     """Give a model's attention a layout.
 
@@ -63,26 +86,191 @@ def set_layout(
     encoder.
 
     Args:
-        model: a model whose attn_implementation is "torchweld_sparse". Call this separately for an
-            encoder and a decoder.
+        model: a model whose attn_implementation is "torchweld_sparse", or an encoder of LongT5.
+            Call this separately for an encoder and a decoder.
         layout: a BlockLayout of the sequences' length, or a function that makes one for any length,
-            such as `functools.partial(BlockLayout.bigbird, block=64)`.
+            such as `functools.partial(BlockLayout.bigbird, block=64)`. None: the window that an
+            encoder of LongT5 has by itself.
         layers: the `layer_idx` of the layers to change; None: all.
     """
-    layouts, state = Layouts(layout), getattr(model, _PASS, None)
+    layouts, state = None if layout is None else Layouts(layout), getattr(model, _PASS, None)
     if state is None:
         state = _Pass()
         setattr(model, _PASS, state)
         model.register_forward_pre_hook(_before_pass, with_kwargs=True)
-    given = 0
+    windows: dict[int, Layouts] = {}
+    count = 0
     for name, module in model.named_modules():
-        if layers is None or getattr(module, "layer_idx", None) in layers:
-            crosses = getattr(module, "is_cross_attention", False) or _CROSS.search(name)
-            setattr(module, _LAYOUTS, (_DENSE if crosses else layouts, state))
-            given += 1
-    if not given:
+        own = layouts
+        if layers is not None and getattr(module, "layer_idx", None) not in layers:
+            continue
+        if _has_window(module):
+            radius = module.local_radius
+            window = functools.partial(BlockLayout.sliding_window, window_size=(radius, radius))
+            own = own or windows.setdefault(radius, Layouts(window))
+            forward = _attend_globally if hasattr(module, "compute_side_bias") else _attend_locally
+            # Copies and pickles of a partial function hold the copied module.
+            module.forward = functools.partial(forward, module)
+        elif own is None:
+            continue
+        elif isinstance(getattr(module, "relative_attention_bias", None), torch.nn.Embedding):
+            _keep_table(module)
+        crosses = getattr(module, "is_cross_attention", False) or _CROSS.search(name)
+        setattr(module, _LAYOUTS, (_DENSE if crosses else own, state))
+        count += 1
+    if not count:
+        if layout is None:
+            accepted = "a layout: no attention of this model has a window by itself"
+            raise ArgumentError("set_layout", "layout", "None", accepted)
         accepted = "layer_idx of the model's attention modules"
         raise ArgumentError("set_layout", "layers", repr(layers), accepted)
+
+
+def _has_window(module: Any) -> bool:
+    """Whether a module is an attention of LongT5's encoder, which cuts sequences into blocks."""
+    needed = ("local_radius", "block_len", "compute_bias", "_relative_position_bucket")
+    return all(hasattr(module, name) for name in needed)
+
+
+def _keep_table(module: Any) -> None:
+    """Let an attention of T5's kind hand on its table, where it would expand it to all pairs.
+
+    Only passes over whole sequences get it; parts, as in `generate`, get what the model computes.
+    """
+    needed = ("compute_bias", "_relative_position_bucket", "relative_attention_max_distance")
+    if all(hasattr(module, name) for name in needed):
+        module.compute_bias = functools.partial(_compute_bias, module, {})
+
+
+def _compute_bias(
+    module: Any,
+    buckets: dict[torch.device, torch.Tensor],
+    query_length: int,
+    key_length: int,
+    device: Any = None,
+    past_seen_tokens: Any = 0,
+) -> Any:
+    if query_length != key_length or not isinstance(past_seen_tokens, int) or past_seen_tokens:
+        given = (query_length, key_length, device, past_seen_tokens)
+        return type(module).compute_bias(module, *given)
+    return _relative_bias(module, buckets)
+
+
+def _relative_bias(module: Any, buckets: dict[torch.device, torch.Tensor]) -> BlockBias:
+    """The bias by distance of an attention of T5's kind, whose buckets are kept by device."""
+    weight = module.relative_attention_bias.weight
+    if weight.device not in buckets:
+        last = module.relative_attention_max_distance
+        buckets[weight.device] = module._relative_position_bucket(
+            torch.arange(-last, last + 1, device=weight.device),
+            bidirectional=not module.is_decoder,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=last,
+        )
+    return BlockBias.relative(weight.t(), buckets[weight.device])
+
+
+def _attend_locally(
+    module: Any,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    position_bias: BlockBias | None = None,
+    output_attentions: bool = False,
+) -> tuple[torch.Tensor, BlockBias | None]:
+    """The forward of LongT5's local attention, over a layout."""
+    _check_unserved(position_bias, BlockBias, output_attentions)
+    if position_bias is None and module.has_relative_attention_bias:
+        position_bias = _relative_bias(module, {})
+    if mask is not None:  # [batch, 1, blocks, queries of a block, keys of three blocks]
+        mask = mask[:, 0].diagonal(module.block_len, -2, -1).flatten(1)
+        mask = mask[:, : hidden_states.shape[1]]
+    y, _ = _attend_in_window(module, hidden_states, mask, position_bias)
+    return module.o(y.transpose(1, 2).flatten(2)), position_bias
+
+
+def _attend_globally(
+    module: Any,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    position_bias: tuple[BlockBias, torch.Tensor] | None = None,
+    output_attentions: bool = False,
+) -> tuple[torch.Tensor, tuple[BlockBias, torch.Tensor]]:
+    """The forward of LongT5's transient-global attention, whose local part has a layout.
+
+    Each token also sees a sum of every `global_block_size` tokens.
+    """
+    # Only LongT5 gets here, so that its file is imported already.
+    from transformers.models.longt5 import modeling_longt5 as long_t5
+
+    _check_unserved(position_bias, tuple, output_attentions)
+    counted = hidden_states.new_ones(hidden_states.shape[:2]) if mask is None else mask
+    numbers, segments = long_t5._make_global_fixed_block_ids(counted, module.global_block_size)
+    if position_bias is None:
+        side_bias = module.compute_side_bias(counted, segments)
+        position_bias = _relative_bias(module, {}), side_bias
+    near, side_bias = position_bias
+    keep = None if mask is None else mask.bool()
+    y, lse = _attend_in_window(module, hidden_states, keep, near)
+    if segments.shape[-1]:
+        sums = long_t5._create_global_aggregates(hidden_states, numbers, segments.shape[-1])
+        sums = module.global_input_layer_norm(sums)
+        q, k, v = _project(module, hidden_states, sums)
+        far, far_lse = _attend_without_scale(
+            module, q, k, v, _DENSE.of(q, k), None, side_bias.to(q.dtype)
+        )
+        # A padded query sees nothing near it; the difference of two infinities would be NaN.
+        lse = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).min)
+        share = torch.sigmoid(lse - far_lse).unsqueeze(-1).to(y.dtype)
+        y = far + share * (y - far)
+    return module.o(y.transpose(1, 2).flatten(2)), position_bias
+
+
+def _check_unserved(position_bias: Any, kind: type, output_attentions: bool) -> None:
+    if output_attentions:
+        accepted = "False: weights are never materialised"
+        raise ArgumentError(NAME, "output_attentions", "True", accepted)
+    if position_bias is not None and not isinstance(position_bias, kind):
+        accepted = "what another layer with a layout returned"
+        raise ArgumentError(NAME, "position_bias", f"a {type(position_bias).__name__}", accepted)
+
+
+def _attend_in_window(
+    module: Any, x: torch.Tensor, keep: torch.Tensor | None, bias: BlockBias | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of LongT5's heads over the module's layout."""
+    q, k, v = _project(module, x, x)
+    layout = getattr(module, _LAYOUTS)[0].of(q, k)
+    return _attend_without_scale(module, q, k, v, layout, None if keep is None else ~keep, bias)
+
+
+def _project(module: Any, x: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values, [batch, heads, length, head_dim]."""
+    projected = (module.q(x), module.k(of_keys), module.v(of_keys))
+    return tuple(y.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for y in projected)
+
+
+def _attend_without_scale(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    padding: torch.Tensor | None,
+    bias: torch.Tensor | BlockBias | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, lse = functional.block_sparse_attention(
+        q,
+        k,
+        v,
+        layout,
+        scale=1.0,
+        key_padding_mask=padding,
+        bias=bias,
+        dropout_p=module.dropout,
+        training=module.training,
+        return_lse=True,
+    )
+    return y, lse
 
 
 def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -96,32 +284,60 @@ def mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     **kwargs: Any,
 ) -> Any:
-    """Passes over whole sequences get the mask of their keys, others that of sdpa."""
+    """The mask of the keys in a pass over whole sequences, and sdpa's mask in other passes.
+
+    Packed sequences get the numbers of their documents instead, int64 [batch, keys].
+    """
     if q_length != kv_length:
         kwargs |= {"attention_mask": attention_mask, "mask_function": mask_function}
         return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
-    if not _is_plain(mask_function):
-        came = "one of packed sequences, prefixes, images or chunks"
+    others = [part for part in _split(mask_function) if not _is_plain(part)]
+    packed = [part for part in others if getattr(part, "__code__", None) is _PACKED]
+    if len(others) > 1 or packed != others:
+        got = "one of prefixes, images or chunks"
         accepted = (
-            "causal ones, bidirectional ones and sliding windows; leave out position_ids that begin"
-            " anew, and put documents into the layout by BlockLayout.documents or from_mask_fn"
+            "causal and bidirectional masks, sliding windows and packed sequences; put others "
+            "into the layout by BlockLayout.from_mask_fn"
         )
-        raise ArgumentError(NAME, "mask_function", came, accepted)
-    return None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+        raise ArgumentError(NAME, "mask_function", got, accepted)
+    keys = None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+    if not packed:
+        return keys
+    documents = inspect.getclosurevars(packed[0]).nonlocals["packed_sequence_mask"].long()
+    batch = len(documents) if keys is None else len(keys)
+    documents = (documents - documents.min() + 1 + _PADDING).expand(batch, -1)
+    return documents if keys is None else documents.where(keys, _PADDING)
+
+
+def _split(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Split an intersection into its mask functions.
+
+    A remapped function counts positions within documents, which changes neither a causal mask nor
+    a window.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code not in (_ALL_OF, _REMAPPED):
+        return [function]
+    inner = inspect.getclosurevars(function).nonlocals
+    if code is _ALL_OF:
+        return [each for part in inner["mask_functions"] for each in _split(part)]
+    return _split(inner["mask_function"])
 
 
 def _is_plain(function: Callable[..., Any]) -> bool:
     """Whether a mask function says no more than `is_causal`, or is the model's sliding window.
 
-    A layout replaces that window. The library makes its functions anew, of the same code.
+    A layout replaces the window. transformers makes a new function for each call, with the same
+    code object.
     """
-    code = getattr(function, "__code__", None)
-    if code is _ALL_OF:
-        return all(map(_is_plain, inspect.getclosurevars(function).nonlocals["mask_functions"]))
-    return code in _PLAIN
+    return getattr(function, "__code__", None) in _PLAIN
 
 
+_PADDING = 0  # no document has this number
 _ALL_OF = and_masks(causal_mask_function).__code__
+_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in older ones
+_REMAPPED = _REMAP and _REMAP(causal_mask_function, torch.zeros(1, 1)).__code__
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 _PLAIN = [
     function.__code__
     for function in (
@@ -131,8 +347,8 @@ _PLAIN = [
         sliding_window_bidirectional_overlay(1),
     )
 ]
-# What attention functions are given that does not change what this one computes. The mask says what
-# positions are packed, and the layout replaces a sliding window.
+# Arguments that do not change what `attention` computes. The mask says which positions are packed,
+# and the layout replaces a sliding window.
 _WITHOUT_EFFECT = {
     *("sliding_window", "position_ids", "cache_position", "use_cache", "deterministic"),
     *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -150,41 +366,58 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | BlockBias | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls: inputs [batch, heads, length, head_dim]."""
     layouts, state = getattr(module, _LAYOUTS, (None, None))
     if layouts is None or state is None:
-        came = f"{type(module).__name__} without a layout"
+        got = f"{type(module).__name__} without a layout"
         accepted = "a model that was given to torchweld.huggingface.set_layout"
-        raise ArgumentError(NAME, "module", came, accepted)
-    for name, given in kwargs.items():
-        if name not in _WITHOUT_EFFECT and given is not None and given is not False:
+        raise ArgumentError(NAME, "module", got, accepted)
+    for name, extra in kwargs.items():
+        if name not in _WITHOUT_EFFECT and extra is not None and extra is not False:
             accepted = "None: attention over a layout does not take it"
-            raise ArgumentError(NAME, name, f"a {type(given).__name__}", accepted)
-    several = query.shape[2] != key.shape[2]
-    if attention_mask is not None and attention_mask.ndim == 4 and not several:
-        came = f"of shape {list(attention_mask.shape)}"
-        raise ArgumentError(NAME, "attention_mask", came, "[batch, keys], 1 where a key counts")
-    if several and (attention_mask is None or attention_mask.ndim == 4):
+            raise ArgumentError(NAME, name, f"a {type(extra).__name__}", accepted)
+    is_part = query.shape[2] != key.shape[2]
+    if attention_mask is not None and _adds(attention_mask) and not is_part:
+        if position_bias is not None:
+            accepted = "None beside position_bias, or booleans [batch, keys]"
+            raise ArgumentError(NAME, "attention_mask", "numbers for each pair", accepted)
+        # Swin's, which has its bias of relative positions in it.
+        position_bias, attention_mask = attention_mask.to(query.dtype), None
+    if attention_mask is not None and attention_mask.ndim == 4 and not is_part:
+        got = f"of shape {list(attention_mask.shape)}"
+        raise ArgumentError(NAME, "attention_mask", got, "[batch, keys], 1 where a key counts")
+    if is_part and (attention_mask is None or attention_mask.ndim == 4):
+        if position_bias is not None:
+            attention_mask = _add_to_mask(position_bias, attention_mask, query, key)
         if softcap or s_aux is not None:
-            given = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
-            summed = _masked(query, key, value, attention_mask, scaling, *given)
-            return summed.transpose(1, 2).contiguous(), None
-        # A mask that is left out begins at the first key: a cache may have room for more.
+            if position_bias is not None:
+                accepted = "None beside a soft cap or sinks in parts of a sequence"
+                raise ArgumentError(NAME, "position_bias", "a tensor", accepted)
+            settings = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
+            masked = _attend_with_mask(query, key, value, attention_mask, scaling, *settings)
+            return masked.transpose(1, 2).contiguous(), None
+        # Without a mask, queries begin at the first key: a cache may have room for more keys.
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
-    dense = state.generates or several
+    dense = state.generates or is_part
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    layout = (_DENSE if dense else layouts).of(query, key)
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        layout = state.within_documents(layout, attention_mask)
+        attention_mask = None  # the layout includes it
     y = functional.block_sparse_attention(
         query,
         key,
         value,
-        (_DENSE if dense else layouts).of(query, key),
+        layout,
         scale=scaling,
         causal=bool(causal),
         key_padding_mask=None if attention_mask is None else ~attention_mask,
+        bias=position_bias,
         sinks=s_aux,
         softcap=softcap or 0.0,
         dropout_p=dropout,
@@ -194,7 +427,28 @@ def attention(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _masked(
+def _adds(mask: torch.Tensor) -> bool:
+    """Whether a mask has a number for each pair of tokens, to add to their score."""
+    return mask.ndim == 4 and mask.is_floating_point()
+
+
+def _add_to_mask(
+    bias: torch.Tensor | BlockBias,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """The mask that torch's attention adds to scores: of a part of a sequence, with its bias."""
+    if isinstance(bias, BlockBias):
+        numbers, row = bias.by_distance(query.shape[2], key.shape[2])
+        bias = reference.expand_bias(numbers, row, query.shape[2], key.shape[2])[None]
+    bias = bias.to(query.dtype)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _attend_with_mask(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -204,7 +458,7 @@ def _masked(
     sinks: torch.Tensor | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention with a mask of tokens, a soft cap and sinks, which torch's has not."""
+    """Attention with a mask of tokens, and with the soft cap and sinks that torch's lacks."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,4 +1,4 @@
-"""Keep the pages of large CPU tensors, so that a training step does not fault them in anew."""
+"""Keep the pages of large CPU tensors, so that training steps do not fault them in again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 class KeptPages:
-    """What `keep_pages` did: `reason` is None, or says why nothing was changed."""
+    """The result of `keep_pages`: `reason` is None, or says why nothing was changed."""
 
     def __init__(self, reason: str | None) -> None:
         self.reason = reason
@@ -46,9 +46,9 @@ class KeptPages:
 def keep_pages() -> KeptPages:
     """Have the C library keep freed blocks of CPU memory instead of unmapping them.
 
-    By default glibc maps every block larger than 32 MiB anew, and each of its pages faults at the
-    first write. In a training step on the CPU these faults take longer than many kernels, torch's
-    own included. Call this once at the top of a script, or use it as a context:
+    By default glibc maps every block larger than 32 MiB again, and each page of the block faults at
+    the first write. In a training step on the CPU these faults take longer than many kernels,
+    including torch's. Call this once at the top of a script, or use it as a context:
 
         torchweld.keep_pages()
 
@@ -68,11 +68,11 @@ def keep_pages() -> KeptPages:
 
 
 def why_not() -> str | None:
-    """Why the pages cannot be kept here, if they cannot."""
+    """Why the pages cannot be kept here, or None."""
     if platform.libc_ver()[0] != "glibc":
-        return "the C library is not glibc, whose malloc this is about"
+        return "the C library is not glibc; keep_pages() changes only malloc of glibc"
     if other := _other_allocator():
-        return f"{other} serves malloc, and keeps freed blocks by its own rules"
+        return f"{other} replaces malloc, and has its own rules for freed blocks"
     return None
 
 

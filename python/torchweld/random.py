@@ -28,6 +28,8 @@ from torchweld.checks import probability
 from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 
+__all__ = ["Shard", "make_mask", "seed"]  # the rest serves the ops
+
 LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -49,7 +51,7 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.torchweld.seed(torch.empty(1, device=device))
     if torch._C._are_functorch_transforms_active():  # vmap cannot draw in place
-        # The same draw: all 64 bits, less the first as in random_().
+        # The same draw as random_(): all 64 bits except the first.
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device) & (2**63 - 1)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
 
@@ -82,7 +84,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def kept(
+def make_mask(
     shape: Sequence[int],
     p: float,
     seed: torch.Tensor | int,
@@ -91,7 +93,7 @@ def kept(
     trailing: int = 1,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """The mask of dropout with this seed: True where an element is kept.
+    """Make the mask of dropout with this seed: True where an element is kept.
 
     Args:
         shape: of the tensor.
@@ -101,8 +103,8 @@ def kept(
         trailing: how many of the last dimensions are columns; for norms, those they normalise.
         device: where to compute the mask; None: on the seed's device.
     """
-    seed = as_seed("kept", seed, device)
-    whole, offset = place(shard)
+    seed = as_seed("make_mask", seed, device)
+    whole, offset = split_shard(shard)
     words = _words(shape, trailing, seed, whole or shape, offset or [0] * len(shape))
     return (words >= round(p * 2**32)).reshape(shape)
 
@@ -141,8 +143,8 @@ def as_seed(
     """A seed as the ops take it: one int64 on the device."""
     if isinstance(value, torch.Tensor):
         if value.dtype != torch.int64 or value.numel() != 1:
-            came = f"a {value.dtype} tensor of shape {list(value.shape)}"
-            raise ArgumentError(function, "seed", came, "an int or one int64")
+            actual = f"a {value.dtype} tensor of shape {list(value.shape)}"
+            raise ArgumentError(function, "seed", actual, "an int or one int64")
         return value.to(device).reshape(1)
     number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not number or not 0 <= value < 2**63:
@@ -152,7 +154,7 @@ def as_seed(
     return torch.full((1,), int(value), dtype=torch.int64, device=device)
 
 
-def drawn(
+def draw_seed(
     function: str,
     x_name: str,
     x: Any,
@@ -169,7 +171,7 @@ def drawn(
     return float(p), seed(x.device) if seed_ is None else as_seed(function, seed_, x.device)
 
 
-def place(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
+def split_shard(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
     """A shard as an op takes it: sizes of the whole and offsets; None if it is the whole.
 
     AOTInductor cannot pass empty lists, hence None.
@@ -185,9 +187,9 @@ def drop(
     offset: Sequence[int] | None,
     trailing: int = 1,
 ) -> torch.Tensor:
-    """Dropout in eager torch: 0 where an element is dropped, else x / (1 - p)."""
+    """Dropout in eager torch: 0 for a dropped element, else x / (1 - p)."""
     if seed is None:
         return x
     shard = Shard(whole, offset) if whole and offset else None
-    mask = kept(x.shape, p, seed, shard=shard, trailing=trailing)
+    mask = make_mask(x.shape, p, seed, shard=shard, trailing=trailing)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p))

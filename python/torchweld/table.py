@@ -1,4 +1,4 @@
-"""Tables and progress for a terminal: drawn by rich where it is installed, else plain."""
+"""Tables and progress for a terminal: drawn by rich if it is installed, else plain."""
 
 from __future__ import annotations
 

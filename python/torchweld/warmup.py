@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-# As many as torch.cuda.make_graphed_callables makes before a capture.
+# The number of calls that torch.cuda.make_graphed_callables makes before a capture.
 CALLS = 3
 
 
 def warmup(fn: Callable[[], Any]) -> None:
     """Call `fn` a few times, so that capturing or timing it finds everything ready.
 
-    A kernel is compiled, checked and timed at its first use on a GPU. A capture forbids that, and
-    leaves out kernels that were never tried. On a GPU the calls run on a side stream, as capturing
-    requires, and have ended when this returns. Calls have their usual effects: an optimizer step
-    inside `fn` is taken.
+    A kernel is compiled, checked and timed at its first use on a GPU. None of this is possible
+    during a capture, so kernels that were never tried are not captured. On a GPU the calls run on a
+    side stream, as capturing requires, and have finished when this returns. Calls have their usual
+    effects: an optimizer step inside `fn` changes the parameters.
 
         torchweld.warmup(lambda: model(x).sum().backward())
         with torch.cuda.graph(graph):

@@ -18,6 +18,8 @@ from torchweld.dispatch import call as call_module
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.registry import Op, TensorSpec, materialize
 
+pytestmark = pytest.mark.lane
+
 _OTHERS = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64)
 
 
@@ -114,7 +116,7 @@ def test_size_decides_nothing(
     op: Op, dtype: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replace each argument by every kind, in a small call and in a large one."""
-    too_small = call_module.too_small
+    too_small = call_module.is_too_small
     for sample in _samples(op):
         for at, spec in enumerate(sample):
             if not isinstance(spec, TensorSpec) or spec.kind == "seed":
@@ -127,7 +129,7 @@ def test_size_decides_nothing(
                     continue  # the op has only such numbers
                 outcomes = []
                 for decide in (too_small, lambda *_: False):
-                    monkeypatch.setattr(call_module, "too_small", decide)
+                    monkeypatch.setattr(call_module, "is_too_small", decide)
                     inputs = _drawn(op, sample, DTYPES[dtype], gradients)
                     inputs[at] = make(inputs[at])
                     outcomes.append(_outcome(op, inputs, gradients))
@@ -165,7 +167,7 @@ def test_jagged_tensors_are_served_or_refused(
     op: Op, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager gives the numbers of packed rows; a kernel selected by name refuses."""
-    monkeypatch.setattr(call_module, "too_small", lambda *_: small)
+    monkeypatch.setattr(call_module, "is_too_small", lambda *_: small)
     for sample in _samples(op):
         plain = _drawn(op, sample, DTYPES["float32"], True)
         flowing = [
@@ -280,7 +282,7 @@ def test_batch_norms_columns_mix(
         columns = [None if t is None else t.to(learnt) for t in (weight, bias)]
         found = []
         for small in (True, False):
-            monkeypatch.setattr(call_module, "too_small", lambda *_, small=small: small)
+            monkeypatch.setattr(call_module, "is_too_small", lambda *_, small=small: small)
             running = [torch.zeros(16, dtype=statistics), torch.ones(16, dtype=statistics)]
             if linear:
                 given = (*factors, *running, *columns, training)

@@ -12,6 +12,8 @@ import torch
 import torchweld
 from torchweld import functional
 
+pytestmark = pytest.mark.kernels
+
 X, W, B = torch.ones(4, 8), torch.ones(8), torch.ones(8)
 SEED = torch.tensor([7])
 Shard = torchweld.random.Shard
@@ -41,21 +43,33 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "bias",
         "the same",
     ),
-    "device": (lambda: functional.layer_norm(X, [8], W.to("meta")), "weight", "device of x, cpu"),
+    "device": (
+        lambda: functional.layer_norm(X, [8], W.to("meta")),
+        "weight",
+        "device of input, cpu",
+    ),
     "negative eps": (lambda: functional.layer_norm(X, [8], W, B, -1e-5), "eps", ">= 0"),
     "NaN eps": (lambda: functional.layer_norm(X, [8], W, B, torch.nan), "eps", ">= 0"),
     "eps of another type": (lambda: functional.layer_norm(X, [8], W, B, "1"), "eps", ">= 0"),
-    "integers": (lambda: functional.layer_norm(X.int(), [8]), "x", "float32 or bfloat16"),
-    "complex": (lambda: functional.layer_norm(X.cfloat(), [8]), "x", "float32 or bfloat16"),
-    "sparse": (lambda: functional.layer_norm(X.to_sparse(), [8]), "x", "a dense or jagged tensor"),
-    "no tensor": (lambda: functional.layer_norm([[1.0]], [1]), "x", "a tensor"),  # type: ignore
+    "integers": (lambda: functional.layer_norm(X.int(), [8]), "input", "float32 or bfloat16"),
+    "complex": (
+        lambda: functional.layer_norm(X.to(torch.cfloat), [8]),
+        "input",
+        "float32 or bfloat16",
+    ),
+    "sparse": (
+        lambda: functional.layer_norm(X.to_sparse(), [8]),
+        "input",
+        "a dense or jagged tensor",
+    ),
+    "no tensor": (lambda: functional.layer_norm([[1.0]], [1]), "input", "a tensor"),  # type: ignore
     "rms width": (lambda: functional.rms_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
     "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
     "rms eps": (lambda: functional.rms_norm(X, [8], W, -1.0), "eps", ">= 0"),
     "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
-    "bias's length": (lambda: functional.bias_act(X, B[:1]), "bias", r"last size of x, \[8\]"),
+    "bias's length": (lambda: functional.bias_act(X, B[:1]), "bias", r"last size of input, \[8\]"),
     "bias's type": (lambda: functional.bias_act(X, B.double()), "bias", "float32"),
-    "no dimensions": (lambda: functional.bias_act(X[0, 0], B[:1]), "x", r"\[\*, width\]"),
+    "no dimensions": (lambda: functional.bias_act(X[0, 0], B[:1]), "input", r"\[\*, width\]"),
     "activation": (
         lambda: functional.bias_act(X, B, activation="elu"),
         "activation",
@@ -83,17 +97,21 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "activation",
         "or",
     ),
-    "second weight": (lambda: functional.mlp(X, X, None, X, None), "w2", "out_features, 4"),
-    "first bias": (lambda: functional.mlp(X, X, B, X.t(), None), "b1", r"\[4\]"),
+    "second weight": (
+        lambda: functional.mlp(X, X, None, X, None),
+        "down_weight",
+        "out_features, 4",
+    ),
+    "first bias": (lambda: functional.mlp(X, X, B, X.t(), None), "up_bias", r"\[4\]"),
     "up's weight": (lambda: functional.gated_mlp(X, X, X[:3], X.t()), "up_weight", r"\[4, 8\]"),
     "down's weight": (lambda: functional.gated_mlp(X, X, X, X), "down_weight", "features, 4"),
-    "no scores": (lambda: softmax([[1.0]], p=0.5), "scores", "a tensor"),
-    "scores of nothing": (lambda: softmax(torch.ones(())), "scores", "at least one"),
-    "integer scores": (lambda: softmax(X.int()), "scores", "float32 or bfloat16"),
-    "mask's size": (lambda: softmax(X, W[:7] > 0), "mask", r"broadcasts to scores, \[4, 8\]"),
-    "mask's rank": (lambda: softmax(X, X[None] > 0), "mask", "broadcasts to scores"),
+    "no scores": (lambda: softmax([[1.0]], p=0.5), "input", "a tensor"),
+    "scores of nothing": (lambda: softmax(torch.ones(())), "input", "at least one"),
+    "integer scores": (lambda: softmax(X.int()), "input", "float32 or bfloat16"),
+    "mask's size": (lambda: softmax(X, W[:7] > 0), "mask", r"broadcasts to input, \[4, 8\]"),
+    "mask's rank": (lambda: softmax(X, X[None] > 0), "mask", "broadcasts to input"),
     "mask's dtype": (lambda: softmax(X, W.half()), "mask", "bool or float32"),
-    "mask's device": (lambda: softmax(X, W.to("meta")), "mask", "device of scores"),
+    "mask's device": (lambda: softmax(X, W.to("meta")), "mask", "device of input"),
     "no mask": (lambda: softmax(X, [1.0]), "mask", "a tensor"),
     "p": (lambda: softmax(X, p=1.5), "p", "from 0 to 1"),
     "NaN p": (lambda: softmax(X, p=torch.nan), "p", "from 0 to 1"),
@@ -110,19 +128,23 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         "whole rows: 8 columns",
     ),
     "causal shard": (lambda: softmax(X, causal=True, shard=Shard([3, 8], [0, 0])), "shard", "fits"),
-    "residual's shape": (lambda: add(X, W, X[:1]), "residual", r"x's shape, \[4, 8\]"),
+    "residual's shape": (lambda: add(X, W, X[:1]), "residual", r"input's shape, \[4, 8\]"),
     "residual's dtype": (lambda: add(X, W, X.double()), "residual", "float32"),
-    "residual's device": (lambda: add(X, W, X.to("meta")), "residual", "device of x"),
+    "residual's device": (lambda: add(X, W, X.to("meta")), "residual", "device of input"),
     "no residual": (lambda: add(X, W, None), "residual", "a tensor"),
     "added bias's size": (lambda: add(X, W[:1], X), "bias", r"last dimension, \[8\]"),
     "added bias's rank": (lambda: add(X, X, X), "bias", r"last dimension, \[8\]"),
     "added bias's dtype": (lambda: add(X, W.half(), X), "bias", "float32"),
-    "adding to nothing": (lambda: add(W[0], None, W[0]), "x", "at least one"),
-    "adding integers": (lambda: add(X.int(), None, X.int()), "x", "float32 or bfloat16"),
-    "adding p": (lambda: add(X, W, X, -0.1), "p", "from 0 to 1"),
-    "adding shard": (lambda: add(X, W, X, 0.5, shard=Shard([4, 8], [0, 1])), "shard", "fits into"),
-    "norm's x": (lambda: add_norm([[1.0]], None, W), "x", "a tensor"),
-    "norm's residual": (lambda: add_norm(X, X[0], W), "residual", r"x's shape, \[4, 8\]"),
+    "adding to nothing": (lambda: add(W[0], None, W[0]), "input", "at least one"),
+    "adding integers": (lambda: add(X.int(), None, X.int()), "input", "float32 or bfloat16"),
+    "adding p": (lambda: add(X, W, X, p=-0.1), "p", "from 0 to 1"),
+    "adding shard": (
+        lambda: add(X, W, X, p=0.5, shard=Shard([4, 8], [0, 1])),
+        "shard",
+        "fits into",
+    ),
+    "norm's x": (lambda: add_norm([[1.0]], None, W), "input", "a tensor"),
+    "norm's residual": (lambda: add_norm(X, X[0], W), "residual", r"input's shape, \[4, 8\]"),
     "norm's stream": (lambda: add_norm(X, X.double(), W), "residual", "float32"),
     "norm's weight": (lambda: add_norm(X, X, W[:7]), "weight", r"whose shape is \[4, 8\]"),
     "norm's weight's dtype": (lambda: add_norm(X, X, W.double()), "weight", "float32"),
@@ -145,9 +167,9 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
         ">= 0",
     ),
     "given mean": (lambda: given(X, None, W), "mean", "a tensor"),
-    "given mean's size": (lambda: given(X, W[:7], W), "mean", r"last size of x, \[8\]"),
+    "given mean's size": (lambda: given(X, W[:7], W), "mean", r"last size of input, \[8\]"),
     "given var's dtype": (lambda: given(X, W, W.half()), "var", "float32"),
-    "given weight's size": (lambda: given(X, W, W, W[:1]), "weight", r"last size of x, \[8\]"),
+    "given weight's size": (lambda: given(X, W, W, W[:1]), "weight", r"last size of input, \[8\]"),
     "given bias unlike weight": (
         lambda: given(X.bfloat16(), W, W, W, B.bfloat16()),
         "bias",
@@ -155,21 +177,21 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "given eps": (lambda: given(X, W, W, eps=-1.0), "eps", ">= 0"),
     "given activation": (lambda: given(X, W, W, activation="elu"), "activation", "gelu or relu"),
-    "normalised integers": (lambda: given(X.int(), W, W), "x", "float32 or bfloat16"),
+    "normalised integers": (lambda: given(X.int(), W, W), "input", "float32 or bfloat16"),
     "evaluated without statistics": (lambda: norm(X, None, None), "running_mean", "both"),
     "half of the statistics": (lambda: norm(X, W, None, training=True), "running_var", "both"),
     "statistics' size": (
         lambda: norm(X, W[:1], W, training=True),
         "running_mean",
-        r"last size of x, \[8\]",
+        r"last size of input, \[8\]",
     ),
     "statistics' dtype": (
         lambda: norm(X, W.double(), W.double(), training=True),
         "running_mean",
         "float32",
     ),
-    "one row": (lambda: norm(X[:1], W, W, training=True), "x", "more than 1 value per channel"),
-    "no row": (lambda: norm(X[0, 0], W, W, training=True), "x", r"\[\*, width\]"),
+    "one row": (lambda: norm(X[:1], W, W, training=True), "input", "more than 1 value per channel"),
+    "no row": (lambda: norm(X[0, 0], W, W, training=True), "input", r"\[\*, width\]"),
     "momentum": (lambda: norm(X, W, W, training=True, momentum="1"), "momentum", "a number"),
     "process group": (
         lambda: norm(X, W, W, training=True, process_group="world"),
@@ -190,12 +212,12 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "one row of features": (
         lambda: linear_norm(X[:1], X, None, W[:4], W[:4], training=True),
-        "x",
+        "input",
         "more than 1 value per channel",
     ),
     "rms sparse": (
         lambda: functional.rms_norm(X.to_sparse(), [8]),
-        "x",
+        "input",
         "a dense or jagged tensor",
     ),
 }
@@ -216,7 +238,7 @@ def test_a_quantized_tensor_is_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch > 2.11 warns about quantisation itself
         x = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
-    with pytest.raises(torchweld.ArgumentError, match="x is a quantized tensor"):
+    with pytest.raises(torchweld.ArgumentError, match="input is a quantized tensor"):
         functional.layer_norm(x, [8])
 
 

@@ -10,6 +10,8 @@ from oracle import run
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing can differ
 def test_bitwise_the_same(target: Target) -> None:

@@ -15,6 +15,8 @@ from torchweld.dispatch.call import call
 from torchweld.registry import Composite, Op, materialize
 from watched import watched
 
+pytestmark = [pytest.mark.numbers, pytest.mark.lane]
+
 
 def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
@@ -59,5 +61,5 @@ def test_a_batchs_size_changes_no_value() -> None:
     """relu(300)^2 * 0.01 is 900, though its square is beyond float16."""
     gate, up = torch.full((8192, 64), 300.0).half(), torch.full((8192, 64), 0.01).half()
     for rows in (1, 8192):
-        y = torchweld.functional.gated_act(gate[:rows], up[:rows], "relu2")
+        y = torchweld.functional.gated_act(gate[:rows], up[:rows], activation="relu2")
         assert torch.all(y == y.new_tensor(900.0))

@@ -23,6 +23,8 @@ from torchweld.dispatch.call import call
 from torchweld.ops.activation import common as activations
 from torchweld.registry import materialize
 
+pytestmark = pytest.mark.numbers
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
     "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],

@@ -194,7 +194,7 @@ def test_results_change_in_place(target: Target) -> None:
     for arguments in op.samples:
         inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
         at = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        if max(inputs[i].numel() for i in at) > LARGEST or op.refused(target.backend, inputs):
+        if max(inputs[i].numel() for i in at) > LARGEST or op.why_refused(target.backend, inputs):
             continue
         _assert_changes_in_place(
             lambda *_: as_tuple(call(op, *inputs)),  # noqa: B023
@@ -221,7 +221,7 @@ def test_results_of_gemms_change_in_place(
     op: Any = OPS[name]
 
     def function(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (layers.recomputed(recompute, op, *inputs),)
+        return (layers.run_recomputed(recompute, op, *inputs),)
 
     with torchweld.use_backend("cpu"):
         _assert_changes_in_place(function, tensors, set())

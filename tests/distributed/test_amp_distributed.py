@@ -15,7 +15,7 @@ import torchweld
 from processes import processes
 from torchweld import optim
 from torchweld.distributed import zero
-from torchweld.distributed.styles import Rows
+from torchweld.distributed.styles import ActivationParallel
 
 WIDTH, ROWS, STEPS, BROKEN = 32, 16, 4, 2
 GIVEN: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
@@ -38,9 +38,7 @@ def _model() -> _Model:
     return _Model()
 
 
-def _train(
-    model: Any, step: Any, zero_grad: Any, part: slice, poison: torch.Tensor
-) -> torch.amp.GradScaler:
+def _train(model: Any, step: Any, zero_grad: Any, part: slice, poison: Any) -> torch.amp.GradScaler:
     """`poison` names a parameter whose gradient is infinite once, in one rank's part."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for number in range(STEPS):
@@ -85,6 +83,7 @@ def _scaled(rank: int) -> None:
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             torch.testing.assert_close(whole.detach(), wanted, rtol=0, atol=1e-5)
 
+    step: Any
     # Only one rank's shard is infinite.
     for recipe in (zero.zero2, zero.zero3):
         model: Any = _model()
@@ -96,7 +95,11 @@ def _scaled(rank: int) -> None:
 
     model = _model()
     # The norm too: torch's scaler takes either only DTensors or none.
-    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel(), "norm": Rows(Replicate())}
+    plan = {
+        "layers.0": ColwiseParallel(),
+        "layers.1": RowwiseParallel(),
+        "norm": ActivationParallel(Replicate()),
+    }
     parallelize_module(model, mesh, plan)
     optimizer = optim.AdamW(model.parameters(), **GIVEN)
     poison = model.layers[0].weight if rank else _Unpoisoned
@@ -110,7 +113,8 @@ def _scaled(rank: int) -> None:
     ddp = DistributedDataParallel(model)
     finish(model, _train(ddp, rows.step, rows.zero_grad, part, bias))
     model = _model()
-    ddp, sharded = zero.zero1(model, optim.AdamW, **GIVEN)
+    ddp = zero.zero1(model, mesh)
+    sharded = zero.zero1_optimizer(ddp, optim.AdamW, **GIVEN)
     step = lambda scaler: scaler.step(sharded)  # noqa: E731
     finish(model, _train(ddp, step, sharded.zero_grad, part, model.norm.bias))
 

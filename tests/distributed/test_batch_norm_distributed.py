@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def _batches() -> list[torch.Tensor]:
 
 def _plain(layers: torch.nn.Sequential) -> torch.nn.Sequential:
     """The same with torch's modules."""
-    modules = [[layer.linear, layer.norm, torch.nn.GELU()] for layer in layers]
+    modules: list[Any] = [[layer.linear, layer.norm, torch.nn.GELU()] for layer in layers]
     return torch.nn.Sequential(*[m for three in modules for m in three])
 
 
@@ -49,8 +50,8 @@ def _assert_equal(mine: torch.nn.Module, y: torch.Tensor, rows: slice, share: fl
         gradient = found.grad.clone()
         torch.distributed.all_reduce(gradient)
         torch.testing.assert_close(share * gradient, wanted.grad)
-    for found, wanted in zip(mine.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for its, other in zip(mine.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(its, other)
 
 
 def _rows(rank: int) -> slice:
@@ -68,6 +69,7 @@ def _train(model: torch.nn.Module, rows: slice) -> torch.Tensor:
 
 def _uneven_batches(rank: int) -> None:
     model = _layers()
+    layer: Any
     for layer in model:
         layer.process_group = group.WORLD
     _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
@@ -79,6 +81,7 @@ def _uneven_batches(rank: int) -> None:
 def _all_rows_on_one(rank: int) -> None:
     """The other process has no rows, and its gradients are zero."""
     model = _layers()
+    layer: Any
     for layer in model:
         layer.process_group = group.WORLD
     rows = slice(0, 20) if rank == 0 else slice(0, 0)
@@ -89,6 +92,7 @@ def _one_row(rank: int) -> None:
     """Enough together with others' rows; not by itself."""
     x = _batches()[0][rank : rank + 1]
     model = _layers()
+    layer: Any
     for layer in model:
         layer.process_group = group.WORLD
     expected = _plain(_layers())(_batches()[0][:2])
@@ -102,6 +106,7 @@ def _one_row(rank: int) -> None:
 def _ddp(rank: int) -> None:
     """Its gradients are the processes' mean."""
     model = _layers()
+    layer: Any
     for layer in model:
         layer.process_group = group.WORLD
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -119,6 +124,7 @@ def _converted(rank: int) -> None:
 def _compiled(rank: int) -> None:
     """In one graph, with the exchanges."""
     model = _layers()
+    layer: Any
     for layer in model:
         layer.process_group = group.WORLD
     compiled = torch.compile(copy.copy(model), fullgraph=True, backend="aot_eager")
@@ -130,6 +136,7 @@ def _second_derivatives(rank: int) -> None:
     gradients = []
     for rows, shared in ((_rows(rank), group.WORLD), (slice(0, 20), None)):
         model = _layers()
+        layer: Any
         for layer in model:
             layer.process_group = shared
         x = _batches()[0].clone().requires_grad_()

@@ -17,7 +17,7 @@ import torchweld
 from oracle import TORCH, saved_bytes
 from processes import processes
 from torchweld import functional
-from torchweld.distributed.recompute import recompute, save_policy, selective
+from torchweld.distributed.recompute import recompute, save_policy, selective_contexts
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, ROWS, LENGTH = 64, 4, 2, 64
@@ -77,7 +77,7 @@ def _checkpoint(**how: Any) -> _Wrap:
 # Each with whether it keeps the results of expensive ops.
 CHECKPOINTS: list[tuple[_Wrap, bool]] = [
     (_checkpoint(determinism_check="default"), False),
-    (_checkpoint(context_fn=selective), True),
+    (_checkpoint(context_fn=selective_contexts), True),
     (recompute, False),
     (partial(recompute, keep=True), True),
 ]
@@ -87,14 +87,14 @@ def _run(
     sparse: bool, dtype: torch.dtype, wrap: _Wrap = lambda block: block
 ) -> tuple[list[torch.Tensor], Counter[str]]:
     """Result, gradients, the generator's state afterwards, and the ops that were called."""
-    model = _blocks(sparse, dtype)
+    model: Any = _blocks(sparse, dtype)
     x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
     y = x
     with _Count() as count:
         for block in [wrap(block) for block in model]:
             y = block(y)
         y.float().square().mean().backward()
-    grads = [p.grad for p in (x, *model.parameters()) if p.requires_grad]
+    grads: list[Any] = [p.grad for p in (x, *model.parameters()) if p.requires_grad]
     return [y.detach(), *grads, torch.get_rng_state()], count.calls
 
 
@@ -120,7 +120,9 @@ def test_what_is_kept() -> None:
     with torchweld.use_backend("cpu"):
         block = _blocks(True, torch.float32)[0]
         x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
-        kept = saved_bytes(lambda: checkpoint(block, x, use_reentrant=False, context_fn=selective))
+        kept = saved_bytes(
+            lambda: checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
+        )
         assert kept == x.nbytes  # what the policy keeps is in the checkpoint's own store
         whole = saved_bytes(lambda: block(x))
         storages = _stored(block, x)
@@ -168,7 +170,7 @@ def test_a_layer_that_does_not_learn_is_not_done_twice(activation: str) -> None:
 
     with torchweld.use_backend("cpu"):
         (expected,) = torch.autograd.grad(run(scale).sum(), scale)
-        kept = checkpoint(run, scale, use_reentrant=False, context_fn=selective)
+        kept = checkpoint(run, scale, use_reentrant=False, context_fn=selective_contexts)
         (found,) = torch.autograd.grad(kept.sum(), scale)
     assert torch.equal(found, expected)
 
@@ -191,10 +193,12 @@ def _reduced_once(rank: int) -> None:
         with _Count() as count:
             checkpoint(model, x, use_reentrant=False, **how).square().mean().backward()
         sums = sum(n for name, n in count.calls.items() if "all_reduce" in name)
+        found: list[Any] = [x.grad]
         grads = (p.grad for p in model.parameters())
-        return [x.grad, *(g.to_local() if hasattr(g, "to_local") else g for g in grads)], sums
+        found += [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+        return found, sums
 
-    (expected, again), (found, once) = run(), run(context_fn=selective)
+    (expected, again), (found, once) = run(), run(context_fn=selective_contexts)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
     assert (again, once) == (3, 2)

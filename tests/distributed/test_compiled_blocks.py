@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: training is the same."""
+"""Blocks compiled one by one, also after tp_plan: training is the same."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
+from processes import processes
 from stack import MODELS
-from torchweld.distributed import LayerSeeds
-from transformer import Transformer, batch_of, loss_of
+from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
+from transformer import Transformer, compute_loss, make_batch
 
 SETTINGS = {name: replace(s, layers=2) for name, s in MODELS.items()}
 
 
 def _loss(name: str, model: Any) -> torch.Tensor:
-    tokens, targets = batch_of(SETTINGS[name], 2, 1)
-    return loss_of(model(tokens), targets)
+    tokens, targets = make_batch(SETTINGS[name], 2, 1)
+    return compute_loss(model(tokens), targets)
 
 
 # Dynamo reads .grad of every tensor it meets.
@@ -39,3 +43,60 @@ def test_a_block_compiles_in_one_graph(name: str) -> None:
         left.append([loss, *(p.grad for p in model.parameters())])
     for found, wanted in zip(*left, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+# --- After tp_plan --------------------------------------------------------------------------------
+
+
+def _logits(model: Any, tokens: torch.Tensor, has_places: bool) -> torch.Tensor:
+    """Without places the embedding's result enters the first block, as with rotary positions."""
+    if has_places:
+        return model(tokens)  # type: ignore[no-any-return]
+    x = model.token(tokens)
+    for block in model.blocks.values():
+        x = block(x)
+    return model.head(model.norm(x))  # type: ignore[no-any-return]
+
+
+def _planned(rank: int, name: str, sequence: bool, backend: str, has_places: bool) -> None:
+    """Two steps: gradients of one process, and the collectives of blocks that are not compiled."""
+    tokens, targets = make_batch(SETTINGS[name], 2, 1)
+    runs, models = [], []
+    torch.compiler.reset()  # processes go from one test to the next
+    for compiled in (None, False, True):
+        torch.manual_seed(0)
+        model: Any = Transformer(SETTINGS[name]).double()
+        if compiled is not None:
+            parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
+        with torch.no_grad():
+            model(tokens)  # makes the layout
+        for key, block in model.blocks.items() if compiled else ():
+            model.blocks[key] = torch.compile(block, fullgraph=True, backend=backend)
+        seeds = LayerSeeds(model.blocks.items())
+        for step in range(2):
+            seeds.begin(step)
+            with CountCollectives() as counted:
+                logits = _logits(model, tokens, has_places)
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), targets.flatten()
+                ).backward()
+        models.append([_whole(p.grad) for p in model.parameters() if p.grad is not None])
+        runs.append((dict(counted.calls), dict(counted.bytes)))
+    assert runs[1] == runs[2]
+    for parallel in models[1:]:
+        assert len(parallel) == len(models[0])
+        for found, wanted in zip(parallel, models[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("has_places", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_planned_block_compiles(sequence: bool, has_places: bool, backend: str) -> None:
+    name = "GPT" if has_places else "BERT"
+    with processes(2) as two:
+        two.run("cpu", _planned, name, sequence, backend, has_places)

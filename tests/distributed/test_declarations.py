@@ -34,7 +34,7 @@ from torchweld.errors import ArgumentError
 )
 def test_what_is_no_declaration(config: Any, argument: str) -> None:
     with pytest.raises(ArgumentError) as raised:
-        Parallel.of(config, 4)
+        Parallel.from_config(config, 4)
     assert raised.value.argument == argument
 
 
@@ -87,6 +87,11 @@ def test_zero1_with_groups(tmp_path: Path) -> None:
 # --- What is counted ------------------------------------------------------------------------------
 
 
+def _waited(result: Any) -> Any:
+    """What an asynchronous collective returns is annotated as a plain tensor."""
+    return result.wait()
+
+
 def _counts(rank: int) -> None:
     x, pair = torch.ones(8), [torch.ones(4), torch.ones(4)]  # 32 bytes
     group, whole = dist.group.WORLD, torch.ones(16)
@@ -94,10 +99,10 @@ def _counts(rank: int) -> None:
     cases = [
         ("all-reduce", 64, lambda: dist.all_reduce_coalesced([x, x.clone()])),
         ("all-gather", 64, lambda: dist.all_gather([x.clone(), x.clone()], x)),
-        ("all-gather", 64, lambda: functional.all_gather_tensor(x, 0, group).wait()),
+        ("all-gather", 64, lambda: _waited(functional.all_gather_tensor(x, 0, group))),
         ("reduce-scatter", 32, lambda: dist.reduce_scatter(pair[0].clone(), pair)),
         ("all-to-all", 32, lambda: dist.all_to_all_single(x.clone(), x)),
-        ("all-to-all", 32, lambda: functional.all_to_all_single(x, None, None, group).wait()),
+        ("all-to-all", 32, lambda: _waited(functional.all_to_all_single(x, None, None, group))),
         ("reduce", 32, lambda: dist.reduce(x.clone(), 0)),
         (
             "gather",

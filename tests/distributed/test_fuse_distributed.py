@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from fusable import WIDTH, FeedForward, Gated, NewGELU, PlainRMSNorm
 from processes import processes
-from torchweld.fuse import Weld
+from torchweld.fusion import Weld
 
 LAYERS = 2
 PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {

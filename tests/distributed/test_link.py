@@ -11,10 +11,10 @@ import torch
 
 import torchweld
 from processes import processes
-from torchweld import cli
-from torchweld.bench import slow_link
-from torchweld.distributed import link
-from torchweld.distributed.link import Link, choices, verdict
+from torchweld.bench.studies import slow_link
+from torchweld.commands import cli, link
+from torchweld.commands.link import choices, verdict
+from torchweld.distributed.link_probe import Link, measure_link
 
 PAGE = (Path(__file__).parents[2] / "docs" / "one-bit.md").read_text()
 # A row of the page -> its link, parameters and seconds of computation.
@@ -70,7 +70,7 @@ def test_the_page_has_the_codes_bytes() -> None:
 
 
 def _measures(rank: int) -> None:
-    found = link.measure()
+    found = measure_link()
     assert found.ranks == 2
     assert 1e5 < found.bandwidth < 1e12
     assert 0 < found.latency < 1

@@ -77,9 +77,11 @@ def _fsdp2(rank: int) -> None:
 
     def run(make: Any, on_host: bool = False, saves: bool = False) -> tuple[Any, Any, int]:
         model = small_model(torch.float32)
-        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
+        policy: dict[str, Any] = (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if on_host else {}
+        )
         for layer in (model[0], model[2], model[4], model):
-            fully_shard(layer, mesh=mesh, **policy)  # type: ignore[arg-type]
+            fully_shard(layer, mesh=mesh, **policy)
         optimizer = make(list(model.parameters()))
         ahead = 0
         for step in range(5):

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from processes import processes, starts
 from torchweld import optim
-from torchweld.bench.one_bit import WithoutFeedback
-from torchweld.distributed import OneBitAllReduce, onebit_hook
+from torchweld.bench.studies.one_bit import WithoutFeedback
+from torchweld.distributed import OneBitAllReduce, one_bit_hook
 from torchweld.errors import CollectiveError
 
 KINDS = pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLAMB"])
@@ -224,7 +224,7 @@ def _hooked(rank: int) -> None:
         ddp = DistributedDataParallel(model)
         optimizer = torchweld.optim.AdamW(model.parameters(), lr=3e-3)
         if hook != "none":
-            ddp.register_comm_hook(state, onebit_hook)
+            ddp.register_comm_hook(state, one_bit_hook)
         for step in range(150):
             optimizer.zero_grad()
             loss = _loss(ddp, step, rank)
@@ -252,6 +252,7 @@ def test_the_hook_trains_as_ddp_does() -> None:
 
 def _converges(rank: int) -> None:
     losses = {}
+    made: Any
     for made in (optim.Adam, optim.OneBitAdam, WithoutFeedback):
         model = _model()
         ddp = DistributedDataParallel(model)
@@ -278,7 +279,7 @@ def _converges(rank: int) -> None:
 
 
 def test_the_loss_is_adams_and_feedback_is_why() -> None:
-    """A GPT's is within 1 %, by python -m torchweld.bench.one_bit."""
+    """A GPT's is within 1 %, by python -m torchweld.bench.studies.one_bit."""
     with processes(2) as group:
         group.run(None, _converges)
 

@@ -1,5 +1,8 @@
 """Optimizers on sharded parameters, with real processes: the bits of one device."""
 
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 import copy
@@ -147,7 +150,7 @@ def _fsdp2(rank: int) -> None:
     train(*plain, range(3))
     train(*sharded, range(3))
     options = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    whole = get_optimizer_state_dict(*sharded, options=options)
+    whole: Any = get_optimizer_state_dict(*sharded, options=options)
     if rank == 0:
         kept = whole["state"]["0.weight"]
         assert kept["exp_avg_codes"].shape == (256, 128)

@@ -1,5 +1,8 @@
 """Rules with sums over whole tensors, and clipping, on sharded parameters, with real processes."""
 
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 import contextlib

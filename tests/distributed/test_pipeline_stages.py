@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 from processes import processes
 from seams import splits_backwards
-from torchweld.bench.pipeline import Sleeper
+from torchweld.bench.studies.pipeline import Sleeper
 from torchweld.distributed import LayerSeeds, stages
 from torchweld.errors import ArgumentError
-from torchweld.fuse import Weld
+from torchweld.fusion import Weld
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
@@ -159,7 +159,7 @@ costs_ = st.lists(st.floats(0, 100, width=16), min_size=1, max_size=9)
 @given(costs=costs_, data=st.data())
 def test_cuts_are_the_best_of_all(costs: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(costs)))
-    cuts = stages.balanced(costs, count)
+    cuts = stages.balance(costs, count)
     assert [i for cut in cuts for i in cut] == [*range(len(costs))]
     assert all(cuts)
     assert len(cuts) == count
@@ -198,8 +198,8 @@ def test_measured_costs_find_the_dear_block() -> None:
     """With 90 ms of sleep; measuring has no side effects, in a list of blocks or inside a model."""
     model, x = _Layers(0.0, 0.03, 0.0), torch.randn(2, 4)
     state = torch.get_rng_state()
-    costs = stages.measured([*model.layers], (x,))
-    assert stages.balanced(costs, 3) == (range(1), range(1, 2), range(2, 3))
+    costs = stages.measure_costs([*model.layers], (x,))
+    assert stages.balance(costs, 3) == (range(1), range(1, 2), range(2, 3))
     assert costs[1] == pytest.approx(0.09, rel=0.5)
     cuts = stages.layer_cuts(_Layers(0.0, 0.0, 0.03), "layers", 2, (x,))
     assert cuts == (range(2), range(2, 3))
@@ -211,7 +211,7 @@ def test_measured_costs_find_the_dear_block() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_placement_is_a_partition(schedule: stages.Name) -> None:
-    placed = [stages.placement(schedule, rank, 4) for rank in range(4)]
+    placed = [stages.assign_stages(schedule, rank, 4) for rank in range(4)]
     each = len(placed[0])
     assert sorted(itertools.chain(*placed)) == [*range(4 * each)]
     if schedule in ("zbvzerobubble", "dualpipev"):
@@ -220,8 +220,8 @@ def test_placement_is_a_partition(schedule: stages.Name) -> None:
 
 def test_errors() -> None:
     with pytest.raises(ArgumentError, match="schedule"):
-        stages.placement("zb", 0, 2)  # type: ignore[arg-type]
+        stages.assign_stages("zb", 0, 2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="per_rank"):
-        stages.placement("dualpipev", 0, 2, per_rank=3)
+        stages.assign_stages("dualpipev", 0, 2, per_rank=3)
     with pytest.raises(ArgumentError, match="layers"):
         stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))

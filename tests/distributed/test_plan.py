@@ -1,5 +1,8 @@
 """tp_plan and its styles: Megatron's two all-reduces, exact results, and no other gathers."""
 
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,8 +18,10 @@ import torchweld
 from processes import processes
 from torchweld import functional
 from torchweld.distributed import CountCollectives, tp_plan
-from torchweld.distributed.styles import Columns, ColumnsOfRows, Gather
+from torchweld.distributed.styles import FusedColwiseParallel, FusedRowwiseParallel, GatherInput
 from torchweld.errors import ArgumentError
+
+pytestmark = pytest.mark.once
 
 WIDTH, HIDDEN = 24, 48
 
@@ -24,13 +29,17 @@ WIDTH, HIDDEN = 24, 48
 def _megatron_mlp(rank: int) -> None:
     """Column, activation on the shard, row: one all-reduce forward and one backward."""
     mesh = init_device_mesh("cpu", (2,))
-    row = ColumnsOfRows()
+    row = FusedRowwiseParallel()
     for build, plan in (
-        (torchweld.nn.MLP, {"fc1": Columns(), "fc2": row}),
+        (torchweld.nn.MLP, {"fc1": FusedColwiseParallel(), "fc2": row}),
         (
             torchweld.nn.GatedMLP,
-            {"": Gather(Replicate(), "x")}
-            | {"gate_proj": Columns(), "up_proj": Columns(), "down_proj": row},
+            {"": GatherInput(Replicate(), "x")}
+            | {
+                "gate_proj": FusedColwiseParallel(),
+                "up_proj": FusedColwiseParallel(),
+                "down_proj": row,
+            },
         ),
     ):
         torch.manual_seed(0)
@@ -53,6 +62,40 @@ def _megatron_mlp(rank: int) -> None:
         torch.testing.assert_close(x.grad, wanted.pop("x"))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
+
+
+def _embedding(rank: int, words: int) -> None:
+    """A sharded embedding sums its parts once, and refuses the tokens that a whole one refuses."""
+    mesh = init_device_mesh("cpu", (2,))
+    for options in ({}, {"padding_idx": 0}, {"padding_idx": -1}):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(words, WIDTH, dtype=torch.float64, **options)
+        tokens = torch.randint(words, (3, 7))
+        expected = model(tokens)
+        upstream = torch.randn_like(expected)
+        expected.backward(upstream)
+        wanted = model.weight.grad
+        style = FusedRowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, mesh, style)
+        model.zero_grad()
+        with CountCollectives() as forward:
+            y = model(tokens)
+        assert forward.calls == {"all-reduce": 1}
+        assert forward.bytes == {"all-reduce": expected.nbytes}
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        with CountCollectives() as backward:
+            y.backward(upstream)
+        assert not backward.calls
+        torch.testing.assert_close(model.weight.grad.full_tensor(), wanted)
+        for token in (-1, words):
+            with pytest.raises(IndexError, match="index out of range"):
+                model(torch.tensor([[0, token]]))
+
+
+@pytest.mark.parametrize("words", [8, 9, 1])
+def test_an_embedding_by_rows(words: int) -> None:
+    with processes(2) as two:
+        two.run("cpu", _embedding, words)
 
 
 def _functions(rank: int) -> None:

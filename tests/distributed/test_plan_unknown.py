@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import torchweld
 from oracle import TORCH
 from processes import processes
+from stack_seams import keep
 from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
@@ -178,6 +179,19 @@ def _trains(rank: int, sequence: bool, kinds: tuple[Any, ...]) -> None:
                 _whole(p.grad), wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
             )
             torch.testing.assert_close(_whole(p), wanted[name])
+    for row, is_of in (("norms on heads", _of_heads), ("parameters no recipe knows", _unknown)):
+        grads = [(p.grad, wanted[n].grad) for n, p in many.named_parameters() if is_of(n)]
+        assert grads
+        keep(f"{row}, TP{' + SP' * sequence}", grads)
+
+
+def _of_heads(name: str) -> bool:
+    return "q_norm" in name or "k_norm" in name
+
+
+def _unknown(name: str) -> bool:
+    own = ("layer_scale", "scale", "router", "experts", "places", "pooler", "token")
+    return not _of_heads(name) and any(part in name for part in own)
 
 
 KINDS = {
@@ -247,8 +261,9 @@ def _divided(rank: int) -> None:
         parallelize_module(model, mesh, tp_plan(model))
     model = _model(_Norm, _MLP)
     parallelize_module(model, mesh, tp_plan(model, True))
-    with pytest.raises(ArgumentError, match="31 tokens"):
+    with pytest.raises(ArgumentError, match="31 tokens") as raised:
         model(_tokens()[:, :31])
+    keep("a length that devices do not divide, TP + SP", error=str(raised.value))
 
 
 def test_sizes_that_do_not_divide() -> None:

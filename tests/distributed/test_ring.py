@@ -22,7 +22,7 @@ from torchweld.distributed import (
     sequence_plan,
 )
 from torchweld.errors import ArgumentError
-from torchweld.sparse import BlockLayout
+from torchweld.sparse import BlockBias, BlockLayout
 
 LENGTH, PROCESSES = 128, 4
 SHAPE = (2, 4, LENGTH, 8)
@@ -39,6 +39,12 @@ LAYOUTS = {
         12,
         21,
     ),
+    "key heads": (
+        BlockLayout.bigbird(LENGTH, block=16, num_heads=2, different_layout_per_head=True),
+        True,
+        6,
+        9,
+    ),
 }
 
 
@@ -47,25 +53,42 @@ def _equals_one_process(
 ) -> None:
     layout, causal, *sends = LAYOUTS[name]
     generator = torch.Generator().manual_seed(1)
-    shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, 8)]
+    with_sinks = options.pop("with_sinks", False)
+    deep = 12 if with_sinks else 8
+    shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, deep)]
     whole = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
     sinks = torch.randn(4, generator=generator, dtype=dtype).requires_grad_()
-    grad = torch.randn(SHAPE, generator=generator, dtype=dtype)
+    table = torch.randn(4, 5, generator=generator, dtype=dtype).requires_grad_()
+    buckets = BlockBias.relative(table, torch.arange(41) * 3 % 5) if with_sinks else None
+    grad = torch.randn((*SHAPE[:3], deep), generator=generator, dtype=dtype)
     padding = torch.rand(2, LENGTH, generator=generator) < 0.1
-    options = {**options, "key_padding_mask": padding, "causal": causal, "return_lse": True}
-    with_sinks = options.pop("with_sinks", False)
+    options = {**options, "key_padding_mask": padding, "causal": causal}
+    q, k, v = whole
     expected, lse = functional.block_sparse_attention(
-        *whole, layout, seed=3, sinks=sinks if with_sinks else None, **options
+        *(q, k, v, layout),
+        seed=3,
+        sinks=sinks if with_sinks else None,
+        bias=buckets,
+        return_lse=True,
+        **options,
     )
     sums = torch.randn(SHAPE[:3], generator=generator, dtype=lse.dtype) * lse.isfinite()
-    inputs = [*whole, sinks] if with_sinks else whole
+    inputs = [*whole, sinks, table] if with_sinks else whole
     wanted = torch.autograd.grad((expected, lse), inputs, (grad, sums))
     mine = lambda x: ring_slice(x.detach(), 2, balanced=balanced)  # noqa: E731
     parts = [mine(x).requires_grad_() for x in whole]
     own_sinks = sinks.detach().requires_grad_() if with_sinks else None
+    own_table = table.detach().requires_grad_()
+    bias = None if buckets is None else buckets.with_table(own_table)
     with CountCollectives() as forward:
         y, its = ring_attention(
-            *parts, layout, seed=3, sinks=own_sinks, balanced=balanced, **options
+            *(parts[0], parts[1], parts[2], layout),
+            seed=3,
+            sinks=own_sinks,
+            bias=bias,
+            balanced=balanced,
+            return_lse=True,
+            **options,
         )
     with CountCollectives() as backward:
         torch.autograd.backward((y, its), (mine(grad), mine(sums)))
@@ -77,11 +100,13 @@ def _equals_one_process(
     if own_sinks is not None:
         dist.all_reduce(own_sinks.grad)
         torch.testing.assert_close(own_sinks.grad, wanted[3], **tolerance)
+        dist.all_reduce(own_table.grad)
+        torch.testing.assert_close(own_table.grad, wanted[4], **tolerance)
     sent = torch.tensor([c.bytes["send"] for c in (forward, backward)])
     dist.all_reduce(sent)
     # Keys and values go out twice, and their gradients come back once.
-    size = sends[balanced] * 2 * parts[1].nbytes // (1 + balanced)
-    assert sent.tolist() == [size, 2 * size]
+    size = sends[balanced] * (parts[1].nbytes + parts[2].nbytes) // (1 + balanced)
+    assert sent.tolist() == [size, 2 * size], sends
     if not balanced:
         counts = torch.tensor([c.calls["send"] for c in (forward, backward)])
         dist.all_reduce(counts)
@@ -107,7 +132,7 @@ def _has_equal_work(rank: int) -> None:
     layout = BlockLayout.dense(LENGTH, block=16)
     work = []
     for balanced in (False, True):
-        _, parts, *_ = ring._divided(layout, True, rank, PROCESSES, balanced)
+        _, parts, *_ = ring._divide_layout(layout, True, rank, PROCESSES, balanced)
         work.append(sum(part.count for part in parts.values()))
     every: list = [None] * PROCESSES
     dist.all_gather_object(every, work)

@@ -1,5 +1,8 @@
 """Seams inside pipelines that split the backward, and in tensor parallelism, on two processes."""
 
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 from collections.abc import Callable

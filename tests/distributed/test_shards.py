@@ -1,5 +1,8 @@
 """Contract 9: every op serves its declared shards without a collective, exactly."""
 
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,6 +18,8 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
 from torchweld.registry import OPS, materialize
+
+pytestmark = pytest.mark.once
 
 # Batch norms are left out: their documentation says what one of a shard computes.
 WHOLE = {"batch_norm_act", "linear_batch_norm_act"}
@@ -54,7 +59,7 @@ def _serves_its_shards(rank: int, name: str) -> None:
             torch.testing.assert_close(gradient.full_tensor(), whole)
 
 
-def _with_gradients(op: Any, inputs: list[Any], place: Any) -> tuple[Any, Any]:
+def _with_gradients(op: Any, inputs: list[Any], place: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     """Results, gradients, and what both directions sent, of arguments that `place` places."""
     given = list(inputs)
     leaves = []

@@ -9,9 +9,9 @@ import torch
 
 from processes import processes
 from seams import splits_backwards
-from torchweld.bench.pipeline import Sleeper
+from torchweld.bench.studies.pipeline import Sleeper
 from torchweld.distributed import stages
-from torchweld.distributed.timeline import Action, Timeline, bubble_of, record
+from torchweld.distributed.timeline import Action, Timeline, estimate_bubble, record
 
 UNIT, MICROBATCHES, STEPS = 0.02, 4, 12
 
@@ -30,7 +30,7 @@ def _made() -> Timeline:
 def test_what_is_spent() -> None:
     """Idle time is unavoidable; the rest of the waiting is overhead."""
     timeline = _made()
-    spent = timeline.spent()
+    spent = timeline.sum_times()
     assert spent[0] == (3.0, 3.5, 0.0)
     assert spent[1] == (3.0, 3.0, 0.5)
     assert timeline.bubble() == pytest.approx(6.5 / 13)
@@ -66,7 +66,7 @@ def _bubbles(rank: int, schedule: stages.Name, ideal: float, low: float, high: f
     count = len(pipe.cuts) * MICROBATCHES
     for timeline in found:
         begin, end = timeline.span
-        for spent in timeline.spent().values():
+        for spent in timeline.sum_times().values():
             assert sum(spent) == pytest.approx(end - begin)
         assert sum(action.kind == "forward" for action in timeline.actions) == count
     assert low <= min(found, key=_length).bubble() <= high
@@ -80,7 +80,7 @@ def _length(timeline: Timeline) -> float:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_is_the_formulas(schedule: stages.Name) -> None:
     """Stages sleep for a known time, so that the schedule is measured and not the machine."""
-    expected = bubble_of(2, MICROBATCHES)
+    expected = estimate_bubble(2, MICROBATCHES)
     with processes(2) as two:
         two.run("cpu", _bubbles, schedule, 30 * UNIT, 0.8 * expected, 1.2 * expected)
 
@@ -88,4 +88,6 @@ def test_the_bubble_is_the_formulas(schedule: stages.Name) -> None:
 @splits_backwards
 def test_zero_bubble_has_less() -> None:
     with processes(2) as two:
-        two.run("cpu", _bubbles, "zbvzerobubble", 27 * UNIT, 0.0, 0.6 * bubble_of(2, MICROBATCHES))
+        two.run(
+            "cpu", _bubbles, "zbvzerobubble", 27 * UNIT, 0.0, 0.6 * estimate_bubble(2, MICROBATCHES)
+        )

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 import torchweld
 from stack import MODELS
-from transformer import Transformer, batch_of, loss_of
+from transformer import Transformer, compute_loss, make_batch
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Recorded = tuple[Forward, Iterable[torch.nn.Module]]
@@ -46,7 +46,7 @@ def _step(forward: Forward, modules: Iterable[torch.nn.Module], batch: Any) -> d
     """The loss, and the gradients of a step."""
     tokens, targets = batch
     torch.manual_seed(1)  # both drop the same
-    loss = loss_of(forward(tokens), targets)
+    loss = compute_loss(forward(tokens), targets)
     loss.backward()
     named = [pair for module in modules for pair in module.named_parameters()]
     found = {"loss": loss.detach()} | {name: p.grad for name, p in named}
@@ -62,7 +62,7 @@ def _step(forward: Forward, modules: Iterable[torch.nn.Module], batch: Any) -> d
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step(name: str, how: Callable[..., Recorded]) -> None:
     torch.manual_seed(0)
-    model, batch = Transformer(MODELS[name]), batch_of(MODELS[name], 2, 0)
+    model, batch = Transformer(MODELS[name]), make_batch(MODELS[name], 2, 0)
     with torchweld.use_backend("cpu"):
         found = _step(*how(model, batch[0]), batch)
         expected = _step(model, [model], batch)

@@ -121,8 +121,11 @@ def _recipes_equal_one_process(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for stage in (1, 2, 3):
         model = like = _model({})
+        trained: Any
+        optimizer: Any
         if stage == 1:
-            trained, optimizer = zero.zero1(model, optim.AdamW, **given)
+            trained = zero.zero1(model, mesh)
+            optimizer = zero.zero1_optimizer(trained, optim.AdamW, **given)
         else:
             trained = (zero.zero2 if stage == 2 else zero.zero3)(model, mesh)
             optimizer = optim.AdamW(model.parameters(), **given)
@@ -159,10 +162,12 @@ def _measured(rank: int, strategy: memory.Strategy, kind: Any, settings: Any) ->
     expected = memory.memory_estimate(
         bare, kind(bare.parameters(), lr=1e-2, **settings), strategy, 2, rank=rank
     )
-    mesh, trained = init_device_mesh("cpu", (2,)), model
+    mesh = init_device_mesh("cpu", (2,))
+    trained: Any = model
     optimizer: Any
     if strategy == "zero1":
-        trained, optimizer = zero.zero1(model, kind, lr=1e-2, **settings)
+        trained = zero.zero1(model, mesh)
+        optimizer = zero.zero1_optimizer(trained, kind, lr=1e-2, **settings)
     elif strategy in ("zero2", "zero3"):
         trained = getattr(zero, strategy)(model, mesh)
         optimizer = kind(model.parameters(), lr=1e-2, **settings)
@@ -307,7 +312,7 @@ def test_activations_are_what_a_graph_holds(p: float, dtype: torch.dtype) -> Non
     x = torch.randn(1024, WIDTH, dtype=dtype)
     with torchweld.use_backend("cpu"):
         state = torch.get_rng_state()
-        estimate = memory.activations(model, (x,), lambda y: y.float().square().mean())
+        estimate = memory.count_activations(model, (x,), lambda y: y.float().square().mean())
         assert torch.equal(torch.get_rng_state(), state)
         with _Alive() as alive:
             loss = model(x).float().square().mean()

@@ -251,6 +251,7 @@ extern "C" {
 __attribute__((visibility("default"))) int64_t emulator_launches = 0;
 __attribute__((visibility("default"))) int emulator_device_guards = 0;
 __attribute__((visibility("default"))) int emulator_cluster_blocks = 20;
+__attribute__((visibility("default"))) int emulator_captures = 0;
 }
 
 bool run(Index grid, Index block, size_t shared_bytes, unsigned cluster,

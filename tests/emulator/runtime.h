@@ -48,6 +48,8 @@ void wait_for_cluster(Site site);
 void* shared_of_block(unsigned rank, void* here);
 // The number of blocks that the device runs in clusters at the same time; 0 if it has no clusters.
 extern "C" int emulator_cluster_blocks;
+// Whether streams are being captured into a graph.
+extern "C" int emulator_captures;
 
 // Asynchronous copies of the running thread. They take effect only when the thread waits for them.
 void copy_async(void* to, const void* from, size_t bytes);

@@ -173,9 +173,9 @@ def test_warp_operations(planted: ModuleType) -> None:
     generator = np.random.default_rng(0)
     n = 96
     x = generator.standard_normal(n).astype(np.float32)
-    y = np.full(8 * n, np.nan, np.float32)
-    planted.warp_operations(x, y)
-    y = y.reshape(8, n)
+    flat = np.full(8 * n, np.nan, np.float32)
+    planted.warp_operations(x, flat)
+    y = flat.reshape(8, n)
     lane, warp = np.arange(n) % 32, np.arange(n) // 32 * 32
     assert np.array_equal(y[0], x[warp + (lane ^ 5)])
     assert np.array_equal(y[1], x[warp + np.where(lane + 3 < 32, lane + 3, lane)])

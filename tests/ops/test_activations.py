@@ -15,6 +15,7 @@ import torch
 import torchweld
 from conftest import PLACES, running_at
 from torchweld import functional
+from torchweld.nn.activation import Activation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.activation.bias_act import OP
 
@@ -59,7 +60,7 @@ def test_every_language_has_the_same_list() -> None:
 
 def _found(z: torch.Tensor, grad: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
     z = z.clone().requires_grad_()
-    y = functional.bias_act(z, None, *kind)
+    y = functional.bias_act(z, activation=kind[0], approximate=kind[1])
     return y.detach(), torch.autograd.grad(y, z, grad)[0]
 
 
@@ -114,7 +115,7 @@ def test_tanh_is_exact_near_zero(
     )
     z = z.to(dtype)
     with running_at(place, monkeypatch):
-        y = functional.bias_act(z.to(PLACES[place][1]), None, "tanh").cpu()
+        y = functional.bias_act(z.to(PLACES[place][1]), activation="tanh").cpu()
     exact = [math.tanh(value) for value in z.tolist()]
     relative = (y.double() / torch.tensor(exact, dtype=torch.float64) - 1).abs()
     assert relative.max() <= 6 * torch.finfo(dtype).eps / 2
@@ -178,7 +179,7 @@ def test_modules(kind: Any, dtype: torch.dtype) -> None:
 def test_a_module_for_every_activation() -> None:
     assert [*MODULES, ("identity", "none")] == list(activations.KINDS)
     for kind in activations.KINDS:
-        assert torch.isfinite(torchweld.nn.Activation(*kind)(torch.randn(3))).all()
+        assert torch.isfinite(Activation(*kind)(torch.randn(3))).all()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
@@ -186,7 +187,7 @@ def test_identity_is_no_alias(backend: str) -> None:
     """The op does not return its argument, and no pass runs between the GEMMs."""
     x, w = torch.randn(6, 8), torch.randn(8, 8)
     with torchweld.use_backend(backend):
-        y = functional.bias_act(x, None, "identity")
+        y = functional.bias_act(x, activation="identity")
         assert torch.equal(y, x)
         assert y.data_ptr() != x.data_ptr()
         bias = w[0]

@@ -17,6 +17,8 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
 
+pytestmark = pytest.mark.lane
+
 X, W = torch.ones(4, 8), torch.ones(8)
 META, META_W = X.to("meta"), torch.ones(4, 7, device="meta")
 BACKENDS = pytest.mark.parametrize("backend", [None, "cpu", "eager"])
@@ -121,7 +123,8 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "LinearBatchNormAct",
         "eps",
     ),
-    "activation": (lambda: nn.Activation("swish"), "Activation", "activation"),
+    "ReLU": (lambda: nn.ReLU(inplace=True), "ReLU", "inplace"),
+    "SiLU": (lambda: nn.SiLU(True), "SiLU", "inplace"),
     "GELU": (lambda: nn.GELU("erf"), "GELU", "approximate"),
 }
 
@@ -170,8 +173,8 @@ META_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "linear_act": (lambda: functional.linear_act(META, META_W), "weight"),
     "linear_gelu": (lambda: functional.linear_gelu(META, META_W), "weight"),
     "linear_act's bias": (lambda: functional.linear_act(META, META, META[0]), "bias"),
-    "mlp": (lambda: functional.mlp(META, META_W, None, META_W, None), "w1"),
-    "mlp's second": (lambda: functional.mlp(META, META, None, META, None), "w2"),
+    "mlp": (lambda: functional.mlp(META, META_W, None, META_W, None), "up_weight"),
+    "mlp's second": (lambda: functional.mlp(META, META, None, META, None), "down_weight"),
     "gated_mlp": (lambda: functional.gated_mlp(META, META_W, META_W, META), "gate_weight"),
     "linear_batch_norm_act": (
         lambda: functional.linear_batch_norm_act(META, META_W, None, None, None, training=True),
@@ -190,29 +193,29 @@ def test_meta_tensors_are_refused_by_name(case: str) -> None:
 
 
 BOTH: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
-    "a weight's dtype": (lambda: functional.layer_norm(X, [8], W.double()), ("weight", "x")),
-    "a width": (lambda: functional.layer_norm(X, [7]), ("normalized_shape", "x")),
-    "a bias's dtype": (lambda: functional.bias_act(X, W.half()), ("bias", "x")),
-    "a bias's size": (lambda: functional.bias_act(X, W[:7]), ("bias", "x")),
-    "a device": (lambda: functional.bias_act(X, W.to("meta")), ("bias", "x")),
+    "a weight's dtype": (lambda: functional.layer_norm(X, [8], W.double()), ("weight", "input")),
+    "a width": (lambda: functional.layer_norm(X, [7]), ("normalized_shape", "input")),
+    "a bias's dtype": (lambda: functional.bias_act(X, W.half()), ("bias", "input")),
+    "a bias's size": (lambda: functional.bias_act(X, W[:7]), ("bias", "input")),
+    "a device": (lambda: functional.bias_act(X, W.to("meta")), ("bias", "input")),
     "up's dtype": (lambda: functional.gated_act(X, X.half()), ("up", "gate")),
     "up's shape": (lambda: functional.gated_act(X, X[:1]), ("up", "gate")),
-    "a residual's dtype": (lambda: add(X, None, X.double()), ("residual", "x")),
-    "a residual's shape": (lambda: add(X, None, X[:1]), ("residual", "x")),
+    "a residual's dtype": (lambda: add(X, None, X.double()), ("residual", "input")),
+    "a residual's shape": (lambda: add(X, None, X[:1]), ("residual", "input")),
     "a stream's dtype": (
         lambda: functional.dropout_add_rms_norm(X, X.double(), W),
-        ("residual", "x"),
+        ("residual", "input"),
     ),
-    "a mask's dtype": (lambda: softmax(X, W.half()), ("mask", "scores")),
-    "a mask's shape": (lambda: softmax(X, W[:7] > 0), ("mask", "scores")),
-    "a linear's width": (lambda: functional.linear_act(X, X[:, :7]), ("weight", "x")),
-    "a linear's dtype": (lambda: functional.linear_act(X, X.half()), ("weight", "x")),
+    "a mask's dtype": (lambda: softmax(X, W.half()), ("mask", "input")),
+    "a mask's shape": (lambda: softmax(X, W[:7] > 0), ("mask", "input")),
+    "a linear's width": (lambda: functional.linear_act(X, X[:, :7]), ("weight", "input")),
+    "a linear's dtype": (lambda: functional.linear_act(X, X.half()), ("weight", "input")),
     "a linear's bias": (lambda: functional.linear_act(X, X, W), ("bias", "weight")),
     "its dtype": (lambda: functional.linear_act(X, X, W[:4].half()), ("bias", "weight")),
-    "a second width": (lambda: functional.mlp(X, X, None, X, None), ("w2", "w1")),
+    "a second width": (lambda: functional.mlp(X, X, None, X, None), ("down_weight", "up_weight")),
     "a third": (lambda: functional.gated_mlp(X, X, X, X), ("down_weight", "gate_weight")),
-    "a mean": (lambda: functional.normalize_act(X, W[:7], W), ("mean", "x")),
-    "a variance": (lambda: functional.normalize_act(X, W, W.double()), ("var", "x")),
+    "a mean": (lambda: functional.normalize_act(X, W[:7], W), ("mean", "input")),
+    "a variance": (lambda: functional.normalize_act(X, W, W.double()), ("var", "input")),
     "statistics": (
         lambda: functional.linear_batch_norm_act(X, X, None, W, W, training=True),
         ("running_mean", "weight"),

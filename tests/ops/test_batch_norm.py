@@ -17,6 +17,8 @@ from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
 from torchweld.registry import BACKENDS, OPS, materialize
 
+pytestmark = pytest.mark.lane
+
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
 EITHER = ("cpu", "eager")
 
@@ -211,7 +213,7 @@ def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
     inputs[7], inputs[-2:] = training, ("relu", "none")
     oracle, ours = exact(LAYER, inputs), run(LAYER, inputs)
     eager = run(LAYER, inputs, LAYER.reference)
-    for name in ("y", "grad_x", "grad_weight"):
+    for name in ("y", "grad_input", "grad_weight"):
         errors = [(r[name].double() - oracle[name]).square().mean().sqrt() for r in (ours, eager)]
         print(f"{name}: {errors[0]:.3g}, eager {errors[1]:.3g}")
         assert errors[0] <= 1.3 * errors[1], name
@@ -310,9 +312,9 @@ def test_the_module_is_linear_batch_norm_and_gelu(options: dict[str, Any], backe
             for a, b in zip(mine.parameters(), other.parameters(), strict=True):
                 # torch's gradient of a cancelled bias is the rounding error of its terms
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3)
-            for a, b in zip(_buffers(mine), _buffers(other), strict=True):
-                assert a.dtype == b.dtype
-                torch.testing.assert_close(a, b)
+            for its, wanted in zip(_buffers(mine), _buffers(other), strict=True):
+                assert its.dtype == wanted.dtype
+                torch.testing.assert_close(its, wanted)
 
 
 def test_leading_dimensions_are_the_batch() -> None:
@@ -381,8 +383,8 @@ def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
         plain_mine(x).square().sum().backward()
     for a, b in zip(mine.parameters(), plain_mine.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    for a, b in zip(_buffers(mine), _buffers(plain_mine), strict=True):
-        assert torch.equal(a, b)
+    for its, wanted in zip(_buffers(mine), _buffers(plain_mine), strict=True):
+        assert torch.equal(its, wanted)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchweld
 from torchweld.functional import block_sparse_attention
 from torchweld.sparse import BlockLayout
-from torchweld.sparse.lists import packed, token_mask, unpacked
+from torchweld.sparse.lists import pack, token_mask, unpack
 
 HEADS, BATCH = 2, 2
 Make = Callable[[tuple[int, int], int, str], BlockLayout]
@@ -140,7 +140,7 @@ def _columns_mask(layout: BlockLayout) -> Mask:
     assert layout.lists is not None
     _, _, columns, column_entries, masks = layout.lists
     # The transpose's masks have keys as rows, so transpose the bits too.
-    flipped = packed(unpacked(masks, layout.block).mT.contiguous()) if len(masks) else masks
+    flipped = pack(unpack(masks, layout.block).mT.contiguous()) if len(masks) else masks
     turned = token_mask(columns, column_entries, flipped, layout.block, layout.keys, layout.queries)
     return turned.mT
 
@@ -184,9 +184,9 @@ def _assert_gradients(layout: BlockLayout, mask: Mask) -> None:
     none = ~mask.any(-1, keepdim=True)
     with torchweld.use_backend("cpu"):
         y = block_sparse_attention(q, k, v, layout)
-    expected = scaled_dot_product_attention(
-        *(x.double() for x in (q, k, v)), (mask | none).expand(BATCH, HEADS, -1, -1)
-    ).masked_fill(none, 0)
+    seen = (mask | none).expand(BATCH, HEADS, -1, -1)
+    expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), seen)
+    expected = expected.masked_fill(none, 0)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
     found = torch.autograd.grad(y, (q, k, v), grad)
     wanted = torch.autograd.grad(expected, (q, k, v), grad.double())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import torchweld
 from torchweld.bench.memory import peak_bytes
 from torchweld.sparse import BlockLayout, patterns
-from torchweld.sparse.lists import packed, token_mask, unpacked
+from torchweld.sparse.lists import pack, token_mask, unpack
 
 Seen = Callable[[int, int, int], bool]
 
@@ -315,7 +315,7 @@ def test_the_lists_say_what_the_layout_says(name: str) -> None:
     # The transpose's masks have keys as rows, so transpose the bits too.
     flipped = torch.zeros(0, masks.shape[1], dtype=torch.int32)
     if len(masks):
-        flipped = packed(unpacked(masks, 32).mT.contiguous())
+        flipped = pack(unpack(masks, 32).mT.contiguous())
     turned = token_mask(columns, column_entries, flipped, 32, *_LENGTHS[::-1])
     assert torch.equal(turned.mT, mask)
     for lines in (rows, columns):
@@ -325,7 +325,7 @@ def test_the_lists_say_what_the_layout_says(name: str) -> None:
         assert (partial <= end).all()
         assert ((end - begin).diff(dim=-1) <= 0).all()
     if len(masks):
-        bits = unpacked(masks, 32).flatten(1)
+        bits = unpack(masks, 32).flatten(1)
         assert bits.any(1).all()
         assert not bits.all(1).any()
         assert len(masks.unique(dim=0)) == len(masks)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchweld
 from torchweld import functional
 from torchweld.ops.attention.block_sparse import OP
-from torchweld.random import kept
+from torchweld.random import make_mask
 from torchweld.sparse import BlockLayout
 
 attention: Callable[..., Any] = functional.block_sparse_attention
@@ -204,7 +204,7 @@ def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> N
         q @ k.mT, layout.to_mask()[0, 0], scale=0.25, p=0.3, seed=11
     )
     torch.testing.assert_close(y, expected)
-    drops = ~kept((2, 3, 70, 150), 0.3, 11)
+    drops = ~make_mask((2, 3, 70, 150), 0.3, 11)
     assert not y[drops].any()
     assert y[~drops & layout.to_mask().expand_as(drops)].all()
 
@@ -235,7 +235,7 @@ def test_a_part_of_the_sequence_is_that_of_the_whole(
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         z = (q @ k.mT * 8**-0.5 + bias)[:, :, lines]
-        return z.softmax(-1) * kept((2, 3, 96, 96), 0.4, 5)[:, :, lines] / 0.6 @ v
+        return z.softmax(-1) * make_mask((2, 3, 96, 96), 0.4, 5)[:, :, lines] / 0.6 @ v
 
     def part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shard = torchweld.random.Shard([2, 3, 96, 8], [0, 0, first_query, first_key])
@@ -392,7 +392,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "integers": (lambda: attention(Q.int(), Q, Q, LAYOUT), "q", "float32 or bfloat16"),
     "rank": (lambda: attention(Q[None], Q[None], Q[None], LAYOUT), "q", "left out"),
     "key's dtype": (lambda: attention(Q, Q.half(), Q, LAYOUT), "k", "float32"),
-    "key's width": (lambda: attention(Q, Q[..., :7], Q, LAYOUT), "k", "goes with q"),
+    "key's width": (lambda: attention(Q, Q[..., :7], Q, LAYOUT), "k", "fits q"),
     "key heads": (lambda: attention(Q, Q[:, :3], Q[:, :3], LAYOUT), "k", "divides q's 4"),
     "value's shape": (lambda: attention(Q, Q, Q[:, :2], LAYOUT), "v", r"\[2, 4, 64, 8\]"),
     "device": (lambda: attention(Q, Q.to("meta"), Q, LAYOUT), "k", "device of q"),
@@ -467,7 +467,7 @@ def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: 
     with pytest.raises(RuntimeError, match="refer to blocks or masks"):
         kernels.forward(*inputs)
     with pytest.raises(RuntimeError, match="refer to blocks or masks"):
-        kernels.backward(y, None, *inputs, y, lse, True, True, True, False)
+        kernels.backward(y, None, *inputs, y, lse, True, True, True, False, False)
 
 
 def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
@@ -484,30 +484,50 @@ def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
     _assert_same(found, _with_gradients(dense, q, k, v))
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("queries", [1, 3, 15, 16])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_few_queries_of_a_dense_layout(group: int, queries: int, padded: bool) -> None:
-    """Decoding: torch's attention serves, with the kernel's results and gradients."""
-    keys = 100
-    q = torch.randn(2, 4, queries, 32)
-    k, v = (torch.randn(2, 4 // group, keys, 32) for _ in range(2))
-    padding = torch.zeros(2, keys, dtype=torch.bool)
-    padding[0, 40:] = padding[1] = padded  # the second sequence sees nothing
-    how = {"causal": True, "key_padding_mask": padding if padded else None}
+class _ChoosesItsBlocks(torch.nn.Module):
+    """Each block of queries attends to the blocks of keys that score best, as in MoBA."""
 
-    def run_on(*backend: str | None) -> tuple[list[torch.Tensor], list[str]]:
-        tensors = [t.detach().requires_grad_() for t in (q, k, v)]
-        layout = BlockLayout.dense((queries, keys))
-        with torchweld.use_backend(*backend), torch.profiler.profile() as profile:
-            y = functional.block_sparse_attention(*tensors, layout, **how)
-            grads = torch.autograd.grad(y.square().sum(), tensors)
-        return [y, *grads], [event.name for event in profile.events()]
+    def __init__(self, heads: int | None) -> None:
+        super().__init__()
+        self.heads = heads
 
-    (ours, names), (kernel, _) = run_on(None), run_on("cpu")
-    assert any("scaled_dot_product" in name for name in names) == (queries < 16)
-    for a, b in zip(ours, kernel, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
-    if padded:
-        assert not ours[0][1].any()
-        assert not ours[1][1].any()
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        means = [x.unflatten(2, (-1, 16)).mean(3) for x in (q, k)]
+        scores = means[0] @ means[1].mT
+        if self.heads is None:
+            scores = scores.mean((0, 1))
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        layout = BlockLayout.from_scores(scores.masked_fill(ahead, -torch.inf), 2, block=16)
+        return attention(q, k, v, layout, causal=True)
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_a_layout_from_scores_in_a_compiled_model(heads: int | None, mode: str) -> None:
+    """One graph makes the layout and uses it, with the numbers of dense attention."""
+    torch._dynamo.reset()
+    inputs = _drawn(*[(2, 2, 96, 16)] * 3)
+    model = _ChoosesItsBlocks(heads)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    layouts: list[BlockLayout] = []
+    from_scores = BlockLayout.from_scores
+
+    def expected(*given: torch.Tensor) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def noted(*scores: Any, **options: Any) -> BlockLayout:
+                layouts.append(from_scores(*scores, **options))
+                return layouts[-1]
+
+            patch.setattr(BlockLayout, "from_scores", noted)
+            model(*given)
+        return _dense(layouts[-1].causal().to_mask())(*given)
+
+    with torchweld.use_backend("cpu"):
+        if mode == "training":
+            _assert_same(_with_gradients(compiled, *inputs), _with_gradients(expected, *inputs))
+        else:
+            with torch.inference_mode():
+                torch.testing.assert_close(
+                    compiled(*inputs), expected(*inputs), rtol=1e-4, atol=1e-5
+                )

@@ -95,7 +95,7 @@ def test_empty_rows_and_columns() -> None:
     layout = BlockLayout.from_blocks(blocks, block=16, seq_len=60).to(DEVICE)
     q = _random(1, 1, 60, 8)
     _assert_as_reference(layout, q, q + 1)
-    y = block_sparse_attention(q, q, q, layout)
+    y: Any = block_sparse_attention(q, q, q, layout)
     assert not y[:, :, :16].any()
     assert y[:, :, 16:32].all()
 
@@ -135,12 +135,13 @@ def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, firs
     shard = random.Shard((1, 2, 64, 8), (0, 0, first_query, first_key))
     slopes = torch.tensor([0.5, 0.1], device=DEVICE)
     layout = BlockLayout.dense(32, block=16, device=DEVICE)
-    options = {"alibi_slopes": slopes, "dropout_p": 0.4, "seed": 7, "shard": shard}
+    options: dict[str, Any] = {"alibi_slopes": slopes, "dropout_p": 0.4, "seed": 7}
+    options["shard"] = shard
     _assert_as_reference(layout, q, k, **options)
     lines, columns = (slice(i, i + 32) for i in (first_query, first_key))
     distance = (torch.arange(64)[:, None] - torch.arange(64)).abs().to(DEVICE)[lines, columns]
     z = q @ k.mT * 8**-0.5 - slopes[:, None, None] * distance
-    factors = random.kept((1, 2, 64, 64), 0.4, 7, device=DEVICE)[:, :, lines, columns] / 0.6
+    factors = random.make_mask((1, 2, 64, 64), 0.4, 7, device=DEVICE)[:, :, lines, columns] / 0.6
     y = block_sparse_attention(q, k, k + 1, layout, **options)
     torch.testing.assert_close(y, z.softmax(-1) * factors @ (k + 1))
 
@@ -158,6 +159,138 @@ def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
 
 def test_wide_heads_are_refused() -> None:
     """The interpreter's place selects Triton by name."""
-    q = _random(1, 1, 4, 300)
-    with pytest.raises(BackendError, match="wider than 256"):
-        block_sparse_attention(q, q, q, BlockLayout.dense(4, device=DEVICE))
+    wide, narrow = _random(1, 1, 4, 300), _random(1, 1, 4, 8)
+    for q, v in ((wide, narrow), (narrow, wide)):
+        with pytest.raises(BackendError, match="heads of 300 are wider than 256"):
+            block_sparse_attention(q, q, v, BlockLayout.dense(4, device=DEVICE))
+
+
+# --- Long columns, which are divided into pieces ---
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
+    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+
+    counts, key_launches = [], block_sparse_attention._key_launches
+
+    def launch_and_count(call: Any, *rest: Any) -> Any:
+        launches = key_launches(call, *rest)
+        names = [each.kernel.fn.__name__ for each in launches]
+        *_, extras, least = launches[names.index("attention_key_sums")].args
+        table = call.columns.table
+        if table is None or launches[0].options["PER_HEAD"]:
+            counts.append(extras)
+        else:
+            lengths = (table[0, 0, :, 3] - table[0, 0, :, 1]) * call.group
+            most = max(-(-int(lengths.sum()) // extras), least)
+            counts.append(int((lengths > most).sum()))
+        return launches
+
+    monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(block_sparse_attention, "_key_launches", launch_and_count)
+    yield
+    assert counts
+    assert all(counts)
+
+
+def _ragged(queries: int, keys: int, heads: int = 1, block: int = 16) -> BlockLayout:
+    """Columns of 0 to 3 blocks, and one of all."""
+    rows, columns = -(-queries // block), -(-keys // block)
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    blocks = (row < column % 4) | (column == 1)
+    every = [blocks.roll(head, 1) for head in range(heads)]
+    layout = BlockLayout.from_blocks(torch.stack(every)[None], block=block, seq_len=(queries, keys))
+    return layout.to(DEVICE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_pieces_of_ragged_columns(divided: None, causal: bool, p: float) -> None:
+    q, k = _random(2, 2, 90, 16), _random(2, 2, 101, 16)
+    options = {"dropout_p": p, "seed": 5} if p else {}
+    _assert_as_reference(_ragged(90, 101), q, k, causal=causal, **options)
+
+
+def test_pieces_of_partial_blocks(divided: None) -> None:
+    """A piece may begin among the blocks without masks and end among those with masks."""
+    layout = BlockLayout.from_mask_fn(
+        lambda b, h, q, k: ((q - k).abs() < 5) | ((k < 16) & (q % 7 != 3)) | ((k < 16) & (q > 60)),
+        150,
+        block=16,
+    )
+    q = _random(1, 2, 150, 8)
+    _assert_as_reference(layout.to(DEVICE), q, q + 1, causal=True)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_pieces_of_one_global_column(divided: None, block: int) -> None:
+    """Tiles of queries are longer than blocks of 16."""
+    layout = BlockLayout.longformer(
+        10 * block, block=block, num_sliding_window_blocks=1, device=DEVICE
+    )
+    q = _random(1, 1, 10 * block, 16)
+    _assert_as_reference(layout, q, q + 1)
+
+
+@pytest.mark.parametrize("layout", ["dense", "shared", "own"])
+def test_pieces_of_heads_that_share_keys(
+    divided: None, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without lists, with one layout for all heads, and with one for each query head."""
+    from torchweld.triton_kernels import block_sparse_attention
+
+    monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 20)
+    layouts = {
+        "dense": BlockLayout.dense(40, block=16, device=DEVICE),
+        "shared": _ragged(40, 40),
+        "own": _ragged(40, 40, heads=5),
+    }
+    q = _random(1, 5, 40, 8)
+    options = {"causal": layout != "shared", "dropout_p": 0.2, "seed": 3}
+    _assert_as_reference(layouts[layout], q, _random(1, 1, 40, 8), **options)
+
+
+def test_pieces_of_wide_heads_and_of_one_gradient(divided: None) -> None:
+    """Sums of keys and of values in launches of their own."""
+    layout, q = _ragged(64, 64), _random(1, 1, 64, 80)
+    _assert_as_reference(layout, q, q + 1)
+    for wanted in ("k", "v"):
+        inputs = {name: q.clone().requires_grad_(name == wanted) for name in "qkv"}
+        y: Any = block_sparse_attention(inputs["q"], inputs["k"], inputs["v"], layout)
+        (found,) = torch.autograd.grad(y.square().sum(), [inputs[wanted]])
+        inputs = {name: q.double().requires_grad_(name == wanted) for name in "qkv"}
+        y, _ = as_tuple(OP.reference(*OP.inputs(*inputs.values(), layout)))  # type: ignore[misc]
+        (exactly,) = torch.autograd.grad(y.square().sum(), [inputs[wanted]])
+        torch.testing.assert_close(found.double(), exactly, rtol=1e-4, atol=1e-4)
+
+
+def test_any_pieces_give_the_same_numbers_each_time(
+    divided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a table's lines are not in the order of their lengths."""
+    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+
+    monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 100)
+    layout, q = _ragged(90, 90), _random(1, 1, 90, 8)
+    inputs = [q.clone().requires_grad_() for _ in range(3)]
+    arguments = OP.inputs(*inputs, layout, dropout_p=0.2, seed=3)  # type: ignore[misc]
+    at = OP.forward_signature.arguments.index("columns")
+    turned = [*arguments]
+    turned[at] = arguments[at].flip(2)
+    kinds = []
+    for least in (16, 32, 64):
+        monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", least)
+        runs = []
+        for given in (arguments, arguments, turned):
+            y, _ = as_tuple(call(OP, *given))
+            runs.append(torch.autograd.grad(y.square().sum(), inputs))
+        for one, other in zip(runs[0], runs[1], strict=True):
+            assert torch.equal(one, other)
+        for one, other in zip(runs[0], runs[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        kinds.append(runs[0])
+    for kind in kinds[1:]:
+        torch.testing.assert_close(kind, kinds[0], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(kind[1], kinds[0][1]) for kind in kinds)  # other pieces were added

@@ -5,7 +5,8 @@ On a GPU the real cuBLASLt runs, otherwise the emulator's, which follows the des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import torch
 from torch.nn.functional import gelu, linear
 
 import torchweld
-from conftest import GPU
+from conftest import EMULATED, GPU, PLACES, running_at
 from oracle import assert_bounded, exact, run
 from seams import CUBLASLT, TANH, force_epilogues, running_cublaslt
 from torchweld import functional
-from torchweld.dispatch import cache
 from torchweld.dispatch.call import call
-from torchweld.ops.gemm import epilogue, timing
+from torchweld.dispatch.engine import asking
+from torchweld.ops.gemm import epilogue, fused_choice
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Op, TensorSpec, activation, materialize, weight
+from trying import try_on_cpu
+
+pytestmark = pytest.mark.kernels
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -110,6 +114,35 @@ def test_both_results(device: str, dtype: torch.dtype, with_bias: bool) -> None:
     alone, nothing = _kernel(x, w, bias, save_z=False)
     assert torch.equal(alone, y)
     assert nothing.numel() == 0
+
+
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+def test_algorithms_are_raced_at_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never while a graph is captured; the fastest serves from then on, with the same numbers."""
+    library = ctypes.CDLL(str(EMULATED))
+    counts = (ctypes.c_int * 8).in_dll(library, "emulator_products")
+    captures = ctypes.c_int.in_dll(library, "emulator_captures")
+
+    def ran(x: torch.Tensor, w: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        before = list(counts)
+        y, _ = _kernel(x, w, None)
+        return [now - then for now, then in zip(counts, before, strict=True)][:5], y
+
+    with running_at("emulator", monkeypatch):
+        x, w, _ = materialize(arguments((11,), 16, 56), torch.float32, "cpu")
+        first, y = ran(x, w)
+        assert first == [1, 0, 0, 0, 0]
+        monkeypatch.setattr(captures, "value", 1)
+        assert ran(x, w)[0] == first
+        monkeypatch.setattr(captures, "value", 0)
+        raced, again = ran(x, w)
+        assert raced == [4, 5, 4, 4, 0]
+        assert torch.equal(again, y)
+        later, last = ran(x, w)
+        assert later == [0, 1, 0, 0, 0]
+        assert torch.equal(last, y)
+        other, _ = ran(x[:7], w)  # a size of its own
+        assert other == first
 
 
 def test_layouts(device: str) -> None:
@@ -321,16 +354,14 @@ def test_the_faster_is_chosen(device: str, monkeypatch: pytest.MonkeyPatch, tmp_
         pytest.skip("a GPU has its own clock")
     times = [2.0, 1.0]
 
-    def clock(contenders: list[Callable[[], Any]]) -> list[float]:
-        unfused, one = (run() for run in contenders)
+    def clock(contenders: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        unfused, one = (run() for run in contenders.values())
         torch.testing.assert_close(one["y"], unfused, rtol=1e-2, atol=2e-3)
-        return times
+        return dict(zip(contenders, times, strict=True))
 
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(timing, "_medians", clock)
-    monkeypatch.setattr(timing, "_may_time", lambda x: True)
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(asking, "take_times", clock)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
-    monkeypatch.setattr(timing, "_all_kept", lambda conditions, kept={}: kept)
     x, w, bias = materialize(arguments((24,), 16, 32), torch.float16, device)
 
     def explained(*given: torch.Tensor, op: str = "linear_act") -> str:
@@ -351,5 +382,5 @@ def test_float32_is_multiplied_as_torch_may(device: str, monkeypatch: pytest.Mon
         ("tf32", torch.float32, epilogue._TF32),
         ("tf32", torch.bfloat16, epilogue._PLAIN),
     ):
-        monkeypatch.setattr(timing.kernels(), "precision", lambda found=precision: found)
+        monkeypatch.setattr(fused_choice.kernels(), "precision", lambda found=precision: found)
         assert epilogue.cublaslts_algorithm(dtype) == chosen

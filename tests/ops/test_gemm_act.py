@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,14 @@ import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, incoming
 from torchweld import functional
-from torchweld.dispatch import cache, verdicts
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.asking import Engine
+from torchweld.dispatch.engine.store import Store
 from torchweld.ops.activation import common as activations
-from torchweld.ops.gemm import epilogue, timing
+from torchweld.ops.gemm import epilogue, fused_choice
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Composite, materialize
+from trying import try_on_cpu
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
@@ -49,7 +51,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Every call runs the kernel, even if it is slower, with the last tile or a given one."""
 
     def by(tile: int) -> None:
-        monkeypatch.setattr(epilogue, "tile_for", lambda *_: tile)
+        monkeypatch.setattr(epilogue, "choose_tile_for", lambda *_: tile)
 
     by(LAST)
     return by
@@ -235,25 +237,23 @@ class _Clock:
         self.times: list[float] = []
         self.calls = 0
 
-    def __call__(self, contenders: list[Callable[[], Any]]) -> list[float]:
+    def __call__(self, contenders: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
         self.calls += 1
-        unfused, *fused = [run() for run in contenders]
+        unfused, *fused = [run() for run in contenders.values()]
         for results in fused:
             torch.testing.assert_close(results["y"], unfused, rtol=1e-2, atol=2e-3)
-        return [*self.times, *[9.0] * (len(contenders) - len(self.times))]
+        times = [*self.times, *[9.0] * (len(contenders) - len(self.times))]
+        return dict(zip(contenders, times, strict=True))
 
 
 @pytest.fixture
-def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Clock]:
+def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Clock:
     """A fake clock, a separate cache, and no lower limit on shapes."""
     clock = _Clock()
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(timing, "_medians", clock)
-    monkeypatch.setattr(timing, "_may_time", lambda x: True)
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(asking, "take_times", clock)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
-    timing._all_kept.cache_clear()
-    yield clock
-    timing._all_kept.cache_clear()
+    return clock
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def launched(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], bool]:
     """Whether a function launches the kernel."""
-    module, launches = timing.kernels(), []
+    module, launches = fused_choice.kernels(), []
     kernel = module.linear_act
     monkeypatch.setattr(module, "linear_act", lambda *a: launches.append(a) or kernel(*a))
 
@@ -274,7 +274,10 @@ def launched(
 
 
 def test_the_faster_is_chosen_once_and_kept(
-    clock: _Clock, launched: Callable[..., bool], tmp_path: Path
+    clock: _Clock,
+    launched: Callable[..., bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float16)
 
@@ -294,9 +297,9 @@ def test_the_faster_is_chosen_once_and_kept(
     assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
     block = torchweld.explain("mlp", x, weight, bias, weight.t(), None)
     assert "measured at 2.00x" in block.detail
-    ((conditions, found),) = json.loads((tmp_path / "gemm.json").read_text()).items()
-    assert "triton" in conditions
-    assert list(found.values()) == [[0, 1.0, 2.0]]
+    (entry,) = asking.engine_for(x.device).entries()
+    assert entry.kind["op"] == "linear_act in one kernel by triton"
+    assert (entry.answer.backend, entry.answer.ms["unfused"], entry.answer.ms["0"]) == ("0", 2, 1)
 
     clock.times = [1.0, 0.99]
     relu(x)
@@ -306,11 +309,13 @@ def test_the_faster_is_chosen_once_and_kept(
     assert "one kernel for all was measured at 1.01x its speed" in explained
 
     # Another process reads the file that this one wrote. An unreadable file counts as empty.
-    timing._all_kept.cache_clear()
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(asking, "take_times", clock)
     assert launched(gelu, x)
     assert clock.calls == 2
-    (tmp_path / "gemm.json").write_text("{")
-    timing._all_kept.cache_clear()
+    (tmp_path / "answers.json").write_text("{")
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(asking, "take_times", clock)
     with pytest.warns(UserWarning, match="was damaged; it is now"):
         gelu(x)
     assert clock.calls == 3
@@ -348,7 +353,7 @@ def test_unsupported_calls_are_unfused(clock: _Clock, monkeypatch: pytest.Monkey
     clock.times = [2.0, 1.0]
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
-    monkeypatch.setattr(timing, "_may_time", lambda x: False)
+    monkeypatch.setattr(asking, "has_trials", lambda device: False)
     for given in ((masked, weight, bias), (x, weight, bias)):
         functional.linear_act(*given)
     assert clock.calls == 0
@@ -358,7 +363,9 @@ def test_unsupported_calls_are_unfused(clock: _Clock, monkeypatch: pytest.Monkey
         functional.linear_act(x, weight, bias[1:])
 
 
-def _wrong(x, weight, bias, activation, approximate, tile, save_z):
+def _wrong(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     y = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
     y[0, 0] += 0.1
     return y, y.new_empty(0)
@@ -399,37 +406,37 @@ def test_kernels_that_are_wrong_or_fail_are_refused(
     assert "one kernel for all was wrong, or failed, on this GPU" in explained
 
 
-def test_running_out_of_memory_is_no_verdict(
+def test_running_out_of_memory_is_no_answer(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There is no verdict and no warning, but the kernel is not tried at every call."""
+    """It is said once, nothing is kept, and the kernel is not tried at every call."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     tried: list[Any] = []
-    monkeypatch.setattr(timing, "_without_memory", set())
     monkeypatch.setattr(
         epilogue, "kernel", lambda _: lambda *g: tried.append(g) or _without_memory()
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            functional.linear_act(x, weight, bias)
+    with pytest.warns(RuntimeWarning, match="could not be tried: OutOfMemoryError"):
+        functional.linear_act(x, weight, bias)
+    for _ in range(2):  # a second warning would be an error
+        functional.linear_act(x, weight, bias)
     assert (len(tried), clock.calls) == (1, 0)
-    assert not (tmp_path / "gemm.json").exists()
+    assert not (tmp_path / "answers.json").exists()
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("backend", epilogue.ONE_KERNEL)
 def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The chosen form is right, and nothing is timed while a graph is captured."""
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    timing._all_kept.cache_clear()
+    engine = Engine(Store(tmp_path / "answers.json"), {"device": "this GPU"})
+    monkeypatch.setattr(asking, "engine_for", lambda device: engine)
+    monkeypatch.setattr(asking, "_served", {})
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
     graph = torch.cuda.CUDAGraph()
     tanh = {"approximate": "tanh"}
     with torchweld.use_backend(backend):
-        monkeypatch.setattr(verdicts, "mode", "kept")
+        monkeypatch.setattr(asking, "mode", "kept")
         expected = functional.linear_act(*given, **tanh)  # compile before the capture
-        monkeypatch.setattr(verdicts, "mode", "time")
+        monkeypatch.setattr(asking, "mode", "time")
         with torch.cuda.graph(graph):
             captured = functional.linear_act(*given, **tanh)
         assert "not timed yet" in torchweld.explain("linear_act", *given, **tanh).detail
@@ -440,4 +447,3 @@ def test_timing_on_the_gpu(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "measured at" in explained
     torch.testing.assert_close(captured, expected)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    timing._all_kept.cache_clear()

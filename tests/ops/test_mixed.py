@@ -10,7 +10,8 @@ import torch
 from conftest import GPU, KERNELS, PLACES, running_at
 from oracle import assert_bounded, run, sample_inputs
 from torchweld.dispatch.choice import use_backend
-from torchweld.dispatch.trial import OpTrial
+from torchweld.dispatch.engine.judge import Judge
+from torchweld.dispatch.op_question import make_question
 from torchweld.errors import ArgumentError
 from torchweld.registry import OPS, Composite, Op, materialize
 from torchweld.registry.backends import parts
@@ -59,8 +60,9 @@ def test_a_trial_has_them_where_both_directions_run(monkeypatch: pytest.MonkeyPa
     with running_at(CUDA, monkeypatch), running_at(TRITON, monkeypatch):
         for train, mixed in ((True, [*MIXED]), (False, [])):
             given = materialize(arguments, torch.float32, DEVICE, requires_grad=train)
-            on_trial = OpTrial(norm, given)
-            assert {"cuda", "triton"} <= set(on_trial.backends)
-            assert list(on_trial.mixed(["cuda", "triton"])) == mixed
-            assert not on_trial.mixed(["triton"])
-            assert all(on_trial.fault(backend) is None for backend in ("cuda", "triton", *mixed))
+            question = make_question(norm, given)
+            assert {"cuda", "triton"} <= set(question.contenders)
+            assert list(question.mixed) == mixed
+            judge = Judge(question.exact(), question.trusted())
+            for backend in ("cuda", "triton", *mixed):
+                assert judge.find_fault(question.run(backend)) is None

@@ -19,7 +19,7 @@ SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsign
 SHAPES = ((), (1,), (255,), (1000,), (0,), (3, 0), (0, 7), (33, 700), (5, 256), (3, 4, 100))
 
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.numbers]
 
 
 def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tensor:
@@ -202,9 +202,9 @@ def test_torchs_machinery(backend: str) -> None:
 
 CODES, ABSMAX = torch.zeros(2, 300, dtype=torch.uint8), torch.ones(2, 2)
 BAD = {
-    "integers": (lambda: quantize_8bit(CODES), "x", "float32 or bfloat16"),
-    "sparse": (lambda: quantize_8bit(ABSMAX.to_sparse()), "x", "dense"),
-    "no tensor": (lambda: quantize_8bit([1.0]), "x", "a tensor"),  # type: ignore[arg-type]
+    "integers": (lambda: quantize_8bit(CODES), "input", "float32 or bfloat16"),
+    "sparse": (lambda: quantize_8bit(ABSMAX.to_sparse()), "input", "dense"),
+    "no tensor": (lambda: quantize_8bit([1.0]), "input", "a tensor"),  # type: ignore[arg-type]
     "codes": (lambda: dequantize_8bit(ABSMAX, ABSMAX), "codes", "uint8"),
     "blocks": (lambda: dequantize_8bit(CODES, ABSMAX[:, :1]), "absmax", r"\[2, 2\]"),
     "absmax": (lambda: dequantize_8bit(CODES, ABSMAX.double()), "absmax", "float32"),

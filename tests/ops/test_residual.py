@@ -15,6 +15,8 @@ from torchweld import functional, nn, random
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, materialize
 
+pytestmark = pytest.mark.lane
+
 NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
 
 
@@ -48,7 +50,7 @@ def test_a_float32_stream_is_not_rounded(name: str) -> None:
     for result in (op.public[0], "grad_residual"):
         assert found[result].dtype == torch.float32
         assert torch.all((found[result] - oracle[result]).abs() <= 2**-21 * terms[result])
-    assert found["grad_x"].dtype == torch.bfloat16
+    assert found["grad_input"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
@@ -107,7 +109,7 @@ def test_an_unused_y_adds_no_nan(target: Target, dtype: torch.dtype, p: float) -
     grad = incoming(z)
     grad_x, grad_stream, grad_weight = torch.autograd.grad(z, tensors, grad, materialize_grads=True)
     assert torch.equal(grad_stream, grad)
-    kept = random.kept(x.shape, p, 3).to(target.device) if p else torch.ones_like(x)
+    kept = random.make_mask(x.shape, p, 3).to(target.device) if p else torch.ones_like(x)
     torch.testing.assert_close(grad_x, (grad.float() * kept / (1 - p)).to(dtype))
     assert not grad_weight.any()
 
@@ -152,7 +154,7 @@ def test_shared_gradients_are_not_copied() -> None:
     """Without dropout x's gradient is the stream's, in the same memory."""
     x, bias, residual = _leaves(_drawn("bias_dropout_add", dropping=False))
     grad = torch.randn_like(x)
-    y = functional.bias_dropout_add(x, bias, residual)
+    y: Any = functional.bias_dropout_add(x, bias, residual)
     found = torch.autograd.grad(y, [x, residual], grad)
     assert [g.data_ptr() for g in found] == [grad.data_ptr()] * 2
     x, residual, weight, bias = _leaves(_drawn("dropout_add_layer_norm", dropping=False))
@@ -176,7 +178,7 @@ def test_saved_bytes() -> None:
     x, bias, residual = _leaves(_drawn("bias_dropout_add", torch.bfloat16))
     seed, parameter, statistic = 8, 2 * 256, 4 * 64
     add = functional.bias_dropout_add
-    assert saved_bytes(lambda: add(x, bias, residual, 0.1)) == parameter + seed
+    assert saved_bytes(lambda: add(x, bias, residual, p=0.1)) == parameter + seed
     assert saved_bytes(lambda: add(x, bias, residual)) == parameter
     norm = functional.dropout_add_layer_norm
     x, residual, weight, bias = _leaves(_drawn("dropout_add_layer_norm", torch.bfloat16))
@@ -211,7 +213,7 @@ def test_norms_are_torchs_after_dropout_and_addition(ours: Any, theirs: Any, sha
     y, z = module(x, residual)
     torch.manual_seed(7)
     trailing = len(norm.normalized_shape)
-    kept = random.kept(x.shape, 0.4, random.seed(), trailing=trailing)
+    kept = random.make_mask(x.shape, 0.4, random.seed(), trailing=trailing)
     torch.testing.assert_close(z, x * kept / 0.6 + residual)
     torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
     module.eval()
@@ -242,7 +244,7 @@ def test_bias_dropout_add_module() -> None:
     torch.manual_seed(7)
     y = module(x, bias, residual)
     torch.manual_seed(7)
-    kept = random.kept(x.shape, 0.4, random.seed())
+    kept = random.make_mask(x.shape, 0.4, random.seed())
     torch.testing.assert_close(y, (x + bias) * kept / 0.6 + residual)
     assert torch.equal(module.eval()(x, None, residual), x + residual)
     assert repr(module) == "BiasDropoutAdd(p=0.4)"
@@ -259,10 +261,12 @@ def test_nothing_is_rounded_before_a_float32_residual(
     torch.manual_seed(0)
     x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(48).bfloat16()
     residual, scale = torch.randn(rows, 48) / 8, 1 / (1 - p)
-    kept = torchweld.random.kept(x.shape, p, 7) if p else torch.ones(rows, 48, dtype=torch.bool)
+    kept = (
+        torchweld.random.make_mask(x.shape, p, 7) if p else torch.ones(rows, 48, dtype=torch.bool)
+    )
     with torchweld.use_backend(backend):
         if name == "bias_dropout_add":
-            z = functional.bias_dropout_add(x, bias, residual, p, seed=7)
+            z = functional.bias_dropout_add(x, bias, residual, p=p, seed=7)
         else:
             bias = torch.zeros(())
             _, z = getattr(functional, name)(x, residual, None, p=p, seed=7, return_residual=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +21,8 @@ from torchweld.dispatch.call import call
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import OPS, Composite, activation, materialize, weight
+
+pytestmark = pytest.mark.lane
 
 SEAMS = [op for op in OPS.values() if isinstance(op, Composite)]
 LINEAR = OPS["linear_act"]
@@ -195,7 +197,7 @@ def test_peak_memory(
 @pytest.mark.parametrize("kind", [("gelu", "none"), ("gelu", "tanh"), ("silu", "none")], ids=str)
 def test_bfloat16_is_closer_to_the_truth_than_eager(kind: tuple[str, str]) -> None:
     """In mean error: the rest of the bias is added before rounding."""
-    errors: Counter[tuple[str, bool]] = Counter()
+    errors: defaultdict[tuple[str, bool], float] = defaultdict(float)
     for _ in range(4):
         x, weight = torch.randn(1024, 256).bfloat16(), (torch.randn(384, 256) / 16).bfloat16()
         inputs = [x, weight, torch.randn(384).bfloat16(), *kind]
@@ -279,7 +281,7 @@ def test_linear_gelu_is_linear_and_gelu(bias: bool, approximate: str) -> None:
 
 def _blocks() -> dict[str, tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
     torch.manual_seed(0)
-    mlp = torchweld.nn.MLP(31, 67, activation="silu")
+    mlp: Any = torchweld.nn.MLP(31, 67, activation="silu")
     gated = torchweld.nn.GatedMLP(31, 67)
     silu = torch.nn.functional.silu
     return {
@@ -294,6 +296,7 @@ def _blocks() -> dict[str, tuple[torch.nn.Module, Callable[[torch.Tensor], torch
 @pytest.mark.parametrize("first", ["fc1", "gate_proj"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_blocks(first: str, recompute: bool) -> None:
+    block: Any
     block, plain = _blocks()[first]
     block.recompute = recompute
     assert next(iter(block.state_dict())) == f"{first}.weight"

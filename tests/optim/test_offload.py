@@ -24,7 +24,7 @@ from offloading import (
     values,
 )
 from torchweld import optim
-from torchweld.optim.offload._transfers import SimulatedTransfers
+from torchweld.optim.offload._machine import SimulatedTransfers
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
 SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
@@ -42,6 +42,12 @@ SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
         optim.SGD,
         torch.float32,
         {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5},
+    ),
+    "Lion, cautious": (optim.Lion, torch.float32, {"lr": 1e-3, "cautious": True}),
+    "AdEMAMix, 24 bits, 8 bits": (
+        optim.AdEMAMix,
+        torch.bfloat16,
+        {"lr": 1e-2, "master_weights": "remainder8", "state_dtype": "8bit"},
     ),
     "Adafactor": (optim.Adafactor, torch.bfloat16, {"lr": 1e-2, "master_weights": True}),
 }
@@ -74,6 +80,54 @@ def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: A
     assert (found[2] > 0) == (placement != "cuda" and clip != 1e-2)
     if clip is not None:
         assert torch.equal(found[1].grad_norm, expected[1].grad_norm)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2, 1e3])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_auto_with_released_gradients(micro: int, clip: Any) -> None:
+    """The device keeps the gradients of the buckets that step there, and no others."""
+    transfers = SimulatedTransfers(capacity=440_000)
+    expected = train(lambda params: optim.AdamW(params, **ADAMW, max_grad_norm=clip), micro=micro)
+    model, optimizer, _ = found = train(
+        offloaded(
+            lambda params: optim.AdamW(params, **ADAMW),
+            placement="auto",
+            release_gradients=True,
+            clip_norm=clip,
+            transfers=transfers,
+        ),
+        micro=micro,
+    )
+    assert_same_run(found[:2], expected[:2])
+    if clip is not None:
+        assert torch.equal(optimizer.grad_norm, expected[1].grad_norm)
+    buckets = optimizer._store.buckets
+    stays = [bucket.home == "cuda" for bucket in buckets]
+    assert any(stays)
+    assert not all(stays)
+    backward(model, 9)
+    drained(optimizer)
+    held = [m.param.grad is not None for bucket in buckets for m in bucket.members]
+    alike = clip != 1e-2 and micro == 1  # otherwise gradients wait for step()
+    assert not alike or held == [
+        bucket.home == "cuda" for bucket in buckets for _ in bucket.members
+    ]
+
+
+def test_a_grad_scaler_needs_all_gradients_on_the_device() -> None:
+    """It would find the overflows of those that stay, and miss the others."""
+    model = small_model(torch.float32)
+    for placement in ("cpu", "auto"):
+        optimizer = optim.Offload(
+            model.parameters(), release_gradients=True, placement=placement, threads=1
+        )
+        before = values(model)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(torchweld.ArgumentError, match="release_gradients is True with a GradS"):
+            scaler.step(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -261,6 +315,66 @@ def test_checkpoints_go_both_ways(state_dtype: Any, tmp_path: Path) -> None:
             assert_same_run(runs[1], runs[0])
 
 
+def _with_hooks(optimizer: Any, seen: list[tuple[str, Any]], prefix: str) -> Any:
+    """Register all hooks on states that torch has; two of them replace what they are given."""
+
+    def before_saving(of: Any) -> None:
+        seen.append((prefix + "before saving", of))
+
+    def after_saving(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append((prefix + "after saving", of))
+        return state_dict | {prefix + "note": len(state_dict["state"])}
+
+    def before_loading(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append((prefix + "before loading", of))
+        groups = [group | {"lr": group["lr"] / 2} for group in state_dict["param_groups"]]
+        return state_dict | {"param_groups": groups}
+
+    def after_loading(of: Any) -> None:
+        seen.append((prefix + "after loading", of))
+        of.param_groups[0]["weight_decay"] = 0.25
+
+    optimizer.register_state_dict_pre_hook(before_saving)
+    optimizer.register_state_dict_post_hook(after_saving)
+    optimizer.register_load_state_dict_pre_hook(before_loading)
+    optimizer.register_load_state_dict_post_hook(after_loading)
+    return optimizer
+
+
+def test_hooks_on_states_run_as_on_torch_optimizers() -> None:
+    """Also those of the optimizer that was taken over, inside the others."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    runs: list[list[str]] = []
+    for maker in (torch.optim.AdamW, make, offloaded(make)):
+        model, optimizer, _ = train(maker)
+        seen: list[tuple[str, Any]] = []
+        _with_hooks(optimizer, seen, "")
+        saved = optimizer.state_dict()
+        assert saved["note"] == len(saved["state"]) == len(list(model.parameters()))
+        lr = saved["param_groups"][0]["lr"]
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == lr / 2
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25
+        assert saved["param_groups"][0]["lr"] == lr
+        assert all(of is optimizer for _, of in seen)
+        runs.append([name for name, _ in seen])
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == ["before saving", "after saving", "before loading", "after loading"]
+    # Both optimizers' hooks, around one state.
+    seen = []
+    given = _with_hooks(make(list(small_model().parameters())), seen, "given, ")
+    both = _with_hooks(offloaded(lambda _: given)([]), seen, "")
+    both.load_state_dict(saved := both.state_dict())
+    assert {"note", "given, note"} <= saved.keys()
+    assert [name for name, _ in seen] == [
+        *("before saving", "given, before saving", "given, after saving", "after saving"),
+        *("before loading", "given, before loading", "given, after loading", "after loading"),
+    ]
+
+
 def test_states_on_the_given_optimizer_come_along_and_go_back() -> None:
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)
@@ -344,7 +458,7 @@ def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
         ({"clip_norm": 0}, "clip_norm"),
         ({"threads": 0}, "threads"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
-        ({"placement": "auto", "release_gradients": True}, "release_gradients"),
+        ({"placement": "cuda", "release_gradients": True}, "release_gradients"),
         ({"placement": "cuda", "delayed_update": 0}, "delayed_update"),
         ({"delayed_update": -1}, "delayed_update"),
         ({"trust_versions": False, "release_gradients": True}, "trust_versions"),
@@ -375,7 +489,8 @@ class _Odd(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = torch.nn.Embedding(30, 12, sparse=True)
-        self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        conv: Any = torch.nn.Conv2d(3, 8, 3)  # torch annotates no `to` with a memory format only
+        self.conv = conv.to(memory_format=torch.channels_last)
         self.waves = torch.nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
         self.empty = torch.nn.Parameter(torch.zeros(0, 4))
         self.shared = torch.nn.Parameter(torch.randn(12, 12))

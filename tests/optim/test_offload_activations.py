@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import torchweld
 from offloading import assert_same_run, drained
 from torchweld import optim
-from torchweld.optim.offload import _chunks
-from torchweld.optim.offload._transfers import SimulatedTransfers
-from torchweld.optim.offload.policy import MARGIN, Residency, packed
+from torchweld.bench.studies.offload_simulation import Residency
+from torchweld.optim.offload import _activations
+from torchweld.optim.offload._machine import SimulatedTransfers
+from torchweld.optim.offload.policy import MARGIN, pack_chunks
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
 LAYERS, ROWS, WIDTH = 6, 64, 32
@@ -140,7 +141,7 @@ def test_bytes_of_activations(stay: int) -> None:
     assert model.alive() == optimizer.memory()["device"]["activations"] == stay * ONE
     alive = [not storage.expired() for storage, _ in model.made]
     assert alive == [False] * (len(SAVED) - stay) + [True] * stay
-    waste = packed(leaving, optimizer._activations._chunks._size).waste
+    waste = pack_chunks(leaving, optimizer._activations._chunks._size).waste
     assert optimizer.memory()["host"]["activations"] == sum(leaving) + waste
     loss.backward()
     del loss
@@ -177,11 +178,12 @@ def test_activations_come_back_ahead_of_their_use() -> None:
             order.append(("load", piece.at))
         load(piece)
 
-    def noted_bring(piece: Any, view: Any) -> Any:
+    def noted_bring(piece: Any, *saved: Any) -> Any:
         order.append(("read", piece.at))
-        return bring(piece, view)
+        return bring(piece, *saved)
 
-    activations._load, activations._bring = noted_load, noted_bring  # type: ignore[method-assign]
+    activations._load = noted_load  # type: ignore[method-assign]
+    activations._bring = noted_bring  # type: ignore[assignment, method-assign]
     forward(model, optimizer, 0).backward()
     last = len(SAVED) - 1
     reads = list(dict.fromkeys(at for what, at in order if what == "read"))
@@ -301,7 +303,7 @@ def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patched:
         transfers.is_full = fails == "lock"
         if fails == "memory":
-            patched.setattr(_chunks.torch, "empty", exhausted)
+            patched.setattr(_activations.torch, "empty", exhausted)
         with pytest.raises(MemoryError, match=r"no room for activations \(\d+ bytes\)"):
             forward(model, optimizer, 0)
     transfers.is_full = False
@@ -314,61 +316,95 @@ def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_run((model, optimizer), (reference, theirs))
 
 
-def test_writing_what_was_saved() -> None:
-    """Tensors that stay are guarded by autograd; tensors that left keep their values."""
+@pytest.mark.parametrize("placement", ["cuda", "cpu"])
+def test_writing_what_was_saved(placement: str) -> None:
+    """It is an error, as in autograd, whether the tensor stayed or left; its memory is not kept."""
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    for placement in ("cuda", "cpu"):
-        optimizer = offload_of(Deep(), placement=placement)
-        with optimizer.activations(least_bytes=1):
-            hidden = x * 2
-            loss = hidden.square().sum()
-        hidden.detach().zero_()
-        if placement == "cuda":
-            with pytest.raises(RuntimeError, match="at version 1, expected version 0"):
-                loss.backward()
-        else:
-            loss.backward()
-            assert x.grad is not None
-            assert torch.equal(x.grad, torch.full_like(x, 8))
-
-
-def test_memory_that_is_saved_twice() -> None:
-    """Before and after it is written: the backward reads either."""
-    x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    with offload_of(Deep()).activations(least_bytes=1):
+    with offload_of(Deep(), placement=placement).activations(least_bytes=1):
         hidden = x * 2
         loss = hidden.square().sum()
-        loss = loss + hidden.mul_(2).square().sum()
-    loss.backward()
+    memory = StorageWeakRef(hidden.untyped_storage())
+    hidden.detach()[0].zero_()
+    del hidden
+    assert memory.expired() == (placement == "cpu")
+    with pytest.raises(RuntimeError, match=r"shape \(64, 32\) .* at version 1, expected version 0"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("placement", ["none", "cuda", "cpu"])
+def test_memory_that_is_saved_twice(placement: str) -> None:
+    """Before and after it is written: only the later one may be read."""
+    ours = contextlib.nullcontext()
+    if placement != "none":
+        ours = offload_of(Deep(), placement=placement).activations(least_bytes=1)  # type: ignore
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with ours:
+        hidden = x * 2
+        before = hidden.square().sum()
+        after = hidden.mul_(2).square().sum()
+    after.backward(retain_graph=True)
     assert x.grad is not None
-    assert torch.equal(x.grad, torch.full_like(x, 2 * 4 + 2 * 16))
+    assert torch.equal(x.grad, torch.full_like(x, 2 * 16))
+    with pytest.raises(RuntimeError, match=r"at version 1.*expected version 0"):
+        before.backward()
 
 
 class Late(SimulatedTransfers):
-    """Copies to the host run when something waits for them, copies to the device in `join`."""
+    """Copies run when something waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._gives: list[Any] = []
+        self.waits: list[str] = []
 
-    def fetch(self, copies: Any) -> Any:
-        waiting = list(copies)
+    def _begin(self, way: str, copies: Any, after: Any) -> Any:
+        waiting, waits = list(copies), self.waits
 
         class Arrival:
-            def synchronize(self) -> None:
+            def is_done(self) -> bool:
+                return not waiting
+
+            def _run(self) -> None:
+                if after is not None:
+                    after._run()
                 while waiting:
                     source, target = waiting.pop()
                     target.copy_(source)
 
+            def synchronize(self) -> None:
+                waits.append(f"host, {way}")
+                self._run()
+
+            def join(self, *targets: torch.Tensor) -> None:
+                waits.append(f"device, {way}")
+                self._run()
+
         return Arrival()
 
-    def give(self, copies: Any) -> Any:
-        self._gives += copies
-        return super().fetch([])
+    def fetch(self, copies: Any, after: Any = None) -> Any:
+        return self._begin("fetch", copies, after)
+
+    def give(self, copies: Any, after: Any = None) -> Any:
+        self._gives.append(self._begin("give", copies, after))
+        return self._gives[-1]
 
     def join(self) -> None:
-        super().give(self._gives)
+        for arrival in self._gives:
+            arrival._run()
         self._gives = []
+
+
+def test_the_host_does_not_wait_in_the_backward() -> None:
+    """Each reader waits on the device for its own piece; what was prefetched goes on."""
+    transfers = Late()
+    model = Deep()
+    optimizer = offload_of(model, transfers=transfers)
+    loss = forward(model, optimizer, 0)
+    transfers.waits.clear()
+    loss.backward(inputs=model.layers[LAYERS - 1].bias)
+    # The square, the last GELU and the last linear layer read a piece each.
+    assert transfers.waits == ["device, give"] * 3
+    assert [arrival.is_done() for arrival in transfers._gives] == [True, True, True, False]
 
 
 def test_copies_are_waited_for() -> None:

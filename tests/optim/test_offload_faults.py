@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,12 @@ from torchweld import optim
 from torchweld.errors import ArgumentError
 from torchweld.optim._codecs import Codec
 from torchweld.optim.offload._buckets import Bucket
-from torchweld.optim.offload._transfers import SimulatedTransfers
-from torchweld.optim.offload._worker import Worker, default_threads, near
+from torchweld.optim.offload._machine import (
+    SimulatedTransfers,
+    Worker,
+    count_default_threads,
+    find_near_cores,
+)
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
 CODECS: list[dict[str, Any]] = [
@@ -95,9 +103,15 @@ def test_an_overflow_in_the_last_bucket() -> None:
     ),
     st.sampled_from([0, 200_000, 1 << 30]),
     st.booleans(),
+    st.sampled_from(["cpu", "auto"]),
 )
-def test_any_order_of_calls(calls: list[str], undo_bytes: int, release: bool) -> None:
-    """Actions between steps have the same effect as without offloading."""
+def test_any_order_of_calls(
+    calls: list[str], undo_bytes: int, release: bool, placement: str
+) -> None:
+    """Actions between steps have the same effect as without offloading.
+
+    With "auto" the device has room for a part of the states.
+    """
     if release:  # others cannot write a gradient that has left
         calls = [call for call in calls if call != "clip"]
     runs = []
@@ -107,7 +121,9 @@ def test_any_order_of_calls(calls: list[str], undo_bytes: int, release: bool) ->
             return optim.AdamW(params, **ADAMW, max_grad_norm=None if release else 10.0)
 
         model = small_model()
-        maker = offloaded(make, undo_bytes=undo_bytes, release_gradients=release)
+        device = SimulatedTransfers(capacity=500_000)
+        how = {"undo_bytes": undo_bytes, "placement": placement, "transfers": device}
+        maker = offloaded(make, release_gradients=release, **how)
         optimizer = (maker if is_offloaded else make)(list(model.parameters()))
         for step in range(3):
             backward(model, step)
@@ -226,7 +242,7 @@ def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     before = values(model)
     with monkeypatch.context() as patched:
         patched.setattr(Codec, "new_state", exhausted)
-        with pytest.raises(MemoryError, match=r"no room for states of \d+ parameters.*Nothing has"):
+        with pytest.raises(MemoryError, match=r"no room for states of \d+ parameters.*Nothing was"):
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
     optimizer.step()
@@ -306,7 +322,7 @@ def test_threads_are_the_workers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for ranks, cores, expected in (("1", 64, 63), ("8", 64, 7), ("8", 32, 7), ("128", 64, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert default_threads(set(range(cores))) == expected
+        assert count_default_threads(set(range(cores))) == expected
 
 
 def test_cores_near_a_device(tmp_path: Path) -> None:
@@ -318,8 +334,8 @@ def test_cores_near_a_device(tmp_path: Path) -> None:
     allowed = set(range(10))
     for numa_node, expected in (("1\n", {4, 5, 6, 7}), ("-1\n", allowed), ("2\n", allowed)):
         (at / "numa_node").write_text(numa_node)
-        assert near(tmp_path, "0000:3b:00.0", allowed) == expected
-    assert near(tmp_path, "0000:00:00.0", allowed) == allowed
+        assert find_near_cores(tmp_path, "0000:3b:00.0", allowed) == expected
+    assert find_near_cores(tmp_path, "0000:00:00.0", allowed) == allowed
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
@@ -367,3 +383,82 @@ def test_no_copies_or_pickles() -> None:
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArgumentError, match="its state_dict"):
             copies(optimizer)
+
+
+def _outcome_in_a_child(action: Any) -> int:
+    """Fork, run the action there, and return its exit status; -SIGKILL if it does not end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except ArgumentError as error:
+            os._exit(3 if "forked" in str(error) else 4)
+        except BaseException:
+            os._exit(5)
+        os._exit(0)
+    for _ in range(100):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("moment", ["no gradients", "early steps", "a step still runs"])
+def test_a_forked_process_has_no_thread(moment: str) -> None:
+    """step() raises an error there instead of waiting; reading states that are final works."""
+    model, optimizer, _ = train(offloaded(lambda params: optim.AdamW(params, **ADAMW)))
+    release = threading.Event()
+    if moment == "a step still runs":
+        optimizer._worker.submit(release.wait)
+    if moment != "no gradients":
+        backward(model, 9)
+    if moment == "early steps":
+        drained(optimizer)
+    actions = [optimizer.step, optimizer.zero_grad, optimizer.state_dict]
+    outcomes = [_outcome_in_a_child(action) for action in actions]
+    release.set()
+    waits = moment == "a step still runs"
+    assert outcomes == ([3, 3, 3] if waits else [3, 0, 0])
+    # The parent goes on.
+    if moment == "no gradients":
+        backward(model, 9)
+    optimizer.step()
+    expected = train(lambda params: optim.AdamW(params, **ADAMW))
+    backward(expected[0], 9)
+    expected[1].step()
+    assert_same_run((model, optimizer), expected[:2])
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "step in a function"])
+def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
+    """The numbers are those of the step itself, and so is the number that begin early."""
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW)
+
+    torch.compiler.reset()
+    model = small_model()
+    optimizer = offloaded(make)(list(model.parameters()))
+
+    def train_step(step: int) -> None:
+        backward(model, step)
+        torch.compiler.disable(drained)(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ahead = 0
+    compiled: Any = torch.compile(train_step if whole else optimizer.step, backend="eager")
+    for step in range(4):
+        if whole:
+            compiled(step)
+        else:
+            backward(model, step)
+            drained(optimizer)
+            compiled()
+            optimizer.zero_grad()
+        ahead += optimizer.counts["ahead"]
+    expected = train(offloaded(make))
+    assert_same_run((model, optimizer), expected[:2])
+    assert ahead == expected[2]

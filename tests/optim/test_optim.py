@@ -26,6 +26,8 @@ from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.optimizer.reference import read_param
 
+pytestmark = [pytest.mark.numbers, pytest.mark.lane]
+
 # --- Numbers ----------------------------------------------------------------------------------
 
 
@@ -414,8 +416,9 @@ def test_a_scaled_ascent_is_clipped(limit: float, backend: str) -> None:
     expected = [factor * p.grad.double() for p in params]
     for p in params:
         p.data.zero_()
-        p.grad *= 8.0
-    optimizer = optim.SGD(params, lr=1.0, maximize=True, max_grad_norm=limit)
+        assert p.grad is not None
+        p.grad.mul_(8.0)
+    optimizer: Any = optim.SGD(params, lr=1.0, maximize=True, max_grad_norm=limit)
     optimizer.grad_scale = torch.tensor(8.0)
     optimizer.step()
     for p, value in zip(params, expected, strict=True):

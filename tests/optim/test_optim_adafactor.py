@@ -22,6 +22,8 @@ from optimizers import (
 )
 from torchweld import optim
 
+pytestmark = pytest.mark.numbers
+
 # torch divides by the number of elements.
 NOT_EMPTY = tuple(shape for shape in MATRICES if 0 not in shape)
 
@@ -146,6 +148,7 @@ def test_states_go_from_and_to_torch(dtype: torch.dtype) -> None:
 
 def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
     """Under GradScaler: averages, parameters and the count stay."""
+    optimizer: Any
     params, optimizer = run(lambda p: optim.Adafactor(p), 2)
     before = snapshot(params, optimizer)
     draw_grads(params, 5)
@@ -159,7 +162,8 @@ def test_an_infinite_gradient_leaves_no_trace(backend: str) -> None:
     expected, peer = run(lambda p: optim.Adafactor(p), 2)
     draw_grads(expected, 5, 0.8)
     for p in expected:
-        p.grad /= 8
+        assert p.grad is not None
+        p.grad.div_(8)
     peer.step()
     assert same(snapshot(params, optimizer), snapshot(expected, peer))
 
@@ -228,12 +232,27 @@ def test_kernels_refuse_by_themselves() -> None:
     squares = torch.ops.torchweld.adafactor_squares.cpu
 
     def call(
-        moments: list[torch.Tensor], params: Any = None, sums: Any = None, wholes: Any = (), of=step
+        moments: list[torch.Tensor],
+        params: Any = None,
+        sums: Any = None,
+        wholes: Any = (),
+        of: Any = step,
     ) -> None:
         given = [x.clone()] if params is None else params
         steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
-        lists = (given, grads, [], moments, [], [], steps, [], [])
-        of(*lists, torch.tensor(1.0), None, None, None, sums, wholes, *settings)
+        lists: tuple[list[torch.Tensor], ...] = (
+            given,
+            grads,
+            [],
+            moments,
+            [],
+            [],
+            steps,
+            [],
+            [],
+            [],
+        )
+        of(*lists, torch.tensor(1.0), None, None, None, None, sums, None, wholes, *settings)
 
     call([torch.zeros(4), torch.zeros(6)])
     sums, wholes = torch.zeros(13, dtype=torch.float64), [8, 6, 48]
@@ -241,7 +260,7 @@ def test_kernels_refuse_by_themselves() -> None:
     assert sums.tolist() == [6.0] * 4 + [4.0] * 6 + [0.0] * 3
     for of_pass in ((sums[1:], wholes), (sums.float(), wholes), (sums, wholes[1:]), (None, wholes)):
         with pytest.raises(RuntimeError):
-            call([torch.zeros(4), torch.zeros(6)], None, *of_pass, squares)
+            call([torch.zeros(4), torch.zeros(6)], None, of_pass[0], of_pass[1], squares)
     for wrong in (
         [torch.zeros(4)],
         [torch.zeros(6), torch.zeros(4)],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import inspect
 import pickle
 import sys
 import types
@@ -25,6 +26,8 @@ import torchweld
 from optimizers import U
 from torchweld import optim
 
+pytestmark = pytest.mark.lane
+
 
 def _torchs_data() -> Any:
     """Its import needs a package for other tests, and changes global settings."""
@@ -39,10 +42,12 @@ def _torchs_data() -> Any:
 
 
 DATA = _torchs_data()
+# Muon takes only matrices and iterates in bfloat16: its inputs have tests of their own below.
 INFOS = {
     info.optim_cls.__name__: info
     for info in DATA.optim_db
-    if getattr(optim, info.optim_cls.__name__, None) is not None
+    if info.optim_cls is not torch.optim.Muon
+    and getattr(optim, info.optim_cls.__name__, None) is not None
     and issubclass(getattr(optim, info.optim_cls.__name__), info.optim_cls)
 }
 
@@ -69,6 +74,9 @@ DIFFERENCES = {
     ),
     "without elements": Difference(
         "Adafactor steps parameters without elements", "torch's divides by their number: zero"
+    ),
+    "only support 2D parameters": Difference(
+        "Muon takes stacks of matrices", "experts are stacked; a vector is refused as torch does"
     ),
     "moments": Difference(
         "moments of 16-bit parameters are float32", "state_dtype says it, and bfloat16 is one"
@@ -294,3 +302,114 @@ def test_schedulers_copies_and_checkpoints(name: str, given: Any) -> None:
     _step(ours, again, 9)
     for p, e in zip(ours, expected, strict=True):
         torch.testing.assert_close(p, e, rtol=0, atol=20 * U)
+
+
+# --- Muon -------------------------------------------------------------------------------------
+
+(MUON,) = (info for info in DATA.optim_db if info.optim_cls is torch.optim.Muon)
+
+
+@pytest.mark.parametrize("given", MUON.optim_inputs_func(device="cpu"), ids=lambda g: g.desc)
+def test_inputs_of_muon(given: Any) -> None:
+    """torch's parameters within the roundings of two iterations in bfloat16, and its states."""
+    results = []
+    for module in (optim, torch.optim):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.randn(s, generator=generator).requires_grad_() for s in ((10, 10), (6, 9))]
+        optimizer = module.Muon(params, **copy.deepcopy(given.kwargs))
+        for number in range(7):
+            _step(params, optimizer, number)
+        results.append((params, optimizer))
+    (ours, mine), (theirs, peer) = results
+    lr = float(mine.param_groups[0]["lr"])
+    for p, q in zip(ours, theirs, strict=True):
+        # Fifteen roundings of a direction of norm 3.2; the smallest singular values grow by 3.4 a
+        # step, and so do roundings there.
+        assert (p - q).norm() <= 7 * lr * 15 * 2.0**-9 * 10
+        assert mine.state[p].keys() - {"step"} == peer.state[q].keys()
+        momentum = peer.state[q]["momentum_buffer"]
+        torch.testing.assert_close(mine.state[p]["momentum_buffer"], momentum, rtol=0, atol=8 * U)
+
+
+@pytest.mark.parametrize(
+    "error",
+    MUON.optim_error_inputs_func(device="cpu", dtype=torch.float32),
+    ids=lambda error: error.optimizer_error_input.desc,
+)
+def test_error_inputs_of_muon(error: Any) -> None:
+    given = error.optimizer_error_input
+    params = given.params
+    if params is None:
+        params = [torch.ones(3, 4).requires_grad_()]
+    if given.desc in DIFFERENCES and error.error_type is ValueError:
+        assert DIFFERENCES[given.desc].reason
+        params = [torch.ones(3)] if given.desc.startswith("only") else params
+    if issubclass(error.error_type, Warning):
+        with pytest.warns(error.error_type, match=error.error_regex):
+            assert len(optim.Muon(params, **given.kwargs).param_groups[0]["params"]) == 1
+    elif error.error_on == DATA.OptimizerErrorEnum.CONSTRUCTION_ERROR:
+        with pytest.raises(error.error_type, match=error.error_regex):
+            optim.Muon(params, **given.kwargs)
+    else:
+        optimizer = optim.Muon(params, **given.kwargs)
+        with pytest.raises(error.error_type, match="complex"):
+            optimizer.step()
+
+
+# --- Signatures -----------------------------------------------------------------------------------
+
+# Keywords of ours, which follow torch's.
+OURS = {
+    "state_dtype",
+    "master_weights",
+    "min_quantized_size",
+    "stochastic_rounding",
+    "max_grad_norm",
+    *("ema_decay", "cautious", "cautious_decay"),
+}
+# Muon's own, and torch's that torch.optim.Muon lacks.
+OF_MUON = {
+    *("algorithm", "ns_dtype", "heads", "split_sizes", "split_dim"),
+    *("maximize", "foreach", "capturable", "differentiable", "fused"),
+}
+CLASSES: list[type[Any]] = [
+    value
+    for name in optim.__all__
+    if isinstance(value := getattr(optim, name), type)
+    and issubclass(value, torch.optim.Optimizer)
+    and name != "Offload"
+]
+
+
+@pytest.mark.parametrize("made", CLASSES, ids=lambda made: made.__name__)
+def test_constructors_say_what_they_take(made: type) -> None:
+    """No *args and no **kwargs, so that help(), editors and the API page show every argument."""
+    parameters = [*inspect.signature(made).parameters.values()]
+    assert parameters[0].name == "params"
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    assert all(p.annotation is not p.empty for p in parameters)
+    names = {p.name for p in parameters}
+    assert {"lr", "maximize", "foreach", "max_grad_norm", "master_weights"} <= names
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adafactor", "Muon"])
+def test_constructors_are_torchs(name: str) -> None:
+    """The same names, order, kinds and defaults; ours are keywords that follow."""
+    ours, theirs = (
+        [*inspect.signature(getattr(package, name)).parameters.values()]
+        for package in (optim, torch.optim)
+    )
+    own = OURS | OF_MUON if name == "Muon" else OURS
+    shared = [p for p in ours if p.name not in own]
+    assert [(p.name, p.kind, p.default) for p in shared] == [
+        (p.name, p.kind, p.default) for p in theirs
+    ]
+    added = [p for p in ours if p.name in own]
+    assert ours == [*shared, *added]
+    assert all(p.kind is p.KEYWORD_ONLY for p in added)
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    for made in CLASSES:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nesterov_'"):
+            made([torch.nn.Parameter(torch.ones(2))], nesterov_=True)

@@ -30,6 +30,8 @@ from optimizers import (
 from torchweld import optim
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 
+pytestmark = pytest.mark.numbers
+
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 
 

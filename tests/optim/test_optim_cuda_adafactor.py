@@ -25,6 +25,8 @@ from optimizers import (
 )
 from torchweld import optim
 
+pytestmark = pytest.mark.numbers
+
 # More columns than a warp has, in part and as a whole; more rows than chunks have 16 of.
 FACTORED = (*MATRICES, (40, 1100), (3, 7, 512), (1, 2052), (4500, 3))
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -81,7 +83,8 @@ def test_adafactors_tensors_lie_anywhere(dtype: torch.dtype, cuda_device: str) -
     shapes = [(1,), (255,), (5000,), (5, 300), (3, 255), (7, 514), (2, 1024), (4, 6, 8)]
     results = []
     for offset in (0, 1, 2, 4):
-        buffers, params = [], []
+        buffers: list[torch.Tensor] = []
+        params: list[torch.Tensor] = []
 
         def place(t: torch.Tensor, offset: int = offset, buffers: Any = buffers) -> torch.Tensor:
             buffer = t.new_full((t.numel() + offset + 5,), 7.0)
@@ -170,7 +173,17 @@ class _Parts:
         sizes = [*self.whole.shape, self.whole.numel()]
         op = getattr(torch.ops.torchweld, PASSES[passed]).cuda
         for i, p in enumerate(self.params):
-            lists = ([p], [self.grads[i]], [], [*self.averages[i]], [], [], [self.steps[i]], [], [])
+            lists: tuple[Any, ...] = (
+                [p],
+                [self.grads[i]],
+                [],
+                [*self.averages[i]],
+                [],
+                [],
+                [self.steps[i]],
+                [],
+                [],
+            )
             lr, skip = (torch.tensor(t, device=device) for t in (0.1, found_inf))
             op(*lists, lr, None, None, skip, self.sums[i], sizes, *settings)
 

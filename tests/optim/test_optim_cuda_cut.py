@@ -16,6 +16,8 @@ from optimizers import CODECS, RULES, draw_grads, maker, run, same
 from torchweld import optim
 from torchweld.ops.optimizer.batch import Task
 
+pytestmark = pytest.mark.numbers
+
 # Parts of tensors with rows split across devices, and where pieces of blocks begin and end in them:
 # single elements, any number, unaligned, whole blocks, and none.
 CUT = [

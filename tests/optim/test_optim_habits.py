@@ -14,6 +14,7 @@ import torchweld
 from optimizers import (
     CODECS,
     Optimizer,
+    ScheduleFreeAdamW,
     U,
     assert_a_saved_run_goes_on,
     draw,
@@ -25,6 +26,8 @@ from optimizers import (
 from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.optimizer.reference import read_param
+
+pytestmark = pytest.mark.lane
 
 # --- torch.optim's habits ---------------------------------------------------------------------
 
@@ -264,7 +267,7 @@ def test_torchs_own_errors() -> None:
     with pytest.raises(ValueError, match="learning rate"):
         optim.AdamW(P, lr=-1.0)
     with pytest.raises(TypeError):
-        optim.AdamW(P, momentum=0.9)
+        optim.AdamW(P, momentum=0.9)  # type: ignore[call-arg]
 
 
 def test_a_step_that_cannot_be_taken_writes_nothing(backend: str) -> None:
@@ -300,12 +303,14 @@ def test_kernels_refuse_by_themselves() -> None:
             "steps": [torch.tensor(0.0)],
             "edges": [],
             "rounding_offsets": [],
+            "companions": [],
             "lr": torch.tensor(1.0),
             "ratios": None,
         }
         given |= changed
         try:
-            of(*given.values(), None, None, None, [], 0.9, 0.999, 1e-8, 0.0, True)
+            numbers: tuple[Any, ...] = (None, None, None, None, given.pop("each", None), [])
+            of(*given.values(), *numbers, 0.9, 0.999, 1e-8, 0.0, True, False, False)
         finally:
             assert changed.get("params") or not given["params"][0].any()
 
@@ -328,6 +333,13 @@ def test_kernels_refuse_by_themselves() -> None:
         {"grads": [torch.ones(4, 299)]},
         {"grads": [torch.ones(4, 300).half()]},
         {"moments": [x, x]},
+        {"companions": [x.double()]},
+        {"companions": [x[:3]]},
+        {"companions": [x, x]},
+        {"each": torch.ones(1, 6, dtype=torch.float64)},
+        {"each": torch.ones(2, 7, dtype=torch.float64)},
+        {"each": torch.ones(1, 7)},
+        {"masters": [x.to(torch.int8)]},
         {"moments": [x.double()] * 2, "absmaxes": []},
         {"moments": [x.to(torch.uint8)], "absmaxes": [torch.zeros(4, 2)]},
         {"absmaxes": [torch.zeros(4, 3)] * 2},
@@ -363,3 +375,27 @@ def test_kernels_refuse_by_themselves() -> None:
             call(**changed)
     with pytest.raises(RuntimeError):
         torch.ops.torchweld.sum_of_squares.cpu([])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.AdamW(p, cautious=True, ema_decay=0.9),
+        lambda p: optim.AdEMAMix(p, alpha_warmup=4, beta3_warmup=4),
+        ScheduleFreeAdamW,
+        lambda p: optim.Muon(p, ns_dtype=torch.float32),
+    ],
+    ids=["AdamW", "AdEMAMix", "schedule-free", "Muon"],
+)
+def test_a_compiled_step_has_the_same_bits(make: Any) -> None:
+    torch.compiler.reset()
+    results = []
+    for compiles in (False, True):
+        params = draw(shapes=[(8, 40), (5, 6)])
+        optimizer = make(params)
+        step: Any = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for seed in range(3):
+            draw_grads(params, seed)
+            step()
+        results.append(snapshot(params, optimizer))
+    assert same(*results)

@@ -18,7 +18,7 @@ import torchweld
 from optimizers import RULES, U, draw, draw_grads, maker, same, snapshot
 from torchweld import optim
 from torchweld.optim import _rounding_offsets, _sharded_blocks
-from torchweld.optim._kept import keep
+from torchweld.optim._caching import cache_tensors
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     *RULES,
@@ -184,7 +184,7 @@ def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
             params = draw(shapes=[(33, 70), (5,)])
             for p in params:
                 p.grad = torch.full_like(p, 3 * scale)
-            optimizer = make(params)
+            optimizer: Any = make(params)
             optimizer.grad_scale = torch.tensor(scale)
             optimizer.found_inf = torch.tensor(found)
             optimizer.step()
@@ -205,7 +205,7 @@ def test_what_a_scaler_sets() -> None:
     for shape in ((), (1,), (1, 1)):
         params = draw(shapes=[(33, 70), (5,)])
         draw_grads(params, 0)
-        optimizer = optim.AdamW(params, max_grad_norm=1.0)
+        optimizer: Any = optim.AdamW(params, max_grad_norm=1.0)
         optimizer.grad_scale = torch.full(shape, 4.0)
         optimizer.found_inf = torch.zeros(shape)
         optimizer.step()
@@ -214,12 +214,14 @@ def test_what_a_scaler_sets() -> None:
     assert same(runs[0], runs[2])
     params = draw(shapes=[(5,)])
     draw_grads(params, 0)
-    before = [t.detach().clone() for t in (params[0], params[0].grad)]
+    held: list[Any] = [params[0], params[0].grad]
+    before = [t.detach().clone() for t in held]
     optimizer = optim.AdamW(params)
     optimizer.grad_scale = torch.ones(2)
     with pytest.raises(torchweld.ArgumentError, match=r"grad_scale is of \[2\]"):
         optimizer.step()
-    assert same([params[0], params[0].grad], before)
+    held = [params[0], params[0].grad]
+    assert same(held, before)
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -267,7 +269,7 @@ def test_a_subclass_that_wraps_tensors(kind: Any, settings: dict[str, Any], back
     """Each wrapped tensor steps as it would by itself, for rules without norms."""
     grads = [torch.randn(4, 9, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
     alone = [torch.ones(4, 9), torch.full((4, 9), 2.0)]
-    p = torch.nn.Parameter(TwoTensor(*[t.clone() for t in alone]))
+    p: Any = torch.nn.Parameter(TwoTensor(*[t.clone() for t in alone]))
     optimizer = maker(kind, settings)([p])
     for _ in range(3):
         p.grad = TwoTensor(*[g.clone() for g in grads])
@@ -367,7 +369,7 @@ def test_groups_step_as_one_and_as_each_by_itself(
 ) -> None:
     """Groups with other learning rates and settings: the bits of separate optimizers."""
     shapes = [(33, 70), (5,), (33, 70), (8, 8), (5,), (33, 70)]
-    varied = [
+    varied: list[dict[str, Any]] = [
         {"lr": 1e-2},
         {"lr": 3e-3, "name": "a user's own"},
         {"lr": torch.tensor(2e-2, dtype=torch.float64)},
@@ -375,6 +377,8 @@ def test_groups_step_as_one_and_as_each_by_itself(
         {"lr": 1e-2, "maximize": True, "betas": [0.8, 0.9]},
         {"lr": 5e-3, "master_weights": True, "state_dtype": torch.float32},
     ]
+    if kind is optim.AdEMAMix:
+        varied[4]["betas"] = [0.8, 0.9, 0.99]
     grads = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes]
     for dtype in (torch.float32, BF16):
         params, alone = draw(dtype, shapes), draw(dtype, shapes)
@@ -387,7 +391,7 @@ def test_groups_step_as_one_and_as_each_by_itself(
 
 
 def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for groups that differ only in learning rates; each group is visited once."""
+    """One call for groups that differ in numbers; each group is visited once."""
     calls: list[int] = []
     op = type(optim.AdamW([torch.zeros(1)])._rule())
     step = op.step
@@ -396,7 +400,12 @@ def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None
     )
     params = [torch.zeros(3, requires_grad=True) for _ in range(50)]
     draw_grads(params, 0)
-    optimizer = optim.AdamW([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)])
+    numbers: Any = [
+        {"lr": 1e-3 * (i + 1), "weight_decay": i / 100, "betas": (0.9, 0.9 + i / 1000)}
+        for i in range(50)
+    ]
+    groups = zip(params, numbers, strict=True)
+    optimizer = optim.AdamW([{"params": [p], **of_group} for p, of_group in groups])
     optimizer.step()
     assert len(calls) == 1
     # The first step of Adam's is lr long.
@@ -441,7 +450,7 @@ def test_tensors_kept_between_steps_are_not_of_a_mode(mode: Any) -> None:
         step()
 
 
-@pytest.mark.parametrize("function", [_rounding_offsets._offset, _sharded_blocks._split_rows])
+@pytest.mark.parametrize("function", [_rounding_offsets._make_offset, _sharded_blocks._split_rows])
 def test_both_caches_of_tensors_know_of_modes(function: Any) -> None:
     """Under a mode they make their tensors anew."""
-    assert function.__code__ is keep(maxsize=1)(len).__code__
+    assert function.__code__ is cache_tensors(maxsize=1)(len).__code__

@@ -69,7 +69,7 @@ def test_parameters_without_elements_or_gradients(kind: str, sorts: list[str]) -
     assert all(torch.equal(params[i].detach(), before[i]) for i in others)
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"lr": 1e-2, "weight_decay": 0.1, "coeff_beta": 0.9},
     {"lr": 3e-2, "betas": (0.8, 0.99), "coeff_beta": 0.5, "factor_clip": (0.9, 1.1)},
     {"lr": 1e-2, "eps": 1e-3, "factor_threshold": 0.01, "trust_clip": (0.1, 0.7)},

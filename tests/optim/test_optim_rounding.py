@@ -24,7 +24,9 @@ from optimizers import (
     snapshot,
 )
 from torchweld import optim
-from torchweld.ops.optimizer.rounding import random_bits, rounded, rounded_at
+from torchweld.ops.optimizer.rounding import random_bits, round_at, round_stochastically
+
+pytestmark = pytest.mark.numbers
 
 STATES = [torch.float32, torch.bfloat16, "8bit"]
 ROUNDED = {"stochastic_rounding": True}
@@ -85,7 +87,7 @@ def test_every_random_number_makes_it_right_on_average(bits: int) -> None:
     """The share of the 2^16 that round away from zero is exactly the value of the lower bits."""
     value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
     random = torch.arange(2**16, dtype=torch.int32)
-    found = rounded(value.expand(2**16), random).view(torch.int16).int() & 0xFFFF
+    found = round_stochastically(value.expand(2**16), random).view(torch.int16).int() & 0xFFFF
     assert set(found.tolist()) <= {bits >> 16, (bits >> 16) + 1}
     assert (found != bits >> 16).sum() == bits & 0xFFFF
 
@@ -239,12 +241,12 @@ def test_a_part_is_rounded_as_in_the_whole(
 def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
     whole = torch.randn(6, 5, 44, generator=torch.Generator().manual_seed(0))
     strides, step = list(whole.stride()), torch.tensor(4.0)
-    expected = rounded_at(whole, torch.tensor([2, 0, *strides]), step)
+    expected = round_at(whole, torch.tensor([2, 0, *strides]), step)
     assert not torch.equal(expected, whole.bfloat16())
     for part in ((3, 1, 13), (0, 0, 0), (5, 4, 43)):
         first = sum(b * s for b, s in zip(part, strides, strict=True))
         here = tuple(slice(b, None) for b in part)
-        found = rounded_at(whole[here], torch.tensor([2, first, *strides]), step)
+        found = round_at(whole[here], torch.tensor([2, first, *strides]), step)
         assert torch.equal(found, expected[here])
 
 
@@ -280,7 +282,7 @@ def test_steps_and_parameters_draw_their_own() -> None:
     optimizer.step()
     moved = values - values.new_tensor(0.5 * 2.0**-8)
     for number in (0, 2, 3):
-        expected = rounded_at(moved, torch.tensor([number, 0, 1]), torch.tensor(1))
+        expected = round_at(moved, torch.tensor([number, 0, 1]), torch.tensor(1))
         assert torch.equal(made[number], expected)
     assert torch.equal(made[1], values)
     assert not torch.equal(made[0], made[2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchweld
-from optimizers import U, draw, draw_grads, run, same, snapshot
+from optimizers import BY_RULE, U, draw, draw_grads, run, same, snapshot
 from torchweld import optim
 from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
@@ -19,16 +19,6 @@ from torchweld.ops.optimizer.rule import RULES, Rule
 
 CORE = Path(__file__).resolve().parents[2] / "csrc" / "core"
 IN_PYTHON = {"double": float, "bool": bool}
-# One optimizer of each rule, with every setting having an effect.
-MAKERS: dict[str, Any] = {
-    "adam": lambda p: optim.Adam(p, weight_decay=0.1),
-    "sgd": lambda p: optim.LARS(p, momentum=0.9, weight_decay=0.1),
-    "lion": lambda p: optim.Lion(p, weight_decay=0.1),
-    "lamb": lambda p: optim.LAMB(p, eps=1e-3, weight_decay=0.1),
-    "adafactor": lambda p: optim.TransformersAdafactor(
-        p, 5.0, (1e-3, 2.0), 0.5, beta1=0.9, weight_decay=0.1, relative_step=False
-    ),
-}
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
@@ -63,7 +53,7 @@ def test_every_setting_arrives_where_it_belongs(rule: Rule, backend: str) -> Non
     """
 
     def stepped(name: str | None = None) -> list[torch.Tensor]:
-        params, optimizer = run(MAKERS[rule.name], 2, shapes=[(8, 40)])
+        params, optimizer = run(BY_RULE[rule.name], 2, shapes=[(8, 40)])
         draw_grads(params, 2)
         (task,) = optimizer._tasks()  # type: ignore[attr-defined]
         if name is not None:

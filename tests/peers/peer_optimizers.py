@@ -45,6 +45,29 @@ def _torchao(params: Any, **settings: Any) -> torch.optim.Optimizer:
     return AdamW8bit(params, **settings)
 
 
+class _AdEMAMix(torch.optim.Optimizer):
+    """Algorithm 1 of the paper of AdEMAMix."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, alpha, decay = group["lr"], group["alpha"], group["weight_decay"]
+            for p in group["params"]:
+                state = self.state[p]
+                t = state["t"] = state.get("t", 0) + 1
+                averages = state.setdefault("averages", [torch.zeros_like(p) for _ in range(3)])
+                for average, beta, g in zip(
+                    averages, group["betas"], (p.grad, p.grad**2, p.grad), strict=True
+                ):
+                    average.lerp_(g, 1 - beta)
+                fast, square, slow = averages
+                fast, square = fast / (1 - 0.9**t), square / (1 - 0.999**t)
+                p -= lr * ((fast + alpha * slow) / (square.sqrt() + 1e-8) + decay * p)
+
+
 class Case(NamedTuple):
     """Our optimizer, a peer's of the same rule, and torch's or the peer's in float64."""
 
@@ -79,6 +102,13 @@ CASES = {
     ),
     "transformers Adafactor with a momentum": Case(
         HF, optim.TransformersAdafactor, HF, GIVEN | {"beta1": 0.9, "weight_decay": 0.1}
+    ),
+    "bitsandbytes AdEMAMix": Case(
+        lambda p, **settings: bitsandbytes.optim.AdEMAMix(p, **settings, optim_bits=32),
+        optim.AdEMAMix,
+        _AdEMAMix,
+        ADAM | {"alpha": 5.0, "betas": (0.9, 0.999, 0.9999)},
+        dtypes=(torch.float32, torch.bfloat16),
     ),
     "DeepSpeed CPUAdam": Case(_deepspeed, optim.AdamW, ADAMW, ADAM),
     # It does not always round to the nearest code.

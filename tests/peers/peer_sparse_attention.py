@@ -27,6 +27,13 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
 
 from torchweld import ArgumentError, huggingface
 from torchweld.sparse import BlockLayout
@@ -105,6 +112,7 @@ def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]
         if wanted is None:
             assert parameter.grad is None
             continue
+        assert parameter.grad is not None, name
         # A key's bias shifts all scores of a query equally: its gradient is only rounding error.
         floor = 1e-5 * max(p.grad.abs().max() for p in expected.values() if p.grad is not None)
         error = (parameter.grad - wanted).abs().max()
@@ -153,6 +161,8 @@ def test_layers_have_layouts_of_their_own() -> None:
 def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
     """The prompt and every token after it see all keys, whatever the layout."""
     tokens, keep = _tokens()
+    plain: Any
+    sparse: Any
     plain, sparse = (model.eval() for model in _pair(make, WINDOW))
     keep = keep.flip(1)  # prompts are padded on the left
     given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -213,14 +223,65 @@ def test_generate_keeps_the_soft_cap() -> None:
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_sequences_are_refused() -> None:
-    """Positions that begin anew separate documents, which the layout does not."""
+def _positions(*rows: tuple[int, ...]) -> torch.Tensor:
+    """Positions that begin anew at every document of these lengths."""
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+
+
+@pytest.mark.parametrize("layout", ["dense", "window"])
+@pytest.mark.parametrize(
+    "position_ids",
+    [_positions((40, 56)), _positions((40, 56), (96,)), _positions((10, 30, 56), (57, 39))],
+    ids=["for all", "one of two", "different"],
+)
+def test_packed_sequences(layout: str, position_ids: torch.Tensor) -> None:
+    """Positions that begin anew separate documents, in each sequence of the batch its own."""
+    tokens, _ = _tokens()
+    make = {"dense": functools.partial(BlockLayout.dense, block=16), "window": WINDOW}[layout]
+    plain, sparse = _pair(_llama, make)
+    number = (position_ids == 0).cumsum(-1).expand(2, -1)
+    seen = (number[:, :, None] == number[:, None]) & make((LENGTH, LENGTH)).to_mask()[0]
+    seen = seen & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    given = {"input_ids": tokens, "position_ids": position_ids, "use_cache": False}
+    _assert_alike([plain, sparse], [{**given, "attention_mask": seen[:, None]}, given])
+    if layout == "dense":  # sdpa finds the documents as well
+        torch.testing.assert_close(sparse(**given)[0], plain(**given)[0], rtol=1e-4, atol=1e-4)
+    # Nothing is left of them in the next pass.
+    whole = {"input_ids": tokens, "use_cache": False}
+    mask = make((LENGTH, LENGTH)).to_mask() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    wanted = plain(**whole, attention_mask=mask.expand(2, 1, -1, -1))
+    torch.testing.assert_close(sparse(**whole)[0], wanted[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it as it traces
+@pytest.mark.parametrize("position_ids", [None, _positions((40, 56))], ids=["one", "packed"])
+def test_a_compiled_model(position_ids: torch.Tensor | None) -> None:
+    """Tracing, transformers takes every batch for a packed one."""
+    torch.compiler.reset()
     tokens, _ = _tokens()
     _, model = _pair(_llama, WINDOW)
-    model(tokens, position_ids=torch.arange(LENGTH)[None], use_cache=False)
-    position_ids = torch.cat([torch.arange(40), torch.arange(LENGTH - 40)])[None]
-    with pytest.raises(ArgumentError, match="mask_function"):
-        model(tokens, position_ids=position_ids, use_cache=False)
+    given = {"input_ids": tokens, "position_ids": position_ids, "use_cache": False}
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given)[0], model(**given)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_with_padding() -> None:
+    """The keys' mask takes part, and so does a sliding window; both in the mask of documents."""
+    _, keep = _tokens()
+    packed = packed_sequence_mask_function(torch.arange(LENGTH)[None].expand(2, -1) // 40)
+    function = and_masks(causal_mask_function, sliding_window_overlay(40), packed)
+    found = huggingface.mask(LENGTH, LENGTH, keep, function)
+    expected = (torch.arange(LENGTH) // 40 + 1).expand(2, -1) * keep
+    assert torch.equal(found, expected)
+
+
+def test_other_masks_are_refused() -> None:
+    """Prefixes and chunks, also beside packed sequences."""
+    packed = packed_sequence_mask_function(torch.zeros(1, LENGTH, dtype=torch.int64))
+    chunks = chunked_overlay(16, torch.zeros(1, dtype=torch.int64))
+    for function in (chunks, and_masks(packed, chunks), and_masks(packed, packed)):
+        with pytest.raises(ArgumentError, match="mask_function is one of prefixes"):
+            huggingface.mask(LENGTH, LENGTH, None, function)
 
 
 def test_a_sliding_window_of_the_models_is_replaced() -> None:
@@ -239,10 +300,6 @@ def _t5(**more: Any) -> torch.nn.Module:
 
 
 def test_arguments_that_change_scores_are_refused() -> None:
-    tokens, _ = _tokens()
-    _, model = _pair(_t5, WINDOW)
-    with pytest.raises(ArgumentError, match="position_bias"):
-        model(tokens)
     module = torch.nn.Module()
     huggingface.set_layout(module, WINDOW)
     q = torch.randn(1, 2, 64, 8)

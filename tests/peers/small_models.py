@@ -68,7 +68,7 @@ def _gpt2(p: float) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def _t5(p: float) -> Any:
+def _t5(p: float, activation: str = "gated-gelu") -> Any:
     config = transformers.T5Config(
         vocab_size=128,
         d_model=64,
@@ -76,7 +76,7 @@ def _t5(p: float) -> Any:
         d_ff=128,
         num_layers=2,
         num_heads=4,
-        feed_forward_proj="gated-gelu",
+        feed_forward_proj=activation,
         decoder_start_token_id=0,
         dropout_rate=p,
     )
@@ -107,10 +107,13 @@ def _encoder(name: str) -> Callable[[float], Any]:
     return build
 
 
+_LOSS = {"linear_cross_entropy in training, without logits": 1}
+_LIKE_LLAMA = {"rms_norm": 5, "gated_act (silu)": 2, "rotary_embedding_qk": 2, **_LOSS}
+_NORMED = "rotary_embedding_qk, q and k norm"
 # How it is made, its batch, and how many modules of a kind fuse() welds in it.
 MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], dict[str, int]]] = {
-    "opt": (_opt, tokens, {"layer_norm": 5, "linear_act (relu)": 2}),
-    "gpt2": (_gpt2, tokens, {"layer_norm": 5, "linear_act (gelu by tanh)": 2}),
+    "opt": (_opt, tokens, {"layer_norm": 5, "linear_act (relu)": 2, **_LOSS}),
+    "gpt2": (_gpt2, tokens, {"layer_norm": 5, "linear_act (gelu by tanh)": 2, **_LOSS}),
     "bert": (
         _encoder("Bert"),
         tokens,
@@ -122,16 +125,29 @@ MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], di
         {"layer_norm": 2, "linear_act (gelu)": 2, "dropout_add_layer_norm": 4},
     ),
     "vit": (_vit, _images, {"layer_norm": 5, "linear_act (gelu)": 2}),
-    "t5": (_t5, tokens, {"rms_norm": 12, "gated_act (gelu by tanh)": 4}),
-    "llama": (_decoder("Llama"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
-    "qwen2": (_decoder("Qwen2"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
-    "mistral": (_decoder("Mistral"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+    "t5": (
+        _t5,
+        tokens,
+        {
+            "rms_norm": 12,
+            "gated_act (gelu by tanh)": 4,
+            "on the CPU block_sparse_attention over all keys": 6,
+        },
+    ),
+    "llama": (_decoder("Llama"), tokens, _LIKE_LLAMA),
+    "qwen2": (_decoder("Qwen2"), tokens, _LIKE_LLAMA),
+    "mistral": (_decoder("Mistral"), tokens, _LIKE_LLAMA),
     "gemma": (
         _decoder("Gemma", head_dim=16),
         tokens,
-        {"rms_norm, weight + 1": 5, "gated_act (gelu by tanh)": 2},
+        {
+            "rms_norm, weight + 1": 5,
+            "gated_act (gelu by tanh)": 2,
+            "rotary_embedding_qk": 2,
+            **_LOSS,
+        },
     ),
-    "phi3": (_decoder("Phi3"), tokens, {"rms_norm": 5, "gated_act (silu)": 2}),
+    "phi3": (_decoder("Phi3"), tokens, _LIKE_LLAMA),
 }
 
 
@@ -163,22 +179,46 @@ def _nemotron_h(p: float) -> Any:
 
 # Norms with gates, on heads, of other forms; with how many modules fuse() welds.
 WITH_OTHER_NORMS: dict[str, tuple[Callable[[float], Any], dict[str, int]]] = {
-    "qwen3": (_decoder("Qwen3", head_dim=16), {"rms_norm": 9, "gated_act (silu)": 2}),
-    "gemma3": (_gemma3, {"rms_norm, weight + 1": 13, "gated_act (gelu by tanh)": 2}),
+    "qwen3": (
+        _decoder("Qwen3", head_dim=16),
+        {"rms_norm": 5, "gated_act (silu)": 2, _NORMED: 2, **_LOSS},
+    ),
+    "gemma3": (
+        _gemma3,
+        {"rms_norm, weight + 1": 9, "gated_act (gelu by tanh)": 2, _NORMED: 2, **_LOSS},
+    ),
     "cohere": (
         _decoder("Cohere", bos_token_id=1, eos_token_id=2),
-        {"gated_act (silu)": 2, "layer_norm": 3},
+        {"gated_act (silu)": 2, "layer_norm": 3, "rotary_embedding_qk": 2, **_LOSS},
     ),
-    "nemotron": (_decoder("Nemotron"), {"linear_act (relu2)": 2, "layer_norm, weight + 1": 5}),
-    "mamba2": (_mamba2, {"rms_norm": 5, "bias_act (silu)": 2}),
+    "nemotron": (
+        _decoder("Nemotron"),
+        {"linear_act (relu2)": 2, "layer_norm, weight + 1": 5, "rotary_embedding_qk": 2, **_LOSS},
+    ),
+    "mamba2": (_mamba2, {"rms_norm": 5, "bias_act (silu)": 2, **_LOSS}),
     "falcon_h1": (
         _decoder("FalconH1", **_MIXED, mamba_d_ssm=128, mamba_rms_norm=True),
-        {"gated_act (silu)": 2, "bias_act (silu)": 2, "rms_norm": 7},
+        {
+            "gated_act (silu)": 2,
+            "bias_act (silu)": 2,
+            "rms_norm": 7,
+            "rotary_embedding_qk": 2,
+            **_LOSS,
+        },
     ),
-    "nemotron_h": (_nemotron_h, {"rms_norm": 7, "bias_act (silu)": 2, "linear_act (relu2)": 1}),
+    "nemotron_h": (
+        _nemotron_h,
+        {"rms_norm": 7, "bias_act (silu)": 2, "linear_act (relu2)": 1, **_LOSS},
+    ),
     "bamba": (
         _decoder("Bamba", **_MIXED, attn_layer_indices=[1]),
-        {"gated_act (silu)": 2, "rms_norm": 6, "bias_act (silu)": 1},
+        {
+            "gated_act (silu)": 2,
+            "rms_norm": 6,
+            "bias_act (silu)": 1,
+            "rotary_embedding_qk": 1,
+            **_LOSS,
+        },
     ),
 }
 
@@ -187,6 +227,13 @@ def build(name: str, p: float = 0.0) -> Any:
     """Build the same model each time; p is the probability of its dropouts."""
     torch.manual_seed(0)
     return (MODELS if name in MODELS else WITH_OTHER_NORMS)[name][0](p)
+
+
+def mixture(name: str) -> Any:
+    """A mixture of four experts."""
+    torch.manual_seed(0)
+    count = "num_local_experts" if name == "Mixtral" else "num_experts"
+    return _decoder(name, **{count: 4}, num_experts_per_tok=2, head_dim=16)(0.0)
 
 
 def batch(name: str) -> dict[str, Any]:

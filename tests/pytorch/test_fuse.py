@@ -13,8 +13,8 @@ from torch import nn
 
 import torchweld
 from fusable import MODELS, WIDTH, FeedForward, Gated, PlainRMSNorm
-from torchweld.fuse import PATTERNS, Change, Proposal, Weld, plan, probe
-from torchweld.fuse.probe import values
+from torchweld.fusion import PATTERNS, Change, Proposal, Weld, plan, probe
+from torchweld.fusion.probe import values
 
 UNIT = 2.0**-23
 
@@ -112,7 +112,7 @@ def test_the_filter() -> None:
         asked.append((module, name))
         return name == "1"
 
-    rows = {row.where: row for row in torchweld.explain(model, second)}
+    rows = {row.where: row for row in torchweld.explain_fusion(model, second)}
     assert rows["0"].reason
     assert not rows["1"].reason
     torchweld.fuse(model, second)
@@ -123,8 +123,8 @@ def test_the_filter() -> None:
 def test_a_configuration_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for many modules; with verify=False only if there are several ways."""
     tried: list[Any] = []
-    real = plan._try
-    monkeypatch.setattr(plan, "_try", lambda *given: tried.append(given) or real(*given))
+    real = plan._try_proposal
+    monkeypatch.setattr(plan, "_try_proposal", lambda *given: tried.append(given) or real(*given))
     layers = [nn.Sequential(nn.LayerNorm(WIDTH), FeedForward(nn.GELU())) for _ in range(5)]
     model = torchweld.fuse(nn.Sequential(*layers, nn.LayerNorm(WIDTH, eps=1e-3)))
     assert len(_welds(model)) == 16
@@ -142,7 +142,7 @@ def test_layers_of_a_decoder_reuse_a_verdict(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(probe, "call", lambda *given: called.append(given) or real(*given))
 
     def runs(layers: int, function: Callable[[nn.Module], Any]) -> int:
-        model = nn.Sequential(
+        model: Any = nn.Sequential(
             *(nn.Sequential(PlainRMSNorm(), Gated(nn.SiLU())) for _ in range(layers))
         )
         for at, layer in enumerate(model):
@@ -151,7 +151,7 @@ def test_layers_of_a_decoder_reuse_a_verdict(monkeypatch: pytest.MonkeyPatch) ->
         function(model)
         return len(called)
 
-    for function in (torchweld.fuse, torchweld.explain):
+    for function in (torchweld.fuse, torchweld.explain_fusion):
         assert runs(16, function) == runs(2, function) > 0
 
 
@@ -174,6 +174,9 @@ def test_what_computes_something_else_is_left_alone(
             return self.welded_from.forward(self, x.detach())
 
     class Frozen(Weld):
+        weight: nn.Parameter
+        bias: nn.Parameter
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(x, self.weight.detach(), self.bias)
 
@@ -187,7 +190,7 @@ def test_what_computes_something_else_is_left_alone(
 
         monkeypatch.setattr(plan, "PATTERNS", [find])
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        (row,) = torchweld.explain(model)
+        (row,) = torchweld.explain_fusion(model)
         assert "computes something else" in row.reason
         assert not _welds(torchweld.fuse(model))
         assert _welds(torchweld.fuse(model, verify=False)) == ["0"]
@@ -226,21 +229,21 @@ def test_all_changes_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_explain_is_data_and_a_table() -> None:
     model = nn.Sequential(*[FeedForward(nn.GELU()) for _ in range(3)], nn.LayerNorm(WIDTH))
-    report = torchweld.explain(model)
+    report = torchweld.explain_fusion(model)
     assert [row.where for row in report] == ["0.fc1", "1.fc1", "2.fc1", "3"]
-    assert all(row.gain > 0 and not row.welded for row in report)
+    assert all(row.gain is not None and row.gain > 0 and not row.welded for row in report)
     assert "*.fc1 (3x)" in str(report)
     assert not _welds(model)
     torchweld.fuse(model)
-    after = torchweld.explain(model)
+    after = torchweld.explain_fusion(model)
     assert [(row.where, row.becomes) for row in after] == [(r.where, r.becomes) for r in report]
     assert all(row.welded for row in after)
-    assert "nothing" in str(torchweld.explain(nn.Linear(2, 2)))
+    assert "no fused kernel" in str(torchweld.explain_fusion(nn.Linear(2, 2)))
 
 
 def test_bad_arguments() -> None:
     with pytest.raises(torchweld.ArgumentError, match="model is a str"):
-        torchweld.fuse("model")
+        torchweld.fuse("model")  # type: ignore[type-var]
     with pytest.raises(torchweld.ArgumentError, match="filter_fn"):
         torchweld.fuse(nn.Linear(2, 2), filter_fn=3)
 
@@ -260,14 +263,16 @@ def test_compiled_before_or_after(first: str, how: str) -> None:
 
     def compiled(model: nn.Module) -> nn.Module:
         if how == "function":
-            return torch.compile(model, backend=backend, fullgraph=True)
+            made: Any = torch.compile(model, backend=backend, fullgraph=True)
+            return made
         for module in model.children():
             module.compile(backend=backend, fullgraph=True)
         return model
 
     parts = ["feed_forward", "llama_norm", "gated_silu"]
     parts += ["encoder_pre_norm"] if how == "function" else []  # torch skips it as a part
-    model, x = nn.Sequential(*map(_made, parts)).eval(), torch.randn(4, 16, WIDTH)
+    model: nn.Module = nn.Sequential(*map(_made, parts)).eval()
+    x = torch.randn(4, 16, WIDTH)
     expected = model(x)
     if first == "compile":
         model = compiled(model)

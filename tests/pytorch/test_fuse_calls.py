@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchweld
-from torchweld.fuse import Weld
+from torchweld.fusion import Weld
 
 
 class Norm(nn.Module):
@@ -128,7 +128,7 @@ class Argued(nn.Linear):
 def test_what_takes_more_arguments_is_not_merged(layers: tuple[nn.Module, nn.Module]) -> None:
     """Two modules that become one have no own forward to go back to."""
     model = nn.Sequential(*layers)
-    reasons = [row.reason for row in torchweld.explain(model)]
+    reasons = [row.reason for row in torchweld.explain_fusion(model)]
     assert any("further arguments" in reason or "another kind" in reason for reason in reasons)
     torchweld.fuse(model)
     assert type(model[0]) is type(layers[0])
@@ -189,7 +189,7 @@ class Clipped(Norm):
 def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(make())
-    reasons = [row.reason for row in torchweld.explain(model)]
+    reasons = [row.reason for row in torchweld.explain_fusion(model)]
     assert any(reason.endswith(words) for reason in reasons), reasons
     assert not any("Error" in reason for reason in reasons)
     inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0)]
@@ -222,8 +222,8 @@ def test_a_fused_model_can_be_cast(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(make()).eval()
-    given = (X, R) if isinstance(model[0], Output) else (X,)
-    given = tuple(x.to(dtype) for x in given)
+    inputs = [X, R] if isinstance(model[0], Output) else [X]
+    given = tuple(x.to(dtype) for x in inputs)
     expected = model.to(dtype)[0](*given)
     if not cast_first:
         model.float()
@@ -287,9 +287,109 @@ def test_modules_that_call_functions(make: Callable[[], nn.Module], becomes: str
         y = model(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
         torchweld.fuse(model)
-    assert [row.becomes for row in torchweld.explain(model)] == [becomes]
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
     for before, after in zip(*found, strict=True):
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+class TimmsSwiGLU(nn.Module):
+    """timm's: two dropouts, and an identity where a norm may stand."""
+
+    def __init__(self, p: float, norm: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.fc1_g, self.fc1_x = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.act, self.drop1 = nn.SiLU(), nn.Dropout(p)
+        self.norm = norm(128)
+        self.fc2, self.drop2 = nn.Linear(128, 64), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop1(self.act(self.fc1_g(x)) * self.fc1_x(x))
+        return self.drop2(self.fc2(self.norm(x)))
+
+
+class TimmsGlu(nn.Module):
+    """timm's: one layer for both, the gate last."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(64, 256), nn.Sigmoid(), nn.Dropout(p)
+        self.norm, self.fc2, self.drop2 = nn.Identity(), nn.Linear(128, 64), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.fc1(x).chunk(2, -1)
+        return self.drop2(self.fc2(self.norm(self.drop1(first * self.act(second)))))
+
+
+class DropsLast(Gated):
+    """One dropout, after the last layer."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return self.drop(super().forward(x))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("make", "becomes"),
+    [
+        (TimmsSwiGLU, "gated_act (silu)"),
+        (TimmsGlu, "gated_act (sigmoid)"),
+        (DropsLast, "gated_act (silu)"),
+    ],
+)
+def test_gated_mlps_with_dropouts(
+    make: Callable[[float], nn.Module], becomes: str, p: float
+) -> None:
+    """The same elements are dropped in the same places, also if p is set after fuse()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(p))
+    x = X.clone().requires_grad_()
+    found = []
+    for _ in range(2):
+        for later in (p, 0.5):
+            for part in model.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = later
+            torch.manual_seed(1)
+            y = model(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = p
+        torchweld.fuse(model)
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
+    for before, after in ((found[0], found[2]), (found[1], found[3])):
+        for a, b in zip(before, after, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gated_mlp_with_a_norm_inside_is_another_one() -> None:
+    """The parts are welded one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(TimmsSwiGLU(0.0, nn.LayerNorm)).eval()
+    expected = model(X)
+    torchweld.fuse(model)
+    assert {row.becomes for row in torchweld.explain_fusion(model)} == {
+        "layer_norm",
+        "linear_act (silu)",
+    }
+    torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
+
+
+class SomeExperts(nn.Module):
+    """As those of Mixtral and its siblings in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 256, 64))
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 128))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("bsd,bshd->bsh", x, self.gate_up_proj[chosen]).chunk(2, -1)
+        return torch.einsum("bsh,bsdh->bsd", functional.silu(gate) * up, self.down_proj[chosen])
 
 
 class Weightless(nn.Module):
@@ -319,10 +419,11 @@ class CallsFunctions(nn.Module):
     [
         (Weightless, "Weightless", "it has no weight"),
         (CallsFunctions, "rms_norm", "call torchweld.functional"),
+        (SomeExperts, "SomeExperts", "its 4 experts' weights are stacked"),
     ],
 )
 def test_what_is_left_is_said(make: Callable[[], nn.Module], what: str, words: str) -> None:
-    (row,) = torchweld.explain(nn.Sequential(make()))
+    (row,) = torchweld.explain_fusion(nn.Sequential(make()))
     assert row.what == what
     assert words in row.reason
 
@@ -338,4 +439,4 @@ def test_no_layer_is_taken_for_a_norm() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.gamma
 
-    assert not torchweld.explain(nn.Sequential(LayerScale()))
+    assert not torchweld.explain_fusion(nn.Sequential(LayerScale()))

@@ -13,7 +13,7 @@ from torch import nn
 import torchweld
 from fusable import Attention, Normalized, Output
 from torchweld import functional
-from torchweld.fuse import Weld
+from torchweld.fusion import Weld
 
 WIDTH, LENGTH = 64, 24
 
@@ -51,9 +51,9 @@ def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
 
 def test_a_layer_drops_with_its_own_probabilities() -> None:
     """Each of a layer's dropouts changes its result; without them it is always the same."""
-    layer: Any = nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0)
-    torchweld.fuse(layer)
-    assert isinstance(layer, Weld)
+    made = nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0)
+    layer: Any = torchweld.fuse(made)
+    assert isinstance(made, Weld)
     x = torch.randn(LENGTH, 2, WIDTH)
     first = layer(x)
     assert torch.equal(first, layer(x))
@@ -163,7 +163,7 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
         y = model.train()(source, target, **masks)
         with torch.no_grad():
             z = [model.train(training)(source, target, **masks) for training in (True, False)]
-        found.append([y, *z, *torch.autograd.grad(y.square().sum(), model.parameters())])
+        found.append([y, *z, *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
@@ -172,7 +172,7 @@ def test_synchronised_batch_norms() -> None:
     """It is not fused; converting a fused one raises, since that would lose its activation."""
     model = Normalized()
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    (row,) = torchweld.explain(synchronised)
+    (row,) = torchweld.explain_fusion(synchronised)
     assert "several processes" in row.reason
     torchweld.fuse(model)
     assert isinstance(model.bn, Weld)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import torchweld
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
-from torchweld.fuse import Weld
+from torchweld.fusion import Weld
 
 WIDTH = 64
 ONE = torch.ones(1)
@@ -70,7 +70,7 @@ def _hooked(part: str, register: str, hook: Callable[..., None]) -> nn.Module:
 
 
 def _patched() -> nn.Module:
-    norm = nn.LayerNorm(WIDTH)
+    norm: Any = nn.LayerNorm(WIDTH)
     found = norm.forward
     norm.forward = lambda x: 2 * found(x)
     return norm
@@ -153,7 +153,7 @@ class Around(nn.Sequential):
 
 def _parent() -> nn.Module:
     """A submodule references its model."""
-    model = nn.Sequential(_pair())
+    model: Any = nn.Sequential(_pair())
     model[0].model = [model]
     return model
 
@@ -321,7 +321,7 @@ def test_right_or_left_alone(name: str) -> None:
     model = build()
     x = _input(model)
     before = model(x)
-    reasons = [row.reason for row in torchweld.explain(model) if row.reason]
+    reasons = [row.reason for row in torchweld.explain_fusion(model) if row.reason]
     assert bool(reasons) == bool(reason), reasons
     assert not reason or any(reason in found for found in reasons), reasons
     torchweld.fuse(model)
@@ -335,8 +335,8 @@ def test_right_or_left_alone(name: str) -> None:
 
 def test_a_module_that_needs_what_a_probe_has_not() -> None:
     """It is skipped, with the error; its activation is welded separately."""
-    model = nn.Sequential(Failing())
-    rows = {row.where: row for row in torchweld.explain(model)}
+    model: Any = nn.Sequential(Failing())
+    rows = {row.where: row for row in torchweld.explain_fusion(model)}
     assert "did not run on a probe" in rows["0.act"].reason or rows["0.act"].becomes
     torchweld.fuse(model)
     assert not isinstance(model[0].fc, Weld)

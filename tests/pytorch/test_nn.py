@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def _kernels() -> Iterator[None]:
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 @pytest.mark.parametrize("shape", [64, (8, 64)])
-def test_same_constructor_state_and_results(ours: type, theirs: type, shape: object) -> None:
+def test_same_constructor_state_and_results(ours: Any, theirs: Any, shape: Any) -> None:
     """State dicts load both ways; results and gradients are equal."""
     torch.manual_seed(0)
     mine, other = ours(shape, eps=1e-3), theirs(shape, eps=1e-3)
@@ -121,10 +122,11 @@ def test_traced_modules_are_pickled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["DropoutAddLayerNorm", "DropoutAddRMSNorm"])
 def test_no_eps_becomes_a_dropout(name: str) -> None:
-    """torch.nn.LayerNorm(8, 1e-5) has an eps there."""
-    with pytest.raises(TypeError, match="positional"):
-        getattr(torchweld.nn, name)(8, 1e-5)
-    assert getattr(torchweld.nn, name)(8, eps=1e-3).p == 0
+    """torch.nn.LayerNorm(8, 1e-5) has an eps there, and so have ours."""
+    norm = getattr(torchweld.nn, name)(8, 1e-3)
+    assert (norm.eps, norm.p) == (1e-3, 0)
+    with pytest.raises(TypeError, match="positional"):  # p is taken only by keyword
+        getattr(torchweld.nn, name)(8, 1e-3, True, True, None, None, 0.1)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])

@@ -27,7 +27,7 @@ def test_multihead_attention_loads_torchs_weights(options: dict, batch_first: bo
     """State dicts load both ways; results and gradients equal those with the layout's mask."""
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first, **options)
-    ours = Multihead(32, 4, WINDOW, batch_first=batch_first, **options)
+    ours = Multihead(32, 4, layout=WINDOW, batch_first=batch_first, **options)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
@@ -58,6 +58,7 @@ def test_layers_with_layouts_of_one_length_do_not_mix() -> None:
     narrow = torchweld.nn.BlockSparseAttention(functools.partial(BlockLayout.block_local, block=16))
     for length in (64, 100, 64):
         q = torch.randn(1, 2, length, 8)
+        source: Any
         for module, source in ((wide, wide.layouts.source), (narrow, narrow.layouts.source)):
             seen = source((length, length)).to_mask()
             expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
@@ -69,7 +70,7 @@ def test_arguments_arrive() -> None:
     """Scale, causal, soft cap and dropout; in eval() nothing is dropped."""
     q = torch.randn(1, 2, 50, 8)
     layout = WINDOW((50, 50))
-    options = {"scale": 0.3, "causal": True, "softcap": 2.0}
+    options: dict[str, Any] = {"scale": 0.3, "causal": True, "softcap": 2.0}
     module = torchweld.nn.BlockSparseAttention(layout, 0.5, **options)
     function = torchweld.functional.block_sparse_attention
     torch.manual_seed(3)
@@ -80,26 +81,32 @@ def test_arguments_arrive() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    module = Multihead(16, 2, WINDOW)
+    module = Multihead(16, 2, layout=WINDOW)
     x = torch.randn(40, 1, 16)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        torch.testing.assert_close(other(x)[0], module(x)[0])
+        torch.testing.assert_close(other(x, x, x)[0], module(x, x, x)[0])
 
 
 def test_bad_arguments() -> None:
     with pytest.raises(ArgumentError, match="num_heads"):
-        Multihead(16, 3, WINDOW)
+        Multihead(16, 3, layout=WINDOW)
     with pytest.raises(ArgumentError, match="layout"):
         torchweld.nn.BlockSparseAttention(None)  # type: ignore[arg-type]
-    module, x = Multihead(16, 2, WINDOW), torch.randn(5, 1, 16)
+    for argument in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ArgumentError, match=argument):
+            Multihead(16, 2, layout=WINDOW, **{argument: True})
+    module, x = Multihead(16, 2, layout=WINDOW), torch.randn(5, 1, 16)
     with pytest.raises(ArgumentError, match="query"):
-        module(x[None])
+        module(x[None], x[None], x[None])
     for argument, value in (
-        *(("need_weights", True), ("attn_mask", torch.zeros(5, 5)), ("is_causal", True)),
-        ("key_padding_mask", torch.ones(1, 5)),
+        *(("need_weights", True), ("is_causal", True)),
+        ("key_padding_mask", torch.ones(1, 4)),
+        ("attn_mask", torch.zeros(5, 4)),
+        ("attn_mask", torch.zeros(3, 5, 5)),
+        ("attn_mask", torch.zeros(5, 5, dtype=torch.int64)),
     ):
         with pytest.raises(ArgumentError, match=argument):
-            module(x, **{argument: value})
+            module(x, x, x, **{argument: value})
     attention, q = torchweld.nn.BlockSparseAttention(WINDOW((50, 50))), torch.randn(1, 1, 40, 8)
     with pytest.raises(ArgumentError, match="50 x 50"):
         attention(q, q, q)
@@ -145,7 +152,7 @@ def test_what_a_first_call_keeps_serves_training(first: str) -> None:
     """Its layouts are those that training would have made; and training's serve such a call."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 64, 8)
-    gradients = []
+    gradients: list[Any] = []
     for calls in ((MODES[first],), (), (_without_modes, MODES[first])):
         module = torchweld.nn.BlockSparseAttention(WINDOW)
         for call in calls:
@@ -169,7 +176,7 @@ def test_multihead_attention_is_called_as_torchs_is(batch_first: bool, causal: b
     torch.manual_seed(0)
     dense = functools.partial(BlockLayout.dense, block=16)
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first)
-    ours = Multihead(32, 4, dense, batch_first=batch_first, causal=causal)
+    ours = Multihead(32, 4, layout=dense, batch_first=batch_first, causal=causal)
     ours.load_state_dict(theirs.state_dict())
     later = torch.full((40, 40), -torch.inf).triu(1) if causal else None
     for leading in ((), (3,)):
@@ -183,3 +190,38 @@ def test_multihead_attention_is_called_as_torchs_is(batch_first: bool, causal: b
             found, weights = ours(x, x, x, mask, False, None, True, causal)
             assert weights is None
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")  # torch still takes both
+@pytest.mark.parametrize("kind", ["numbers", "booleans"])
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("padding", [None, "numbers", "booleans"])
+def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None:
+    """torch's masks of scores, alone and beside padding; numbers of both kinds get gradients."""
+    torch.manual_seed(0)
+    dense = functools.partial(BlockLayout.dense, block=16)
+    theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    ours = Multihead(32, 4, layout=dense, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    x, y = torch.randn(3, 40, 32), torch.randn(3, 50, 32)
+    mask = torch.randn((12, 40, 50) if of_heads else (40, 50))
+    mask = mask.requires_grad_() if kind == "numbers" else mask > 1
+    other = torch.randn(3, 50)
+    given = {"numbers": other.requires_grad_(), "booleans": other > 1, None: None}[padding]
+    results = []
+    for module in (ours, theirs):
+        result = module(x, y, y, given, need_weights=False, attn_mask=mask)[0]
+        leaves = [*module.parameters(), *(m for m in (mask, given) if _learns(m))]
+        results.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
+    # A key's bias shifts all scores of a query: its gradient is only rounding.
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    # Without a batch a mask is of the heads.
+    if not of_heads and padding is None:
+        expected = theirs(x[0], y[0], y[0], need_weights=False, attn_mask=mask)[0]
+        found = ours(x[0], y[0], y[0], attn_mask=mask)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _learns(mask: torch.Tensor | None) -> bool:
+    return mask is not None and mask.requires_grad

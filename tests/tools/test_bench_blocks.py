@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import torchweld
-from torchweld import cli
-from torchweld.bench import blocks, conditions, kinds, limits
+from torchweld.bench import blocks, jobs, limits, machine
 from torchweld.bench.blocks import BLOCKS, BlockCase
 from torchweld.bench.demo import LENGTH
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
+from torchweld.commands import cli
 
 BATCH, TOKENS, WIDTH = SHAPE = (4, 64, 128)
 PLAN = Plan(("fwd", "bwd", "full"), ["cpu"], [], seconds=0, rounds=(1, 1))
@@ -24,7 +24,7 @@ PLAN = Plan(("fwd", "bwd", "full"), ["cpu"], [], seconds=0, rounds=(1, 1))
 def _measured(name: str, dtype: torch.dtype = torch.float32) -> dict[tuple[str, str], Result]:
     shape = (2, LENGTH, WIDTH) if BLOCKS[name].whole else SHAPE
     case = BlockCase(BLOCKS[name], shape, dtype, "cpu")
-    found = [result for results in kinds.measure(case, PLAN, wall_time) for result in results]
+    found = [result for results in jobs.measure_case(case, PLAN, wall_time) for result in results]
     return {(result.direction, result.contender): result for result in found}
 
 
@@ -83,7 +83,7 @@ def test_a_wrong_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_measures_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(conditions, "settle", lambda **_: None)
+    monkeypatch.setattr(machine, "settle", lambda **_: None)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(blocks, "SHAPES", {"cpu": SHAPE})
     path = tmp_path / "found.json"

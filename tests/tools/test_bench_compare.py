@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchweld import cli
 from torchweld.bench.report import Report
 from torchweld.bench.runner import Result
+from torchweld.commands import cli
 
 
 def _saved(path: Path, speeds: dict[str, float], *, spread: float = 0.0) -> str:

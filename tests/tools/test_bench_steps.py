@@ -1,23 +1,28 @@
-"""The benchmark of optimizer steps, and the evidence that decides on their GPU kernels."""
+"""The benchmark of optimizer steps, and the choice of their kernels on a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from torchweld import cli, optim
-from torchweld.bench import command, conditions, isolated, limits, recording, stages, steps
-from torchweld.bench.isolated import Found, Job
+from torchweld import optim
+from torchweld.bench import command, jobs, limits, machine, recording, stages, steps
+from torchweld.bench.jobs import Found, Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
-from torchweld.dispatch import evidence
+from torchweld.commands import cli
+from torchweld.dispatch import choice
+from torchweld.dispatch.engine.question import Answer
+from torchweld.dispatch.engine.store import Entry
+from torchweld.functional import quantize_8bit
 from torchweld.ops.optimizer.rule import RULES
+from torchweld.ops.quantize_8bit import _QUANTIZE
+from torchweld.registry import EAGER
+from trying import CONDITIONS, try_on_cpu
 
 PLAN = Plan([], ["cpu"], [], seconds=0, rounds=(1, 1))
 ADAM = steps.KINDS[0]
@@ -80,7 +85,7 @@ def test_cases_have_as_many_elements() -> None:
 def test_the_command_measures_a_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(conditions, "settle", lambda **_: None)
+    monkeypatch.setattr(machine, "settle", lambda **_: None)
     monkeypatch.setattr(command, "clock_for", lambda device: wall_time)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     cases = [steps.few(ADAM, "cpu", SHAPE)]
@@ -92,56 +97,47 @@ def test_the_command_measures_a_rule(
     assert {r["op"] for r in json.loads(saved.read_text())["results"]} == {"adam"}
 
 
-# --- Evidence ---------------------------------------------------------------------------------
+# --- Choice -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shipped", "own", "taken"),
-    [
-        ({}, None, False),
-        ({"NVIDIA H100": (3, 0)}, None, True),  # another GPU's, if this one has none
-        ({"NVIDIA H200": (3, 1), "NVIDIA H100": (3, 0)}, None, False),
-        ({"NVIDIA H200": (3, 0)}, (0, 1), False),  # local findings count for more
-        ({"NVIDIA H200": (3, 1)}, (1, 0), True),
-    ],
-)
-def test_a_step_is_taken_by_evidence(
-    shipped: dict[str, Any], own: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_rules_choice_is_what_its_steps_agree_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def record(passed: int, failed: int) -> dict[str, Any]:
-        faults = [{"what": "a test", "dtype": None}] * failed
-        proof = {"outcomes": {"tested": {"passed": passed, "faults": faults}}}
-        return {"ops": {"adam": {"cuda": proof}}}
-
-    records = {gpu: record(*counts) for gpu, counts in shipped.items()}
-    monkeypatch.setattr(evidence, "records", lambda: records)
-    monkeypatch.setattr(evidence, "own", lambda gpu: own and record(*own))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    rule, param = RULES["adam"], SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(rule._op, "why_not", lambda backend, _: "" if backend == "cpu" else None)
-    evidence._is_proven.cache_clear()
-    assert rule.automatic(param) == ("cuda" if taken else "eager")
-    evidence._is_proven.cache_clear()
+    """Before its first step it is eager, and after codecs that differ too."""
+    trials = try_on_cpu(monkeypatch, tmp_path)
+    rule, param = RULES["adam"], torch.nn.Parameter(torch.randn(64, 64))
+    assert rule.choose_for(param) == EAGER
+    steps.take_step(steps.few(ADAM, "cpu", SHAPE))
+    assert rule.choose_for(param) == "cpu"
+    wrong = Answer(EAGER, "check", [], {"cpu": "wrong"}, {})
+    trials.engine._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
+    assert rule.choose_for(param) == EAGER
 
 
-def test_evidence_is_asked_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code with quantisation asks so."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU known")
-    monkeypatch.setattr(evidence, "records", dict)
-    evidence._is_proven.cache_clear()
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def asks(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if evidence.is_proven("adam", "cuda", x.device.index) else x + 2
-
-    assert asks(torch.zeros(())) == 2
-    evidence._is_proven.cache_clear()
+def test_compiled_code_takes_what_bare_ops_agree_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In one graph: compiled code with quantisation asks so."""
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(choice, "is_on_gpu", lambda x: True)
+    x = torch.randn(3, 700)
+    compiled = torch.compile(lambda x: quantize_8bit(x)[0], fullgraph=True, backend="aot_eager")
+    ran = []
+    kernel = _QUANTIZE.overload("cpu")
+    monkeypatch.setitem(_QUANTIZE._overloads, "cpu", lambda *g: (ran.append(1), kernel(*g))[1])
+    expected = compiled(x)
+    assert not ran
+    assert torch.equal(quantize_8bit(x)[0], expected)
+    torch.compiler.reset()
+    ran.clear()
+    assert torch.equal(compiled(x), expected)
+    assert ran
 
 
 def test_every_rule_is_measured_and_listed() -> None:
     assert {kind.rule for kind in steps.KINDS} == set(RULES)
     root = Path(__file__).parents[2]
-    listed = {line[:2] for line in recording.standing(root, {})}
+    listed = {line[:2] for line in recording.list_states(root, {})}
     sources = {
         (rule.name, b): files for rule in RULES.values() for b, files in rule.sources.items()
     }
@@ -150,7 +146,7 @@ def test_every_rule_is_measured_and_listed() -> None:
 
 
 @pytest.mark.parametrize("lr", [1e-3, 2e-3])
-def test_tuning_keeps_what_came_of_a_step(
+def test_a_record_keeps_what_came_of_a_step(
     lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {"name": "A GPU", "capability": "9.0", "date": "", "versions": {}, "copy_gbps": 1.0}
@@ -158,9 +154,9 @@ def test_tuning_keeps_what_came_of_a_step(
     kind = dataclasses.replace(ADAM, ours=lambda params: optim.AdamW(params, lr=lr))
     monkeypatch.setattr(steps, "KINDS", [kind])
     job = Job("adam", Plan(("full",), ("cpu",), (), 0.1), step=SHAPE, device="cpu")
-    results = [list(entries) for _, entries in isolated.measured(job)]
-    stages.keep(job, Found(results, [], None), record)
+    results = [list(entries) for _, entries in jobs.measure_here(job)]
+    stages.record_job(job, Found(results, [], None), record)
     kept = json.loads(record.path.read_text())["ops"]["adam"]["cpu"]
     right = lr == 1e-3
-    counts = evidence.passed(kept), len(evidence.faults(kept)), len(kept["results"])
+    counts = recording.count_passed(kept), len(recording.list_faults(kept)), len(kept["results"])
     assert counts == (right, not right, right)

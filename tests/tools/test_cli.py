@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import subprocess
@@ -11,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_verdicts import FakeTrial
 
 import torchweld
-from torchweld import cli, doctor
-from torchweld.dispatch import native, trial
-from torchweld.dispatch.verdicts import Verdicts
+from torchweld.commands import cli, doctor
+from torchweld.dispatch import native
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.asking import Engine
+from torchweld.dispatch.engine.question import Answer
+from torchweld.dispatch.engine.store import Entry, Store
 from torchweld.registry import EAGER, OPS
 
 
@@ -55,7 +56,14 @@ def test_help_keeps_capitals(command: str, word: str, capsys: pytest.CaptureFixt
 
 def test_doctor() -> None:
     printed = _run("doctor")
-    for words in (torchweld.__version__, torch.__version__, "glibc", "instruction set", "GPU"):
+    for words in (
+        torchweld.__version__,
+        torch.__version__,
+        "glibc",
+        "instruction set",
+        "GPU",
+        "ptxas",
+    ):
         assert words in printed
     for op in OPS:
         served = "yes" if "torchweld_cpu" not in native.missing else "no"
@@ -81,21 +89,17 @@ def test_a_link_joins_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nproc-per-node 2 -m torchweld link" in capsys.readouterr().out
 
 
-def test_doctor_lists_what_is_proven_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On this GPU, with what decided and the day; of another GPU, or other kernels, nothing."""
-    file = tmp_path / "verdicts.json"
-    day = datetime.date.today().isoformat()
-    for conditions, key in (("this GPU", "layer_norm fwd"), ("another", "rms_norm fwd")):
-        tried = FakeTrial(key, wrong=["triton"], ms={"cuda": 1.0, EAGER: 2.0})
-        with pytest.warns(RuntimeWarning, match="triton"):
-            assert Verdicts(file, conditions).decide(tried, "time") == "cuda"
+    kept = Store(tmp_path / "answers.json")
+    for device, op in (("this GPU", "layer_norm"), ("another", "rms_norm")):
+        answer = Answer("cuda", "time", ["cuda"], {}, {"cuda": 1.0, EAGER: 2.0}, "2026-01-02")
+        kept.add(Entry({"device": device}, {"op": op, "direction": "fwd"}, 12, answer))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(trial, "verdicts", lambda index: Verdicts(file, "this GPU"))
-    facts = doctor._evidence_here()
-    assert ("cuda", f"layer_norm fwd, by time, {day}") in facts
-    assert not any("rms_norm" in words for _, words in facts)
+    engine = Engine(Store(tmp_path / "answers.json"), {"device": "this GPU"})
+    monkeypatch.setattr(asking, "engine_for", lambda device: engine)
+    expected = "layer_norm, fwd, sizes below 2^12, by time, 2026-01-02"
+    assert doctor._answers_here() == [("cuda", expected)]
 
 
 def test_doctor_without_libraries(tmp_path: Path) -> None:

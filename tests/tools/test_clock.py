@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_gpu import FakeGpu
-from torchweld.dispatch import clock
-from torchweld.dispatch.clock import DeviceClock
+from torchweld.dispatch.engine import clock
+from torchweld.dispatch.engine.clock import DeviceClock
 
 MS = st.floats(0.001, 10.0)
 
@@ -48,7 +48,7 @@ def test_medians_are_of_the_larger(times: list[tuple[float, float]], budget: flo
     gpu = FakeGpu()
     with pytest.MonkeyPatch.context() as monkeypatch:
         gpu.patch(monkeypatch, clock)
-        found = clock.medians([gpu.call(*of) for of in times], DeviceClock(), budget)
+        found = clock.take_medians([gpu.call(*of) for of in times], DeviceClock(), budget)
     assert found == pytest.approx([max(of) for of in times], rel=1e-6)
     # The shortest trial is five turns behind one; the GPU waits 1.5 times as long as the host.
     turn = sum(device + 2.6 * max(1.0, host) for device, host in times) + 1

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from torchweld.bench import isolated
+from torchweld.bench import jobs
 from torchweld.bench.cases import SMALLEST
-from torchweld.bench.contract import Limit, Verdict, contract
-from torchweld.bench.isolated import Job
+from torchweld.bench.contract import Limit, Verdict, run_contract
+from torchweld.bench.jobs import Job
 from torchweld.bench.runner import Plan
+
+pytestmark = pytest.mark.long
 
 # After a planted fault every later test of its process fails, as after a kernel's fault on a GPU.
 _OPS = """
@@ -45,7 +47,7 @@ def _failing(fault: str, tmp_path: Path) -> Counter[tuple[str, str, bool]]:
     tests.mkdir()
     (tests / "test_it.py").write_text(_OPS.replace("FAULT", fault))
     targets = {(op, b) for op in ("layer_norm", "rms_norm") for b in ("cuda", "triton")}
-    return _counted(contract(tmp_path, targets, Limit(8)))
+    return _counted(run_contract(tmp_path, targets, Limit(8)))
 
 
 def _counted(found: Iterable[Verdict]) -> Counter[tuple[str, str, bool]]:
@@ -104,7 +106,7 @@ def test_a_rules_fault_is_its_own(broken: bool, tmp_path: Path) -> None:
     tests = tmp_path / "tests" / "optim"
     tests.mkdir(parents=True)
     (tests / "test_optim_cuda.py").write_text(_RULES.replace("BROKEN", str(broken)))
-    counted = _counted(contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
+    counted = _counted(run_contract(tmp_path, {("adam", "cuda"), ("lion", "cuda")}))
     assert counted == Counter(
         [("adam", "cuda", not broken), ("lion", "cuda", True), *[(r, "cuda", True) for r in RULES]]
     )
@@ -126,7 +128,7 @@ JOB = Job(
 
 
 def test_a_job_tells_what_it_measured() -> None:
-    found = isolated.run(JOB)
+    found = jobs.run_apart(JOB)
     assert found.fault is None
     directions = [{result.direction for result in results} for results in found.results]
     assert directions == [{"fwd"}, {"full"}]
@@ -148,17 +150,17 @@ def _run_with(folder: Path, fault: str, seconds: int, told: str) -> None:
     """Earlier output counts; the fault is attributed to its backend."""
     planted = f"""
 import os, time
-from torchweld.bench import kinds
-measure = kinds.measure
+from torchweld.bench import runner
+measure = runner.measure
 def planted(*given):
     yield next(measure(*given))
     {fault}
-kinds.measure = planted
+runner.measure = planted
 """
     (folder / "sitecustomize.py").write_text(planted)
-    found = isolated.run(JOB, seconds=seconds)
+    found = jobs.run_apart(JOB, seconds=seconds)
     assert [result.direction for result in found.results[0]] == ["fwd", "fwd"]
     assert len(found.results) == 1
-    (refusal,) = isolated.refused(JOB, found)
+    (refusal,) = jobs.refuse_all(JOB, found)
     assert (refusal.op, refusal.contender, refusal.status) == ("layer_norm", "cpu", "refused")
     assert told in (refusal.reason or "")

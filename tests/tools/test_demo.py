@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchweld import cli
 from torchweld.bench import demo
+from torchweld.commands import cli
 
 SIZES = {"LAYERS": 1, "HEADS": 2, "LENGTH": 32, "BATCH": 2}
 
@@ -20,6 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo, "WIDTH", {"cpu": 16, "cuda": 64})
     monkeypatch.setattr(demo, "TIMED", 0.0)
+    monkeypatch.setattr(demo, "WORDS", 700)
     monkeypatch.setattr(demo.torchweld, "keep_pages", lambda: demo.torchweld.pages.KeptPages("-"))
 
 
@@ -45,6 +46,8 @@ def test_everything_is_shown_and_written(
         assert rows[2]["optimizer_bytes"] < rows[1]["optimizer_bytes"]
     lengths = {len(losses) for losses in saved["losses"].values()}
     assert len(lengths) == 1
+    assert [row["contender"] for row in saved["words"]] == ["eager", "linear_cross_entropy"]
+    assert "head and loss of 700 words" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

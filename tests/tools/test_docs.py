@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 import pages
 import torchweld
 from torchweld.bench import recording
-from torchweld.dispatch import evidence
+from torchweld.commands import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +32,7 @@ def test_the_tables_are_current() -> None:
 def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is marked if its sources changed; the README says where evidence is missing."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    monkeypatch.setattr(evidence, "records", dict)
+    monkeypatch.setattr(recording, "read_records", dict)
     assert generate["NO_GPU"] in generate["measured"]()
     monkeypatch.setattr(recording, "sources_hash", lambda *_: "another")
     rows = [line for line in generate["measured"]().splitlines() if line.startswith("| `")]
@@ -37,16 +40,45 @@ def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -
     assert all("cpu (stale)" in row for row in rows)
 
 
-@pytest.mark.parametrize("page", pages.with_python())
+def _with(need: str) -> list[str]:
+    """The pages with blocks that need this."""
+    return [page for page in pages.with_python() if need in {n for n, _ in pages.blocks(page)}]
+
+
+@pytest.mark.parametrize("page", _with(""))
 def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block, pasted in order into a fresh interpreter.
 
-    tests/peers/peer_docs.py runs the pages with blocks that need other packages. Blocks that need
-    several processes are not run.
+    tests/peers/peer_docs.py runs the pages with blocks that need other packages, and
+    test_a_pages_processes_run those that need several processes.
     """
     monkeypatch.chdir(tmp_path)
-    if not pages.run(page):
-        pytest.skip("its blocks need other packages or several processes")
+    assert pages.run(page)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", _with("processes"))
+def test_a_pages_processes_run(page: str, tmp_path: Path) -> None:
+    """By torchrun, in two processes: every block of the page, in order."""
+    count = len(pages.blocks(page))
+    script = tmp_path / "page.py"
+    script.write_text(f"import pages\n\nassert pages.run({page!r}, 'processes') == {count}\n")
+    places = [str(Path(pages.__file__).parent), str(ROOT / "python"), os.environ.get("PYTHONPATH")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
 
 
 def test_every_page_with_python_is_known() -> None:
@@ -99,13 +131,25 @@ def test_public_functions_are_documented() -> None:
 def test_the_walks_lead_through_what_is_there() -> None:
     """Every stop names a file and definitions in it."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    walks = text.partition("## Three walks")[2].partition("## Adding an op")[0].split("### ")[1:]
-    assert len(walks) == 3
+    walks = text.partition("## Four walks")[2].partition("## Adding an op")[0].split("### ")[1:]
+    assert len(walks) == 4
     for walk in walks:
-        stops = re.findall(r"^\d\. `([^`]+)`: `([\w.]+)`", walk, re.MULTILINE)
-        assert len(stops) == len(re.findall(r"^\d\. ", walk, re.MULTILINE)) <= 8
+        stops = re.findall(r"^\d+\. `([^`]+)`: `([\w.]+)`", walk, re.MULTILINE)
+        assert len(stops) == len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 10
         for file, name in stops:
             source = (ROOT / file).read_text()
             for part in name.split("."):
                 defined = rf"(def|class|struct|Tensor>?|void|TW_EXPORT void) {part}\b"
                 assert re.search(defined, source), (file, name)
+
+
+def test_every_environment_variable_is_documented() -> None:
+    """What the package reads, what the doctor prints, and the table of docs/stability.md agree."""
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]*")]
+    read = {
+        name for file in sources for name in re.findall(r'"(TORCHWELD_[A-Z_]+)"', file.read_text())
+    }
+    built = {"TORCHWELD_CUDA"}  # by the build only
+    page = (ROOT / "docs" / "stability.md").read_text()
+    documented = set(re.findall(r"^\| `(TORCHWELD_[A-Z_]+)` \|", page, re.MULTILINE))
+    assert read - built == documented == set(doctor.VARIABLES)

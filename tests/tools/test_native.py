@@ -22,6 +22,8 @@ from torchweld.dispatch import native
 from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
 from torchweld.registry import BACKENDS, OPS, backends
 
+pytestmark = pytest.mark.lane
+
 LIBRARIES = sorted(native.DIRECTORY.glob("*.so"))
 # A forward and a backward, printed exactly.
 PROGRAM = """
@@ -46,7 +48,7 @@ def _run(program: str = PROGRAM, **environment: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("isa", native.supported_isas())
+@pytest.mark.parametrize("isa", native.list_supported_isas())
 def test_every_instruction_set_can_be_forced(isa: str) -> None:
     """The library of that name serves, and numbers agree to rounding."""
     which, numbers = _run(TORCHWELD_CPU_ISA=isa)
@@ -172,7 +174,7 @@ def test_importing_leaves_the_compiler_alone() -> None:
     program = f"""
 import sys, torchweld
 print([module for module in {heavier} if module in sys.modules])
-import torchweld.cli
+import torchweld.commands.cli
 print([module for module in {heavy} if module in sys.modules])
 """
     assert _run(program) == ["[]", "[]"]
@@ -200,7 +202,7 @@ def test_a_library_without_the_gpus_code_says_so(
 ) -> None:
     monkeypatch.setattr(native, "cuda_architectures", architectures)
     major, minor = map(int, capability.split("."))
-    reason = BACKENDS["cuda"].unfit((major, minor))
+    reason = BACKENDS["cuda"].why_unfit((major, minor))
     if _fits(architectures, capability):
         assert reason is None
     else:
@@ -218,14 +220,14 @@ def test_an_op_asks_for_the_capability(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(native, "cuda_architectures", "8.0")
-    backends._unfit_once.cache_clear()
+    backends._find_why_unfit.cache_clear()
     for backend in ("cuda", "triton"):
-        monkeypatch.setattr(BACKENDS[backend], "missing", lambda: None)
+        monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)
         device = torch.device("cuda", 0)
         gpu = SimpleNamespace(device=device, dtype=torch.float32, is_cpu=False, is_nested=False)
         assert (OPS["layer_norm"].why_not(backend, [gpu]) is None) == served
     assert (BARE.why_not("cuda", [gpu]) is None) == served
-    backends._unfit_once.cache_clear()
+    backends._find_why_unfit.cache_clear()
 
 
 def test_a_gpu_at_hand_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callab
             lambda: functional.softmax_dropout(x, scale=0.125, p=0.1, training=False),
             lambda: dropout(torch.softmax(x * 0.125, -1), 0.1, training=False),
         )
-    ours, theirs = getattr(functional, name), {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
+    theirs: Any = {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
+    ours = getattr(functional, name)
     return lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchweld import cli
-from torchweld.bench import conditions, limits, own_model
+from torchweld.bench import limits, machine, own_model
+from torchweld.commands import cli
 
 MODULE = """
 import torch
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the user's module, in which the command runs without timing anything."""
     (tmp_path / "users_own.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(conditions, "settle", lambda **_: None)
+    monkeypatch.setattr(machine, "settle", lambda **_: None)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(own_model, "SECONDS", 0.0)
     return tmp_path

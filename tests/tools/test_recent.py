@@ -14,8 +14,9 @@ import torch
 from test_overhead import ratio_of_times
 from torch.autograd import forward_ad
 
-from torchweld.dispatch import recent, trial
-from torchweld.dispatch.recent import Recent
+from torchweld.dispatch import op_question
+from torchweld.dispatch.engine import recent
+from torchweld.dispatch.engine.recent import Recent
 from torchweld.registry import OPS, materialize
 
 NORM, DROP = OPS["layer_norm"], OPS["dropout_add_layer_norm"]
@@ -115,10 +116,10 @@ def test_autocast_to_another_dtype_is_not_found() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         kept.keep(NORM, given, "cuda")
         assert kept.find(NORM, given) == "cuda"
-        at_bf16 = trial.class_of(NORM, given)
+        at_bf16 = op_question.class_of(NORM, given)
     with torch.autocast("cpu", torch.float16):
         assert kept.find(NORM, given) is None
-        assert trial.class_of(NORM, given) != at_bf16
+        assert op_question.class_of(NORM, given) != at_bf16
 
 
 def test_a_transformed_or_traced_call_is_not_found(kept: Recent) -> None:
@@ -174,7 +175,7 @@ def _of_class(name: str) -> float:
     kept.keep(op, given, "cuda")
     assert kept.find(op, given) == "cuda"
     return ratio_of_times(
-        lambda: kept.find(op, given), lambda: trial.class_of(op, given), calls=200
+        lambda: kept.find(op, given), lambda: op_question.class_of(op, given), calls=200
     )
 
 

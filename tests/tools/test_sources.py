@@ -10,49 +10,44 @@ from pathlib import Path
 import pytest
 
 from torchweld.bench import sources
-from torchweld.ops.optimizer.rule import RULES
+from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.registry import OPS, Composite, Op
 
 ROOT = Path(__file__).resolve().parents[2]
-PROVEN = {**OPS, **RULES}
+PROVEN: dict[str, Op | Rule] = {**OPS, **RULES}
 KERNELS = [
     (name, backend, ROOT / files[0])
     for name, op in PROVEN.items()
     for backend, files in op.sources.items()
 ]
-NATIVE = sorted({path for _, _, path in KERNELS if path.suffix != ".py"})
+NATIVE = [kernel for kernel in KERNELS if kernel[2].suffix != ".py"]
 
 
-def _named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize(
-    "source", sorted({p for _, _, p in KERNELS if p.suffix != ".py"}), ids=_named
-)
-def test_headers_are_those_the_compiler_reads(source: Path) -> None:
+@pytest.mark.parametrize(("name", "backend", "source"), NATIVE)
+def test_headers_are_those_the_compiler_reads(name: str, backend: str, source: Path) -> None:
     """CUDA's sources are read with the emulator in CUDA's place."""
     emulator = ROOT / "tests" / "emulator" / "include"
     flags = ["-std=c++17", f"-I{ROOT / 'csrc'}", "-x", "c++"]
     flags += ["-DTW_EMULATED", f"-I{emulator}"] if source.suffix == ".cu" else ["-DTW_VARIANT=avx2"]
+    flags += [f"-DTW_RULE={name}"] if source.stem == "rule" else []
     command = [os.environ.get("CXX", "g++"), "-MM", *flags, str(source)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     read = {
         Path(os.path.normpath(word)) for word in printed.partition(":")[2].split() if word != "\\"
     }
     wanted = {p for p in read if p.is_relative_to(ROOT / "csrc")}
-    name, backend, _ = next(kernel for kernel in KERNELS if kernel[2] == source)
-    derived = set(sources.sources_of(PROVEN[name], backend, ROOT))
+    derived = set(sources.find_sources(PROVEN[name], backend, ROOT))
     assert wanted <= derived
 
 
 @pytest.mark.parametrize(("name", "backend"), [(n, b) for n, b, p in KERNELS if p.suffix != ".py"])
 def test_the_binding_and_the_flags_are_among_them(name: str, backend: str) -> None:
-    found = sources.sources_of(PROVEN[name], backend, ROOT)
+    found = sources.find_sources(PROVEN[name], backend, ROOT)
     assert ROOT / "csrc" / "flags.py" in found
     text = "".join(path.read_text() for path in found if path.parent.name == "bind")
     if not isinstance(PROVEN[name], Composite):
-        assert f'TW_OVERLOAD("{name}")' in text
+        overload = "TW_RULE_NAME" if ROOT / "csrc" / "bind" / "rule.cpp" in found else f'"{name}"'
+        assert f"TW_OVERLOAD({overload})" in text
 
 
 TRITON = [op for op in OPS.values() if "triton" in op.sources]
@@ -62,7 +57,7 @@ TRITON = [op for op in OPS.values() if "triton" in op.sources]
 def test_a_triton_kernel_names_its_functions(declared: Op) -> None:
     """Its file has the functions of the op's schemas, and what it imports comes along."""
     op = declared
-    found = sources.sources_of(op, "triton", ROOT)
+    found = sources.find_sources(op, "triton", ROOT)
     assert [path for path in found if path.suffix == ".py"] == found
     if not isinstance(op, Composite):
         text = (ROOT / op.sources["triton"][0]).read_text()
@@ -88,7 +83,9 @@ def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: P
         }
 
     parts = {
-        key: {p.relative_to(tmp_path) for p in sources.sources_of(PROVEN[key[0]], key[1], tmp_path)}
+        key: {
+            p.relative_to(tmp_path) for p in sources.find_sources(PROVEN[key[0]], key[1], tmp_path)
+        }
         for key in hashes()
     }
     before = hashes()

@@ -1,20 +1,26 @@
 """Every Triton kernel, compiled for GPUs that need not be here: no spill, and bounded resources.
 
-tests/resources.py compiles. `pytest -s` prints what each case takes.
+The code for the GPU also tells whether warps compute products that others compute too.
+
+tests/helpers/resources.py compiles. `pytest -s` prints what each case takes.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import layouts
 import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
 from torchweld.bench import sources
+
+pytestmark = [pytest.mark.lane, pytest.mark.long]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -22,25 +28,46 @@ pytest.importorskip("triton", reason="Triton is not installed")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 # Warps that must fit a multiprocessor at once: sixteen keep loads in flight. Eight suffice if loads
-# go to shared memory and registers hold sums of products.
+# go to shared memory and registers hold sums of products. Eight is also what rotary embeddings with
+# a norm reach, which keep whole rows, their gradients and weights in registers.
 WARPS = dict.fromkeys(
     (
         "linear_act._linear_act",
         "linear_act_persistent._linear_act_persistent",
         "attention_forward.attention_forward",
         "attention_backward.attention_query_gradient",
-        "attention_backward.attention_key_gradients",
+        "attention_keys.attention_key_gradients",
+        "attention_bias.attention_bias_gradient",
+        "rotary._rotate",
+        "rotary._differentiate",
     ),
     8,
 )
 # Bytes a thread: tiles were chosen for the Triton that is pinned, which spills nothing.
 PINNED = TORCH >= (2, 13)
 SPILLED = {
-    "attention_backward.attention_key_gradients": 32,
+    "attention_keys.attention_key_gradients": 32,
     "attention_backward.attention_deltas": 8,
+    "attention_bias.attention_bias_gradient": 8,
     "dropout_add_norm._forward": 16,
     "dropout_add_norm._forward_wide": 8,
 }
+
+
+# Cases that may compute a product more than once: float32, whose three passes of the tensor cores
+# take eight warps for the registers, and biases, likewise.
+REPEATED = re.compile(r"float32|line$|pairs$|plane$")
+# On sm_90 the sums of heads of 256 do not fit the registers with 64 rows to a group of warps.
+SLOW = re.compile(
+    r"attention_keys.attention_key_gradients 256 "
+    r"|attention_backward.attention_query_gradient 256 bfloat16 64 causal p"
+)
+
+
+def is_timed(row: dict[str, Any]) -> bool:
+    """Whether the benchmark has such a call of attention: lists, causal, heads of these widths."""
+    attention = row["kernel"].startswith(("attention_forward", "attention_backward", "attention_k"))
+    return attention and bool(re.match(r"(64|128|256) bfloat16 (64|128) causal( p)?$", row["case"]))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -50,6 +77,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         numbers = f"{row['warps']:5} {taken['registers']:9} {taken['shared']:7}"
         lines.append(f"{row['kernel']:44} {row['case']:40} {numbers}")
     return "\n".join(["", *lines])
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['kernel']} {row['case']}"
 
 
 # One test per architecture, so that each is compiled once however tests are distributed.
@@ -70,9 +101,19 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
         assert taken["shared"] <= SHARED_MEMORY[capability], row
         warps = WARPS.get(row["kernel"], 16) if row["aligned"] else row["warps"]
         assert taken["registers"] <= REGISTERS_PER_MULTIPROCESSOR // (32 * warps), row
+        if not REPEATED.search(row["case"]):
+            assert taken["repeats"] <= 1, row
+        is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
+        if is_timed(row) and not is_slow:
+            assert taken["slow"] == 0, row
         if row["now"] and row["kept"]:
             assert row["now"] == row["kept"], row
     assert {row["kernel"] for row in rows if row["now"]} == kernels
+    timed = {row["case"] for row in rows if is_timed(row)}
+    assert len(timed) == 12
+    for case in timed:
+        names = {row["kernel"].rpartition(".")[2] for row in rows if row["case"] == case}
+        assert {"attention_forward", "attention_query_gradient", "attention_key_gradients"} < names
     if missing := sum(row["kept"] is None for row in rows):
         warnings.warn(f"{missing} results are not kept: run `make resources`", stacklevel=1)
 
@@ -109,3 +150,26 @@ def test_a_key_knows_what_a_compile_depends_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     assert before == key(launch)
     assert len({before, *others}) == 1 + len(others)
+
+
+def test_products_are_read_from_the_compiled_code() -> None:
+    """More warps than 16 rows each, instructions of older GPUs, and products without any."""
+    mma = "#mma = #ttg.nvidia_mma<{{versionMajor = {}, warpsPerCTA = [{}], instrShape = [16, {}]}}>"
+    dot = "%c = ttng.warp_group_dot %a, %b, %0 : {} -> tensor<64x32xf32, #mma> loc(#loc1)"
+    hopper = dot.format("!ttg.memdesc<64x128xbf16, #shared, #smem>")
+
+    def read(layout: str, *lines: str, capability: int = 90) -> tuple[int, int]:
+        found = layouts.read("\n".join([layout, *lines]), capability)
+        return found["repeats"], found["slow"]
+
+    assert read(mma.format(3, "4, 1", "32, 16"), hopper) == (1, 0)
+    assert read(mma.format(3, "8, 1", "32, 16"), hopper) == (2, 0)
+    assert read(mma.format(3, "4, 2", "32, 16"), hopper, hopper) == (2, 0)
+    older = hopper.replace("ttng.warp_group_dot", "tt.dot")
+    assert read(mma.format(2, "2, 2", "8"), older) == (1, 1)
+    blocked = "#mma = #ttg.blocked<{sizePerThread = [1, 4]}>"
+    assert read(blocked, older) == (1, 1)
+    assert read("", "%x = tt.load %y : tensor<64xf32>") == (0, 0)
+    five = "ttng.tc_gen5_mma %a, %b, %c : !ttg.memdesc<{0}x64xf32, #tmem, #ttng.tensor_memory>"
+    assert read("", five.format(128), capability=100) == (1, 0)
+    assert read("", five.format(64), capability=100) == (1, 1)

@@ -24,12 +24,27 @@ pytest.importorskip("triton", reason="Triton is not installed")
 # Kernels are specialised for these integers being 1 or multiples of 16.
 SPECIALISED = {
     "width": "of the rows, and the stride of results: tells how wide loads and stores are",
+    "deep": "the width of values, likewise",
     "columns": "the stride of a GEMM's result",
     "inner": "of a GEMM: a model's constant, which tells whether loads need masks",
     "skew": "0 unless the columns are a shard: tells how wide loads are",
     "first_column": "0 unless the columns are a shard",
     "group": "a model's constant",
     "key_heads": "a model's constant",
+    "targets": "of a row: 1, or a method's constant",
+    "pairs": "a model's constant: tells how wide loads are",
+    "distance": "between the columns of a pair, likewise",
+    **dict.fromkeys(("cos_stride", "sin_stride"), "of angles: 1, or 2 if they are complex"),
+    **{
+        f"{name}_{place}_stride": "of a rotation's rows: tells how wide loads and stores are"
+        for name in ("x", "y", "k", "k_y", "grad", "k_grad", "result", "k_result")
+        for place in ("batch", "token", "head")
+    },
+    **{
+        f"{name}_{place}_stride": "of a table's rows, likewise"
+        for name in ("cos", "sin")
+        for place in ("batch", "token")
+    },
     **dict.fromkeys(
         (
             *("x_stride", "x_row_stride", "weight_stride", "weight_row_stride", "gate_stride"),
@@ -83,9 +98,10 @@ def _attentions() -> Iterator[Any]:
 
     for length in range(1025, 1100):
         q = torch.empty(2, 8, length, 64, dtype=torch.bfloat16, device="meta")
-        options = (64, 1, 0.125, True, 0.0, 0.0, None, None, None)
-        call = attention._call(q, q, q, *[None] * 8, *options)
-        yield attention._forward_launch(call, q, q[..., 0].float())
+        options: list[Any] = [None] * 9
+        options += (0, 64, 1, 0.125, True, 0.0, 0.0, None, None, None)
+        call = attention.make_call(q, q, q, *options)
+        yield attention.forward_launch(call, q, q[..., 0].float())
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +147,9 @@ def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
     strided = torch.zeros(8, 72)[:, :64]
     options = {"enable_fp_fusion": True, "num_warps": 8}
     for tensor in (rows, beside, strided):
+        made = launch(kernel, 1, rows, tensor, 64, num_warps=8, maxnreg=200)
         for spreads in (True, False):
-            run(
-                rows,
-                launch(kernel, 1, rows, tensor, 64, spreads=spreads, num_warps=8, maxnreg=200),
-            )
+            run(rows, made._replace(spreads=spreads))
     limited = options | {"maxnreg": 200}
     spread = options | {"num_warps": 16, "maxnreg": 128}
     assert kernel.options == [limited, limited, spread, limited, spread, limited]

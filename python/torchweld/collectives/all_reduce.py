@@ -1,4 +1,4 @@
-"""OneBitAllReduce: the mean of tensors over a group, with errors carried between calls."""
+"""OneBitAllReduce: the mean of tensors over a group, with errors carried from call to call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchweld.collectives.one_bit import (
     NONE,
     Errors,
     OneBitExchange,
-    part_of,
-    sizes_of,
-    whole_errors,
+    gather_errors,
+    list_sizes,
+    take_own_errors,
 )
 from torchweld.collectives.wire import Wire
 from torchweld.errors import ArgumentError
@@ -33,7 +33,7 @@ class OneBitAllReduce:
     Args:
         group: a process group of gloo or NCCL; None: the default group, or only this process.
         error_dtype: dtype of the errors: torch.float32 or torch.bfloat16.
-        feedback: False drops the errors, only for comparisons: training suffers from it.
+        feedback: False drops the errors; only for comparisons, since training becomes worse.
 
     `bytes_sent` counts the bytes this rank has sent to others, scales and checks included.
     """
@@ -50,7 +50,7 @@ class OneBitAllReduce:
         self._wire = Wire(_NAME, group)
         self._error_dtype, self._feedback = error_dtype, feedback
         self._errors: dict[Hashable, Errors] = {}
-        self._loaded: list[Errors] = []  # for keys not seen yet, in their order
+        self._loaded: list[Errors] = []  # for keys that are not used yet, in order
         self._numbers: dict[Hashable, int] = {}  # of keys, in the order of their first calls
         self._under_way: OneBitWork | None = None
 
@@ -64,12 +64,12 @@ class OneBitAllReduce:
     ) -> OneBitWork | None:
         """Replace each tensor by the mean over all ranks: plus or minus the scale of a chunk.
 
-        With async_op the bits travel in the background. Tensors and errors change when every rank
-        calls the result's wait() or the next reduction. Raises CollectiveError on every rank, and
-        changes nothing, if tensors differ between ranks or are not finite, or if a rank is gone.
+        With async_op the bits are exchanged in the background. Tensors and errors change when every
+        rank calls the result's wait() or the next reduction. Raises CollectiveError on every rank,
+        and changes nothing, if tensors differ between ranks, are not finite, or a rank is gone.
         """
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        return self.reduce_keyed(given, range(len(given)), async_op)
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return self.reduce_keyed(listed, range(len(listed)), async_op)
 
     def reduce_keyed(
         self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], async_op: bool = False
@@ -80,7 +80,7 @@ class OneBitAllReduce:
         """
         for t in tensors:
             checks.dense(_NAME, "tensors", t, _FLOATS)
-        if self._under_way is not None:  # this call adds the errors it leaves
+        if self._under_way is not None:  # its new errors enter this call
             self._under_way.wait()
         self._under_way = work = OneBitWork(self, tensors, keys)
         if async_op:
@@ -101,32 +101,39 @@ class OneBitAllReduce:
     # --- State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors. Every rank saves its own; whole_state_dict() covers all ranks."""
+        """Return this rank's errors, which every rank saves for itself.
+
+        whole_state_dict() has the errors of all ranks.
+        """
         rank, size = self._wire.rank, self._wire.size
-        return {"rank": rank, "world_size": size, "errors": [e._asdict() for e in self._kept()]}
+        return {
+            "rank": rank,
+            "world_size": size,
+            "errors": [e._asdict() for e in self._list_errors()],
+        }
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """The errors of all ranks, the same on each and for any number of ranks: a collective."""
-        kept = self._kept()
+        """Return the errors of all ranks, for any number of ranks. It is a collective."""
+        kept = self._list_errors()
         workers = [e.worker for e in kept if e.worker is not None]
-        owed = whole_errors(self._wire, kept, sizes_of(workers))
+        owed = gather_errors(self._wire, kept, list_sizes(workers))
         return {"rank": None, "world_size": None, "errors": [e._asdict() for e in owed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load errors: this rank's own from as many ranks, or a whole state from any number."""
-        given = [Errors(**each) for each in state_dict["errors"]]
+        """Load this rank's own errors, saved by as many ranks, or a whole state of any number."""
+        saved = [Errors(**each) for each in state_dict["errors"]]
         rank, size = state_dict["rank"], state_dict["world_size"]
         check_rank(_NAME, self._wire, rank, size)
         if rank is None:
-            given = [part_of(self._wire, each, self._error_dtype) for each in given]
-        as_stored = [[e if e is None else e.to(self._error_dtype) for e in each] for each in given]
+            saved = [take_own_errors(self._wire, each, self._error_dtype) for each in saved]
+        as_stored = [[e if e is None else e.to(self._error_dtype) for e in each] for each in saved]
         self._errors, self._loaded = {}, [Errors(*each) for each in as_stored]
 
-    def _kept(self) -> list[Errors]:
-        """Errors of keys in the order of first use, then loaded errors of keys not seen yet."""
+    def _list_errors(self) -> list[Errors]:
+        """List errors in the order of the first use of keys, then loaded errors without keys."""
         of_keys = (self._errors.get(key, NONE) for key in self._numbers)
         pairs = itertools.zip_longest(of_keys, self._loaded, fillvalue=NONE)
-        kept = [loaded if found.worker is None else found for found, loaded in pairs]
+        kept = [loaded if own.worker is None else own for own, loaded in pairs]
         return [errors for errors in kept if errors.worker is not None]
 
 
@@ -158,15 +165,15 @@ class OneBitWork:
 
 
 def check_error_dtype(function: str, dtype: Any) -> None:
-    """Check for a dtype that errors can be stored in."""
+    """Check that errors can be stored in this dtype."""
     if dtype not in (torch.float32, torch.bfloat16):
         accepted = "torch.float32 or torch.bfloat16"
         raise ArgumentError(function, "error_dtype", repr(dtype), accepted)
 
 
 def check_rank(function: str, wire: Wire, rank: int | None, size: int | None) -> None:
-    """Check that saved errors are this rank's own, or of all ranks."""
+    """Check that saved errors are this rank's own, or those of all ranks."""
     if rank is not None and (rank, size) != (wire.rank, wire.size):
-        came = f"that of rank {rank} of {size}"
+        actual = f"that of rank {rank} of {size}"
         accepted = f"rank {wire.rank}'s own of {wire.size}, or a whole_state_dict() of any number"
-        raise ArgumentError(function, "state_dict", came, accepted)
+        raise ArgumentError(function, "state_dict", actual, accepted)

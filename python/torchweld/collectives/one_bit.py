@@ -1,9 +1,9 @@
-"""The mean of tensors over ranks, from their signs, with the errors of both sides carried over.
+"""The mean of tensors over ranks from their signs, with errors that are carried over.
 
 Every tensor is cut into one chunk per rank. As a worker, a rank quantises each tensor with one
-scale and sends every rank its chunk's bits. As a server, it averages the chunks it receives,
-quantises the mean with a scale of its own, and sends that to all ranks. The result is bits and a
-scale for each chunk, the same on every rank.
+scale and sends the bits of each chunk to its rank. As a server, it averages the chunks that it
+receives, quantises the mean with a new scale, and sends it to all ranks. The result is bits and a
+scale for each chunk, equal on every rank.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import NamedTuple
 import torch
 
 from torchweld.collectives.wire import Pending, Status, Wire
-from torchweld.ops.quantize_1bit import (
+from torchweld.ops.quantize_one_bit import (
     blocks_of,
     bytes_of,
-    dequantize_1bit,
+    dequantize_one_bit,
     mean_into,
     quantize_into,
     whole,
 )
 
-BUCKET = 1 << 25  # elements exchanged at once: 4 MiB of bits
+BUCKET = 1 << 25  # elements that are exchanged together: 4 MiB of bits
 
 
 class Errors(NamedTuple):
-    """Quantisation errors: of this rank's tensor, [elements], and of its chunk of the mean."""
+    """Quantisation errors of this rank's tensor, [elements], and of its chunk of the mean."""
 
     worker: torch.Tensor | None
     server: torch.Tensor | None
@@ -45,25 +45,25 @@ class Packed(NamedTuple):
     size: int
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The elements, [size]."""
+        """Compute the elements, [size]."""
         block = chunk_of(self.size, len(self.scale))
         scale = self.scale[: blocks_of(self.size, block)]
-        return dequantize_1bit(self.bits, scale, self.size, block=block, dtype=dtype)
+        return dequantize_one_bit(self.bits, scale, self.size, block=block, dtype=dtype)
 
 
 def chunk_of(size: int, ranks: int) -> int:
-    """How many elements each rank averages: whole bytes of bits."""
+    """The number of elements that each rank averages: whole bytes of bits."""
     return max(8, 8 * -(-size // (8 * ranks)))
 
 
 def count_of(size: int, wire: Wire) -> int:
-    """How many elements of the tensor are in this rank's chunk; the last chunks may be empty."""
+    """The number of elements in this rank's chunk; the last chunks may be empty."""
     chunk = chunk_of(size, wire.size)
     return min(max(size - wire.rank * chunk, 0), chunk)
 
 
 class OneBitExchange:
-    """One reduction. The constructor starts it; it changes no errors, finish() returns new ones."""
+    """One reduction. The constructor starts it, and finish() returns the means and new errors."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class OneBitExchange:
         self._worker: list[torch.Tensor] = []
         for t, error in zip(tensors, errors, strict=True):
             rest = torch.empty(t.numel(), dtype=error_dtype, device=t.device)
-            found = quantize_into(t.reshape(-1), error.worker, rest, whole(t.numel()))
-            self._packed.append(Packed(*found, t.numel()))
+            bits, scale = quantize_into(t.reshape(-1), error.worker, rest, whole(t.numel()))
+            self._packed.append(Packed(bits, scale, t.numel()))
             self._worker.append(rest)
         if status is Status.READY and tensors and not self._is_finite():
             status = Status.NOT_FINITE
@@ -89,10 +89,10 @@ class OneBitExchange:
         if self.status is not Status.READY or wire.size == 1:
             return
         self._buckets = list(_buckets(self._sizes))
-        self._under_way = [wire.to_all(self._to_servers(bucket)) for bucket in self._buckets]
+        self._under_way = [wire.to_all(self._pack_for_servers(bucket)) for bucket in self._buckets]
 
     def finish(self) -> tuple[list[Packed], list[Errors]]:
-        """The means and the new errors."""
+        """Wait for the means; return them and the new errors."""
         if self._wire.size == 1:  # the mean is the tensor itself, and the server has no error
             return self._packed, [Errors(worker, None) for worker in self._worker]
         server: list[torch.Tensor] = []
@@ -114,8 +114,8 @@ class OneBitExchange:
     def _chunk_bytes(self, i: int) -> int:
         return chunk_of(self._sizes[i], self._wire.size) // 8
 
-    def _to_servers(self, bucket: range) -> torch.Tensor:
-        """A row for each rank: the scales of all tensors, and the bits of its chunk of each."""
+    def _pack_for_servers(self, bucket: range) -> torch.Tensor:
+        """Make a row for each rank: the scales of all tensors, and the bits of its chunks."""
         ranks = self._wire.size
         scales = torch.cat([self._packed[i].scale for i in bucket]).view(torch.uint8)
         rows = [scales.expand(ranks, -1)]
@@ -127,9 +127,9 @@ class OneBitExchange:
     def _serve(
         self, bucket: range, received: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Average this rank's chunks: the new errors, and scales and bits for everyone."""
+        """Average this rank's chunks; return the new errors, and a message for all ranks."""
         scales, of_tensors = self._split(bucket, received)
-        rests, found, bits = [], [], []
+        rests, scales_of_means, bits = [], [], []
         for at, (i, votes) in enumerate(zip(bucket, of_tensors, strict=True)):
             count = count_of(self._sizes[i], self._wire)
             rest = torch.empty(count, dtype=self._error_dtype, device=votes.device)
@@ -139,10 +139,10 @@ class OneBitExchange:
                 votes, scale, self._errors[i].server, rest, count, whole(count)
             )
             rests.append(rest)
-            found.append(its_scale)
+            scales_of_means.append(its_scale)
             fill = self._chunk_bytes(i) - len(of_mean)
             bits.append(torch.nn.functional.pad(of_mean, (0, fill)))
-        return rests, torch.cat([torch.cat(found).view(torch.uint8), *bits])
+        return rests, torch.cat([torch.cat(scales_of_means).view(torch.uint8), *bits])
 
     def _unpack(self, bucket: range, received: torch.Tensor) -> Iterable[Packed]:
         scales, of_tensors = self._split(bucket, received)
@@ -153,14 +153,14 @@ class OneBitExchange:
     def _split(
         self, bucket: range, received: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Scales, [ranks, tensors], and bits of each tensor, [ranks, bytes]."""
+        """Split a message into scales, [ranks, tensors], and each tensor's bits, [ranks, bytes]."""
         scales = received[:, : 4 * len(bucket)].contiguous().view(torch.float32)
         sizes = [self._chunk_bytes(i) for i in bucket]
         return scales, received[:, 4 * len(bucket) :].split(sizes, 1)
 
 
 def _buckets(sizes: Sequence[int]) -> Iterable[range]:
-    """Consecutive tensors that are exchanged together."""
+    """Divide tensors into runs that are exchanged together."""
     begin = total = 0
     for i, size in enumerate(sizes):
         if total and total + size > BUCKET:
@@ -174,11 +174,11 @@ def _buckets(sizes: Sequence[int]) -> Iterable[range]:
 # --- Errors, independent of the number of ranks --------------------------------------------------
 
 
-def whole_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> list[Errors]:
-    """The errors of all ranks, in the form of one rank's: a collective.
+def gather_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> list[Errors]:
+    """Gather the errors of all ranks: a collective.
 
-    They are the mean of the workers' errors and the servers' errors of all chunks, both float32,
-    [elements].
+    The result is the mean of the workers' errors, and the servers' errors of all chunks, both
+    float32, [elements].
     """
     owed = []
     for error, size in zip(errors, sizes, strict=True):
@@ -192,10 +192,10 @@ def whole_errors(wire: Wire, errors: Sequence[Errors], sizes: Sequence[int]) -> 
     return owed
 
 
-def part_of(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
-    """This rank's share of the errors of all: the workers' mean, and the error of its chunk.
+def take_own_errors(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
+    """Take this rank's share of gathered errors: the workers' mean, and the error of its chunk.
 
-    A single process has no server: it takes the sum of both.
+    A single process has no server error: it takes the sum of both.
     """
     assert owed.worker is not None
     assert owed.server is not None
@@ -207,17 +207,17 @@ def part_of(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
     return Errors(owed.worker.to(dtype, copy=True), server.to(dtype, copy=True))
 
 
-def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The number of elements of each tensor."""
+def list_sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Count the elements of each tensor."""
     return [t.numel() for t in tensors]
 
 
-def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All tensors, flattened and concatenated, in float32."""
+def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate all tensors, flattened, in float32."""
     return torch.cat([t.reshape(-1).float() for t in tensors])
 
 
-def runs(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views of consecutive runs of these sizes."""
+def split_into_runs(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Split a tensor into views of consecutive runs of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -1,7 +1,7 @@
-"""A process group that counts bytes, and whose ranks agree before they exchange anything.
+"""A process group that counts bytes, and whose ranks agree before they exchange tensors.
 
-Ranks first compare a fingerprint of their tensors in one message of fixed size. So tensors that
-differ or are not finite on one rank raise an error on every rank before anything changes.
+Ranks first compare a fingerprint of their tensors in one message of fixed size. So if tensors
+differ, or are not finite on one rank, every rank raises an error before any tensor changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchweld.errors import ArgumentError, CollectiveError
 
 
 class Status(IntEnum):
-    """The state of a rank before an exchange. The highest one of all ranks decides."""
+    """The state of a rank before an exchange. The highest state of all ranks decides."""
 
     READY = 0
     SKIPS = 1  # this rank skips the step, so every rank does
@@ -31,22 +31,22 @@ class Wire:
     """A process group, or a single process if there is none."""
 
     def __init__(self, function: str, group: Any = None) -> None:
-        is_there = dist.is_available() and dist.is_initialized()
-        if group is not None and not is_there:
+        has_processes = dist.is_available() and dist.is_initialized()
+        if group is not None and not has_processes:
             accepted = "None, since torch.distributed is not initialized"
             raise ArgumentError(function, "group", repr(group), accepted)
         self.function, self.group = function, group
-        self.size = dist.get_world_size(group) if is_there else 1
-        self.rank = dist.get_rank(group) if is_there else 0
+        self.size = dist.get_world_size(group) if has_processes else 1
+        self.rank = dist.get_rank(group) if has_processes else 0
         if self.rank < 0:
             raise ArgumentError(function, "group", "one without this process", "one that has it")
-        self.bytes_sent = 0  # by this rank to others, since construction
+        self.bytes_sent = 0  # by this rank to other ranks, since construction
 
     def agree(self, tensors: Sequence[torch.Tensor], status: Status, *phase: object) -> Status:
         """Compare tensors and phase with the other ranks; return the highest status.
 
-        Raises CollectiveError if ranks differ, if one has numbers that are not finite, or if one
-        raised an error instead.
+        Raises CollectiveError if ranks differ, if a rank has numbers that are not finite, or if a
+        rank raised an error.
         """
         sizes = [t.numel() for t in tensors]
         described = (f"{len(sizes)} tensors of {sum(sizes)} elements", *map(str, phase))
@@ -70,42 +70,42 @@ class Wire:
             self._refuse(f"NaN or infinity on rank {', '.join(map(str, ranks))}")
         return max(statuses)
 
-    def failed(self, device: torch.device) -> None:
-        """Tell ranks waiting in agree() that this one raised an error."""
+    def report_failure(self, device: torch.device) -> None:
+        """Tell the ranks that wait in agree() that this rank raised an error."""
         if self.size > 1:
             mine = torch.tensor([0, 0, 0, int(Status.FAILED)], device=device)
-            with self._exchanging():
+            with self._translating_errors():
                 self.gather(mine).wait()
 
     def to_all(self, message: torch.Tensor) -> Pending:
-        """Send row r of a message to rank r; row r of the result came from rank r."""
+        """Send row r of a message to rank r; row r of the result is from rank r."""
         if self.size == 1:
             return Pending(self, message)
         received = torch.empty_like(message)
         self.bytes_sent += (self.size - 1) * message[0].nbytes
-        with self._exchanging():
+        with self._translating_errors():
             work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
         return Pending(self, received, work)
 
     def gather(self, message: torch.Tensor) -> Pending:
-        """The messages of all ranks, stacked."""
+        """Gather the messages of all ranks, stacked."""
         received = message.new_empty(self.size, *message.shape)
         if self.size == 1:
             received[0] = message
             return Pending(self, received)
         self.bytes_sent += (self.size - 1) * message.nbytes
-        with self._exchanging():
-            # Renamed in torch 2.13, which warns about the old name.
+        with self._translating_errors():
+            # torch 2.13 has renamed the function, and warns about the old name.
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = gather(received.view(-1), message.view(-1), group=self.group, async_op=True)
         return Pending(self, received, work)
 
     def average(self, flat: torch.Tensor) -> Pending:
-        """The mean over all ranks, in place; bytes are counted as for a ring."""
+        """Average over all ranks, in place; bytes are counted as for a ring."""
         if self.size == 1:
             return Pending(self, flat)
         self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
-        with self._exchanging():
+        with self._translating_errors():
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         return Pending(self, flat, work, lambda t: t.div_(self.size))
 
@@ -113,7 +113,7 @@ class Wire:
         raise CollectiveError(self.function, f"{why}. Nothing was changed")
 
     @contextmanager
-    def _exchanging(self) -> Iterator[None]:
+    def _translating_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # from gloo or NCCL: a rank died or timed out
@@ -121,7 +121,7 @@ class Wire:
             raise CollectiveError(
                 self.function,
                 f"rank {self.rank} of {self.size}: an exchange failed, since a rank died, raised "
-                f"an error or did not come in time: {why}. Nothing was changed",
+                f"an error or did not answer in time: {why}. Nothing was changed",
             ) from error
 
 
@@ -140,7 +140,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it."""
         if self._work is not None:
-            with self._wire._exchanging():
+            with self._wire._translating_errors():
                 self._work.wait()
             self._result = self._then(self._result)
             self._work = None

@@ -1,6 +1,6 @@
 """Ops outside the registry: those without a gradient, and those that write to their arguments.
 
-They have an overload for each backend, as all ops do, and are chosen by the same rules.
+Like all ops they have an overload for each backend, and the same rules choose among them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch import bare_trial, choice
+from torchweld.dispatch import choice
+from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload
 from torchweld.registry import BACKENDS, EAGER
+from torchweld.registry.constant import assume_constant_result
 
 
 class BareOp:
     """The definition of such an op; `fake` is left out if the op returns nothing.
 
     `triton` is the file with its Triton kernel. `reference` takes the same arguments; on a GPU the
-    kernels are tried against it at their first use. `proof` names the rule whose evidence decides
-    before that.
+    kernels are checked against it at their first use, with the arguments that `sample` makes of the
+    call's: fewer elements, so that a copy of them fits beside the model.
     """
 
     def __init__(
@@ -31,12 +35,12 @@ class BareOp:
         fake: Callable[..., Any] = lambda *_: None,
         backends: tuple[str, ...] = ("cpu",),
         triton: str | None = None,
-        proof: str | None = None,
         reference: Callable[..., Any] | None = None,
+        sample: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
     ) -> None:
         self.name = name
         self.reference = reference
-        self.proof = proof
+        self._sample = sample
         self.backends = (*backends, "triton") if triton else backends
         self._overloads = {
             backend: define_overload(name, backend, schema, fake, triton)
@@ -44,20 +48,53 @@ class BareOp:
         }
 
     def run(self, *inputs: Any) -> Any:
-        """The op, on the backend that serves these inputs; where none does, by its reference."""
+        """Run the op on the backend that serves these inputs, or its reference if none does."""
         first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
-        if choice.forced is None and choice.on_trial(first):
-            backend = bare_trial.proven(self, inputs)
+        if choice.forced is None and choice.is_on_gpu(first):
+            backend = self._choose_on_gpu(first, inputs)
         else:
             backend = choose(self, [first])
+        return self._serving(backend)(*inputs)
+
+    def _serving(self, backend: str) -> Callable[..., Any]:
         serving = self.overload(backend) or self.reference
         assert serving is not None, f"{self.name} has no reference"
-        return serving(*inputs)
+        return serving  # type: ignore[no-any-return]
+
+    def _choose_on_gpu(self, first: torch.Tensor, inputs: Sequence[Any]) -> str:
+        if torch.compiler.is_compiling():
+            backend = find_agreed(self.name, first.device.index)
+            return backend if self.why_not(backend, [first]) is None else EAGER
+        if not choice.is_tried(first) or not any(t.numel() for t in _tensors(inputs)):
+            return EAGER
+        call_class = (self.name, first.device.index, *map(_word, inputs))
+        return asking.pick(call_class, lambda: self._make_question(first, inputs))[0]
+
+    def _make_question(self, first: torch.Tensor, inputs: Sequence[Any]) -> Question:
+        """Check only: a kernel replaces several passes, and may write to its arguments."""
+        inputs = self._sample(*inputs)
+
+        def run(backend: str) -> Results:
+            given = _clone(inputs)
+            with torch.no_grad():
+                found = [*as_tuple(self._serving(backend)(*given))]
+            return {f"tensor {at}": t for at, t in enumerate(found + _tensors(given)) if t.numel()}
+
+        return Question(
+            kind={"op": self.name, "arguments": [_in_json(_word(value)) for value in inputs]},
+            device=first.device,
+            baseline=EAGER,
+            contenders=[b for b in self.backends if self.why_not(b, [first]) is None],
+            run=run,
+            trusted=lambda: run(EAGER),
+            exact=lambda: run(EAGER),
+            rounded=_ROUNDED,
+        )
 
     def kernel(self, *inputs: Any) -> Any:
         """The overload that serves these inputs; None if the reference does.
 
-        Raises BackendError if none of the backends that were asked for by name can serve.
+        Raises BackendError if no selected backend can serve.
         """
         return self.overload(choose(self, inputs))
 
@@ -75,3 +112,52 @@ class BareOp:
         if device.type not in BACKENDS[backend].devices:
             return f"the tensors are on {device}"
         return BACKENDS[backend].why_not(device)
+
+
+# The reference is no more exact than the kernels, since it adds in another order. Errors up to this
+# part of the largest number are accepted; bugs make far larger ones.
+_ROUNDED = 2.0**-20
+
+
+@assume_constant_result
+def find_agreed(name: str, index: int | None) -> str:
+    """The backend of all answers for an op or a rule, if they agree; compiled code uses it."""
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    return asking.reduce_to_one(asking.engine_for(device).find_backends(op=name), EAGER)
+
+
+def _word(value: Any) -> Any:
+    """The part of an argument that an answer depends on: its dtype, a flag, or whether it is 0.
+
+    A temperature or a rate that changes from step to step must not ask anew.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, (list, tuple)):
+        return _word(value[0]) if value else None
+    if isinstance(value, float):
+        return value != 0
+    return None if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _in_json(word: Any) -> Any:
+    return str(word).removeprefix("torch.") if isinstance(word, torch.dtype) else word
+
+
+def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    flat = [v for value in inputs for v in (value if isinstance(value, list) else [value])]
+    return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+def _clone(inputs: Sequence[Any]) -> list[Any]:
+    """Clone the arguments; a tensor that occurs twice is cloned once."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def clone(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clone(one) for one in value]
+        if isinstance(value, torch.Tensor):
+            return clones.setdefault(id(value), value.detach().clone())
+        return value
+
+    return [clone(value) for value in inputs]

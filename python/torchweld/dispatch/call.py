@@ -20,9 +20,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def call(op: Op, *inputs: Any) -> Any:
-    """Run an op on the backend that was asked for, or on the one that is best for these inputs."""
+    """Run an op on the selected backend, or on the best one for these inputs."""
     try:
-        if choice.forced is None and not is_compiling() and too_small(op, inputs):
+        if choice.forced is None and not is_compiling() and is_too_small(op, inputs):
             return op.reference(*inputs)
         return _run(op, inputs)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -31,10 +31,10 @@ def call(op: Op, *inputs: Any) -> Any:
         raise
 
 
-def too_small(op: Op, inputs: Sequence[Any]) -> bool:
+def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     """Whether eager is as fast and as exact, on the CPU.
 
-    On a GPU trials and evidence decide at every size.
+    On a GPU trials decide at every size.
     """
     x = inputs[0]
     if x.numel() >= op.small or x.is_cuda or x.is_nested or x.dtype not in op.dtypes:
@@ -52,7 +52,7 @@ def _run(op: Op, inputs: Sequence[Any]) -> Any:
         backend = choose(op, inputs)
         return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
     if _is_dtensor(x):
-        return dtensor.on_shards(op, inputs, _run)
+        return dtensor.run_on_shards(op, inputs, _run)
     return run_on(op, choose(op, inputs), inputs)
 
 
@@ -61,7 +61,7 @@ def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
     if backend == EAGER:
         return op.reference(*inputs)
     if _is_dtensor(inputs[0]):
-        return dtensor.on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
+        return dtensor.run_on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
     if op.autocast:
         device = inputs[0].device.type
         dtype = op.autocast.get(device)
@@ -71,7 +71,7 @@ def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
 
 
 def _is_dtensor(x: Any) -> bool:
-    return type(x) not in _PLAIN and dtensor.is_one(x)
+    return type(x) not in _PLAIN and dtensor.is_dtensor(x)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -80,34 +80,32 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def automatic(op: Op, inputs: Sequence[Any]) -> str:
+def choose_automatically(op: Op, inputs: Sequence[Any]) -> str:
     """The backend that a call takes; small inputs fall back to eager."""
-    return EAGER if choice.forced is None and too_small(op, inputs) else choose(op, inputs)
+    return EAGER if choice.forced is None and is_too_small(op, inputs) else choose(op, inputs)
 
 
 # --- Recomputation ----------------------------------------------------------------------------
 
 
-def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) that saves only its arguments; the backward computes it again.
+def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    """Run function(*args), saving only its arguments; the backward pass runs it again.
 
-    The backward takes the backend that is asked for now, whatever is asked for then. In a graph
-    that is compiled or recorded the choice is already made.
+    The recomputation uses the backend selected now, even if another one is selected by then. In a
+    compiled or recorded graph the choice is already made.
     """
     context: dict[str, Any] = {}
     if not is_compiling() and not _records_a_graph():
         asked: Sequence[str | None] = choice.forced or (None,)
-        context["context_fn"] = partial(_as_asked, asked)
+        context["context_fn"] = partial(_make_contexts, asked)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **context)
 
 
 def _records_a_graph() -> bool:
-    """Whether make_fx, or a transform built on it, records what runs; checkpoints then take no
-    contexts of ours.
-    """
+    """Whether make_fx, or a transform built on it, records: checkpoints then get no contexts."""
     proxy = torch._C._TorchDispatchModeKey.PROXY
     return torch._C._get_dispatch_mode(proxy) is not None
 
 
-def _as_asked(names: Sequence[str | None]) -> tuple[Any, Any]:
+def _make_contexts(names: Sequence[str | None]) -> tuple[Any, Any]:
     return nullcontext(), use_backend(*names)

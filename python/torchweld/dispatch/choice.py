@@ -1,4 +1,4 @@
-"""The choice of a backend, for all calls: ops, composites, bare ops and so optimizer steps.
+"""The choice of a backend for ops, composites, bare ops and optimizer steps.
 
 Each of them has a `name`, its `backends` in order of preference, and `why_not(backend, inputs)`.
 """
@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from torchweld.dispatch import evidence, trial, verdicts
+from torchweld.dispatch import op_question
+from torchweld.dispatch.engine import asking
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.registry import BACKENDS, EAGER, Op
 
 BACKEND_VARIABLE = "TORCHWELD_BACKEND"
+UNTRIED = "no kernel has been tried for such calls on this GPU; until then eager serves"
 # A name for several backends, in order of preference.
 GROUPS = {"gpu": ("cuda", "triton")}
 
@@ -36,31 +38,31 @@ class Choosable(Protocol):
         """Why the backend cannot serve these inputs; None if it can."""
 
 
-def _listed(names: Sequence[str]) -> tuple[str, ...]:
+def _expand_groups(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(backend for name in names for backend in GROUPS.get(name, (name,)))
 
 
-def _from_environment() -> tuple[str, ...] | None:
+def _read_environment() -> tuple[str, ...] | None:
     names = os.environ.get(BACKEND_VARIABLE)
-    return _listed([name.strip() for name in names.split(",")]) if names else None
+    return _expand_groups([name.strip() for name in names.split(",")]) if names else None
 
 
-# The backends that were asked for by name, in order of preference; None: the automatic choice. A
-# plain module attribute, since that is what torch.compile guards on.
-forced: tuple[str, ...] | None = _from_environment()
+# The backends that the user selected by name, in order of preference; None: the automatic choice.
+# It is a plain module attribute, because torch.compile guards on module attributes.
+forced: tuple[str, ...] | None = _read_environment()
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
     """A context in which every op runs on the first of these backends that can serve it.
 
     A call that none can serve raises BackendError with every reason. Names are those of
-    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice. It holds
-    for the whole process, other threads and asyncio's tasks included: enter it from one of them at
-    a time. A backward runs where its forward ran, in whichever context.
+    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice. The
+    context holds for the whole process, including other threads and asyncio tasks: only one of them
+    may enter it at a time. A backward pass runs on the backend of its forward pass.
     """
 
     def __init__(self, *names: str | None) -> None:
-        asked = None if names == (None,) else _listed([str(name) for name in names])
+        asked = None if names == (None,) else _expand_groups([str(name) for name in names])
         check_names("use_backend", "name", asked)
         self.names = asked
         self._previous: list[tuple[str, ...] | None] = []
@@ -84,40 +86,48 @@ def check_names(function: str, argument: str, names: Sequence[str] | None) -> No
 
 
 def choose(op: Choosable, inputs: Sequence[Any]) -> str:
-    """The backend for these inputs; raises BackendError if none of those asked for can serve."""
+    """The backend for these inputs; raises BackendError if no selected backend can serve."""
     if forced is not None:
-        return _by_name(op, inputs, forced)
-    if isinstance(op, Op) and on_gpu(x := inputs[0]):
-        if on_trial(x):
-            return trial.proven(op, inputs)
-        # A graph that is being compiled takes what is proven at first use.
-        if torch.compiler.is_compiling() and verdicts.mode != "off":
-            by = evidence.direction(inputs)
-            found = trial.while_compiling(op.name, x.device.index, x.dtype, by)
-            return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
+        return _choose_by_name(op, inputs, forced)
+    if is_on_gpu(inputs[0]):
+        return _choose_on_gpu(op, inputs)
     for backend in op.backends:
-        if op.why_not(backend, inputs) is None and _against(op, backend, inputs) is None:
+        if op.why_not(backend, inputs) is None:
             return backend
     return EAGER
 
 
-def on_gpu(x: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or stands for one in a test."""
+def _choose_on_gpu(op: Choosable, inputs: Sequence[Any]) -> str:
+    """The backend that a trial found correct and fast; eager if the call cannot be tried."""
+    x = inputs[0]
+    if not isinstance(op, Op) or asking.mode == "off":
+        return EAGER
+    if is_tried(x):
+        return op_question.choose_on_gpu(op, inputs)
+    if torch.compiler.is_compiling():
+        direction = op_question.find_direction(inputs)
+        found = op_question.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
+        return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
+    return EAGER
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU. Tests replace this function."""
     return x.is_cuda
 
 
-def on_trial(x: torch.Tensor) -> bool:
-    """Whether kernels for such a tensor are proven at first use: on a GPU, and not while compiling.
+def is_tried(x: torch.Tensor) -> bool:
+    """Whether kernels for such a tensor are tried at first use: on a GPU, and not while compiling.
 
-    Tensors that stand for others, as fake ones do, prove nothing.
+    Tensor subclasses, such as fake tensors, cannot be tried.
     """
-    return on_gpu(x) and not torch.compiler.is_compiling() and type(x) in _PLAIN
+    return is_on_gpu(x) and not torch.compiler.is_compiling() and type(x) in _PLAIN
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
+def _choose_by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
     check_names(BACKEND_VARIABLE, "the environment variable", names)
     reasons = {}
     for backend in names:
@@ -133,19 +143,15 @@ def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str
     reason = op.why_not(backend, inputs)
     if reason is not None:
         return reason
-    if isinstance(op, Op) and on_trial(inputs[0]):
-        verdict = trial.known(op, inputs)
-        if verdict is not None:
-            return verdict.against(backend)
-    return _against(op, backend, inputs)
-
-
-def _against(op: Choosable, backend: str, inputs: Sequence[Any]) -> str | None:
-    """What evidence says against a backend that can serve."""
-    return None if backend == "cpu" else evidence.against(op, backend, inputs)
+    if not is_on_gpu(inputs[0]):
+        return None
+    if isinstance(op, Op) and is_tried(inputs[0]):
+        answer = op_question.find_answer(op, inputs)
+        return UNTRIED if answer is None else answer.why_not(backend)
+    return UNTRIED
 
 
 def backends() -> dict[str, str]:
     """Every backend: "available", or why it is not."""
     status = {EAGER: "available"}
-    return status | {name: b.missing() or "available" for name, b in BACKENDS.items()}
+    return status | {name: b.why_missing() or "available" for name, b in BACKENDS.items()}

@@ -1,4 +1,4 @@
-"""DTensors: each device runs an op on its shard, told where that lies in the whole tensor.
+"""DTensors: each device runs an op on its shard, and passes the shard's place in the whole.
 
 The op's declaration says which dimensions may be sharded (registry/sharding.py).
 """
@@ -13,26 +13,33 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op
 
+# An attribute of parameters whose gradients may be parts, which their owner adds up later.
+SUMMED_LATER = "torchweld_summed_later"
 
-def is_one(x: Any) -> bool:
+
+def is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor; torch.distributed.tensor takes half a second to import."""
     return type(x).__name__ == "DTensor"
 
 
-def sharded_dim(placement: Any) -> int | None:
-    """The dimension that a placement cuts; None: it cuts none."""
+def find_sharded_dim(placement: Any) -> int | None:
+    """The dimension that a placement shards; None if it shards none."""
     return getattr(placement, "dim", None)
 
 
-def moved(placement: Any, dim: int) -> Any:
-    """The same way of cutting, along another dimension."""
-    if hasattr(placement, "split_factor"):
-        return type(placement)(dim, split_factor=placement.split_factor)
-    return type(placement)(dim)
+def move_placement(placement: Any, dim: int) -> Any:
+    """The same kind of shard along another dimension."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    # Dynamo can construct a placement only of a class that is named, not of type(placement).
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
-def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
-    """Run the op on this device's shards of DTensors; its results are sharded as x then is."""
+def run_on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
+    """Run the op on this device's shards of DTensors; results get the placements used for x."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     x = inputs[0]
@@ -41,15 +48,15 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
     names = op.forward_signature.arguments
     placements, offsets = [], []
     for placement in x.placements:
-        dim = sharded_dim(placement)
+        dim = find_sharded_dim(placement)
         keeps = dim is not None and dim % rank < rows
-        placements.append(moved(placement, dim % rank) if keeps else Replicate())
+        placements.append(move_placement(placement, dim % rank) if keeps else Replicate())
     if "whole" in names:
-        found = _offsets(x.shape, mesh, placements)
+        found = _find_offsets(x.shape, mesh, placements)
         if found is None:  # the op takes a shard that is a range, so strided ones become one
-            dims = [sharded_dim(placement) for placement in placements]
+            dims = [find_sharded_dim(placement) for placement in placements]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            found = _offsets(x.shape, mesh, placements)
+            found = _find_offsets(x.shape, mesh, placements)
         assert found is not None
         offsets = found
 
@@ -63,17 +70,20 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
         missing = rank - value.ndim
         own, grad = [], []
         for placement in placements:
-            dim = sharded_dim(placement)
+            dim = find_sharded_dim(placement)
             if dim is None:
                 own.append(placement)
                 grad.append(placement)
             elif dim >= missing and value.shape[dim - missing] == x.shape[dim]:
-                own.append(moved(placement, dim - missing))
+                own.append(move_placement(placement, dim - missing))
                 grad.append(own[-1])
             else:  # every device uses all of it
                 own.append(Replicate())
                 grad.append(Partial())
-        return value.redistribute(mesh, own).to_local(grad_placements=grad)
+        # The derivative of redistribute adds up at once.
+        if not (getattr(value, SUMMED_LATER, False) and value.placements == tuple(own)):
+            value = value.redistribute(mesh, own)
+        return value.to_local(grad_placements=grad)
 
     given = {name: local(name, value) for name, value in zip(names, inputs, strict=True)}
     if "whole" in given:
@@ -82,8 +92,13 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
         given["whole"], given["offset"] = list(x.shape), offsets
     results = run(op, list(given.values()))
 
+    local_rows = given[names[0]].shape[0] if rank else 0
+
     def whole(result: torch.Tensor) -> Any:
-        shape = x.shape[: result.ndim]  # statistics have no columns
+        if result.ndim == 1 < rank and result.shape[0] == 0 < local_rows:
+            return result  # it stands for the result of an absent argument
+        # Statistics have no columns, and attention's values may have others than x.
+        shape = torch.Size((*x.shape[:rows][: result.ndim], *result.shape[rows:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             result, mesh, placements, run_check=False, shape=shape, stride=stride
@@ -92,21 +107,50 @@ def on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
     return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
 
 
-def indices(shape: Sequence[int], mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
-    """The positions along a dimension of the whole tensor that this device has."""
+def find_indices(
+    shape: Sequence[int],
+    mesh: Any,
+    placements: Sequence[Any],
+    dim: int,
+    coordinate: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The positions along a dimension of the whole tensor that a device of the mesh has.
+
+    Default: this device.
+    """
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     here = torch.arange(shape[dim], device="cpu").view(*[1] * dim, shape[dim])
     for at, placement in enumerate(placements):
-        if sharded_dim(placement) == dim:
+        if find_sharded_dim(placement) == dim:
             parts = placement._split_tensor(here, mesh.size(at), with_padding=False)[0]
-            here = parts[mesh.get_coordinate()[at]]
+            here = parts[coordinate[at]]
     return here.flatten()
 
 
-def _offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[int] | None:
-    """Where this device's shard begins in each dimension; None if its positions are not a range."""
+def _find_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[int] | None:
+    """The begin of this device's shard in each dimension; None if its positions are no range."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    # Dynamo of torch 2.10 cannot ask a placement for its attributes.
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        return _strided_offsets(shape, mesh, placements)
+    # Only numbers: Dynamo cannot read the elements of a tensor.
+    begins, ends = [0] * len(shape), list(shape)
+    for at, placement in enumerate(placements):
+        if (dim := find_sharded_dim(placement)) is not None:
+            each = -(-(ends[dim] - begins[dim]) // mesh.size(at))
+            begins[dim] = min(begins[dim] + each * mesh.get_local_rank(at), ends[dim])
+            ends[dim] = min(begins[dim] + each, ends[dim])
+    return begins
+
+
+def _strided_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """Like _find_offsets, for shards of which some may be strided."""
     offsets = [0] * len(shape)
-    for dim in {dim for placement in placements if (dim := sharded_dim(placement)) is not None}:
-        here = indices(shape, mesh, placements, dim)
+    for dim in {
+        dim for placement in placements if (dim := find_sharded_dim(placement)) is not None
+    }:
+        here = find_indices(shape, mesh, placements, dim)
         if len(here) == 0:
             offsets[dim] = shape[dim]
         elif not torch.equal(here, torch.arange(len(here), device="cpu") + here[0]):

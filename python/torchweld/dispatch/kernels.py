@@ -1,4 +1,4 @@
-"""Makes an op's kernels: an overload of its schemas for each backend, fakes and autograd."""
+"""Makes the kernels of an op: overloads for each backend, their fakes and autograd functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchweld.registry import BACKENDS, Op
 def define(op: Op) -> None:
     """Make the kernels of a declared op, one for each backend that it has sources for.
 
-    Backends of a GPU have one schema, so that the backward of each reads what any forward saves: a
-    trial may find the forward of one and the backward of another fastest.
+    GPU backends share one schema, so that each backward can read what any forward saved: a trial
+    may find the forward of one backend and the backward of another fastest.
     """
     for backend in op.sources:
         op.kernels[backend] = Kernel(op, backend, *_overloads(op, backend))
@@ -55,7 +55,7 @@ class Kernel:
         self._exported = define_differentiable(op.name, backend, schema, self._differentiable)
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """The public results, in autograd's graph if a gradient is wanted."""
+        """The public results, in autograd's graph if a gradient is needed."""
         return (self._exported if exports_a_derivative() else self._differentiable)(*inputs)
 
     def _differentiable(self, *inputs: Any) -> Any:
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:
-    """The declared fake; it first makes sure that all arguments are on one device."""
+    """The declared fake, which first checks that all arguments are on one device."""
 
     def fake(*inputs: Any) -> Any:
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
@@ -85,10 +85,13 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
 
 
 def _fake_backward(op: Op) -> Callable[..., Any]:
-    """Gradients are like the inputs they belong to, and empty where they are not wanted.
+    """Make gradients like their inputs; those that are not needed are empty.
 
-    An input that was not saved is like the first result or its gradient.
+    An input that was not saved is like the first result or its gradient, unless the declaration
+    has a fake of its own.
     """
+    if (declared := op.fake_backward) is not None:
+        return lambda *inputs: _bare_if_single(declared(*inputs))
     types = zip(op.forward_signature.arguments, op.forward_signature.types, strict=True)
     optional = {name for name, kind in types if "Optional" in kind}
 

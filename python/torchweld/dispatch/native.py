@@ -7,12 +7,15 @@ import os
 import platform
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from torchweld.registry import BACKENDS
 
+T = TypeVar("T")
 ISA_VARIABLE = "TORCHWELD_CPU_ISA"
 DIRECTORY = Path(os.environ.get("TORCHWELD_LIB", Path(__file__).parent.parent / "lib"))
 
@@ -22,11 +25,11 @@ _ARM = {"neon": ""}
 ISAS = tuple(_ARM if platform.machine() in ("aarch64", "arm64") else _X86)
 BASELINE = ISAS[-1]
 
-# Library -> why it is not loaded; loaded libraries are not in it.
+# The reason why each library is not loaded; loaded libraries have no entry.
 missing: dict[str, str] = {}
-BACKENDS["cpu"].missing = lambda: missing.get("torchweld_cpu")
-BACKENDS["cuda"].missing = lambda: missing.get("torchweld_cuda")
-BACKENDS["cuda"].unfit = lambda capability: _without_code_for(capability)
+BACKENDS["cpu"].why_missing = lambda: missing.get("torchweld_cpu")
+BACKENDS["cuda"].why_missing = lambda: missing.get("torchweld_cuda")
+BACKENDS["cuda"].why_unfit = lambda capability: _why_without_code(capability)
 cpu_isa: str | None = None
 # The CUDA version that the CUDA library was built with, as 13000, and the drivers that it needs.
 cuda_built_with: int | None = None
@@ -35,7 +38,7 @@ cuda_architectures = ""
 OLDEST_DRIVER = {12: 525, 13: 580}
 
 
-def supported_isas() -> list[str]:
+def list_supported_isas() -> list[str]:
     """Instruction sets that this machine runs, best first."""
     capability = torch.backends.cpu.get_cpu_capability()
     levels = ["AVX512", "AVX2", ""]
@@ -49,7 +52,7 @@ def _path(library: str) -> Path:
 
 def _load_cpu() -> str:
     """Load the CPU bindings and the kernels of one instruction set; returns its name."""
-    supported = supported_isas()
+    supported = list_supported_isas()
     isa = os.environ.get(ISA_VARIABLE) or supported[0]
     if isa not in supported:
         raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {supported}")
@@ -60,7 +63,7 @@ def _load_cpu() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file has its section headers: loading a truncated one kills the process."""
+    """Whether the file is complete: loading a truncated library kills the process."""
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
@@ -79,8 +82,8 @@ def _open(library: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def cuda_driver() -> int:
-    """The CUDA version that the driver is for, as 13000 is 13.0; 0 without a driver."""
+def read_cuda_driver() -> int:
+    """The CUDA version that the driver supports, 13000 for 13.0; 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -96,7 +99,7 @@ def _load_cuda() -> None:
     library.torchweld_cuda_architectures.restype = ctypes.c_char_p
     cuda_architectures = library.torchweld_cuda_architectures().decode()
     built_with: int = library.torchweld_cuda_version()
-    cuda_built_with, driver = built_with, cuda_driver()
+    cuda_built_with, driver = built_with, read_cuda_driver()
     if 0 < driver // 1000 < built_with // 1000:
         needed = OLDEST_DRIVER.get(built_with // 1000, "a newer one")
         raise OSError(
@@ -105,7 +108,7 @@ def _load_cuda() -> None:
         )
 
 
-def _without_code_for(capability: tuple[int, int]) -> str | None:
+def _why_without_code(capability: tuple[int, int]) -> str | None:
     """Why the CUDA library's kernels cannot run on a GPU, if they cannot."""
     if any(_runs(name, capability) for name in cuda_architectures.split(";")):
         return None
@@ -132,7 +135,7 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     return built_for <= capability and (same_major or (found[4] is not None and not found[3]))
 
 
-def _try(library: str, load, hint: str):
+def _try(library: str, load: Callable[[], T], hint: str) -> T | None:
     if not _path(library).exists():
         missing[library] = f"{_path(library)} does not exist: {hint}"
         return None

@@ -5,49 +5,63 @@ They plug into the engines of PyTorch (DDP, FSDP2, DTensor, pipelining) and into
 
 from torchweld.collectives.all_reduce import OneBitAllReduce
 from torchweld.distributed import checkpoint
-from torchweld.distributed.config import Parallel
+from torchweld.distributed.costs import Links, Profile
 from torchweld.distributed.counting import CountCollectives
+from torchweld.distributed.feasibility import check_fit
+from torchweld.distributed.grad_norm import grad_norm
 from torchweld.distributed.low_precision import (
     LowPrecisionReduceScatter,
     reduce_in_low_precision,
 )
 from torchweld.distributed.memory import Memory, memory_estimate
-from torchweld.distributed.norm import grad_norm
-from torchweld.distributed.one_bit_hook import onebit_hook
+from torchweld.distributed.one_bit_hook import one_bit_hook
+from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.plan import sequence_plan, tp_plan
-from torchweld.distributed.recompute import recompute, save_policy, selective
+from torchweld.distributed.planner import Plan, plan_for
+from torchweld.distributed.recompute import recompute, save_policy, selective_contexts
 from torchweld.distributed.ring import ring_attention, ring_slice
 from torchweld.distributed.seeds import LayerSeeds
 from torchweld.distributed.stages import Pipeline, layer_cuts, pipeline
+from torchweld.distributed.sums import no_sync
 from torchweld.distributed.timeline import Timeline, record
-from torchweld.distributed.zero import RowSharded, zero1, zero2, zero3
+from torchweld.distributed.training import Training, parallelize
+from torchweld.distributed.zero import RowSharded, zero1, zero1_optimizer, zero2, zero3
 
 __all__ = [
     "CountCollectives",
     "LayerSeeds",
+    "Links",
     "LowPrecisionReduceScatter",
     "Memory",
     "OneBitAllReduce",
     "Parallel",
     "Pipeline",
+    "Plan",
+    "Profile",
     "RowSharded",
     "Timeline",
+    "Training",
+    "check_fit",
     "checkpoint",
     "grad_norm",
     "layer_cuts",
     "memory_estimate",
-    "onebit_hook",
+    "no_sync",
+    "one_bit_hook",
+    "parallelize",
     "pipeline",
+    "plan_for",
     "recompute",
     "record",
     "reduce_in_low_precision",
     "ring_attention",
     "ring_slice",
     "save_policy",
-    "selective",
+    "selective_contexts",
     "sequence_plan",
     "tp_plan",
     "zero1",
+    "zero1_optimizer",
     "zero2",
     "zero3",
 ]

@@ -10,33 +10,45 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Entries keyed by the names of parameters, common to the stages of a pipeline.
+from torchweld.distributed.zero import RowSharded
+
+# Entries are keyed by the names of parameters, which the stages of a pipeline share.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
-    """Write this process's part by names and whole shapes, with torch.distributed.checkpoint.
+    """Write this process's part by names and whole shapes, using torch.distributed.checkpoint.
 
     Args:
-        folder: a folder that all processes see.
+        folder: a folder that all processes can access.
         model: a model under DDP, FSDP2 or tensor parallelism, or a pipeline's stage that uses the
             names of the whole model.
-        optimizer: its optimizer, or ZeroRedundancyOptimizer around one.
-        step: how many steps were taken.
+        optimizer: its optimizer, a ZeroRedundancyOptimizer or a RowSharded.
+        step: the number of steps taken.
     """
-    parameters, states = get_state_dict(model, _with_all(optimizer, filled=True), options=_FLAT)
+    if isinstance(optimizer, RowSharded):
+        parameters, states = _get_row_sharded(model, optimizer)
+    else:
+        whole = _make_unsharded(optimizer, filled=True)
+        parameters, states = get_state_dict(model, whole, options=_FLAT)
     content = {"model": parameters, "optimizer": states, "step": step}
     dcp.save(content, checkpoint_id=folder)
 
 
 def load(folder: str | Path, model: Any, optimizer: Any) -> int:
-    """Read what `save` wrote with any strategy; return how many steps were taken."""
-    whole = _with_all(optimizer, filled=False)
+    """Load a checkpoint that `save` wrote under any strategy; return the number of steps taken."""
+    if isinstance(optimizer, RowSharded):
+        return _load_row_sharded(folder, model, optimizer)
+    whole = _make_unsharded(optimizer, filled=False)
     parameters, states = get_state_dict(model, whole, options=_FLAT)
     content = {"model": parameters, "optimizer": states, "step": 0}
     dcp.load(content, checkpoint_id=folder)
@@ -52,17 +64,40 @@ def load(folder: str | Path, model: Any, optimizer: Any) -> int:
     return int(content["step"])  # type: ignore[call-overload,no-any-return]
 
 
-def _with_all(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
-    """The optimizer; for one that has a part of the states, one with all of them."""
+def _get_row_sharded(model: Any, optimizer: RowSharded) -> tuple[Any, Any]:
+    """Return the model's parameters, and states by its names, as DTensors of rows."""
+    parameters = get_model_state_dict(model)
+    states = get_optimizer_state_dict(
+        optimizer.name_shards(model), optimizer.optimizer, options=_FLAT
+    )
+    return parameters, states
+
+
+def _load_row_sharded(folder: str | Path, model: Any, optimizer: RowSharded) -> int:
+    parameters, states = _get_row_sharded(model, optimizer)
+    content: dict[str, Any] = {"model": parameters, "optimizer": states, "step": 0}
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])  # in place: the rows are views of it
+    set_optimizer_state_dict(
+        optimizer.name_shards(model),
+        optimizer.optimizer,
+        optim_state_dict=content["optimizer"],
+        options=_FLAT,
+    )
+    return int(content["step"])
+
+
+def _make_unsharded(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
+    """Return the optimizer, or one with all states if this one has only a part of them."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer  # type: ignore[no-any-return]
     inner: Any = optimizer
-    groups = [dict(group) for group in inner.param_groups]  # with their own settings
-    made = inner._optim_constructor(groups, **inner._optim_defaults)
+    groups = [dict(group) for group in inner.param_groups]  # each group keeps its own settings
+    whole = inner._optim_constructor(groups, **inner._optim_defaults)
     if filled:
         group = optimizer.process_group
-        for rank in range(dist.get_world_size(group)):  # each rank has the states only in its turn
+        for rank in range(dist.get_world_size(group)):  # one rank at a time gets the states
             optimizer.consolidate_state_dict(to=rank)
             if rank == dist.get_rank(group):
-                made.load_state_dict(optimizer.state_dict())
-    return made  # type: ignore[no-any-return]
+                whole.load_state_dict(optimizer.state_dict())
+    return whole  # type: ignore[no-any-return]

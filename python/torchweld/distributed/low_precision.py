@@ -28,15 +28,16 @@ class LowPrecisionReduceScatter:
     Args:
         format: "int8", or "fp8" for float8_e4m3fn.
         block: how many elements share a scale, a float32.
-        rounding: "nearest", or "stochastic", which is right on average.
-        feedback: whether to add the rounding errors to the next gradients; that takes 4 bytes for
+        rounding: "nearest", or "stochastic", which is unbiased.
+        feedback: whether to add the rounding errors to the next gradients; this takes 4 bytes for
             each element of the module's gradients.
         seed: seed of stochastic rounding, which differs between ranks.
 
-    The error of a result's element is at most a sum over ranks. The terms are, for int8, its
-    block's largest magnitude / 254; for fp8, 1/16 of its own magnitude or its block's largest /
-    2^18.8, whichever is more. Stochastic rounding doubles them. A block with a NaN or an infinity
-    becomes NaN and leaves errors unchanged. `bytes_sent` counts what this rank has sent.
+    The error of an element of the result is at most the sum of one term per rank. With int8 the
+    term is the largest magnitude in the element's block / 254. With fp8 it is 1/16 of the element's
+    magnitude, or the block's largest / 2^18.8 if that is more. Stochastic rounding doubles the
+    terms. A block with a NaN or an infinity becomes NaN and does not change the errors.
+    `bytes_sent` counts the bytes that this rank has sent.
     """
 
     def __init__(
@@ -95,25 +96,27 @@ class LowPrecisionReduceScatter:
         value = input_tensor.view(wire.size, -1).float()
         if self._error is not None:
             if self._error.shape != value.shape:
-                came = f"of {input_tensor.numel()} elements"
-                accepted = f"of {self._error.numel()}, as before: each module has one of its own"
-                raise ArgumentError(_NAME, "input_tensor", came, accepted)
+                actual = f"of {input_tensor.numel()} elements"
+                accepted = (
+                    f"of {self._error.numel()}, as before: each module needs its own instance"
+                )
+                raise ArgumentError(_NAME, "input_tensor", actual, accepted)
             value = value + self._error
-        message = self._encoded(value, wire.rank)
+        message = self._encode(value, wire.rank)
         if self._feedback:
-            error = value - self._decoded(message, value.shape[1])
+            error = value - self._decode(message, value.shape[1])
             kept = torch.zeros_like(value) if self._error is None else self._error
             self._error = torch.where(error.isfinite(), error, kept)
         received = wire.to_all(message).wait()
         total = torch.zeros_like(value[0])
         for row in received:
-            total += self._decoded(row.unsqueeze(0), value.shape[1])[0]
+            total += self._decode(row.unsqueeze(0), value.shape[1])[0]
         if op == dist.ReduceOp.AVG:
             total /= wire.size
         output_tensor.copy_(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors, and the state of its rounding."""
+        """Return this rank's errors, and the state of its rounding."""
         generator = None if self._generator is None else self._generator.get_state()
         return {"error": self._error, "generator": generator}
 
@@ -127,13 +130,13 @@ class LowPrecisionReduceScatter:
 
     # --- The format -----------------------------------------------------------------------------
 
-    def _blocks(self, width: int) -> int:
+    def _count_blocks(self, width: int) -> int:
         return -(-width // self._block)
 
-    def _encoded(self, value: torch.Tensor, rank: int) -> torch.Tensor:
-        """The bytes of each row: its scales, then its codes."""
+    def _encode(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        """Encode each row as bytes: its scales, then its codes."""
         rows, width = value.shape
-        fill = self._blocks(width) * self._block - width
+        fill = self._count_blocks(width) * self._block - width
         blocks = torch.nn.functional.pad(value, (0, fill)).view(rows, -1, self._block)
         largest = blocks.abs().amax(2)  # propagates NaN
         scale = largest / _LARGEST[self._format]
@@ -141,16 +144,16 @@ class LowPrecisionReduceScatter:
         fractions = (blocks / divisor).view(rows, -1)[:, :width]
         fractions = fractions.clamp(-_LARGEST[self._format], _LARGEST[self._format])
         if self._is_stochastic:
-            fractions = self._rounded(fractions, rank)
+            fractions = self._round_stochastically(fractions, rank)
         if self._format == "int8":
             codes = fractions.nan_to_num(0.0).round().to(torch.int8)
         else:
             codes = fractions.to(_FP8)
         return torch.cat([scale.view(torch.uint8).view(rows, -1), codes.view(torch.uint8)], 1)
 
-    def _decoded(self, message: torch.Tensor, width: int) -> torch.Tensor:
-        """Decode bytes to rows."""
-        bytes_of_scales = 4 * self._blocks(width)
+    def _decode(self, message: torch.Tensor, width: int) -> torch.Tensor:
+        """Decode bytes to rows of float32."""
+        bytes_of_scales = 4 * self._count_blocks(width)
         scales, codes = message.split([bytes_of_scales, width], 1)
         # Copy: a view as wider elements must be aligned to them.
         scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -158,7 +161,7 @@ class LowPrecisionReduceScatter:
         # If codes have no NaN, the scale holds it.
         return values * scale.repeat_interleave(self._block, 1)[:, :width]
 
-    def _rounded(self, fractions: torch.Tensor, rank: int) -> torch.Tensor:
+    def _round_stochastically(self, fractions: torch.Tensor, rank: int) -> torch.Tensor:
         """Round stochastically to numbers that the codes represent."""
         if self._generator is None:
             self._generator = torch.Generator(fractions.device)
@@ -185,8 +188,8 @@ def reduce_in_low_precision(
     if not modules:
         accepted = "one that fully_shard was called on"
         raise ArgumentError("reduce_in_low_precision", "model", "without an FSDPModule", accepted)
-    made = []
+    collectives = []
     for number, module in enumerate(modules):
-        made.append(LowPrecisionReduceScatter(format, **{"seed": number} | arguments))
-        module.set_custom_reduce_scatter(made[-1])  # type: ignore[arg-type]
-    return made
+        collectives.append(LowPrecisionReduceScatter(format, **{"seed": number} | arguments))
+        module.set_custom_reduce_scatter(collectives[-1])  # type: ignore[arg-type]
+    return collectives

@@ -1,4 +1,4 @@
-"""memory_estimate: the bytes of each kind that a rank needs, before a run."""
+"""memory_estimate: the bytes of each kind that a rank will need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from torchweld.dispatch.dtensor import is_one
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
 from torchweld.table import Table
@@ -25,9 +25,10 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        parameters, gradients, states: held by the rank throughout a step.
-        gathered: the peak of parameters that FSDP2 holds gathered besides its shards.
-        activations: saved for pending backwards.
+        parameters, gradients, states: bytes that the rank holds throughout a step.
+        gathered: the peak of parameters that FSDP2 has gathered, besides its shards.
+        activations: bytes saved for backward passes.
+        exchanged: bytes of the buffer in which RowSharded gathers parameters after a step.
     """
 
     parameters: int
@@ -35,11 +36,13 @@ class Memory:
     gradients: int
     states: int
     activations: int
+    exchanged: int = 0
 
     @property
     def total(self) -> int:
-        """The peak of a step, except for temporary memory of single ops."""
-        return sum(astuple(self))
+        """The peak of a step, without the temporary memory of single ops."""
+        # Activations are freed before parameters are gathered.
+        return sum(astuple(self)) - min(self.activations, self.exchanged)
 
     def show(self) -> None:
         """Print a table."""
@@ -62,8 +65,9 @@ def memory_estimate(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     in_flight: int | None = None,
     accumulates: bool = False,
+    versions: int = 0,
 ) -> Memory:
-    """What one rank holds in a step.
+    """Estimate what one rank holds in a step.
 
     Args:
         model: the model before data parallelism wraps it. With "tp" its parameters must already
@@ -71,16 +75,20 @@ def memory_estimate(
             DTensors count as their local parts in all strategies.
         optimizer: an optimizer of this model's parameters, from any package; it is not stepped.
         strategy: "ddp", "zero1" (torch's ZeroRedundancyOptimizer), "zero1_rows" (RowSharded),
-            "zero2" (FSDP2 that keeps parameters gathered until the backward), "zero3", "tp", "pp".
-        world: the number of ranks among which the strategy divides.
-        rank: one of them. The first has most if something does not divide evenly.
-        example: the model's arguments, a microbatch of one rank; None: no activations are counted.
-            One forward runs on them, and nothing of it is kept.
-        loss_fn: a function of the model's result, whose activations count too.
-        in_flight: microbatches whose activations are kept at a time; None: one, or with "pp" those
-            of 1F1B, one for each stage from this one on. GPipe keeps all microbatches.
+            "zero2" (FSDP2 that keeps parameters gathered until the backward pass), "zero3", "tp",
+            "pp".
+        world: the number of ranks that share the work.
+        rank: the rank to estimate. The first one holds the most if sizes do not divide evenly.
+        example: the model's arguments for a microbatch of one rank; None: no activations are
+            counted. One forward pass runs on them, and its results are freed.
+        loss_fn: a function of the model's result; its activations count too.
+        in_flight: the number of microbatches whose activations are kept at a time; None: one, or
+            with "pp" as many as 1F1B keeps: one for each stage from this one on. GPipe keeps all
+            microbatches.
         accumulates: whether FSDP2 only adds up gradients until the last microbatch
             (`set_requires_gradient_sync(False)`): it then holds them unsharded too.
+        versions: the number of copies of its parameters that a stage keeps for microbatches in
+            flight, as in PipeDream.
 
     Returns:
         A Memory. Its activations do not include a selective checkpoint's own storage.
@@ -90,12 +98,15 @@ def memory_estimate(
         raise ArgumentError("memory_estimate", "strategy", repr(strategy), f"one of {accepted}")
     if not 0 <= rank < world:
         raise ArgumentError("memory_estimate", "rank", str(rank), f"0 to {world - 1}")
-    if strategy == "tp" and not any(map(is_one, model.parameters())):
-        came, accepted = "without DTensors", "parallelised: torch's parallelize_module comes first"
-        raise ArgumentError("memory_estimate", "model", came, accepted)
+    if strategy == "tp" and not any(map(is_dtensor, model.parameters())):
+        actual, accepted = (
+            "without DTensors",
+            "parallelised: torch's parallelize_module comes first",
+        )
+        raise ArgumentError("memory_estimate", "model", actual, accepted)
 
-    def part(p: torch.Tensor, *of: Strategy) -> float:
-        return _rows(p, world, rank) if strategy in of else 1.0
+    def get_share(p: torch.Tensor, *of: Strategy) -> float:
+        return _get_row_share(p, world, rank) if strategy in of else 1.0
 
     unsharded = 1.0 if accumulates and strategy in ("zero2", "zero3") else 0.0
     params = [*model.parameters()]
@@ -103,31 +114,42 @@ def memory_estimate(
     stepped = [
         (p, state)
         for group in optimizer.param_groups
-        for p, state in _states(optimizer, group, _owned(optimizer, group, strategy, world, rank))
+        for p, state in _find_states(
+            optimizer, group, _select_stepped(optimizer, group, strategy, world, rank)
+        )
     ]
     if in_flight is None:
         in_flight = world - rank if strategy == "pp" else 1
     return Memory(
-        parameters=round(sum(_bytes(p) * part(p, "zero2", "zero3") for p in params)),
-        gathered=_gathered(model, strategy),
-        gradients=round(sum(_bytes(p) * (part(p, "zero2", "zero3") + unsharded) for p in trained)),
+        parameters=(1 + versions)
+        * round(sum(_count_local_bytes(p) * get_share(p, "zero2", "zero3") for p in params)),
+        gathered=_count_gathered(model, strategy),
+        gradients=round(
+            sum(
+                _count_local_bytes(p) * (get_share(p, "zero2", "zero3") + unsharded)
+                for p in trained
+            )
+        ),
         states=round(
             sum(
-                _shared(entry, p, part(p, "zero1_rows", "zero2", "zero3"))
+                _count_entry_bytes(entry, p, get_share(p, "zero1_rows", "zero2", "zero3"))
                 for p, state in stepped
                 for entry in state
             )
         ),
-        activations=0 if example is None else in_flight * activations(model, example, loss_fn),
+        activations=0
+        if example is None
+        else in_flight * count_activations(model, example, loss_fn),
+        exchanged=_count_exchanged(trained, world) if strategy == "zero1_rows" else 0,
     )
 
 
-def _bytes(t: torch.Tensor) -> int:
-    return (t.to_local() if is_one(t) else t).nbytes  # type: ignore[attr-defined]
+def _count_local_bytes(t: torch.Tensor) -> int:
+    return (t.to_local() if is_dtensor(t) else t).nbytes  # type: ignore[attr-defined]
 
 
-def _rows(p: torch.Tensor, world: int, rank: int) -> float:
-    """The part of a parameter that FSDP2 gives a rank: rows, divided as by torch.chunk."""
+def _get_row_share(p: torch.Tensor, world: int, rank: int) -> float:
+    """Return a rank's share of a parameter under FSDP2: rows, divided as by torch.chunk."""
     rows = p.shape[0] if p.ndim else 1
     if not rows:
         return 1.0
@@ -135,37 +157,59 @@ def _rows(p: torch.Tensor, world: int, rank: int) -> float:
     return max(0, min(each, rows - rank * each)) / rows
 
 
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model: the items of its outermost lists and dicts of modules."""
-    found: list[torch.nn.Module] = []
-    for child in model.children():
+def _count_exchanged(params: Sequence[torch.Tensor], world: int) -> int:
+    """Count the buffer in which RowSharded gathers the parameters of a dtype, the largest one."""
+    totals: dict[torch.dtype, int] = {}
+    for p in params:
+        rows = p.shape[0] if p.ndim else 1
+        whole = p.nbytes // max(rows, 1) * math.ceil(rows / world) * world  # padded to equal parts
+        totals[p.dtype] = totals.get(p.dtype, 0) + whole
+    return max(totals.values(), default=0)
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Find the layers of a model: the items of its outermost lists and dicts of modules."""
+    return [*find_named_blocks(model).values()]
+
+
+def find_named_blocks(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.nn.Module]:
+    """Find the layers of a model with their names in it."""
+    blocks: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-            found += child.children()
+            blocks |= {f"{prefix}{name}.{key}": block for key, block in child.named_children()}
         else:
-            found += blocks_of(child)
-    return found
+            blocks |= find_named_blocks(child, f"{prefix}{name}.")
+    return blocks
 
 
-def _gathered(model: torch.nn.Module, strategy: Strategy) -> int:
-    """With FSDP2 on each layer: all parameters; or the rest, a layer, and the next layer."""
-    whole = sum(map(_bytes, model.parameters()))
+def find_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Find the parts that a pipeline divides: a model's layers, or the modules of a sequence."""
+    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleDict)):
+        return dict(model.named_children())
+    return find_named_blocks(model)
+
+
+def _count_gathered(model: torch.nn.Module, strategy: Strategy) -> int:
+    """Count gathered parameters: all in ZeRO-2; in ZeRO-3 two layers, and all outside layers."""
+    whole = sum(map(_count_local_bytes, model.parameters()))
     if strategy == "zero2":
         return whole
     if strategy != "zero3":
         return 0
-    blocks = [sum(map(_bytes, block.parameters())) for block in blocks_of(model)]
+    blocks = [sum(map(_count_local_bytes, block.parameters())) for block in find_blocks(model)]
     return whole - sum(blocks) + sum(sorted(blocks)[-2:])
 
 
 # --- Optimizer states -----------------------------------------------------------------------------
 
 
-def _owned(
+def _select_stepped(
     optimizer: torch.optim.Optimizer, group: Any, strategy: Strategy, world: int, rank: int
 ) -> list[torch.Tensor]:
-    """The parameters of a group that this rank steps; all of them except in ZeRO-1.
+    """Select the parameters of a group that this rank steps: all of them except in ZeRO-1.
 
-    ZeRO-1 assigns whole parameters, the largest first, to the rank that has least so far.
+    ZeRO-1 assigns whole parameters, the largest first, to the rank with the fewest elements so far.
     """
     if strategy != "zero1":
         return group["params"]
@@ -179,29 +223,29 @@ def _owned(
     return owned
 
 
-def _states(
+def _find_states(
     optimizer: torch.optim.Optimizer, group: Any, params: Iterable[torch.Tensor]
 ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """Each parameter with the state that the optimizer will keep for it."""
-    kept: dict[Any, Sequence[torch.Tensor]] = {}
-    found: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+    """Pair each parameter with the state that the optimizer will keep for it."""
+    states_by_shape: dict[Any, Sequence[torch.Tensor]] = {}
+    pairs: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
     for p in params:
         if not p.requires_grad:
             continue
         if isinstance(optimizer, FusedOptimizer):
             bare = torch.empty(p.shape, dtype=p.dtype, device="meta")
             codec, moments = optimizer._codec_of(p), optimizer._moments(group, bare)
-            found.append((p, [*codec.new_state(bare, moments).values()]))
+            pairs.append((p, [*codec.new_state(bare, moments).values()]))
             continue
         key = (p.shape, p.dtype)
-        if key not in kept:
-            kept[key] = _after_a_step(type(optimizer), group, p)
-        found.append((p, kept[key]))
-    return found
+        if key not in states_by_shape:
+            states_by_shape[key] = _probe_state(type(optimizer), group, p)
+        pairs.append((p, states_by_shape[key]))
+    return pairs
 
 
-def _after_a_step(kind: Any, group: Any, p: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The state of another package's optimizer, found by a step on zeros of that shape."""
+def _probe_state(kind: Any, group: Any, p: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Make the state of another package's optimizer by a step on zeros of this shape."""
     zeros = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
     zeros.grad = torch.zeros_like(zeros)
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -211,55 +255,55 @@ def _after_a_step(kind: Any, group: Any, p: torch.Tensor) -> Sequence[torch.Tens
     return [value.to("meta") for value in values if isinstance(value, torch.Tensor)]
 
 
-def _shared(entry: torch.Tensor, p: torch.Tensor, part: float) -> float:
-    """Bytes of a state's entry on a rank: divided as its parameter, or replicated."""
-    if is_one(p):
-        part *= _bytes(p) / max(p.nbytes, 1)
+def _count_entry_bytes(entry: torch.Tensor, p: torch.Tensor, part: float) -> float:
+    """Count the bytes of a state's entry on a rank: sharded like its parameter, or replicated."""
+    if is_dtensor(p):
+        part *= _count_local_bytes(p) / max(p.nbytes, 1)
     return entry.nbytes * part if entry.ndim and entry.shape[0] != 1 else entry.nbytes
 
 
 # --- Activations ----------------------------------------------------------------------------------
 
 
-def activations(
+def count_activations(
     model: torch.nn.Module,
     example: tuple[Any, ...],
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> int:
-    """Bytes that a forward saves for its backward, besides parameters and buffers.
+    """Count the bytes that a forward pass saves for its backward pass, besides the model's own.
 
     Saved tensors are released at once, so that measuring takes no more memory than an op needs.
     Generators do not change; statistics of batch norms do.
     """
     own = (*model.parameters(), *model.buffers())
-    # References keep the keys of freed storages from being reused.
-    seen = {_name(t): StorageWeakRef(_storage(t)) for t in own}
+    # References prevent the reuse of the keys of freed storages.
+    seen = {_get_storage_id(t): StorageWeakRef(_get_storage(t)) for t in own}
     total = 0
 
     def count(t: torch.Tensor) -> None:
         nonlocal total
-        name, storage = _name(t), _storage(t)
+        name, storage = _get_storage_id(t), _get_storage(t)
         if name not in seen:
             seen[name] = StorageWeakRef(storage)
             total += storage.nbytes()
 
-    def never(_: Any) -> torch.Tensor:
-        raise RuntimeError("memory_estimate's forward has no backward")
+    def refuse(_: Any) -> torch.Tensor:
+        raise RuntimeError("memory_estimate's forward pass has no backward pass")
 
     with torch.random.fork_rng(), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(count, never):
+        with torch.autograd.graph.saved_tensors_hooks(count, refuse):
             result = model(*example)
             if loss_fn is not None:
                 result = loss_fn(result)
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
-                count(t)  # held by the caller
+                count(t)  # the caller holds the result
     return total
 
 
-def _storage(t: torch.Tensor) -> Any:
-    return (t.to_local() if is_one(t) else t).untyped_storage()  # type: ignore[attr-defined]
+def _get_storage(t: torch.Tensor) -> Any:
+    return (t.to_local() if is_dtensor(t) else t).untyped_storage()  # type: ignore[attr-defined]
 
 
-def _name(t: torch.Tensor) -> int:
-    return _storage(t)._cdata
+def _get_storage_id(t: torch.Tensor) -> int:
+    return _get_storage(t)._cdata

@@ -1,4 +1,4 @@
-"""onebit_hook: DistributedDataParallel's gradients sent as signs, for any optimizer."""
+"""one_bit_hook: DistributedDataParallel sends gradients as signs, for any optimizer."""
 
 import torch
 
@@ -7,12 +7,12 @@ from torchweld.collectives.all_reduce import OneBitAllReduce
 # No postponed annotations in this file: torch compares a hook's annotations with its classes.
 
 
-def onebit_hook(
+def one_bit_hook(
     state: OneBitAllReduce, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """A communication hook that averages gradients from their signs, with error feedback.
 
-        ddp.register_comm_hook(OneBitAllReduce(), onebit_hook)
+        ddp.register_comm_hook(OneBitAllReduce(), one_bit_hook)
 
     Errors belong to parameters, not to buckets, which DistributedDataParallel rebuilds after its
     first step. Buckets are reduced one after another, as they become ready. Save

@@ -1,4 +1,4 @@
-"""tp_plan and sequence_plan: which style each module of a transformer takes."""
+"""tp_plan and sequence_plan choose the style of each module of a transformer."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import nn
-from torchweld.distributed.held import Held, Together
-from torchweld.distributed.ring import RingAttention
-from torchweld.distributed.styles import (
-    AddedAndNormalized,
-    Columns,
-    ColumnsOfRows,
-    Dropped,
-    Gather,
-    Packed,
-    Rows,
-    Stream,
-    Style,
-    head_width,
-    is_transposed,
-    norm_of,
+from torchweld.distributed.packed import (
+    PackedColwiseParallel,
+    PackedConv1DParallel,
+    PackedHeadsParallel,
 )
+from torchweld.distributed.positions import RotaryPositions
+from torchweld.distributed.replicated import CombinedParallel, ReplicatedParallel
+from torchweld.distributed.ring_style import RingAttention
+from torchweld.distributed.styles import (
+    ActivationParallel,
+    DropoutParallel,
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    GatherInput,
+    ResidualNormParallel,
+    SequenceParallelRegion,
+    Style,
+    get_head_width,
+    get_norm_name,
+    is_transposed,
+)
+from torchweld.distributed.sums import Sums
+from torchweld.distributed.vocabulary import VocabularyParallel
 from torchweld.errors import ArgumentError
 
 Plan = dict[str, ParallelStyle]
-_Found = dict[str, Style]
+_Styles = dict[str, Style]
 
 _ON_ROWS = (
     torch.nn.LayerNorm,
@@ -43,71 +50,72 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bool = False) -> Plan:
-    """A plan for `torch.distributed.tensor.parallel.parallelize_module`.
+    """Make a tensor-parallel plan for `torch.distributed.tensor.parallel.parallelize_module`.
 
-    It recognises, from the names of layers, transformers made of torchweld.nn's modules, and GPT-2,
-    Llama and BERT of transformers after `torchweld.fuse`. Each block has two all-reduces in the
-    forward and two in the backward; `sequence_parallel` replaces each by an all-gather and a
-    reduce-scatter. Other modules have whole parameters on each device, which become DTensors too.
+    The names of layers identify transformers made of torchweld.nn's modules, and after
+    `torchweld.fuse` GPT-2, Llama, BERT, OPT, T5, Phi3, ViT and StableLM of transformers. Each block
+    has two all-reduces in the forward and two in the backward pass; `sequence_parallel` replaces
+    each by an all-gather and a reduce-scatter. Other modules have whole parameters on each device;
+    these become DTensors too.
 
     Args:
         model: a whole model, or a stage of a pipeline. Its blocks are in a ModuleList or
             ModuleDict. Heads, key heads and the features between the layers of an MLP are multiples
             of the number of devices.
-        sequence_parallel: shard the sequence in norms, dropouts, additions and what else is in the
+        sequence_parallel: shard the sequence in norms, dropouts, additions and all else in the
             blocks. Lengths must be multiples of the number of devices.
-        ring: the plan is for a mesh of two dimensions, ring and tensor. The model's inputs are the
-            device's slice of the tokens along the ring, and their positions. Every attention is a
-            BlockSparseAttention: each device has some heads of it, and their keys and values travel
-            along the ring. Gradients are summed over the ring after each backward.
+        ring: make the plan for a mesh of two dimensions, ring and tensor. The model's inputs are
+            the device's slice of the tokens along the ring, and their positions. Every attention is
+            a BlockSparseAttention: each device has some of its heads, and exchanges keys and values
+            along the ring. After a backward pass gradients are summed over the ring; see `no_sync`.
 
     Returns:
         A dict from names of modules to styles.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    blocks = list(_blocks(model))
+    blocks = list(_find_blocks(model))
     if not blocks:
         accepted = "a transformer whose attention has q_proj, query or c_attn layers"
         raise ArgumentError("tp_plan", "model", f"a {type(model).__name__} without one", accepted)
-    sharing = _sharing(model, blocks) if sequence_parallel else ()
+    sharing = _find_sequence_parallel_blocks(model, blocks) if sequence_parallel else ()
     inside = tuple(f"{name}." for name in sharing)
     modules = dict(model.named_modules())
-    heads = tuple(f"{name}." for name, module in modules.items() if _attention(module))
+    heads = tuple(f"{name}." for name, module in modules.items() if _find_projections(module))
     _check_attention(modules)
     _check_mixing("tp_plan", {n: m for n, m in modules.items() if n.startswith(inside)}, heads)
-    found: _Found = {}
+    styles: _Styles = {}
     for block in blocks:
-        for inner, style in _of_block(modules[block], stream):
-            found.setdefault(f"{block}.{inner}".strip("."), style)
+        for inner, style in _plan_block(modules[block], stream):
+            styles.setdefault(f"{block}.{inner}".strip("."), style)
     within = tuple(f"{name}." for name in blocks)
-    for name, style in _around(model).items():
+    for name, style in _plan_outside_blocks(model).items():
         if not name.startswith(within):
-            found[name] = style
+            styles[name] = style
 
-    def grads(name: str) -> Placement:
+    def place_grads(name: str) -> Placement:
         partial = name in sharing or name.startswith((*inside, *heads))
         return Partial() if partial else Replicate()
 
-    held = _held(model, found, grads)
+    rest = _replicate_unplaced(model, styles, place_grads)
     if sequence_parallel:
         # Includes dropout of attention's weights, which are sharded by heads.
         for name, module in modules.items():
             if isinstance(module, torch.nn.Dropout) and name.startswith(inside):
-                found[name] = Dropped(1)
+                styles.setdefault(name, DropoutParallel(1))
         for name in {blocks[0], blocks[-1]}:
-            found[name] = Stream(name == blocks[0], name == blocks[-1])
+            styles[name] = SequenceParallelRegion(name == blocks[0], name == blocks[-1])
     if ring:
         _check_rings("tp_plan", modules)
-        _send_round_a_ring(modules, found)
-    return _planned(model, found, held, ring)
+        _plan_ring(modules, styles)
+    return _make_plan(model, styles, rest, ring)
 
 
 def sequence_plan(model: torch.nn.Module) -> Plan:
-    """A plan that shards the sequence over devices and replicates every parameter.
+    """Make a plan that shards the sequence over devices and replicates every parameter.
 
     The model's inputs are the device's slice of the tokens, and their positions. Every attention is
-    a BlockSparseAttention, which runs as a ring. Gradients are summed over devices after each
-    backward.
+    a BlockSparseAttention, which runs as a ring. After a backward pass gradients are
+    summed over devices; see `no_sync`.
 
     Args:
         model: any model whose other modules work on rows.
@@ -118,132 +126,141 @@ def sequence_plan(model: torch.nn.Module) -> Plan:
     modules = dict(model.named_modules())
     _check_rings("sequence_plan", modules)
     _check_mixing("sequence_plan", modules, ())
-    found: _Found = {}
+    styles: _Styles = {}
     for name, module in modules.items():
         if isinstance(module, nn.BlockSparseAttention):
-            found[name] = RingAttention()
+            styles[name] = RingAttention()
+        elif isinstance(module, nn.RotaryEmbedding):
+            styles[name] = RotaryPositions()
         elif isinstance(module, torch.nn.Dropout):
-            found[name] = Dropped(1)
+            styles[name] = DropoutParallel(1)
         elif isinstance(module, _ON_ROWS):
-            found[name] = Rows(Shard(1))
-    return _planned(model, found, _held(model, found, lambda _: Partial()))
+            styles[name] = ActivationParallel(Shard(1))
+    return _make_plan(model, styles, _replicate_unplaced(model, styles, lambda _: Partial()))
 
 
-def _planned(model: torch.nn.Module, found: _Found, held: _Found, ring: bool = False) -> Plan:
-    """The plan of both; a module can have a style, and parameters of its own that none knows."""
-    styles = dict(found)
-    for name, style in held.items():
-        styles[name] = Together((style, found[name])) if name in found else style
-    plan = [(name, model.get_submodule(name), style) for name, style in styles.items()]
+def _make_plan(model: torch.nn.Module, known: _Styles, rest: _Styles, ring: bool = False) -> Plan:
+    """Merge both; a module can have a style and also parameters that no style places."""
+    merged = dict(known)
+    for name, style in rest.items():
+        merged[name] = CombinedParallel((style, known[name])) if name in known else style
+    plan = [(name, model.get_submodule(name), style) for name, style in merged.items()]
+    sums = Sums()
     for _, _, style in plan:
-        style.ring, style.plan = ring, plan
-    return dict(styles)
+        style.ring, style.plan, style.sums = ring, plan, sums
+    return dict(merged)
 
 
-def _send_round_a_ring(modules: dict[str, torch.nn.Module], found: _Found) -> None:
-    """For a ring and tensors: attention round the ring, dropout of a slice of the sequence."""
+def _plan_ring(modules: dict[str, torch.nn.Module], styles: _Styles) -> None:
+    """Add ring attention, and dropout on a slice of the sequence, to a tensor-parallel plan."""
     for name, module in modules.items():
         if isinstance(module, nn.BlockSparseAttention):
-            found[name] = RingAttention(heads=True)
+            styles[name] = RingAttention(heads=True)
+        elif isinstance(module, nn.RotaryEmbedding):
+            styles[name] = RotaryPositions()
         elif isinstance(module, torch.nn.Dropout):
-            found.setdefault(name, Dropped(1, along=1))
+            styles.setdefault(name, DropoutParallel(1, along=1))
 
 
-def _blocks(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the blocks with attention, in order."""
+def _find_blocks(model: torch.nn.Module) -> Iterator[str]:
+    """Find the names of the blocks with attention, in order."""
     for name, module in model.named_modules():
         if isinstance(module, _LISTS):
             for key, child in module.named_children():
-                if any(_attention(part) for part in child.modules()):
-                    yield f"{name}.{key}"
+                if _has_attention(child):
+                    yield f"{name}.{key}".strip(".")
 
 
-def _sharing(model: torch.nn.Module, blocks: list[str]) -> tuple[str, ...]:
-    """The items of the list of blocks from the first with attention to the last with it."""
+def _find_sequence_parallel_blocks(model: torch.nn.Module, blocks: list[str]) -> tuple[str, ...]:
+    """Find the items of the list of blocks, from the first to the last with attention."""
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(lists) > 1:
-        came, accepted = f"one with blocks in {', '.join(sorted(lists))}", "one list of blocks"
-        raise ArgumentError("tp_plan", "model", came, f"{accepted} for sequence_parallel")
+        actual, accepted = f"one with blocks in {', '.join(sorted(lists))}", "one list of blocks"
+        raise ArgumentError("tp_plan", "model", actual, f"{accepted} for sequence_parallel")
     name = lists.pop()
-    items = [f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()]
+    items = [f"{name}.{key}".strip(".") for key, _ in model.get_submodule(name).named_children()]
     return tuple(items[items.index(blocks[0]) : items.index(blocks[-1]) + 1])
 
 
-# --- What no recipe knows -------------------------------------------------------------------------
+# --- Modules that no recipe knows -----------------------------------------------------------------
 
 
-def _held(model: torch.nn.Module, found: _Found, grads: Callable[[str], Placement]) -> _Found:
-    """Styles for the modules whose parameters no other style places."""
-    placed = {name for name, style in found.items() if isinstance(style, _PLACES)}
-    for name, style in found.items():
-        if isinstance(style, Packed):
-            placed.add(f"{name}.c_attn")
-        if isinstance(style, AddedAndNormalized):
-            placed.add(f"{name}.{norm_of(model.get_submodule(name))}")
-    held: _Found = {}
+def _replicate_unplaced(
+    model: torch.nn.Module, styles: _Styles, grads: Callable[[str], Placement]
+) -> _Styles:
+    """Make styles for the modules whose parameters no other style places."""
+    placed = {name for name, style in styles.items() if isinstance(style, _PLACES)}
+    for name, style in styles.items():
+        if isinstance(style, (PackedColwiseParallel, PackedConv1DParallel)):
+            placed.add(f"{name}.{style.name}")
+        if isinstance(style, ResidualNormParallel):
+            placed.add(f"{name}.{get_norm_name(model.get_submodule(name))}")
+    replicated: _Styles = {}
 
-    def hold(name: str, module: torch.nn.Module, is_inner: bool) -> None:
+    def visit(name: str, module: torch.nn.Module, is_inner: bool) -> None:
         within = f"{name}." if name else ""
         is_known = any(other.startswith(within) for other in placed)
         # A module may read the parameters of those inside, unless a style places one of them.
         reads = not (is_inner or is_known or isinstance(module, _LISTS))
         names = [own for own, _ in module.named_parameters(recurse=reads)]
         if names and name not in placed:
-            held[name] = Held(grads(name), names)
+            replicated[name] = ReplicatedParallel(grads(name), names)
         for key, child in module.named_children():
-            hold(f"{within}{key}", child, is_inner or reads)
+            visit(f"{within}{key}", child, is_inner or reads)
 
-    hold("", model, is_inner=False)
-    return held
+    visit("", model, is_inner=False)
+    return replicated
 
 
-def _owns(module: torch.nn.Module) -> set[str]:
-    """The names of the modules inside, or of itself (""), with parameters of their own."""
+def _find_owners(module: torch.nn.Module) -> set[str]:
+    """Find the names of submodules, or of the module itself (""), with parameters of their own."""
     return {name.rpartition(".")[0] for name, _ in module.named_parameters()}
 
 
 def _check_attention(modules: dict[str, torch.nn.Module]) -> None:
-    """Check that each attention is known as a whole: then a device has heads of all of it."""
+    """Check that recipes know every part of an attention, so that all parts have the same heads."""
     for name, module in modules.items():
-        if not (names := _attention(module)):
+        if not (names := _find_projections(module)):
             continue
         parent = modules.get(name.rpartition(".")[0])
-        its = _children(parent) if parent is not None and name.endswith(".self") else {}
-        own = any(name in _owns(module) for name in _OUTPUTS)
-        if not (own or hasattr(its.get("output"), "dense")):
+        siblings = _get_children(parent) if parent is not None and name.endswith(".self") else {}
+        own = any(name in _find_owners(module) for name in _OUTPUTS)
+        if not (own or hasattr(siblings.get("output"), "dense")):
             accepted = f"one with {' or '.join(_OUTPUTS)}, or BERT's output.dense"
             raise ArgumentError("tp_plan", "model", f"without an output layer in {name}", accepted)
-        width = head_width(module)
-        for inner in sorted(_owns(module) - {*names, *_OUTPUTS}):
+        width = get_head_width(module)
+        for inner in sorted(_find_owners(module) - {*names, *_OUTPUTS}):
             part = module.get_submodule(inner)
             sizes = {p.numel() for p in part.parameters(recurse=False)}
             # A norm of each head, the same for all heads.
-            is_norm = inner in _children(module) and sizes == {width}
-            if not (is_norm or isinstance(part, _ON_HEADS)):
-                came = f"with a {type(part).__name__} in attention: {name}.{inner}".rstrip(".")
+            is_norm = inner in _get_children(module) and sizes == {width}
+            if not (is_norm or inner == _BIAS or isinstance(part, _ON_HEADS)):
+                actual = f"with a {type(part).__name__} in attention: {name}.{inner}".rstrip(".")
                 accepted = "projections, an output layer, and norms of single heads (head_dim)"
-                raise ArgumentError("tp_plan", "model", came, accepted)
+                raise ArgumentError("tp_plan", "model", actual, accepted)
 
 
 def _check_rings(function: str, modules: dict[str, torch.nn.Module]) -> None:
-    """Check that all attention is one that can go round a ring."""
+    """Check that every attention is a BlockSparseAttention, which ring attention requires."""
     for name, module in modules.items():
         word = type(module).__name__.lower()
-        is_one = _attention(module) or any(part in word for part in ("attention", "attn"))
+        is_attention = _find_projections(module) or any(
+            part in word for part in ("attention", "attn")
+        )
         rings = any(isinstance(part, nn.BlockSparseAttention) for part in module.modules())
-        if is_one and not rings:
-            came, accepted = f"whose {name} has none", "with a BlockSparseAttention in each"
-            raise ArgumentError(function, "model", came, f"{accepted} attention")
+        if is_attention and not rings:
+            actual, accepted = f"whose {name} has none", "with a BlockSparseAttention in each"
+            raise ArgumentError(function, "model", actual, f"{accepted} attention")
 
 
 def _check_mixing(
     function: str, modules: dict[str, torch.nn.Module], heads: tuple[str, ...]
 ) -> None:
-    """Check that modules on a part of the sequence need no other part of it."""
+    """Check that modules on a part of the sequence do not need another part."""
     for name, module in modules.items():
         if isinstance(module, _MIXES) and not name.startswith(heads):
-            came = f"with a {type(module).__name__}, {name}, on a part of the sequence"
-            raise ArgumentError(function, "model", came, "modules that work on rows")
+            actual = f"with a {type(module).__name__}, {name}, on a part of the sequence"
+            raise ArgumentError(function, "model", actual, "modules that work on rows")
 
 
 # Modules whose results for a token depend on other tokens.
@@ -253,132 +270,175 @@ _MIXES = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
 )
-_PLACES = (Rows, Columns, ColumnsOfRows)
+_PLACES = (ActivationParallel, FusedColwiseParallel, FusedRowwiseParallel, VocabularyParallel)
 
 
 # --- Recipes: from a module to the names inside it and their styles -------------------------------
 
 
-def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def _get_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return dict(module.named_children())
 
 
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
-_OUTPUTS = ("o_proj", "c_proj")
+_OUTPUTS = ("o_proj", "c_proj", "out_proj", "o")
+_BIAS = "relative_attention_bias"  # T5's, an embedding with a column for each head
+# Attention with a qkv_proj, whose order of features is known.
+_KNOWN_PACKED = ("Phi3Attention",)
 
 
-def _attention(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names of its projections, if it is one."""
-    children = _children(module)
+def _find_projections(module: torch.nn.Module) -> tuple[str, ...]:
+    """Find the names of the projections, if the module is an attention."""
+    children = _get_children(module)
     for names in (*_PROJECTIONS, ("c_attn",)):
         if all(name in children for name in names):
             return names
-    return ()
+    if hasattr(module, "n_heads") and children.keys() >= {"q", "k", "v", "o"}:  # T5
+        return ("q", "k", "v")
+    return ("qkv_proj",) if type(module).__name__ in _KNOWN_PACKED else ()
 
 
-_Styles = Iterator[tuple[str, Style]]
+_Recipe = Iterator[tuple[str, Style]]
 
 
-def _of_block(block: torch.nn.Module, stream: Placement) -> _Styles:
+def _plan_block(block: torch.nn.Module, stream: Placement) -> _Recipe:
     modules = dict(block.named_modules())
-    heads = tuple(f"{name}." for name, module in modules.items() if _attention(module))
+    heads = tuple(f"{name}." for name, module in modules.items() if _find_projections(module))
     for name, module in modules.items():
         if name.startswith(heads):
             continue
-        recipes = [_of_attention, _of_bert]
-        # In a mixture of experts devices would have different rows.
+        recipes = [_plan_attention, _plan_bert_layer]
+        # Experts of a mixture are left whole: devices would have different rows.
         if _is_only_one(modules, name):
-            recipes.append(_of_mlp)
+            recipes.append(_plan_mlp)
         if "." not in name or isinstance(module, _ON_ROWS[2:]):
-            recipes.append(_of_rows)
+            recipes.append(_plan_norm)
         for recipe in recipes:
             for inner, style in recipe(module, stream):
                 yield f"{name}.{inner}".strip("."), style
 
 
 def _is_only_one(modules: dict[str, torch.nn.Module], name: str) -> bool:
-    """Whether the modules around it, within a block, have no other parameters."""
+    """Whether the modules around a module, within a block, have no other layers except norms.
+
+    A list of a block's halves, as in T5, does not count as around them.
+    """
     parts = name.split(".")
     around = [modules[".".join(parts[:i])] for i in range(1, len(parts))]
+    halves = [each for each in around if isinstance(each, _LISTS) and _has_attention(each)]
     own = {*modules[name].parameters()}
-    return all(own >= {*each.parameters()} for each in around)
+    others = {p for each in around if each not in halves for p in each.parameters()} - own
+    return all(p.ndim == 1 for p in others)
 
 
-def _of_attention(module: torch.nn.Module, stream: Placement) -> _Styles:
-    names, children = _attention(module), _children(module)
+def _has_attention(module: torch.nn.Module) -> bool:
+    return any(_find_projections(part) for part in module.modules())
+
+
+def _plan_attention(module: torch.nn.Module, stream: Placement) -> _Recipe:
+    names, children = _find_projections(module), _get_children(module)
     if not names:
         return
     if names == ("c_attn",):
-        yield "", Packed(stream)
+        yield "", PackedConv1DParallel(stream)
+    elif names == ("qkv_proj",):
+        yield "", _make_packed_heads(module, stream)
     else:
-        yield "", Gather(stream, projections=names)
-        yield from ((name, Columns()) for name in names)
+        yield "", GatherInput(stream, projections=names)
+        yield from ((name, FusedColwiseParallel()) for name in names)
     for name, child in children.items():
-        if isinstance(child, _ON_HEADS):
-            yield name, Rows(Shard(1))
+        if name == _BIAS:
+            yield name, FusedColwiseParallel()
+        elif isinstance(child, _ON_HEADS):
+            yield name, ActivationParallel(Shard(1))
         elif name in _OUTPUTS:
-            yield name, ColumnsOfRows(output_layouts=stream)
+            yield name, FusedRowwiseParallel(output_layouts=stream)
 
 
-def _of_mlp(module: torch.nn.Module, stream: Placement) -> _Styles:
+def _make_packed_heads(module: Any, stream: Placement) -> Style:
+    heads, key_heads = module.config.num_attention_heads, module.num_key_value_heads
+    parts = [each * module.head_dim for each in (heads, key_heads, key_heads)]
+    return PackedHeadsParallel(stream, "qkv_proj", parts)
+
+
+def _plan_mlp(module: torch.nn.Module, stream: Placement) -> _Recipe:
     gated = ("gate_proj", "up_proj", "down_proj")
-    if _is_mlp(module, gated):
-        yield "", Gather(stream, "x")
-        yield from ((name, Columns()) for name in gated[:2])
-        yield gated[2], ColumnsOfRows(output_layouts=stream)
-    for first, second in (("fc1", "fc2"), ("c_fc", "c_proj")):
+    welded: Any = module if hasattr(module, "weld_gate") else None
+    is_packed = welded is not None and welded.weld_up is None
+    if welded is not None and not is_packed:
+        gated = (welded.weld_gate, welded.weld_up, welded.weld_down)
+    if is_packed and _is_mlp(module, (welded.weld_gate, welded.weld_down)):
+        features = getattr(module, welded.weld_gate).weight.shape[0] // 2
+        yield "", PackedColwiseParallel(stream, welded.weld_gate, [features, features])
+        yield welded.weld_down, FusedRowwiseParallel(output_layouts=stream)
+    elif _is_mlp(module, gated):
+        yield "", GatherInput(stream, "x")
+        yield from ((name, FusedColwiseParallel()) for name in gated[:2])
+        yield gated[2], FusedRowwiseParallel(output_layouts=stream)
+    else:
+        welded = None
+    if welded is not None and welded.weld_dropout is not None:
+        yield welded.weld_dropout, DropoutParallel(-1)  # drops hidden features
+    for first, second in (("fc1", "fc2"), ("c_fc", "c_proj"), ("wi", "wo")):
         if _is_mlp(module, (first, second)):
-            yield first, Columns(input_layouts=stream)
-            yield second, ColumnsOfRows(output_layouts=stream)
+            yield first, FusedColwiseParallel(input_layouts=stream)
+            yield second, FusedRowwiseParallel(output_layouts=stream)
+            if first == "wi" and "dropout" in _get_children(module):  # T5 drops hidden features
+                yield "dropout", DropoutParallel(-1)
 
 
 def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether it has these layers, and nothing between them that has parameters."""
-    if not _children(module).keys() >= {*names}:
+    """Whether the module has these layers, and nothing with parameters between them."""
+    if not _get_children(module).keys() >= {*names}:
         return False
     first: Any = module.get_submodule(names[0])
     hidden = first.weight.shape[1 if is_transposed(first) else 0]
-    attention = tuple(name for name, child in module.named_modules() if _attention(child))
-    others = [name for name in _owns(module) - {*names} if not name.startswith(attention)]
+    attention = tuple(name for name, child in module.named_modules() if _find_projections(child))
+    others = [name for name in _find_owners(module) - {*names} if not name.startswith(attention)]
     sizes = {
         p.numel() for name in others for p in module.get_submodule(name).parameters(recurse=False)
     }
-    # The layers of an MLP can stand in a block itself, beside norms of the stream.
+    # The layers of an MLP can be in the block itself, beside norms of the stream.
     return not sizes & {1, hidden} if attention else not others
 
 
-def _of_bert(module: torch.nn.Module, stream: Placement) -> _Styles:
-    """Both halves of a layer end in a dense layer, a dropout, the residual and a norm."""
-    children = _children(module)
+def _plan_bert_layer(module: torch.nn.Module, stream: Placement) -> _Recipe:
+    """Plan a half of a BERT layer, which ends in a dense layer, a dropout, residual and norm."""
+    children = _get_children(module)
     if children.keys() >= {"self", "output"} or children.keys() >= {"intermediate", "output"}:
         if "intermediate" in children:
-            yield "intermediate.dense", Columns(input_layouts=stream)
-        yield "output", AddedAndNormalized(stream)
-        yield "output.dense", ColumnsOfRows(output_layouts=stream, use_local_output=False)
+            yield "intermediate.dense", FusedColwiseParallel(input_layouts=stream)
+        yield "output", ResidualNormParallel(stream)
+        yield "output.dense", FusedRowwiseParallel(output_layouts=stream, use_local_output=False)
 
 
-def _of_rows(module: torch.nn.Module, stream: Placement) -> _Styles:
+def _plan_norm(module: torch.nn.Module, stream: Placement) -> _Recipe:
     if isinstance(module, _ON_ROWS) or type(module).__name__.endswith("RMSNorm"):
-        yield "", Rows(stream)
+        yield "", ActivationParallel(stream)
 
 
 # --- Before the first block and after the last one ------------------------------------------------
 
 
-def _around(model: torch.nn.Module) -> _Found:
-    """Modules outside blocks; vocabularies are sharded unless embedding and head share a tensor."""
-    found: _Found = {}
+def _plan_outside_blocks(model: torch.nn.Module) -> _Styles:
+    """Plan modules outside blocks; shard vocabularies unless embedding and head share a tensor."""
+    styles: _Styles = {}
     for name, module in model.named_modules():
         if isinstance(module, _ON_ROWS):
-            found[name] = Rows(Replicate())
+            styles[name] = ActivationParallel(Replicate())
+    losses = [pair for pair in model.named_modules() if isinstance(pair[1], nn.LinearCrossEntropy)]
     embeddings = [pair for pair in model.named_modules() if isinstance(pair[1], torch.nn.Embedding)]
     tokens = max(embeddings, key=lambda pair: pair[1].num_embeddings, default=None)
     if tokens is not None:
         users = [m for m in model.modules() if getattr(m, "weight", None) is tokens[1].weight]
-        if len(users) > 1:
-            return found
-        found[tokens[0]] = ColumnsOfRows(input_layouts=Replicate())
+        # A head that computes the loss has the shards of the embedding.
+        if any(user not in (tokens[1], *(head for _, head in losses)) for user in users):
+            return styles
+        styles[tokens[0]] = FusedRowwiseParallel(input_layouts=Replicate())
+    styles.update((name, VocabularyParallel()) for name, _ in losses)
     for name, module in model.named_children():
+        if name in styles:
+            continue
         if name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
-            found[name] = Columns(output_layouts=Replicate())
-    return found
+            styles[name] = FusedColwiseParallel(output_layouts=Replicate())
+    return styles

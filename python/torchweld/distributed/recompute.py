@@ -1,11 +1,11 @@
-"""Activation checkpointing: what a block saves, and what its backward recomputes.
+"""Activation checkpointing: which results a block saves, and which its backward pass recomputes.
 
-    checkpoint(block, x, use_reentrant=False, context_fn=selective)
+    checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
 
 keeps the results of GEMMs, attention and reductions over devices. It recomputes norms, activations
-and dropouts, which take one pass over memory each and drop the same elements as before.
-transformers accepts it too: `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn":
-selective}`.
+and dropouts, each in one pass over memory. Dropouts drop the same elements again.
+transformers accepts it too: `gradient_checkpointing_kwargs={"use_reentrant": False,
+"context_fn": selective_contexts}`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torchweld.errors import ArgumentError
 
 _aten = torch.ops.aten
 # No batched GEMMs: attention's scores grow with the square of the sequence length.
@@ -34,42 +36,64 @@ _KEPT = _GEMMS | _ATTENTION | _REDUCTIONS | _OURS
 
 
 def save_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether a selective checkpoint keeps this op's result; for torch.utils.checkpoint.
+    """Decide whether a selective checkpoint keeps this op's result; for torch.utils.checkpoint.
 
-    A policy of your own can ask it first:
+    Your own policy can call it:
 
         def policy(context, op, *args, **kwargs):
             if op is torch.ops.torchweld.layer_norm.cuda:
                 return CheckpointPolicy.MUST_SAVE
             return save_policy(context, op, *args, **kwargs)
     """
-    if getattr(op, "overloadpacket", None) in _KEPT and not _draws(op, args, kwargs):
+    if getattr(op, "overloadpacket", None) in _KEPT and not _draws_random_numbers(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it draws random numbers: if it were skipped, later recomputed ops would get them."""
+def _draws_random_numbers(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op draws random numbers; skipping it would shift the draws of later ops."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False
     return dict(zip(names, args, strict=False)).get("dropout_p", kwargs.get("dropout_p", 0)) > 0
 
 
-def selective() -> Any:
-    """The contexts of a checkpoint with save_policy, for its forward and its recomputation."""
+def selective_contexts() -> Any:
+    """Make the contexts of a checkpoint with save_policy: for the forward and the recomputation."""
     return create_selective_checkpoint_contexts(save_policy)
 
 
 def recompute(module: torch.nn.Module, keep: bool = False) -> torch.nn.Module:
-    """Wrap a module to save only its input for the backward; dropout masks are reproduced.
+    """Wrap a module to save only its input for the backward pass; dropout masks are reproduced.
+
+    A block of transformers gets no cache of keys and values: a second forward pass would add to it.
 
     Args:
         module: a block, after tensor parallelism and before FSDP2.
         keep: also save the results that `save_policy` selects.
 
     Returns:
-        A module around it, with the same state_dict.
+        A module around this one, with the same state_dict.
     """
-    context: dict[str, Any] = {"context_fn": selective} if keep else {}
-    return checkpoint_wrapper(module, **context)
+    context: dict[str, Any] = {"context_fn": selective_contexts} if keep else {}
+    wrapped = checkpoint_wrapper(module, **context)
+    wrapped.register_forward_pre_hook(_drop_empty_caches, with_kwargs=True)
+    return wrapped
+
+
+def _drop_empty_caches(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace caches of transformers by None, as its own checkpointing does."""
+    layers = (m.layer_idx for m in module.modules() if hasattr(m, "layer_idx"))
+    at: Any = next(layers, 0)
+
+    def drop(value: Any) -> Any:
+        if not hasattr(value, "get_seq_length"):
+            return value
+        if length := value.get_seq_length(at):
+            accepted = "an empty one, or None: a second forward pass would add to it"
+            raise ArgumentError("recompute", "cache", f"one of {length} tokens", accepted)
+        return None
+
+    return tuple(map(drop, args)), {name: drop(value) for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""LayerSeeds: each layer's dropout in a microbatch is independent of where and when it runs."""
+"""LayerSeeds: a layer's dropout does not depend on the process and the time at which it runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 class LayerSeeds:
     """Seeds torch's generators before each of these layers while the model trains.
 
-    A single process draws from one generator for all layers and microbatches. Pipelines run layers,
-    and data parallelism runs microbatches, in several processes with several generators. Here a
-    draw depends only on the seed, the step, the microbatch and the layer's name. Call `begin`
-    before each step. Give a PipelineStage `input_args` and `output_args`: otherwise it runs an
-    extra forward to find out their shapes.
+    A single process draws from one generator for all layers and microbatches. Pipelines divide
+    layers, and data parallelism divides microbatches, among processes with their own generators.
+    With LayerSeeds a draw depends only on the seed, the step, the microbatch and the layer's name.
+    Call `begin` before each step. Give a PipelineStage `input_args` and `output_args`: otherwise it
+    runs an extra forward pass to find out their shapes.
 
     Compilation and checkpointing belong inside a layer: pass `torch.compile(block)` or
     `recompute(block)` as the layer.
 
     Args:
-        layers: names and modules, such as `model.blocks.items()`; names are the same everywhere.
+        layers: names and modules, such as `model.blocks.items()`. A layer has the same name in
+            every process.
         seed: the seed of the run.
     """
 
@@ -29,23 +30,23 @@ class LayerSeeds:
         self.seed = seed
         self._step, self._first, self._seen = 0, 0, dict[str, int]()
         for name, layer in layers:
-            layer.register_forward_pre_hook(self._hook(name), prepend=True)
+            layer.register_forward_pre_hook(self._make_hook(name), prepend=True)
 
     def begin(self, step: int, microbatch: int = 0) -> None:
-        """Set the step, and the global number of the microbatch, for each layer's next forward."""
+        """Set the step and the first microbatch's global number for the next forward passes."""
         self._step, self._first = step, microbatch
         self._seen.clear()
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        def before(layer: torch.nn.Module, _: object) -> None:
+    def _make_hook(self, name: str):  # type: ignore[no-untyped-def]
+        def seed_layer(layer: torch.nn.Module, _: object) -> None:
             if layer.training:
                 microbatch = self._first + self._seen.get(name, 0)
                 self._seen[name] = self._seen.get(name, 0) + 1
-                torch.manual_seed(_mixed(self.seed, self._step, microbatch, name))
+                torch.manual_seed(_hash_to_seed(self.seed, self._step, microbatch, name))
 
-        return before
+        return seed_layer
 
 
-def _mixed(*parts: object) -> int:
+def _hash_to_seed(*parts: object) -> int:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

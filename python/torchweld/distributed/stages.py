@@ -1,4 +1,4 @@
-"""Pipelines of torch.distributed.pipelining from blocks, divided into stages of equal cost."""
+"""Pipelines of torch.distributed.pipelining made from blocks, with stages of equal cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchweld.distributed.stepping import Stepping, ties_of
+from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.distributed.stepping import Stepping, find_ties
 from torchweld.errors import ArgumentError
 
 Name = Literal[
@@ -31,7 +32,7 @@ Name = Literal[
 Costs = Sequence[float] | Callable[[torch.nn.Module], float]
 _ONE_STAGE = ("gpipe", "1f1b")
 _LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
-# The order of second stages is reversed: the first rank has the first stage and the last.
+# The second stages are in reverse order: the first rank has the first and the last stage.
 _FOLDED = ("zbvzerobubble", "dualpipev")
 
 
@@ -53,12 +54,12 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank gives `schedule.step` the inputs."""
+        """Whether this rank passes inputs to `schedule.step`."""
         return 0 in self.numbers
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank gives `schedule.step` the targets, and gets the losses."""
+        """Whether this rank passes targets to `schedule.step` and gets the losses."""
         return len(self.cuts) - 1 in self.numbers
 
 
@@ -82,35 +83,36 @@ def pipeline(
             a tuple as several arguments. Fuse the model first.
         schedule: "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble",
             "zbvzerobubble" or "dualpipev".
-        microbatches: how many a batch is divided into.
+        microbatches: the number of microbatches in a batch.
         loss_fn: computes the loss from a microbatch's results and targets.
-        example: the first block's arguments, one microbatch of them.
+        example: the first block's arguments for one microbatch.
         costs: the cost of each block, or a function that returns them; None: the first rank
-            measures a forward and a backward of each on the example.
-        per_rank: stages per rank, for schedules with several; two in schedules that fold.
-        wrap: a wrapper applied to a stage's module first, such as FSDP2 or a checkpoint.
+            measures a forward and a backward pass of each block on the example.
+        per_rank: stages per rank, for schedules with several stages per rank; 2 in
+            "zbvzerobubble" and "dualpipev".
+        wrap: a wrapper that is applied to each stage's module, such as FSDP2 or a checkpoint.
         group: the processes; None: all.
         settings: further arguments of the schedule, such as `scale_grads`.
 
     Returns:
         The Pipeline of this rank. Parameters of its parts are named as in
-        torch.nn.Sequential(*blocks). A parameter of several blocks, such as that of an embedding
-        and a head, has the sum of its stages' gradients after each step.
+        torch.nn.Sequential(*blocks). A parameter that several blocks share, such as the weight of
+        an embedding and a head, has the sum of its stages' gradients after each step.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    count = ranks * _stages_of_a_rank(schedule, per_rank)
+    count = ranks * _count_stages_per_rank(schedule, per_rank)
     if len(blocks) < count:
-        came, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
-        raise ArgumentError("pipeline", "blocks", came, accepted)
-    found, flow = _agreed(blocks, example, costs, rank, group)
-    cuts = balanced(found, count)
-    numbers = placement(schedule, rank, ranks, per_rank)
-    ties = ties_of(blocks, cuts)
-    parts = [wrap(_Part({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
-    device = _device(parts[0], example)
+        actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
+        raise ArgumentError("pipeline", "blocks", actual, accepted)
+    block_costs, flow = _agree_on_costs(blocks, example, costs, rank, group)
+    cuts = balance(block_costs, count)
+    numbers = assign_stages(schedule, rank, ranks, per_rank)
+    ties = find_ties(blocks, cuts)
+    parts = [wrap(_Stage({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
+    device = _find_device(parts[0], example)
     stages = [
-        # Pass inputs and outputs: torch would find them by a step with all side effects.
-        pipelining.PipelineStage(
+        # Pass inputs and outputs: torch would find them by running a step with all side effects.
+        ScaledStage(
             part,
             number,
             count,
@@ -122,30 +124,30 @@ def pipeline(
         for part, number in zip(parts, numbers, strict=True)
     ]
     kind = pipelining.schedules.get_schedule_class(schedule)
-    made = kind(
+    torch_schedule = kind(
         stages[0] if schedule in _ONE_STAGE else stages,
         microbatches,
         loss_fn=loss_fn,
         **settings,
     )
-    stepping = Stepping(made.step, example, microbatches, group, device)
-    placed = {
-        at: rank for rank in range(ranks) for at in placement(schedule, rank, ranks, per_rank)
+    stepping = Stepping(torch_schedule.step, example, microbatches, group, device, parts)
+    owners = {
+        at: rank for rank in range(ranks) for at in assign_stages(schedule, rank, ranks, per_rank)
     }
-    stepping.share(ties, dict(zip(numbers, parts, strict=True)), [placed[i] for i in range(count)])
-    made.step = stepping.step
-    return Pipeline(made, torch.nn.ModuleList(parts), numbers, cuts)
+    stepping.share(ties, dict(zip(numbers, parts, strict=True)), [owners[i] for i in range(count)])
+    torch_schedule.step = stepping.step
+    return Pipeline(torch_schedule, torch.nn.ModuleList(parts), numbers, cuts)
 
 
-def placement(schedule: Name, rank: int, ranks: int, per_rank: int = 2) -> tuple[int, ...]:
-    """The stages that a rank has, in rising order."""
-    each = _stages_of_a_rank(schedule, per_rank)
+def assign_stages(schedule: Name, rank: int, ranks: int, per_rank: int = 2) -> tuple[int, ...]:
+    """Return the numbers of a rank's stages, in ascending order."""
+    each = _count_stages_per_rank(schedule, per_rank)
     if schedule in _FOLDED:
         return rank, 2 * ranks - 1 - rank
     return tuple(rank + turn * ranks for turn in range(each))
 
 
-def _stages_of_a_rank(schedule: str, per_rank: int) -> int:
+def _count_stages_per_rank(schedule: str, per_rank: int) -> int:
     if schedule in _ONE_STAGE:
         return 1
     if schedule in _LOOPED:
@@ -158,24 +160,41 @@ def _stages_of_a_rank(schedule: str, per_rank: int) -> int:
     return 2
 
 
-class _Part(torch.nn.ModuleDict):
+class ScaledStage(pipelining.PipelineStage):
+    """torch's stage, whose gradients may be DTensors of parts.
+
+    torch < 2.12 cannot divide such a DTensor in place; each device can divide its own part.
+    """
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients, as the schedule asks after its last microbatch."""
+        if grad_scale_factor == 1:
+            return
+        for p in self.submod.parameters():
+            if p.grad is not None:
+                grad: Any = p.grad
+                (grad.to_local() if is_dtensor(grad) else grad).div_(grad_scale_factor)
+
+
+class _Stage(torch.nn.ModuleDict):
     """Consecutive blocks, named by their numbers in the whole model."""
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         for block in self.values():
-            result = block(*given)
-            given = result if isinstance(result, tuple) else (result,)
-        return tree_map_only(torch.Tensor, _handed_over, result)
+            result = block(*args)
+            args = result if isinstance(result, tuple) else (result,)
+        return tree_map_only(torch.Tensor, _replace_view, result)
 
 
-def _handed_over(x: torch.Tensor) -> torch.Tensor:
-    return _HandedOver.apply(x) if x._is_view() else x  # type: ignore[no-any-return]
+def _replace_view(x: torch.Tensor) -> torch.Tensor:
+    return _ReplaceView.apply(x) if x._is_view() else x  # type: ignore[no-any-return]
 
 
-class _HandedOver(torch.autograd.Function):
-    """The same values in a tensor that is no view: torch's split backwards detach in place.
+class _ReplaceView(torch.autograd.Function):
+    """Return the same values in a tensor that is not a view.
 
-    Without it a stage that ends in a linear layer fails under zero bubble, as this does:
+    torch detaches outputs in place when it splits backward passes. Without this function a stage
+    that ends in a linear layer fails under zero bubble, as this code does:
 
         stage = PipelineStage(torch.nn.Linear(8, 8), rank, 2, device)  # of [rows, length, 8]
         ScheduleInterleavedZeroBubble([stage], 2, loss_fn).step(x)
@@ -192,7 +211,7 @@ class _HandedOver(torch.autograd.Function):
         return grad
 
 
-def _device(part: torch.nn.Module, example: tuple[Any, ...]) -> torch.device:
+def _find_device(part: torch.nn.Module, example: tuple[Any, ...]) -> torch.device:
     tensors = itertools.chain(part.parameters(), part.buffers(), tree_leaves(example))
     return next(t.device for t in tensors if isinstance(t, torch.Tensor))
 
@@ -206,51 +225,55 @@ def layer_cuts(
     costs: Costs | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage, for a model that is not a list of blocks but can skip layers.
+    """Choose the layers of each stage, for a model that is no list of blocks but can skip layers.
 
     Args:
-        layers: the name of the list with the layers; modules before it count for the first stage,
-            modules after it for the last.
+        layers: the name of the list of layers. The cost of modules before it counts for the first
+            stage, and the cost of modules after it for the last.
         count: the number of stages.
         example: the model's arguments.
         costs: the cost of each layer, or a function that returns them; None: measured by the first
             rank.
-        group: the processes; None: all, if there are several.
+        group: the processes; None: all processes, if torch.distributed is initialised.
     """
     blocks = [*model.get_submodule(layers).children()]
     if len(blocks) < count:
-        came, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
-        raise ArgumentError("layer_cuts", "layers", came, accepted)
+        actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
+        raise ArgumentError("layer_cuts", "layers", actual, accepted)
     box: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank(group) == 0:
-        box = [_said(costs, blocks) or _measured_inside(model, blocks, example)]
+        box = [_evaluate_costs(costs, blocks) or _measure_inside(model, blocks, example)]
     if dist.is_initialized():
         dist.broadcast_object_list(box, group=group, group_src=0)
-    return balanced(box[0], count)
+    return balance(box[0], count)
 
 
 # --- Costs ----------------------------------------------------------------------------------------
 
 
-def balanced(costs: Sequence[float], count: int) -> tuple[range, ...]:
+def balance(costs: Sequence[float], count: int) -> tuple[range, ...]:
     """Divide a list of blocks into stages so that the costliest one is as cheap as possible.
 
-    Ties are resolved by the least sum of squared costs, which evens out the other stages.
+    Of equal divisions the least sum of squared costs wins, which evens out the other stages.
     """
-    worst, _ = _cut(costs, count, max)
-    _, cuts = _cut(costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf)
+    worst, _ = _minimise(costs, count, max)
+    _, cuts = _minimise(
+        costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf
+    )
     return tuple(itertools.starmap(range, itertools.pairwise((0, *cuts))))
 
 
-def _cut(
+def _minimise(
     costs: Sequence[float], count: int, add: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value, accumulated by `add` over the stages' costs, and where the stages end."""
+    """Return the least value that `add` accumulates over stages, and the ends of the stages."""
     total = [0.0, *itertools.accumulate(costs)]
-    # For each number of blocks: the best division into the stages so far.
+    # Maps a number of blocks to their best division into the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(count):
-        ends = range(stage + 1, len(costs) - (count - 1 - stage) + 1)  # a block for each later one
+        ends = range(
+            stage + 1, len(costs) - (count - 1 - stage) + 1
+        )  # leave a block for each later stage
         best = {
             end: min(
                 (add(value, total[end] - total[start]), (*cuts, end))
@@ -262,55 +285,57 @@ def _cut(
     return best[len(costs)]
 
 
-def measured(
+def measure_costs(
     blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], repeats: int = 3
 ) -> list[float]:
-    """Seconds of a forward and a backward of each block: the median of `runs` after a warm-up.
+    """Measure the seconds of a forward and backward pass of each block.
 
-    They run on copies, one at a time: statistics and generators do not change.
+    The result is the median of the repeats after a warm-up. Copies of the blocks run one at a time,
+    so that statistics and generators do not change.
     """
-    return _run_through(blocks, example, repeats + 1)[0]
+    return _measure_chain(blocks, example, repeats + 1)[0]
 
 
-def _run_through(
+def _measure_chain(
     blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], runs: int
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
-    """Seconds of each block; and the values between blocks on meta, from the first input on.
+    """Measure the seconds of each block, and describe the values between blocks by meta tensors.
 
-    A single run counts; otherwise the first one warms up.
+    The first run is a warm-up if there are several.
     """
-    given, found, flow = example, [], [_described(example)]
+    args, block_costs, flow = example, [], [_describe(example)]
     for block in blocks:
-        seconds, result = _time(block, runs, given, {})
-        found.append(seconds)
-        given = result if isinstance(result, tuple) else (result,)
-        flow.append(_described(given, requires_grad=True))
-    return found, flow
+        seconds, result = _time_block(block, runs, args, {})
+        block_costs.append(seconds)
+        args = result if isinstance(result, tuple) else (result,)
+        flow.append(_describe(args, requires_grad=True))
+    return block_costs, flow
 
 
-def _described(given: tuple[Any, ...], requires_grad: bool = False) -> tuple[Any, ...]:
-    def described(t: torch.Tensor) -> torch.Tensor:
+def _describe(args: tuple[Any, ...], requires_grad: bool = False) -> tuple[Any, ...]:
+    def to_meta(t: torch.Tensor) -> torch.Tensor:
         wanted = requires_grad and t.is_floating_point()
         return torch.empty_like(t, device="meta").requires_grad_(wanted)
 
-    return tree_map_only(torch.Tensor, described, given)
+    return tree_map_only(torch.Tensor, to_meta, args)
 
 
-def _measured_inside(
+def _measure_inside(
     model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: tuple[Any, ...]
 ) -> list[float]:
-    """Seconds of each block with the arguments that the model gives it.
+    """Measure the seconds of each block with the arguments that the model passes to it.
 
-    The first block includes the time before it, and the last the time after it, as three forwards.
+    The first block's cost includes three times the forward time before it, and the last block's
+    cost three times the forward time after it.
     """
-    given: list[Any] = []
+    calls: list[Any] = []
     times: list[float] = []
 
-    def begins(_: Any, args: Any, kwargs: Any) -> None:
-        given.append(tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
+    def note_call(_: Any, args: Any, kwargs: Any) -> None:
+        calls.append(tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
         times.append(time.perf_counter())
 
-    hooks = [block.register_forward_pre_hook(begins, with_kwargs=True) for block in blocks]
+    hooks = [block.register_forward_pre_hook(note_call, with_kwargs=True) for block in blocks]
     ends = blocks[-1].register_forward_hook(lambda *_: times.append(time.perf_counter()))
     with torch.random.fork_rng(), torch.no_grad():
         start = time.perf_counter()
@@ -318,27 +343,29 @@ def _measured_inside(
         times.append(time.perf_counter())
     for hook in (*hooks, ends):
         hook.remove()
-    found = [_time(block, 4, *call)[0] for block, call in zip(blocks, given, strict=True)]
-    found[0] += 3 * (times[0] - start)
-    found[-1] += 3 * (times[-1] - times[-2])
-    return found
+    block_costs = [
+        _time_block(block, 4, *call)[0] for block, call in zip(blocks, calls, strict=True)
+    ]
+    block_costs[0] += 3 * (times[0] - start)
+    block_costs[-1] += 3 * (times[-1] - times[-2])
+    return block_costs
 
 
-def _time(block: torch.nn.Module, runs: int, args: Any, kwargs: Any) -> tuple[float, Any]:
-    """The median of runs of a copy after a warm-up, and the result."""
+def _time_block(block: torch.nn.Module, runs: int, args: Any, kwargs: Any) -> tuple[float, Any]:
+    """Return the median time of runs of a copy after a warm-up, and the result."""
     block = copy.deepcopy(block)
     seconds, result = [], None
     with torch.random.fork_rng(), torch.enable_grad():
         for _ in range(runs):
             begin = time.perf_counter()
-            result = _there_and_back(block, args, kwargs)
+            result = _run_forward_and_backward(block, args, kwargs)
             seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:] or seconds), result
 
 
-def _there_and_back(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """The block's result, once the device has finished it."""
-    args, kwargs = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
+def _run_forward_and_backward(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run the block forward and backward, wait for the device, and return the result."""
+    args, kwargs = tree_map_only(torch.Tensor, _make_leaf, (args, kwargs))
     result = block(*args, **kwargs)
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
@@ -347,31 +374,31 @@ def _there_and_back(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
-def _leaf(t: torch.Tensor) -> torch.Tensor:
+def _make_leaf(t: torch.Tensor) -> torch.Tensor:
     return t.detach().requires_grad_() if t.is_floating_point() else t
 
 
-def _agreed(
+def _agree_on_costs(
     blocks: Sequence[torch.nn.Module],
     example: tuple[Any, ...],
     costs: Costs | None,
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
-    """The costs of the blocks, and the values between them; the same on every rank."""
+    """Return the costs of the blocks and the values between them, the same on every rank."""
     box: list[Any] = [None]
     if rank == 0:
-        found, flow = _run_through(blocks, example, 4 if costs is None else 1)
-        box = [(_said(costs, blocks) or found, flow)]
+        measured, flow = _measure_chain(blocks, example, 4 if costs is None else 1)
+        box = [(_evaluate_costs(costs, blocks) or measured, flow)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     if len(box[0][0]) != len(blocks):
-        came, accepted = f"{len(box[0][0])} of them", f"one for each of {len(blocks)} blocks"
-        raise ArgumentError("pipeline", "costs", came, accepted)
+        actual, accepted = f"{len(box[0][0])} of them", f"one for each of {len(blocks)} blocks"
+        raise ArgumentError("pipeline", "costs", actual, accepted)
     return box[0]
 
 
-def _said(costs: Costs | None, blocks: Sequence[torch.nn.Module]) -> list[float]:
-    """The given costs; None if they must be measured."""
+def _evaluate_costs(costs: Costs | None, blocks: Sequence[torch.nn.Module]) -> list[float]:
+    """Return the declared costs, or an empty list if they must be measured."""
     if callable(costs):
         return [*map(costs, blocks)]
     return [] if costs is None else [*costs]

@@ -1,8 +1,9 @@
-"""A pipeline's steps: batches that divide, and parameters that several stages have."""
+"""The step of a pipeline: it checks the batch and sums gradients of shared parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,32 +11,34 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from torchweld.distributed.norm import COPIES
+from torchweld.distributed.grad_norm import COPIES
+from torchweld.distributed.sums import find_sums
 from torchweld.errors import ArgumentError, CollectiveError
 
-# For each parameter of several stages: the stages and its name in each.
+# For each parameter that several stages share: the stages and its name in each.
 Ties = list[dict[int, str]]
 
 
-def ties_of(blocks: Sequence[torch.nn.Module], cuts: Sequence[range]) -> Ties:
-    """The parameters that blocks of different stages share."""
-    found: dict[int, dict[int, str]] = {}
+def find_ties(blocks: Sequence[torch.nn.Module], cuts: Sequence[range]) -> Ties:
+    """Find the parameters that blocks of different stages share."""
+    names_by_parameter: dict[int, dict[int, str]] = {}
     for number, cut in enumerate(cuts):
         for i in cut:
             for name, p in blocks[i].named_parameters(remove_duplicate=False):
-                found.setdefault(id(p), {}).setdefault(number, f"{i}.{name}")
-    return [tie for tie in found.values() if len(tie) > 1]
+                names_by_parameter.setdefault(id(p), {}).setdefault(number, f"{i}.{name}")
+    return [tie for tie in names_by_parameter.values() if len(tie) > 1]
 
 
 class Stepping:
-    """The step of a schedule, which checks its batch first and sums shared gradients last.
+    """Wraps a schedule's step: checks the batch before it and sums shared gradients after it.
 
     Args:
-        step: the schedule's own.
-        example: the first block's arguments, one microbatch of them.
-        microbatches: how many a batch is divided into.
+        step: the schedule's own step.
+        example: the first block's arguments for one microbatch.
+        microbatches: the number of microbatches in a batch.
         group: the ranks of the pipeline.
-        device: where they exchange tensors.
+        device: the device of the tensors that ranks exchange.
+        parts: this rank's stages.
     """
 
     def __init__(
@@ -45,17 +48,19 @@ class Stepping:
         microbatches: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        parts: Sequence[torch.nn.Module],
     ) -> None:
         self._step, self._microbatches = step, microbatches
         self._group, self._device = group, device
         sizes = [x.shape[0] for x in tree_leaves(example) if isinstance(x, torch.Tensor) and x.ndim]
         self._rows = sizes[0] * microbatches if sizes else None
+        self._sums = find_sums(p for part in parts for p in part.parameters())
         self._shared: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup | None]] = []
 
     def share(self, ties: Ties, parts: dict[int, torch.nn.Module], owners: Sequence[int]) -> None:
-        """Sum the gradients of these parameters from now on.
+        """Sum the gradients of these shared parameters from now on.
 
-        `parts` are this rank's stages, `owners` the rank of each stage.
+        `parts` are this rank's stages by number, and `owners` has the rank of each stage.
         """
         groups: dict[tuple[int, ...], Any] = {}
         whole: Any = self._group or dist.group.WORLD
@@ -70,7 +75,9 @@ class Stepping:
                 places = [dist.get_global_rank(whole, r) for r in ranks]
                 groups[ranks] = dist.new_group(places, use_local_synchronization=True)
             mine = [
-                _parameter(parts[number], name) for number, name in tie.items() if number in parts
+                _get_parameter(parts[number], name)
+                for number, name in tie.items()
+                if number in parts
             ]
             mine = [*dict.fromkeys(mine)]
             copies = torch.tensor(len(mine), device=self._device)
@@ -81,19 +88,24 @@ class Stepping:
             self._shared.append((mine, groups.get(ranks)))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """Run a batch forward and backward, as the schedule does."""
+        """Run the forward and backward passes of a batch, as the schedule does."""
         self._check(args, target)
-        before = [[p.grad for p in some] for some, _ in self._shared]
-        for some, _ in self._shared:
-            for p in some:
+        before = [[p.grad for p in copies] for copies, _ in self._shared]
+        for copies, _ in self._shared:
+            for p in copies:
                 p.grad = None
-        result = self._step(*args, target=target, **kwargs)
-        for (some, group), grads in zip(self._shared, before, strict=True):
-            self._sum(some, group, grads)
+        with ExitStack() as stack:
+            for sums in self._sums:
+                stack.enter_context(sums.postpone())
+            result = self._step(*args, target=target, **kwargs)
+        for sums in self._sums:
+            sums.finish()
+        for (copies, group), grads in zip(self._shared, before, strict=True):
+            self._sum(copies, group, grads)
         return result
 
     def _check(self, args: tuple[Any, ...], target: Any) -> None:
-        """Raise an error on every rank if a rank's batch has another size than was said."""
+        """Raise an error on every rank if a rank's batch does not have the declared size."""
         sizes = [x.shape[0] for x in tree_leaves((args, target)) if _has_rows(x)]
         is_wrong = any(
             size % self._microbatches or self._rows not in (None, size) for size in sizes
@@ -110,14 +122,14 @@ class Stepping:
             )
 
     @torch.no_grad()
-    def _sum(self, some: list[Any], group: Any, before: list[Any]) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+    def _sum(self, copies: list[Any], group: Any, before: list[Any]) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in copies]
         total = grads[0]
         for grad in grads[1:]:
             total = total + grad
         if group is not None:
             dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
-        for p, earlier in zip(some, before, strict=True):
+        for p, earlier in zip(copies, before, strict=True):
             p.grad = total.clone() if earlier is None else earlier + total
 
 
@@ -125,9 +137,9 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0
 
 
-def _parameter(part: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    found = dict(part.named_parameters(remove_duplicate=False))
-    if name not in found:
+def _get_parameter(part: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    if name not in parameters:
         accepted = "a wrapper that keeps the names of parameters that several stages share"
         raise ArgumentError("pipeline", "wrap", f"one that renames {name}", accepted)
-    return found[name]
+    return parameters[name]

@@ -1,10 +1,10 @@
 """Styles of `parallelize_module` for fused modules, which torch's own styles refuse or gather.
 
-Modules take and return local tensors. Ops that need the place of a part in the whole tensor are
-told: dropout then drops the same elements as in one process.
+Modules take and return local tensors. Ops get the place of a part in the whole tensor if they need
+it, so that dropout drops the same elements as in one process.
 
 A style with `ring` set takes a mesh of two dimensions, ring and tensor. The ring shards the
-sequence outside of the styles: what a style says is along the second dimension.
+sequence outside of the styles, whose placements are along the tensor dimension.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -26,24 +27,26 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchweld.distributed.nearest import accept_multiples
+from torchweld.distributed.sums import Sums
 from torchweld.errors import ArgumentError
 
 
 class Style(ParallelStyle):
-    """A style along the only dimension of a mesh, or along the second one of ring and tensor."""
+    """The base class of styles, for a mesh of one dimension or of ring and tensor."""
 
     ring = False
 
     def __init__(self, **layouts: Any) -> None:
         super().__init__(**layouts)
-        # The whole plan, if it has one, until it is checked.
+        # The whole plan of which this style is a part, until it is checked.
         self.plan: list[tuple[str, torch.nn.Module, Style]] = []
+        self.sums = Sums()
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        """Change a module, once every style of the plan can do that with its own."""
+        """Change a module, after every style of the plan has checked its own module."""
         for name, other, style in self.plan or [(type(module).__name__, module, self)]:
             style.check(name, other, device_mesh.size(-1))
         self.plan.clear()
@@ -55,70 +58,81 @@ class Style(ParallelStyle):
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         raise NotImplementedError
 
-    def rows(self, placement: Placement) -> tuple[Placement, ...]:
-        """The placements of an activation [batch, length, ...]."""
+    def place_rows(self, placement: Placement) -> tuple[Placement, ...]:
+        """Return the placements of an activation [batch, length, ...]."""
         return (Shard(1), placement) if self.ring else (placement,)
 
-    def weights(self, placement: Placement) -> tuple[Placement, ...]:
-        """The placements of a parameter."""
+    def place_weights(self, placement: Placement) -> tuple[Placement, ...]:
+        """Return the placements of a parameter."""
         return (Replicate(), placement) if self.ring else (placement,)
 
     def distribute(
         self, module: torch.nn.Module, mesh: DeviceMesh, place: Callable[[torch.Tensor], Placement]
     ) -> None:
-        """Convert a module's own parameters to DTensors; one that modules share stays one.
+        """Convert a module's own parameters to DTensors; a shared parameter stays shared.
 
-        Their gradients get the same placements, as optimizers require: a partial one is summed.
+        After a backward pass their gradients have the same placements, as optimizers require.
         """
         for name, parameter in module.named_parameters(recurse=False):
-            placements = self.weights(place(parameter))
-            made = _MADE.get(parameter)
-            if made is None or (made.device_mesh, made.placements) != (mesh, placements):
+            placements = self.place_weights(place(parameter))
+            new = _MADE.get(parameter)
+            if new is None or (new.device_mesh, new.placements) != (mesh, placements):
                 part = distribute_tensor(parameter.detach(), mesh, placements)
-                made = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-                if made.requires_grad:
-                    made.register_hook(partial(_align, part.placements))
-                _MADE[parameter] = made
-            module.register_parameter(name, made)
+                new = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+                if new.requires_grad:
+                    self.sums.add(new)
+                _MADE[parameter] = new
+            module.register_parameter(name, new)
 
     def replicate(self, _: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
         """Convert a module's own parameters to DTensors that every device has."""
         self.distribute(module, mesh, lambda _: Replicate())
 
 
-# From parameters to the DTensors made of them, as long as another module has the parameter.
+# Maps parameters to the DTensors made of them, as long as another module has the parameter.
 _MADE: Any = WeakTensorKeyDictionary()
 
 
-def _align(wanted: Sequence[Placement], grad: Any) -> Any:
-    """Give a gradient these placements before it is added to others."""
-    if grad.placements == wanted:
-        return grad
-    pairs = zip(grad.placements, wanted, strict=True)
-    # Cut a replicated gradient before it is summed: then only this device's part is sent.
-    cut = [its if was.is_replicate() else was for was, its in pairs]
-    return grad.redistribute(placements=cut).redistribute(placements=wanted)
-
-
-def _placed(x: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
+def _place(x: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
     if isinstance(x, DTensor):
         return x.redistribute(mesh, placements)
     return DTensor.from_local(x, mesh, placements, run_check=False)
 
 
-def _local(x: Any) -> Any:
+def _to_local(x: Any) -> Any:
     if isinstance(x, tuple):
-        return tuple(map(_local, x))
+        return tuple(map(_to_local, x))
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-class Rows(Style):
+class _Wait(torch.autograd.Function):
+    """Wait for the result of a collective."""
+
+    @staticmethod
+    def forward(_: Any, x: Any) -> torch.Tensor:
+        return x.trigger_wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def _wait(x: Any) -> Any:
+    """Wait where a compiled region may begin.
+
+    A graph whose input is an AsyncCollectiveTensor returns no gradient for it, or a plain tensor.
+    """
+    return _Wait.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
+
+
+class ActivationParallel(Style):
     """Shard the rows of the stream, and replicate the module's parameters.
 
-    For norms, dropouts, attention without weights, and anything else that works on rows or heads.
+    Use it for norms, dropouts, attention without weights, and anything else that works on rows or
+    heads.
 
     Args:
-        placement: placement of the first input, and of all inputs of the same rank.
+        placement: placement of the first input, and of all inputs with as many dimensions.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -126,33 +140,38 @@ class Rows(Style):
         self.placement = placement
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        return distribute_module(module, device_mesh, self.replicate, self._inputs, self._outputs)
+        return distribute_module(
+            module, device_mesh, self.replicate, self._prepare_inputs, self._prepare_outputs
+        )
 
-    def _inputs(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _prepare_inputs(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         rank = inputs[0].ndim
-        check_rank(type(module).__name__, inputs[0], self.rows(self.placement))
+        rows: Sequence[Placement] = self.place_rows(self.placement)
+        if len(inputs) == 1:  # a norm
+            rows = _adapt_to_flat_rows(inputs[0], rows)
+        check_rank(type(module).__name__, inputs[0], rows)
 
-        def placed(x: Any) -> Any:
+        def place(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             whole = [Replicate()] * mesh.ndim
-            return _placed(x, mesh, whole if x.ndim != rank else self.rows(self.placement))
+            return _place(x, mesh, whole if x.ndim != rank else rows)
 
-        return tuple(map(placed, inputs))
+        return tuple(map(place, inputs))
 
-    def _outputs(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return _local(outputs)
+    def _prepare_outputs(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return _to_local(outputs)
 
 
-class Dropped(Style):
-    """nn.Dropout of a shard: draw the mask of the whole tensor, and use the shard's part.
+class DropoutParallel(Style):
+    """Run nn.Dropout on a shard: draw the mask of the whole tensor, and use the shard's part.
 
-    So a model drops the same elements as in one process, and torch's generator advances alike.
+    A model then drops the same elements as in one process, and torch's generator advances alike.
     Every device generates random numbers for the whole tensor.
 
     Args:
         dim: the sharded dimension.
-        along: how many of the mesh's dimensions shard it, from the first; None: all.
+        along: the number of mesh dimensions that shard it, from the first on; None: all.
     """
 
     def __init__(self, dim: int, along: int | None = None) -> None:
@@ -176,13 +195,13 @@ class Dropped(Style):
         return x * factors.chunk(count, self.dim)[place]
 
 
-class Gather(Style):
+class GatherInput(Style):
     """Gather the input of several column-parallel layers once, and reduce its gradient once.
 
     Args:
         placement: placement of the module's first input.
         name: the input's name, if it is passed by name.
-        projections: in attention, the names of its layers whose heads are divided.
+        projections: for attention, the names of the layers whose heads are divided.
     """
 
     def __init__(
@@ -192,40 +211,58 @@ class Gather(Style):
         self.placement, self.name, self.projections = placement, name, projections
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
-        width = head_width(module)
+        width = get_head_width(module)
         for projection in self.projections if width else ():
             heads, rest = divmod(getattr(module, projection).weight.shape[0], width)
             if rest or heads % count:
-                came = f"with {heads} heads in {name}.{projection}"
-                accepted = f"numbers of heads and key heads that {count} devices divide"
-                raise ArgumentError("tp_plan", "model", came, accepted)
+                actual = f"with {heads} heads in {name}.{projection}"
+                accepted = accept_multiples("numbers of heads and key heads", heads, count)
+                raise ArgumentError("tp_plan", "model", actual, accepted)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def before(_: Any, args: Any, kwargs: Any) -> Any:
-            return _changed(args, kwargs, self.name, lambda x: self._whole(x, device_mesh))
+            return _replace_argument(
+                args, kwargs, self.name, lambda x: self._gather(x, device_mesh)
+            )
 
         module.register_forward_pre_hook(before, with_kwargs=True)
+        if self.projections:
+            features = [getattr(module, name).weight.shape[0] for name in self.projections]
+            divide_counts(module, features, device_mesh.size(-1))
         return module
 
-    def _whole(self, x: torch.Tensor, mesh: DeviceMesh) -> Any:
-        check_rank("tp_plan", x, self.rows(self.placement))
-        placed = _placed(x, mesh, self.rows(self.placement))
-        return placed.redistribute(mesh, self.rows(Replicate()))
+    def _gather(self, x: torch.Tensor, mesh: DeviceMesh) -> Any:
+        check_rank("tp_plan", x, self.place_rows(self.placement))
+        sharded = _place(x, mesh, self.place_rows(self.placement))
+        return sharded.redistribute(mesh, self.place_rows(Replicate()))
 
 
-def head_width(module: torch.nn.Module) -> int:
-    """The width of a head of this attention; 0 if it does not say."""
-    names = ("head_dim", "attention_head_size", "head_width", "head_size")
-    found = [value for name in names if isinstance(value := getattr(module, name, None), int)]
-    return found[0] if found else 0
+def get_head_width(module: torch.nn.Module) -> int:
+    """Return the width of this attention's heads; 0 if it has no such attribute."""
+    names = ("head_dim", "attention_head_size", "head_width", "head_size", "key_value_proj_dim")
+    widths = [value for name in names if isinstance(value := getattr(module, name, None), int)]
+    return widths[0] if widths else 0
 
 
-class Stream(Style):
-    """Shard the sequence from the block that begins it to the one that ends it.
+def divide_counts(module: Any, features: Sequence[int], count: int) -> None:
+    """Divide an attention's numbers of heads, and of their features, by the number of devices.
+
+    The code of OPT, StableLM and T5 reads them. `features` are the features of the projections.
+    """
+    names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads", "inner_dim")
+    width = get_head_width(module)
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and {value, value * width} & {*features}:
+            setattr(module, name, value // count)
+
+
+class SequenceParallelRegion(Style):
+    """Shard the sequence from the block that begins the region to the block that ends it.
 
     Args:
-        begins: continue with this device's part of the input.
-        ends: gather the output.
+        begins: whether the module continues with this device's part of the input.
+        ends: whether to gather the module's output.
         name: the input's name, if it is passed by name.
     """
 
@@ -234,35 +271,35 @@ class Stream(Style):
         self.begins, self.ends, self.name = begins, ends, name
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        def moved(x: Any, was: Placement, becomes: Placement) -> Any:
+        def move(x: Any, old: Placement, new: Placement) -> Any:
             if isinstance(x, tuple):
-                return (moved(x[0], was, becomes), *x[1:])
-            x = _placed(x, device_mesh, self.rows(was))
-            return x.redistribute(device_mesh, self.rows(becomes)).to_local()
+                return (move(x[0], old, new), *x[1:])
+            x = _place(x, device_mesh, self.place_rows(old))
+            return _wait(x.redistribute(device_mesh, self.place_rows(new)).to_local())
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
-            return _changed(args, kwargs, self.name, begin)
+            return _replace_argument(args, kwargs, self.name, begin)
 
         def begin(x: torch.Tensor) -> torch.Tensor:
             if x.shape[1] % (count := device_mesh.size(-1)):
                 accepted = f"a multiple of {count}, whose devices share the sequence"
                 raise ArgumentError("tp_plan", "the sequence", f"{x.shape[1]} tokens", accepted)
-            return moved(x, Replicate(), Shard(1))
+            return move(x, Replicate(), Shard(1))
 
         if self.begins:
             module.register_forward_pre_hook(before, with_kwargs=True)
         if self.ends:
-            module.register_forward_hook(lambda _, __, y: moved(y, Shard(1), Replicate()))
+            module.register_forward_hook(lambda _, __, y: move(y, Shard(1), Replicate()))
         return module
 
 
-class AddedAndNormalized(Style):
-    """The end of a welded post-norm block: norm(dropout(dense(x)) + residual).
+class ResidualNormParallel(Style):
+    """Shard the end of a welded post-norm block: norm(dropout(dense(x)) + residual).
 
-    `dense` has its own style; this one places the residual and the norm's parameters.
+    `dense` has its own style. This style places the residual and the norm's parameters.
 
     Args:
-        placement: placement of the stream.
+        placement: placement of the residual stream.
         name: the residual's name, if it is passed by name.
     """
 
@@ -271,142 +308,194 @@ class AddedAndNormalized(Style):
         self.placement, self.name = placement, name
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        norm = module.get_submodule(norm_of(module))
+        norm = module.get_submodule(get_norm_name(module))
         self.replicate("", norm, device_mesh)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             x, *rest = args
-            _, kwargs = _changed(rest, kwargs, self.name, self._place(device_mesh))
-            rest = [self._place(device_mesh)(value) for value in rest]
+            _, kwargs = _replace_argument(rest, kwargs, self.name, self._make_placer(device_mesh))
+            rest = [self._make_placer(device_mesh)(value) for value in rest]
             return (x, *rest), kwargs
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(lambda _module, _args, outputs: _local(outputs))
+        module.register_forward_hook(lambda _module, _args, outputs: _to_local(outputs))
         return module
 
-    def _place(self, mesh: DeviceMesh) -> Any:
-        return lambda x: _placed(x, mesh, self.rows(self.placement))
+    def _make_placer(self, mesh: DeviceMesh) -> Any:
+        return lambda x: _place(x, mesh, self.place_rows(self.placement))
 
 
-def norm_of(module: torch.nn.Module) -> str:
-    """The name of the norm at the end of a welded post-norm block."""
+def get_norm_name(module: torch.nn.Module) -> str:
+    """Return the name of the norm at the end of a welded post-norm block."""
     return getattr(module, "weld_norm", "LayerNorm")
 
 
-def _changed(args: Any, kwargs: Any, name: str, change: Any) -> Any:
-    """Replace the first argument, or the one of this name."""
+def _replace_argument(args: Any, kwargs: Any, name: str, change: Any) -> Any:
+    """Replace the first argument, or the keyword argument of this name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-class Columns(Style, ColwiseParallel):
+class FusedColwiseParallel(Style, ColwiseParallel):
     """ColwiseParallel, also for linear layers with an activation and for transposed weights."""
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
         weight: Any = module.weight
-        features = weight.shape[1 if is_transposed(module) else 0]
-        # What is gathered next can be of any size, such as logits.
+        features = weight.shape[1 if has_columns(module) else 0]
+        # A gathered output, such as logits, can have any size.
         if features % count and not self.output_layouts[0].is_replicate():
-            came = f"with {features} features in {name}"
-            raise ArgumentError("tp_plan", "model", came, f"features that {count} devices divide")
+            actual = f"with {features} features in {name}"
+            accepted = accept_multiples("features", features, count)
+            raise ArgumentError("tp_plan", "model", actual, accepted)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
-            dim = 1 if is_transposed(layer) else 0
+        def shard(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
+            dim = 1 if has_columns(layer) else 0
             self.distribute(layer, mesh, lambda p: Shard(dim if p.ndim > 1 else 0))
 
-        return _between(self, module, device_mesh, cut, Replicate())
+        return _distribute_layer(self, module, device_mesh, shard, Replicate())
 
 
-class ColumnsOfRows(Style, RowwiseParallel):
+class FusedRowwiseParallel(Style, RowwiseParallel):
     """RowwiseParallel, also for transposed weights: the input's features are sharded."""
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        def cut(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
-            dim = 0 if looked_up or is_transposed(layer) else 1
+        def shard(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
+            dim = 0 if is_embedding or is_transposed(layer) else 1
             self.distribute(layer, mesh, lambda p: Shard(dim) if p.ndim > 1 else Replicate())
 
-        looked_up = isinstance(module, torch.nn.Embedding)
-        if not (looked_up or isinstance(module, torch.nn.Linear) or is_transposed(module)):
-            came, accepted = f"a {type(module).__name__}", "a linear layer or an embedding"
-            raise ArgumentError("ColumnsOfRows", "module", came, accepted)
+        is_embedding = isinstance(module, torch.nn.Embedding)
+        if not (is_embedding or isinstance(module, torch.nn.Linear) or is_transposed(module)):
+            actual, accepted = f"a {type(module).__name__}", "a linear layer or an embedding"
+            raise ArgumentError("FusedRowwiseParallel", "module", actual, accepted)
+        if is_embedding and _looks_up_rows(module):
+            lookup = partial(_forward_local_rows, module, _first_row(module, device_mesh))
+            module.forward = lookup  # type: ignore[method-assign]
         if self.ring and isinstance(module, torch.nn.Linear):
-            module.forward = partial(_summed, module, self.rows(*self.output_layouts))  # type: ignore[method-assign]
-        return _between(self, module, device_mesh, cut, Replicate() if looked_up else Shard(-1))
+            forward = partial(
+                _forward_local_features, module, self.place_rows(*self.output_layouts)
+            )
+            module.forward = forward  # type: ignore[method-assign]
+        return _distribute_layer(
+            self, module, device_mesh, shard, Replicate() if is_embedding else Shard(-1)
+        )
 
 
-def _between(
-    style: Any, module: torch.nn.Module, mesh: DeviceMesh, cut: Any, wanted: Placement
+def _distribute_layer(
+    style: Any, module: torch.nn.Module, mesh: DeviceMesh, shard: Any, needed: Placement
 ) -> torch.nn.Module:
-    """Cut a layer whose input is `wanted`; its style says what comes in and what goes out."""
-    comes, goes = style.rows(*style.input_layouts), style.rows(*style.output_layouts)
+    """Shard a layer that needs this placement of its input, between the layouts of its style."""
+    input_layout = style.place_rows(*style.input_layouts)
+    output_layout = style.place_rows(*style.output_layouts)
+    # Embeddings and heads wait. Layers in a block do not: another layer may run meanwhile.
+    waits = needed.is_replicate() and output_layout[-1].is_replicate()
+    prepare_output = partial(
+        _prepare_output, style._prepare_output_fn, output_layout, style.use_local_output, waits
+    )
     return distribute_module(
         module,
         mesh,
-        cut,
-        partial(_arrive, style._prepare_input_fn, comes, style.rows(wanted)),
-        partial(style._prepare_output_fn, goes, style.use_local_output),
+        shard,
+        partial(_prepare_input, style._prepare_input_fn, input_layout, style.place_rows(needed)),
+        prepare_output,
     )
 
 
-def _arrive(prepare: Any, comes: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
-    check_rank(type(module).__name__, inputs[0], comes)
-    return prepare(comes, wanted, module, inputs, mesh)
+def _prepare_output(
+    prepare: Any,
+    output_layout: Any,
+    is_local: bool,
+    waits: bool,
+    module: Any,
+    outputs: Any,
+    mesh: Any,
+) -> Any:
+    y = prepare(_adapt_to_flat_rows(outputs, output_layout), is_local, module, outputs, mesh)
+    return _wait(y) if waits else y
+
+
+def _prepare_input(
+    prepare: Any, input_layout: Any, needed: Any, module: Any, inputs: Any, mesh: Any
+) -> Any:
+    input_layout = _adapt_to_flat_rows(inputs[0], input_layout)
+    check_rank(type(module).__name__, inputs[0], input_layout)
+    return prepare(input_layout, needed, module, inputs, mesh)
+
+
+def _adapt_to_flat_rows(x: torch.Tensor, placements: Sequence[Placement]) -> Sequence[Placement]:
+    """Adapt placements to norms and layers in a block that flattens its rows, as OPT's does.
+
+    Gathered rows are then in another order, which norms and linear layers keep.
+    """
+    if x.ndim != 2 or not x.is_floating_point() or len(placements) > 1:
+        return placements
+    return tuple(Shard(0) if placement == Shard(1) else placement for placement in placements)
 
 
 def check_rank(name: str, x: torch.Tensor, placements: Sequence[Placement]) -> None:
-    """Raise an error for rows that were flattened: their second dimension is not the sequence."""
+    """Raise an error for flattened rows: their second dimension is not the sequence."""
     if x.ndim < 3 and x.is_floating_point() and Shard(1) in placements:
         accepted = "[batch, length, features]: devices share the sequence"
         raise ArgumentError(name, "the input", f"of shape {list(x.shape)}", accepted)
 
 
-def _summed(layer: torch.nn.Linear, goes: Sequence[Placement], x: Any) -> Any:
-    """A linear layer of local features, which DTensor's rule would gather along a ring."""
+def _forward_local_features(
+    layer: torch.nn.Linear, output_layout: Sequence[Placement], x: Any
+) -> Any:
+    """Run a linear layer on local features, which DTensor's rule would gather along a ring."""
     weight: Any = layer.weight
     y = torch.nn.functional.linear(
         x.to_local(), weight.to_local(grad_placements=(Partial(), Shard(1)))
     )
     whole = DTensor.from_local(y, x.device_mesh, (Shard(1), Partial()), run_check=False)
-    whole = whole.redistribute(placements=goes)
+    whole = whole.redistribute(placements=output_layout)
     return whole if layer.bias is None else whole + layer.bias
 
 
-def is_transposed(module: torch.nn.Module) -> bool:
-    """Whether its weight is [in_features, out_features], as in the Conv1D of transformers."""
-    return hasattr(module, "nx") and hasattr(module, "nf")
+def _looks_up_rows(module: Any) -> bool:
+    """Whether an embedding does nothing but look up rows."""
+    is_plain = type(module).forward is torch.nn.Embedding.forward
+    has_options = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return is_plain and not has_options
 
 
-class Packed(Style):
-    """GPT-2's attention, with queries, keys and values side by side in c_attn.
+def _first_row(module: Any, mesh: DeviceMesh) -> int:
+    """Return the first row of this device's part of an embedding, as Shard(0) divides it."""
+    rows = -(-module.num_embeddings // mesh.size(-1))
+    return min(mesh.get_local_rank(mesh.ndim - 1) * rows, module.num_embeddings)
 
-    Each device has its heads of all three: the weight is sharded within each third.
 
-    Args:
-        placement: placement of the input.
+def _forward_local_rows(module: Any, first: int, tokens: Any) -> Any:
+    """Look up the tokens whose rows this device has; the others are zero.
+
+    DTensor's own rule keeps the mask in a placement that several tensors share, and before torch
+    2.12 the mask is sometimes gone when the rows are summed.
     """
+    weight: Any = module.weight
+    others = (Partial(),) * (weight.device_mesh.ndim - 1)
+    rows = weight.to_local(grad_placements=(*others, Shard(0)))
+    local = tokens.to_local()
+    index = local - first
+    is_here = (index >= 0) & (index < len(rows))
+    padding = None if module.padding_idx is None else module.padding_idx - first
+    if padding is not None and not 0 <= padding < len(rows):
+        padding = None
+    if not len(rows):  # More devices than words: this one looks up a row of zeros.
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
+    # A token beyond the whole embedding stays out of range, so that the look-up fails.
+    is_known = (local >= 0) & (local < module.num_embeddings)
+    index = torch.where(is_here, index, torch.where(is_known, 0, module.num_embeddings))
+    y = torch.nn.functional.embedding(index, rows, padding).masked_fill(~is_here[..., None], 0)
+    placements = (*tokens.placements[:-1], Partial())
+    return DTensor.from_local(y, tokens.device_mesh, placements, run_check=False)
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__()
-        self.placement = placement
 
-    def check(self, name: str, module: Any, count: int) -> None:
-        if module.num_heads % count:
-            came, accepted = f"with {module.num_heads} heads in {name}", "a number of heads"
-            raise ArgumentError("tp_plan", "model", came, f"{accepted} that {count} devices divide")
-
-    def _change(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
-        Gather(self.placement)._change(module, device_mesh)
-        packed, count = module.c_attn, device_mesh.size()
-        self.distribute(packed, device_mesh, lambda p: _StridedShard(p.ndim - 1, split_factor=3))
-        module.split_size //= count
-        packed.nf //= count
-        packed.forward = partial(_project, packed)
-        return module
+def has_columns(module: torch.nn.Module) -> bool:
+    """Whether a feature of the module's result is a column of its weight."""
+    return is_transposed(module) or isinstance(module, torch.nn.Embedding)
 
 
-def _project(layer: Any, x: Any) -> torch.Tensor:
-    """The layer's local features; the gradient of x is summed over the devices."""
-    x = x.to_local(grad_placements=[Partial()])
-    return torch.nn.functional.linear(x, layer.weight.to_local().T, layer.bias.to_local())
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Whether the weight is [in_features, out_features], as in the Conv1D of transformers."""
+    return hasattr(module, "nx") and hasattr(module, "nf")

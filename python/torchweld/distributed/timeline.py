@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does when: work, idle time and other overhead.
+"""A record of when each rank of a pipeline works, is idle, or has overhead.
 
 with record(pipe.schedule) as timeline:
     pipe.schedule.step(...)
@@ -33,10 +33,10 @@ _IDLE, _OVERHEAD = "#eeeeee", "#c44e52"
 
 
 class Action(NamedTuple):
-    """One call of a stage's module, or of a backward through it.
+    """One forward or backward call of a stage's module.
 
-    `kind` is "forward", "full" for a whole backward, or "input" or "weight" for its parts. Times
-    are seconds of the host's clock.
+    `kind` is "forward", "full" for a whole backward pass, or "input" or "weight" for a half of one.
+    Times are seconds of the host's clock.
     """
 
     rank: int
@@ -47,11 +47,11 @@ class Action(NamedTuple):
     end: float
 
 
-class Spent(NamedTuple):
-    """Seconds of a step: working, waiting for another rank's result, and overhead.
+class RankTime(NamedTuple):
+    """Seconds of a step that a rank works, waits for another rank's result, or has overhead.
 
-    Overhead is the time when a stage could run and does not: transfers, the schedule's own work,
-    other processes on the same cores.
+    Overhead is the time when a stage could run and does not, because of transfers, the schedule's
+    own work, or other processes on the same cores.
     """
 
     busy: float
@@ -64,30 +64,30 @@ class Timeline:
     """The actions of one step on all ranks, from the first begin to the last end.
 
     Attributes:
-        actions: those of all ranks, sorted by begin. Empty until `record` ends.
+        actions: the actions of all ranks, sorted by begin; empty until `record` ends.
     """
 
     actions: list[Action] = field(default_factory=list)
 
     @property
     def span(self) -> tuple[float, float]:
-        """When the step begins and ends."""
+        """The begin and the end of the step."""
         return min(a.begin for a in self.actions), max(a.end for a in self.actions)
 
-    def spent(self) -> dict[int, Spent]:
-        """Where each rank's time goes; the three times add up to the step."""
+    def sum_times(self) -> dict[int, RankTime]:
+        """Sum each rank's busy time, idle time and overhead; the three add up to the step."""
         begin, end = self.span
-        found = {}
-        for rank, actions in self._by_rank().items():
-            gaps = self._gaps(actions)
+        times = {}
+        for rank, actions in self._group_by_rank().items():
+            gaps = self._find_gaps(actions)
             idle = sum(could - last for last, could, _ in gaps) + end - actions[-1].end
             overhead = sum(start - could for _, could, start in gaps)
-            found[rank] = Spent(end - begin - idle - overhead, idle, overhead)
-        return found
+            times[rank] = RankTime(end - begin - idle - overhead, idle, overhead)
+        return times
 
-    def _gaps(self, actions: list[Action]) -> list[tuple[float, float, float]]:
-        """For each action of a rank: the previous one's end, its earliest and its actual begin."""
-        ready, last, gaps = self._ready, self.span[0], []
+    def _find_gaps(self, actions: list[Action]) -> list[tuple[float, float, float]]:
+        """Return for each action the previous one's end, and its earliest and its actual begin."""
+        ready, last, gaps = self._ready_times, self.span[0], []
         for action in actions:
             gaps.append((last, min(max(last, ready[action]), action.begin), action.begin))
             last = action.end
@@ -96,55 +96,55 @@ class Timeline:
     def bubble(self) -> float:
         """The share of all ranks' time that is idle."""
         begin, end = self.span
-        spent = self.spent()
+        spent = self.sum_times()
         return sum(s.idle for s in spent.values()) / (len(spent) * (end - begin))
 
     def overhead(self) -> float:
         """The share of all ranks' time that is overhead."""
         begin, end = self.span
-        spent = self.spent()
+        spent = self.sum_times()
         return sum(s.overhead for s in spent.values()) / (len(spent) * (end - begin))
 
-    def _by_rank(self) -> dict[int, list[Action]]:
-        found = defaultdict(list)
+    def _group_by_rank(self) -> dict[int, list[Action]]:
+        by_rank = defaultdict(list)
         for action in sorted(self.actions, key=lambda a: a.begin):
-            found[action.rank].append(action)
-        return dict(sorted(found.items()))
+            by_rank[action.rank].append(action)
+        return dict(sorted(by_rank.items()))
 
     @functools.cached_property
-    def _ready(self) -> dict[Action, float]:
-        """When an action's input from another stage is ready."""
+    def _ready_times(self) -> dict[Action, float]:
+        """The time when each action's input from another stage is ready."""
         forwards = {(a.stage, a.microbatch): a.end for a in self.actions if a.kind == "forward"}
         backwards = {
             (a.stage, a.microbatch): a.end for a in self.actions if a.kind in ("full", "input")
         }
-        found = {}
+        ready = {}
         for action in self.actions:
             stage, microbatch = action.stage, action.microbatch
             if action.kind == "forward":
-                found[action] = forwards.get((stage - 1, microbatch), 0.0)
+                ready[action] = forwards.get((stage - 1, microbatch), 0.0)
             else:
-                found[action] = backwards.get((stage + 1, microbatch), 0.0)
-        return found
+                ready[action] = backwards.get((stage + 1, microbatch), 0.0)
+        return ready
 
     def show(self) -> None:
-        """Print each rank's times, and the bubble next to that of 1F1B."""
+        """Print each rank's times, and the bubble next to the formula for 1F1B."""
         begin, end = self.span
         table = Table(("rank", "busy ms", "idle ms", "overhead ms", "idle", "overhead"), 1)
-        for rank, spent in self.spent().items():
+        for rank, spent in self.sum_times().items():
             shares = [f"{part / (end - begin):.1%}" for part in (spent.idle, spent.overhead)]
             table.add(str(rank), *(f"{1e3 * part:.2f}" for part in spent), *shares)
         table.show()
-        ranks = len(self._by_rank())
+        ranks = len(self._group_by_rank())
         microbatches = 1 + max(a.microbatch for a in self.actions)
         print(
             f"a step of {1e3 * (end - begin):.2f} ms; idle {self.bubble():.1%},"
-            f" by (p-1)/(m+p-1) {bubble_of(ranks, microbatches):.1%}; overhead"
-            f" {self.overhead():.1%}, {self._overhead_each():.3f} ms before each action"
+            f" by (p-1)/(m+p-1) {estimate_bubble(ranks, microbatches):.1%}; overhead"
+            f" {self.overhead():.1%}, {self._compute_mean_overhead():.3f} ms before each action"
         )
 
-    def _overhead_each(self) -> float:
-        return 1e3 * sum(s.overhead for s in self.spent().values()) / len(self.actions)
+    def _compute_mean_overhead(self) -> float:
+        return 1e3 * sum(s.overhead for s in self.sum_times().values()) / len(self.actions)
 
     def draw(self, path: str | Path) -> None:
         """Draw the step, with a row for each rank; needs matplotlib."""
@@ -155,7 +155,7 @@ class Timeline:
         from matplotlib.patches import Patch
 
         begin, end = self.span
-        rows = self._by_rank()
+        rows = self._group_by_rank()
         figure, axes = pyplot.subplots(figsize=(12, 1.2 + 0.6 * len(rows)), layout="constrained")
 
         def bar(row: int, start: float, stop: float, colour: str, **how: Any) -> None:
@@ -163,7 +163,7 @@ class Timeline:
 
         for row, actions in enumerate(rows.values()):
             bar(row, begin, end, _IDLE)
-            for _, could, start in self._gaps(actions):
+            for _, could, start in self._find_gaps(actions):
                 bar(row, could, start, _OVERHEAD)
             for action in actions:
                 pale = 0.5 if action.stage >= len(rows) else 1.0  # a rank's later stages
@@ -176,7 +176,7 @@ class Timeline:
         axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in rows])
         axes.invert_yaxis()
         axes.set_xlim(0, 1e3 * (end - begin))
-        axes.set_xlabel("ms; the numbers are microbatches, a rank's later stages are paler")
+        axes.set_xlabel("ms; the numbers are microbatches; a rank's later stages are paler")
         axes.set_title(f"idle {self.bubble():.1%}, overhead {self.overhead():.1%}", fontsize=10)
         kinds = {a.kind for a in self.actions}
         shown = [names for kind, names in _SHOWN.items() if kind in kinds]
@@ -187,8 +187,8 @@ class Timeline:
         pyplot.close(figure)
 
 
-def bubble_of(ranks: int, microbatches: int) -> float:
-    """The idle share of GPipe and 1F1B if all stages cost the same: (p-1)/(m+p-1)."""
+def estimate_bubble(ranks: int, microbatches: int) -> float:
+    """Return the idle share of GPipe and 1F1B if all stages cost the same: (p-1)/(m+p-1)."""
     return (ranks - 1) / (microbatches + ranks - 1)
 
 
@@ -197,10 +197,10 @@ def record(schedule: Any, group: dist.ProcessGroup | None = None) -> Iterator[Ti
     """Record one step of a torch schedule, on every rank of its group.
 
     The first step of a schedule allocates its buffers: record a later one. On a GPU each action
-    waits for its kernels, so that its time includes them. This prevents overlap.
+    waits for its kernels, so that its time includes them; this prevents overlap.
 
     Yields:
-        A Timeline, which has all ranks' actions when the context ends.
+        A Timeline that gets the actions of all ranks when the context ends.
     """
     timeline, mine = Timeline(), list[Action]()
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
@@ -212,27 +212,27 @@ def record(schedule: Any, group: dist.ProcessGroup | None = None) -> Iterator[Ti
         for stage in stages:
             for name in _WATCHED:
                 delattr(stage, name)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    timeline.actions += sorted((a for some in found for a in some), key=lambda a: a.begin)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    timeline.actions += sorted((a for actions in gathered for a in actions), key=lambda a: a.begin)
 
 
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-# The methods of torch that run the module or its backward, and nothing else.
+# The methods of torch that run only the module or its backward pass.
 _MODULE = ("forward_maybe_with_nosync", "backward_maybe_with_nosync")
 _WATCHED = (*_CHUNKS, *_MODULE)
 
 
 def _watch(stage: Any, rank: int, note: Callable[[Action], None]) -> None:
-    """Replace methods of the stage until they are deleted, which restores its class's."""
+    """Replace methods of the stage; deleting them restores the methods of its class."""
     microbatch = 0
 
-    def number(method: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
+    def note_microbatch(method: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
         nonlocal microbatch
         microbatch = at
         return method(at, *args, **kwargs)
 
-    def timed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def time_action(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kind = "forward" if method.__name__ == _MODULE[0] else args[0]
         _wait(stage.device)
         begin = time.time()
@@ -241,7 +241,7 @@ def _watch(stage: Any, rank: int, note: Callable[[Action], None]) -> None:
         note(Action(rank, stage.stage_index, microbatch, kind, begin, time.time()))
         return result
 
-    for names, wrapper in ((_CHUNKS, number), (_MODULE, timed)):
+    for names, wrapper in ((_CHUNKS, note_microbatch), (_MODULE, time_action)):
         for name in names:
             setattr(stage, name, functools.partial(wrapper, getattr(stage, name)))
 

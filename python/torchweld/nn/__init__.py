@@ -2,7 +2,6 @@
 
 from torchweld.nn.activation import (
     GELU,
-    Activation,
     QuickGELU,
     ReLU,
     ReLUSquared,
@@ -19,26 +18,30 @@ from torchweld.nn.dropout import (
     SoftmaxDropout,
 )
 from torchweld.nn.linear import MLP, GatedMLP, LinearAct, LinearGELU
+from torchweld.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from torchweld.nn.norm import LayerNorm, RMSNorm
+from torchweld.nn.rotary import RotaryEmbedding
 
 __all__ = [
     "GELU",
     "MLP",
-    "Activation",
     "BiasDropoutAdd",
     "BlockSparseAttention",
     "BlockSparseMultiheadAttention",
+    "CrossEntropyLoss",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
     "GatedMLP",
     "LayerNorm",
     "LinearAct",
     "LinearBatchNormAct",
+    "LinearCrossEntropy",
     "LinearGELU",
     "QuickGELU",
     "RMSNorm",
     "ReLU",
     "ReLUSquared",
+    "RotaryEmbedding",
     "SiLU",
     "Sigmoid",
     "SoftmaxDropout",

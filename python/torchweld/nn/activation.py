@@ -3,6 +3,7 @@
 import torch
 
 from torchweld import functional
+from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 
 
@@ -19,8 +20,8 @@ class Activation(torch.nn.Module):
         activations.check(type(self).__name__, activation, approximate)
         self.activation, self.approximate = activation, approximate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.bias_act(x, None, self.activation, self.approximate)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.bias_act(input, activation=self.activation, approximate=self.approximate)
 
     def extra_repr(self) -> str:
         return "" if self.approximate == "none" else f"approximate={self.approximate!r}"
@@ -45,10 +46,15 @@ class QuickGELU(Activation):
 
 
 class ReLU(Activation):
-    """torch.nn.ReLU, never in place."""
+    """torch.nn.ReLU, never in place.
 
-    def __init__(self) -> None:
+    Args:
+        inplace: torch's argument. Only False is accepted: the backward pass reads the input.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
         super().__init__("relu")
+        _check_inplace("ReLU", inplace)
 
 
 class ReLUSquared(Activation):
@@ -59,10 +65,15 @@ class ReLUSquared(Activation):
 
 
 class SiLU(Activation):
-    """torch.nn.SiLU, never in place."""
+    """torch.nn.SiLU, never in place.
 
-    def __init__(self) -> None:
+    Args:
+        inplace: torch's argument. Only False is accepted: the backward pass reads the input.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
         super().__init__("silu")
+        _check_inplace("SiLU", inplace)
 
 
 class Sigmoid(Activation):
@@ -77,3 +88,9 @@ class Tanh(Activation):
 
     def __init__(self) -> None:
         super().__init__("tanh")
+
+
+def _check_inplace(module: str, inplace: bool) -> None:
+    if inplace:
+        accepted = "False: the backward pass reads the input, so the result needs memory of its own"
+        raise ArgumentError(module, "inplace", repr(inplace), accepted)

@@ -8,8 +8,8 @@ import torch
 
 from torchweld import checks, functional
 from torchweld.errors import ArgumentError
-from torchweld.sparse import Layouts
-from torchweld.sparse.layouts import Source
+from torchweld.sparse import BlockBias, Layouts
+from torchweld.sparse.by_length import Source
 
 
 class BlockSparseAttention(torch.nn.Module):
@@ -51,8 +51,9 @@ class BlockSparseAttention(torch.nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        bias: torch.Tensor | BlockBias | None = None,
     ) -> torch.Tensor:
-        """q [batch, heads, queries, head_dim], k and v [batch, key heads, keys, head_dim]."""
+        """q [batch, heads, queries, head_dim], k and v [batch, key heads, keys, ...]."""
         y = functional.block_sparse_attention(
             q,
             k,
@@ -62,6 +63,7 @@ class BlockSparseAttention(torch.nn.Module):
             causal=self.causal,
             key_padding_mask=key_padding_mask,
             alibi_slopes=alibi_slopes,
+            bias=bias,
             sinks=sinks,
             softcap=self.softcap,
             dropout_p=self.dropout,
@@ -77,17 +79,21 @@ class BlockSparseAttention(torch.nn.Module):
 class BlockSparseMultiheadAttention(torch.nn.Module):
     """Multi-head attention over a layout, with the parameters of torch.nn.MultiheadAttention.
 
-    It has that module's `state_dict` keys. Like that module it returns a pair, but the second
-    element is always None: the weights are never materialised.
+    It has that module's `state_dict` keys and arguments, and takes two more by keyword. Like that
+    module it returns a pair, but the second element is always None: the weights are never
+    materialised.
 
     Args:
         embed_dim: width of queries and of the output.
         num_heads: number of heads, a divisor of embed_dim.
-        layout: as BlockSparseAttention takes it.
         dropout: probability that a weight is dropped while training.
         bias: whether the projections add one.
+        add_bias_kv, add_zero_attn: torch's arguments. Only False is accepted: a layout has no place
+            for a key that is not in the input.
         kdim, vdim: widths of keys and of values; None: embed_dim.
         batch_first: inputs are [batch, length, embed_dim], not [length, batch, embed_dim].
+        device, dtype: of the parameters.
+        layout: as BlockSparseAttention takes it.
         causal: the last query sees every key, each one before it one key less.
     """
 
@@ -101,19 +107,25 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        layout: Source,
         dropout: float = 0.0,
         bias: bool = True,
-        *,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        causal: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        layout: Source,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        for argument, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if value:
+                accepted = "False: a layout has no place for a key that is not in the input"
+                raise ArgumentError(name, argument, repr(value), accepted)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             accepted = f"a divisor of embed_dim, {embed_dim}"
             raise ArgumentError(name, "num_heads", repr(num_heads), accepted)
@@ -130,56 +142,70 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
+        key: torch.Tensor,
+        value: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
         need_weights: bool = False,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """Return the output and None. The key defaults to the query, the value to the key.
+        """Return the output and None.
 
-        The arguments are those of torch.nn.MultiheadAttention, also without a batch.
-        `key_padding_mask` is [batch, keys]: booleans, where keys at True are ignored, or numbers,
-        where those at -inf are. A mask of scores belongs into the layout.
+        The arguments are those of torch.nn.MultiheadAttention, also without a batch, but
+        `need_weights` is False by default: the weights are never materialised.
+        `key_padding_mask` is [batch, keys] and `attn_mask` [queries, keys] or [batch * heads,
+        queries, keys]: booleans, where keys at True are ignored, or numbers, which are added to the
+        scores and get a gradient. A mask that does not change belongs in the layout, which costs
+        less.
         """
-        key = query if key is None else key
-        value = key if value is None else value
         self._check_unserved(need_weights, attn_mask, is_causal)
-        if key_padding_mask is not None and key_padding_mask.is_floating_point():
-            key_padding_mask = self._excluded(key_padding_mask)
         if query.ndim == key.ndim == value.ndim == 2:
             batch = 0 if self.batch_first else 1
             padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             query, key, value = (x.unsqueeze(batch) for x in (query, key, value))
-            return self(query, key, value, padding)[0].squeeze(batch), None
+            y, _ = self(query, key, value, padding, attn_mask=attn_mask, is_causal=is_causal)
+            return y.squeeze(batch), None
         q, k, v = (
             self._heads(x, weight, bias)
             for x, weight, bias in zip((query, key, value), *self._projections(), strict=True)
         )
-        y = self.attention(q, k, v, key_padding_mask)
+        bias = None if attn_mask is None else self._added(attn_mask, q, k)
+        if key_padding_mask is not None and key_padding_mask.is_floating_point():
+            if key_padding_mask.shape != (k.shape[0], k.shape[2]):
+                got = f"of shape {list(key_padding_mask.shape)}"
+                accepted = f"[batch, keys], {[k.shape[0], k.shape[2]]}"
+                raise ArgumentError(type(self).__name__, "key_padding_mask", got, accepted)
+            added = key_padding_mask.to(q.dtype)[:, None, None]
+            bias = added if bias is None else bias + added
+            key_padding_mask = None
+        y = self.attention(q, k, v, key_padding_mask, bias=bias)
         y = y.permute(0, 2, 1, 3) if self.batch_first else y.permute(2, 0, 1, 3)
         return self.out_proj(y.flatten(2)), None
 
     def _check_unserved(self, need_weights: bool, attn_mask: Any, is_causal: bool) -> None:
         name = type(self).__name__
         if need_weights:
-            raise ArgumentError(name, "need_weights", "True", "False: weights are never made")
-        if attn_mask is not None:
-            accepted = "None: make it part of the layout, with BlockLayout.from_mask_fn or `&`"
-            raise ArgumentError(name, "attn_mask", f"a {type(attn_mask).__name__}", accepted)
-        if is_causal and not self.attention.causal:
-            accepted = "False, or a module that was made with causal=True"
+            raise ArgumentError(
+                name, "need_weights", "True", "False: weights are never materialised"
+            )
+        if is_causal and attn_mask is None and not self.attention.causal:
+            accepted = "False, a causal attn_mask, or a module that was made with causal=True"
             raise ArgumentError(name, "is_causal", "True", accepted)
 
-    def _excluded(self, padding: torch.Tensor) -> torch.Tensor:
-        """The keys that a mask of numbers excludes."""
-        excluded = padding == -torch.inf
-        if not torch.compiler.is_compiling() and not (excluded | (padding == 0)).all():
-            accepted = "booleans, or numbers that are 0 or -inf"
-            raise ArgumentError(type(self).__name__, "key_padding_mask", "other numbers", accepted)
-        return excluded
+    def _added(self, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """A mask of scores as numbers to add to them."""
+        batch, heads, (queries, keys) = q.shape[0], q.shape[1], (q.shape[2], k.shape[2])
+        shapes = ((queries, keys), (batch * heads, queries, keys))
+        known = mask.dtype == torch.bool or mask.is_floating_point()
+        if not known or tuple(mask.shape) not in shapes:
+            got = f"a {mask.dtype} tensor of shape {list(mask.shape)}"
+            accepted = f"booleans or numbers {list(shapes[0])} or {list(shapes[1])}"
+            raise ArgumentError(type(self).__name__, "attn_mask", got, accepted)
+        if mask.dtype == torch.bool:
+            mask = q.new_zeros(mask.shape).masked_fill(mask, -torch.inf)
+        mask = mask.to(q.dtype)
+        return mask if mask.ndim == 2 else mask.unflatten(0, (batch, heads))
 
     def _projections(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
         """Weights and biases of queries, keys and values."""

@@ -12,7 +12,7 @@ _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
 
 
 class LinearBatchNormAct(torch.nn.Module):
-    """activation(norm(linear(x))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
+    """activation(norm(linear(input))): linear is a torch.nn.Linear, norm a torch.nn.BatchNorm1d.
 
     Both remain modules with their own parameters and buffers: optimizers can tell them apart, the
     norm can be put into evaluation by itself, and torch.nn.SyncBatchNorm.convert_sync_batchnorm
@@ -28,6 +28,7 @@ class LinearBatchNormAct(torch.nn.Module):
         in_features: last size of the input.
         out_features: last size of the output, and the number of channels.
         bias: whether the linear layer has one. In training, subtracting the mean cancels it.
+        device, dtype: of the parameters and the statistics.
         eps: added to the variance.
         momentum: as in torch.nn.BatchNorm1d; None: the running statistics are plain averages.
         affine: whether the norm has a weight and a bias.
@@ -37,7 +38,7 @@ class LinearBatchNormAct(torch.nn.Module):
             processes. None: only this process, or the norm's own group if it is a SyncBatchNorm.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and recompute the rest in the backward.
+        recompute: save only the input, and recompute the rest in the backward pass.
     """
 
     linear: torch.nn.Linear
@@ -48,17 +49,17 @@ class LinearBatchNormAct(torch.nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        *,
         process_group: Any = None,
         activation: str = "gelu",
         approximate: str = "none",
         recompute: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         activations.check("LinearBatchNormAct", activation, approximate)
@@ -83,15 +84,15 @@ class LinearBatchNormAct(torch.nn.Module):
         made.linear, made.norm, made.training = linear, norm, norm.training
         return made
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         linear, norm = self.linear, self.norm
         if type(linear) is not torch.nn.Linear or type(norm) not in _NORMS:
-            z = linear(x)
+            z = linear(input)
             z = norm(z.reshape(-1, z.shape[-1])).view(z.shape)
-            return functional.bias_act(z, None, self.activation, self.approximate)
+            return functional.bias_act(z, activation=self.activation, approximate=self.approximate)
         tracked = norm.track_running_stats or not norm.training
         return functional.linear_batch_norm_act(
-            x,
+            input,
             linear.weight,
             linear.bias,
             norm.running_mean if tracked else None,
@@ -99,7 +100,7 @@ class LinearBatchNormAct(torch.nn.Module):
             norm.weight,
             norm.bias,
             norm.training or norm.running_mean is None,
-            counted_momentum(norm),
+            count_momentum(norm),
             norm.eps,
             process_group=self._group(),
             activation=self.activation,
@@ -122,7 +123,7 @@ class LinearBatchNormAct(torch.nn.Module):
         return f"activation={self.activation!r}, approximate={self.approximate!r}"
 
 
-def counted_momentum(norm: Any) -> float | torch.Tensor:
+def count_momentum(norm: Any) -> float | torch.Tensor:
     """Count a batch; return its momentum, as a tensor so that it compiles only once."""
     if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
         if is_first():

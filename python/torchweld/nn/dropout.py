@@ -23,9 +23,9 @@ class SoftmaxDropout(torch.nn.Module):
         checks.factor("SoftmaxDropout", "scale", scale)
         self.p, self.scale, self.causal = p, scale, causal
 
-    def forward(self, scores: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return functional.softmax_dropout(
-            scores,
+            input,
             mask,
             scale=self.scale,
             causal=self.causal,
@@ -38,7 +38,7 @@ class SoftmaxDropout(torch.nn.Module):
 
 
 class BiasDropoutAdd(torch.nn.Module):
-    """residual + dropout(x + bias, p); the bias, owned by the previous layer, is an argument.
+    """residual + dropout(input + bias, p); the bias, owned by the previous layer, is an argument.
 
     Args:
         p: probability that an element is dropped while training.
@@ -50,9 +50,9 @@ class BiasDropoutAdd(torch.nn.Module):
         self.p = p
 
     def forward(
-        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+        self, input: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        return functional.bias_dropout_add(x, bias, residual, self.p, self.training)
+        return functional.bias_dropout_add(input, bias, residual, p=self.p, training=self.training)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -95,29 +95,30 @@ class _DropoutAddNorm(torch.nn.Module):
 
 
 class DropoutAddLayerNorm(_DropoutAddNorm):
-    """layer_norm(dropout(x, p) + residual), with the parameters of torch.nn.LayerNorm.
+    """layer_norm(dropout(input, p) + residual), with the parameters of torch.nn.LayerNorm.
 
     A block that normalises after the residual connection takes only the result:
 
         x = norm(attention(x), x)
 
-    A block that normalises before it leaves its final addition to the norm at the start of the next
+    A block that normalises before it leaves its final addition to the first norm of the next
     layer. With return_residual=True the norm also returns the residual stream:
 
         x, stream = norm(attention(x), stream)
 
-    p and eps are taken only by keyword: torch.nn.LayerNorm's second argument is eps.
+    The arguments of torch.nn.LayerNorm come first and in its order; ours are keyword-only.
 
     Args:
         normalized_shape: the last dimensions, which are normalised.
-        p: probability that an element of x is dropped while training.
         eps: added to the variance.
         elementwise_affine: False: neither weight nor bias.
         bias: False: no bias.
-        return_residual: return (y, dropout(x, p) + residual).
+        device, dtype: of the parameters.
+        p: probability that an element of the input is dropped while training.
+        return_residual: return (y, dropout(input, p) + residual).
         y_dtype: dtype of y; None: as in torch.nn.LayerNorm, so under autocast float32 on CUDA or
             beside a float32 residual. If y only goes to linear layers, as in blocks that normalise
-            first, x's dtype is as good.
+            first, the input's dtype is as good.
     """
 
     weight: torch.nn.Parameter | None
@@ -127,15 +128,15 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        *,
-        p: float = 0.0,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        return_residual: bool = False,
-        y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        p: float = 0.0,
+        return_residual: bool = False,
+        y_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, p, eps, return_residual, y_dtype)
         self._learn("weight", elementwise_affine, device, dtype)
@@ -143,24 +144,25 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         self.reset_parameters()
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, input: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return functional.dropout_add_layer_norm(
-            x,
+        y, z = functional.dropout_add_layer_norm(
+            input,
             residual,
             self.weight,
             self.bias,
             p=self.p,
             eps=self.eps,
             training=self.training,
-            return_residual=self.return_residual,
+            return_residual=True,
             normalized_shape=self.normalized_shape,
             y_dtype=self.y_dtype,
         )
+        return (y, z) if self.return_residual else y
 
 
 class DropoutAddRMSNorm(_DropoutAddNorm):
-    """rms_norm(dropout(x, p) + residual), with the parameter of torch.nn.RMSNorm.
+    """rms_norm(dropout(input, p) + residual), with the parameter of torch.nn.RMSNorm.
 
     Used like DropoutAddLayerNorm; eps=None is the machine epsilon, as in torch.
     """
@@ -171,30 +173,31 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        *,
-        p: float = 0.0,
         eps: float | None = None,
         elementwise_affine: bool = True,
-        return_residual: bool = False,
-        y_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        p: float = 0.0,
+        return_residual: bool = False,
+        y_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, p, eps, return_residual, y_dtype)
         self._learn("weight", elementwise_affine, device, dtype)
         self.reset_parameters()
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, input: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return functional.dropout_add_rms_norm(
-            x,
+        y, z = functional.dropout_add_rms_norm(
+            input,
             residual,
             self.weight,
             p=self.p,
             eps=self.eps,
             training=self.training,
-            return_residual=self.return_residual,
+            return_residual=True,
             normalized_shape=self.normalized_shape,
             y_dtype=self.y_dtype,
         )
+        return (y, z) if self.return_residual else y

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from torchweld import functional
-from torchweld.dispatch.call import checkpointed
+from torchweld.dispatch.call import run_checkpointed
 from torchweld.ops.activation import common as activations
 
 
 class LinearAct(torch.nn.Module):
-    """activation(x @ weight.T + bias), with the parameters and state_dict keys of torch.nn.Linear.
+    """activation(input @ weight.T + bias), with torch.nn.Linear's parameters and state_dict keys.
 
     It does not derive from torch.nn.Linear: code that replaces or adapts linear layers (LoRA,
     float8) would silently lose the activation.
@@ -20,9 +20,10 @@ class LinearAct(torch.nn.Module):
         in_features: last size of the input.
         out_features: last size of the output.
         bias: whether there is one.
+        device, dtype: of the parameters.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and recompute the rest in the backward.
+        recompute: save only the input, and recompute the rest in the backward pass.
     """
 
     bias: torch.nn.Parameter | None
@@ -32,12 +33,12 @@ class LinearAct(torch.nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str = "gelu",
         approximate: str = "none",
         recompute: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         activations.check(type(self).__name__, activation, approximate)
@@ -58,9 +59,9 @@ class LinearAct(torch.nn.Module):
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         return functional.linear_act(
-            x,
+            input,
             self.weight,
             self.bias,
             activation=self.activation,
@@ -83,8 +84,9 @@ class LinearGELU(LinearAct):
         in_features: last size of the input.
         out_features: last size of the output.
         bias: whether there is one.
+        device, dtype: of the parameters.
         approximate: as in torch.nn.GELU: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and recompute the rest in the backward.
+        recompute: save only the input, and recompute the rest in the backward pass.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class LinearGELU(LinearAct):
         in_features: int,
         out_features: int,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         approximate: str = "none",
         recompute: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             in_features,
@@ -110,32 +112,33 @@ class LinearGELU(LinearAct):
 
 
 class _Block(torch.nn.Module):
-    """A block that can be recomputed in the backward instead of saving its intermediates."""
+    """A block that can be recomputed in the backward pass instead of saving intermediates."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpointed(self._forward, x)
-        return self._forward(x)
+            return run_checkpointed(self._forward, input)
+        return self._forward(input)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
 class MLP(_Block):
-    """fc2(activation(fc1(x))): fc1 is a LinearAct, fc2 a torch.nn.Linear.
+    """fc2(activation(fc1(input))): fc1 is a LinearAct, fc2 a torch.nn.Linear.
 
     Args:
         in_features: last size of the input.
         hidden_features: last size between the layers.
         out_features: last size of the output; None: in_features.
         bias: whether the layers have one.
+        device, dtype: of the parameters.
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and recompute the rest in the backward.
+        recompute: save only the input, and recompute the rest in the backward pass.
     """
 
     def __init__(
@@ -144,12 +147,12 @@ class MLP(_Block):
         hidden_features: int,
         out_features: int | None = None,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str = "gelu",
         approximate: str = "none",
         recompute: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(recompute)
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -169,7 +172,7 @@ class MLP(_Block):
 
 
 class GatedMLP(_Block):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), with torch.nn.Linear layers.
+    """down_proj(activation(gate_proj(input)) * up_proj(input)), with torch.nn.Linear layers.
 
     It has the state_dict keys of Llama, Mistral, Qwen and Gemma.
 
@@ -177,9 +180,10 @@ class GatedMLP(_Block):
         in_features: last size of the input and the output.
         hidden_features: last size of gate and up.
         bias: whether the layers have one.
+        device, dtype: of the parameters.
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only the input, and recompute the rest in the backward.
+        recompute: save only the input, and recompute the rest in the backward pass.
     """
 
     def __init__(
@@ -187,12 +191,12 @@ class GatedMLP(_Block):
         in_features: int,
         hidden_features: int,
         bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str = "silu",
         approximate: str = "none",
         recompute: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(recompute)
         activations.check("GatedMLP", activation, approximate)
@@ -204,7 +208,9 @@ class GatedMLP(_Block):
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(functional.gated_act(gate, up, self.activation, self.approximate))
+        return self.down_proj(
+            functional.gated_act(gate, up, activation=self.activation, approximate=self.approximate)
+        )
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, approximate={self.approximate!r}"

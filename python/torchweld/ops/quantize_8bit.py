@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchweld import checks
@@ -12,7 +14,7 @@ BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_8bit(input: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks of 256 elements as bytes and a scale, in bitsandbytes' dynamic map.
 
     The first dimension counts rows, and a block lies within a row; a vector is one row. If the row
@@ -21,19 +23,19 @@ def quantize_8bit(x: torch.Tensor, *, signed: bool = True) -> tuple[torch.Tensor
     larger magnitude. Zero stays zero.
 
     Args:
-        x: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
-        signed: whether the map has negative values; otherwise the sign of x is lost.
+        input: of any shape; float32, bfloat16 or float16 (float64 is rounded to float32 first).
+        signed: whether the map has negative values; otherwise the sign of input is lost.
 
     Returns:
-        codes, uint8, of x's shape, and absmax, float32, [rows, ceil(elements of a row / 256)]. A
-        NaN or an infinity becomes its block's absmax, and no dequantised element of the block is
+        codes, uint8, of input's shape, and absmax, float32, [rows, ceil(elements of a row / 256)].
+        A NaN or an infinity becomes its block's absmax, and no dequantised element of the block is
         finite. No gradient flows.
     """
-    checks.dense("quantize_8bit", "x", x, _FLOATS)
+    checks.dense("quantize_8bit", "input", input, _FLOATS)
     checks.flag("quantize_8bit", "signed", signed)
     with torch.no_grad():
-        quantize = quantize_reference if x.dtype == torch.float64 else _QUANTIZE.run
-        return quantize(x, signed)
+        quantize = quantize_reference if input.dtype == torch.float64 else _QUANTIZE.run
+        return quantize(input, signed)
 
 
 def dequantize_8bit(
@@ -116,7 +118,7 @@ def _thresholds(signed: bool) -> torch.Tensor:
 
 
 # By `signed`: the value of every code, and the bounds between neighbouring magnitudes.
-with torch.device("cpu"):  # whatever the default device is at import
+with torch.device("cpu"):  # on the CPU, whatever the default device is at import
     MAPS = {signed: _map(signed) for signed in (True, False)}
     THRESHOLDS = {signed: _thresholds(signed) for signed in (True, False)}
 
@@ -143,7 +145,9 @@ def _blocks(x: torch.Tensor, edges: torch.Tensor | None) -> torch.Tensor:
     return padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
 
 
-def _unblocked(blocks: torch.Tensor, shape: torch.Size, edges: torch.Tensor | None) -> torch.Tensor:
+def _join_blocks(
+    blocks: torch.Tensor, shape: torch.Size, edges: torch.Tensor | None
+) -> torch.Tensor:
     width = rows_and_width(shape)[1]
     places = slice(width) if edges is None else _places(edges)
     return blocks.flatten(1)[:, places].reshape(shape)
@@ -171,7 +175,7 @@ def quantize_reference(
     number = torch.bucketize(magnitude, THRESHOLDS[signed].to(x.device), right=True)
     if signed:
         number = torch.where(fraction.signbit(), 127 - number.clamp(max=127), 127 + number)
-    return _unblocked(number.to(torch.uint8), x.shape, edges), absmax
+    return _join_blocks(number.to(torch.uint8), x.shape, edges), absmax
 
 
 def keep_positive(codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +197,7 @@ def dequantize_reference(
 ) -> torch.Tensor:
     """dequantize_8bit in eager torch, without its checks; `edges` divide rows into pieces."""
     values = MAPS[signed].to(codes.device)[_blocks(codes, edges).int()]
-    return _unblocked(values * absmax.unsqueeze(2), codes.shape, edges).to(dtype)
+    return _join_blocks(values * absmax.unsqueeze(2), codes.shape, edges).to(dtype)
 
 
 def _quantize_fake(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,19 +211,32 @@ def _dequantize_fake(
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
+# The number of elements in the check at a kernel's first use; tiles end within them.
+_SAMPLED = 2**22 - 3
+
+
+def _take_few(x: torch.Tensor, absmax: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """The first rows, or the first elements of a vector, and their absmax."""
+    if x.ndim < 2:
+        blocks = scales_shape(x[:_SAMPLED].shape)[1]
+        return x[:_SAMPLED], None if absmax is None else absmax[:, :blocks]
+    rows = max(1, _SAMPLED // max(rows_and_width(x.shape)[1], 1))
+    return x[:rows], None if absmax is None else absmax[:rows]
+
+
 _QUANTIZE = BareOp(
     "quantize_8bit",
-    "(Tensor x, bool signed) -> (Tensor codes, Tensor absmax)",
+    "(Tensor input, bool signed) -> (Tensor codes, Tensor absmax)",
     _quantize_fake,
     ("cpu", "cuda"),
-    proof="adam",
     reference=quantize_reference,
+    sample=lambda x, signed: (_take_few(x)[0], signed),
 )
 _DEQUANTIZE = BareOp(
     "dequantize_8bit",
     "(Tensor codes, Tensor absmax, bool signed, ScalarType dtype) -> Tensor",
     _dequantize_fake,
     ("cpu", "cuda"),
-    proof="adam",
     reference=dequantize_reference,
+    sample=lambda codes, absmax, *how: (*_take_few(codes, absmax), *how),
 )

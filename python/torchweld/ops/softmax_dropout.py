@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
-from torchweld.random import Shard, drawn, drop, place
-from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant, in_the_way
-from torchweld.registry.cost import per_element
+from torchweld.random import Shard, draw_seed, drop, split_shard
+from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant, why_not_now
+from torchweld.registry.cost import count_per_element
 
 
 def softmax_dropout(
-    scores: torch.Tensor,
+    input: torch.Tensor,
     mask: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
@@ -27,43 +28,61 @@ def softmax_dropout(
     seed: torch.Tensor | int | None = None,
     shard: Shard | None = None,
 ) -> torch.Tensor:
-    """dropout(softmax(scores * scale + mask), p) over the last dimension.
+    """dropout(softmax(input * scale + mask), p) over the last dimension.
 
     A fully masked row gives zeros, and zero gradients.
 
     Args:
-        scores: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
-        mask: broadcasts to scores. If boolean, True takes part, as in
-            torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has scores'
-            dtype, or float32 beside 16-bit scores, and gets a gradient if it requires one.
-        scale: factor of the scores; representable in float32, or float64 for float64 scores.
+        input: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
+        mask: broadcasts to input. If boolean, True takes part, as in
+            torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has input's
+            dtype, or float32 beside 16-bit input, and gets a gradient if it requires one.
+        scale: factor of input; representable in float32, or float64 for float64 input.
         causal: the last query sees every key, each one before it one key less.
         p: probability that an element is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of scores in a larger tensor, sharded only in leading dimensions, since a
+        shard: the place of input in a larger tensor, sharded only in leading dimensions, since a
             softmax needs whole rows.
 
     Returns:
-        A tensor of scores' shape and dtype.
+        A tensor of input's shape and dtype.
     """
-    given = _inputs(scores, mask, scale, causal, p, training, seed, shard)
+    given = _inputs(input, mask, scale, causal, p, training, seed, shard)
     if isinstance(mask, torch.Tensor) and mask.requires_grad and torch.is_grad_enabled():
         return _with_gradient_of_mask(*given)
     return call(OP, *given)
 
 
-def _inputs(scores, mask, scale, causal, p, training, seed, shard):
-    p, seed = drawn("softmax_dropout", "scores", scores, p, training, seed)
-    checks.factor("softmax_dropout", "scale", scale, getattr(scores, "dtype", None))
-    return scores, mask, float(scale), causal, p, seed, *place(shard)
+def _inputs(
+    input: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    training: bool,
+    seed: torch.Tensor | int | None,
+    shard: Shard | None,
+) -> tuple[Any, ...]:
+    p, seed = draw_seed("softmax_dropout", "input", input, p, training, seed)
+    checks.factor("softmax_dropout", "scale", scale, getattr(input, "dtype", None))
+    return input, mask, float(scale), causal, p, seed, *split_shard(shard)
 
 
-def _with_gradient_of_mask(scores, mask, scale, causal, p, seed, whole, offset):
-    """The op, whose kernels have no gradient of the mask: it is that of the scaled scores.
+def _with_gradient_of_mask(
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
+    """Run the op with a mask that needs a gradient, which equals that of the scaled scores.
 
-    A factor is applied beforehand, since its product with a gradient may underflow. A float32 mask
-    gets the sum of float32 gradients.
+    The kernels do not compute it. The scale is applied beforehand, since its product with a
+    gradient may underflow. The gradient of a float32 mask is summed from float32 gradients.
     """
     _check(scores, mask, scale, causal, p, seed, whole, offset)
     rest = (1.0, causal, p, seed, whole, offset)
@@ -71,7 +90,7 @@ def _with_gradient_of_mask(scores, mask, scale, causal, p, seed, whole, offset):
     if scale != 1 or mask.dtype is not scores.dtype:
         wide = torch.promote_types(scores.dtype, torch.float32)
         z, mask = scores.to(wide) * scale, mask.to(wide)
-    if exports_a_derivative() or in_the_way():
+    if exports_a_derivative() or why_not_now():
         y = OP.reference(z, mask, *rest)
     else:
         y = call(OP, _GradientOfMask.apply(z, mask), mask.detach(), *rest)
@@ -81,7 +100,7 @@ def _with_gradient_of_mask(scores, mask, scale, causal, p, seed, whole, offset):
 
 
 class _GradientOfMask(torch.autograd.Function):
-    """The scores as they are; the mask that is added to them gets their gradient's sum."""
+    """Returns the scores unchanged; the mask gets the sum of their gradient over its broadcast."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -97,12 +116,19 @@ class _GradientOfMask(torch.autograd.Function):
         dims = [dim for dim in range(grad.ndim) if dim < missing or shape[dim - missing] == 1]
         kind = torch.promote_types(dtype, torch.float32)
         grad_mask = (grad.sum(dims, keepdim=True, dtype=kind) if dims else grad).to(dtype)
-        if placements is not None:  # a DTensor's sum over a sharded dimension is a partial one
+        if placements is not None:  # the sum of a DTensor over a sharded dimension is partial
             grad_mask = grad_mask.redistribute(placements=placements)
         return grad, grad_mask.view(shape)
 
 
-def _masked(scores, mask, scale, causal, whole, offset):
+def _mask(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
     """The softmax's argument: scaled scores plus the mask."""
     z = scores if scale == 1 else scores * scale
     if mask is not None and mask.dtype == torch.bool:
@@ -114,17 +140,28 @@ def _masked(scores, mask, scale, causal, whole, offset):
     return z
 
 
-def _visible(scores, whole, offset):
+def _visible(
+    scores: torch.Tensor, whole: Sequence[int] | None, offset: Sequence[int] | None
+) -> torch.Tensor:
     queries, keys = scores.shape[-2:] if scores.ndim > 1 else (1, scores.shape[-1])
-    first, all_queries = (offset[-2], whole[-2]) if whole and scores.ndim > 1 else (0, queries)
+    first, all_queries = 0, queries
+    if whole and offset and scores.ndim > 1:
+        first, all_queries = offset[-2], whole[-2]
     query = torch.arange(queries, device=scores.device)[:, None] + first
     visible = torch.arange(keys, device=scores.device) <= query + (keys - all_queries)
     return visible if scores.ndim > 1 else visible[0]
 
 
-def _softmax(scores, mask, scale, causal, whole, offset):
+def _softmax(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
     """Softmax with zeros in fully masked rows, where torch's has NaN."""
-    z = _masked(scores, mask, scale, causal, whole, offset)
+    z = _mask(scores, mask, scale, causal, whole, offset)
     if mask is None and not causal:
         return torch.softmax(z, -1)
     blank = (z == -torch.inf).all(-1, keepdim=True)
@@ -132,7 +169,16 @@ def _softmax(scores, mask, scale, causal, whole, offset):
     return result if z.dtype == scores.dtype else result.to(scores.dtype)
 
 
-def _reference(scores, mask, scale, causal, p, seed, whole, offset):
+def _reference(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
     bare = mask is None and seed is None and not causal and not whole
     if bare and scores.ndim and scores.dtype in OP.dtypes:
         return torch.softmax(scores if scale == 1 else scores * scale, -1)
@@ -141,52 +187,104 @@ def _reference(scores, mask, scale, causal, p, seed, whole, offset):
     return drop(y, p, seed, whole, offset)
 
 
-def _plain(scores, mask, scale, causal, p, seed, whole, offset):
-    y = torch.softmax(_masked(scores, mask, scale, causal, whole, offset), -1)
+def _plain(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
+    y = torch.softmax(_mask(scores, mask, scale, causal, whole, offset), -1)
     return torch.nn.functional.dropout(y, p) if seed is not None else y
 
 
-def _backward_reference(grad_y, y, scores, statistics, mask, scale, causal, p, seed, whole, offset):
+def _backward_reference(
+    grad_y: torch.Tensor,
+    y: torch.Tensor,
+    scores: torch.Tensor,
+    statistics: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> torch.Tensor:
     if seed is not None:
         y = _softmax(scores, mask, scale, causal, whole, offset)
         grad_y = drop(grad_y, p, seed, whole, offset)
     return y * (grad_y - (y * grad_y).sum(-1, keepdim=True)) * scale
 
 
-def _unsaved(scores, mask, scale, causal, p, seed, whole, offset):
+def _unsaved(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> Collection[str]:
     """Save only the result if nothing is dropped: the product with the values saves it anyway."""
-    return ("scores", "statistics", "mask") if seed is None else ("y",)
+    return ("input", "statistics", "mask") if seed is None else ("y",)
 
 
-def _check(scores, mask, scale, causal, p, seed, whole, offset):
+def _check(
+    scores: Any, mask: Any, scale: Any, causal: Any, p: Any, seed: Any, whole: Any, offset: Any
+) -> None:
     name = OP.name
-    checks.dense(name, "scores", scores, OP.dtypes)
+    checks.dense(name, "input", scores, OP.dtypes)
     if scores.ndim == 0:
-        raise ArgumentError(name, "scores", "of no dimensions", "at least one")
+        raise ArgumentError(name, "input", "0-dimensional", "at least one")
     if mask is not None:
         wide = [torch.float32] if scores.dtype.itemsize == 2 else []
-        checks.dense(name, "mask", mask, [torch.bool, scores.dtype, *wide], "scores")
-        checks.like(name, "mask", mask, scores, "scores")
-        checks.broadcasts(name, "mask", mask, scores, "scores")
-    checks.dropout(name, "scores", scores, seed, whole, offset)
+        checks.dense(name, "mask", mask, [torch.bool, scores.dtype, *wide], "input")
+        checks.like(name, "mask", mask, scores, "input")
+        checks.broadcasts(name, "mask", mask, scores, "input")
+    checks.dropout(name, "input", scores, seed, whole, offset)
     if whole and whole[-1] != scores.shape[-1]:
         accepted = f"whole rows: {scores.shape[-1]} columns"
         raise ArgumentError(name, "shard", f"of sizes {whole}", accepted)
 
 
-def _fake(scores, mask, scale, causal, p, seed, whole, offset):
+def _fake(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> tuple[torch.Tensor, ...]:
     kind = torch.float64 if scores.dtype == torch.float64 else torch.float32
     statistics = [*scores.shape[:-1], 2] if seed is not None else [0]
     y = torch.empty_like(scores, memory_format=torch.contiguous_format)
     return y, scores.new_empty(statistics, dtype=kind)
 
 
-def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
+def _terms(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+    *,
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     """Sums of magnitudes: an absolute error of z is a relative error of its exponential."""
     scores = scores.double()
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     s = _softmax(scores, mask, scale, causal, whole, offset)
-    z = _masked(scores, mask, scale, causal, whole, offset)
+    z = _mask(scores, mask, scale, causal, whole, offset)
     highest = z.amax(-1, keepdim=True) if z.shape[-1] else z.sum(-1, keepdim=True)
     exponent = (scores * scale).abs() + (z - highest).abs()
     if mask is not None and mask.dtype != torch.bool:
@@ -196,7 +294,7 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
     g = drop(grad_y.double().abs(), p, seed, whole, offset)
     projected = (relative * g).sum(-1, keepdim=True)
     inner = relative * (g + (s * g).sum(-1, keepdim=True)) + s * projected
-    return {"y": drop(relative, p, seed, whole, offset), "grad_scores": inner * abs(scale)}
+    return {"y": drop(relative, p, seed, whole, offset), "grad_input": inner * abs(scale)}
 
 
 # Masks with every kind of broadcast, queries that see nothing, odd, prime and wide rows, shards, no
@@ -204,7 +302,7 @@ def _terms(scores, mask, scale, causal, p, seed, whole, offset, *, grad_y):
 _WHOLE: tuple[list[int], list[int]] = ([], [])
 
 
-def _sized(leading, row):
+def _sized(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
     return activation(*leading, *row), constant(*row), 0.7, False, 0.1, SEED, *_WHOLE
 
 
@@ -235,7 +333,7 @@ _SAMPLES = (
 )
 
 
-def _measured(*shapes):
+def _measured(*shapes: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
     """Only scale and mask; only dropout; both, causal."""
     for shape in shapes:
         batch, keys = shape[0], shape[-1]
@@ -246,11 +344,11 @@ def _measured(*shapes):
 
 OP = Op(
     name="softmax_dropout",
-    forward="(Tensor scores, Tensor? mask, float scale, bool causal, float p, Tensor? seed,"
+    forward="(Tensor input, Tensor? mask, float scale, bool causal, float p, Tensor? seed,"
     " SymInt[]? whole, SymInt[]? offset) -> (Tensor y, Tensor statistics)",
-    backward="(Tensor grad_y, Tensor? y, Tensor? scores, Tensor? statistics, Tensor? mask,"
+    backward="(Tensor grad_y, Tensor? y, Tensor? input, Tensor? statistics, Tensor? mask,"
     " float scale, bool causal, float p, Tensor? seed, SymInt[]? whole, SymInt[]? offset)"
-    " -> Tensor grad_scores",
+    " -> Tensor grad_input",
     inputs=_inputs,
     reference=_reference,
     plain=_plain,
@@ -260,7 +358,7 @@ OP = Op(
     fake=_fake,
     sharding=ROWS,
     sized=_sized,
-    flops=per_element(20, 10),
+    flops=count_per_element(20, 10),
     sources={
         "cpu": ("csrc/cpu/softmax.cpp",),
         "cuda": ("csrc/cuda/softmax.cu",),
@@ -271,9 +369,9 @@ OP = Op(
     benchmarks_on_gpu=tuple(_measured((8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192))),
     tiny=(activation(1, 64), None, 1.0, False, 0.1, SEED, *_WHOLE),
     numerics=Numerics(
-        fp32={"y": 2.0, "grad_scores": 2.0},
+        fp32={"y": 2.0, "grad_input": 2.0},
         terms=_terms,
-        rounding={"grad_scores": 2.0},  # y was saved in 16 bits
+        rounding={"grad_input": 2.0},  # y was saved in 16 bits
     ),
     small=2**14,
     eager_rounds=True,

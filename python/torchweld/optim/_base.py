@@ -1,10 +1,11 @@
-"""The base of all optimizers: a step over all parameters at once, and their state."""
+"""The base class of all optimizers: it steps all parameters at once, and stores their states."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,34 +14,40 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.cautious import cautious_ratios
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
-from torchweld.optim._codecs import MASTER, REMAINDER, STEP, Codec, Moments, State
+from torchweld.optim._codecs import COMPANION, MASTER, REMAINDER, STEP, Codec, Moments, State
 from torchweld.optim._exchanges import exchange
-from torchweld.optim._gather import Gathering, gradient
+from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._params import Group, check_apart, drop_duplicates
-from torchweld.optim._shards import layout, local
+from torchweld.optim._shards import local_part, sharing_key
 
 # Computes ratios from the norms of parameters and of their steps.
 RatiosOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Numbered = Iterable[tuple[int, torch.Tensor]]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
 _NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
-# Groups that differ only in these step together: they are per tensor, or have no effect.
+# Groups that differ only in these settings share a pass: the settings are per tensor, or have no
+# effect.
 _NO_SETTINGS = {"lr", "maximize", "foreach", "fused", "capturable", "differentiable"}
+# Options that a group has only if they are in use, so that its keys are torch's.
+CAUTIOUS = ("cautious", "cautious_decay")
+EMA = "ema"
 
 
-class _Kept:
-    """Hide a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
+class _Hidden:
+    """Hides a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """An optimizer of torch.optim's kind whose step is a torchweld op.
+    """An optimizer like torch.optim's whose step is a torchweld op.
 
-    A subclass names its rule, and says for each group the names of its moments and the rule's
-    settings. In the list of bases it precedes the class of torch.optim that it replaces, if any.
+    A subclass returns its rule, and for each group its moments and the settings of the rule. In the
+    list of bases it precedes the class of torch.optim that it replaces, if any.
 
     Groups have the same keys as torch's, so that checkpoints of either load into the other. Other
     options are stored outside the groups.
@@ -50,9 +57,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether gradients may be sparse; they are converted to dense.
     _takes_sparse = False
-    # The number of the first parameter; not 0 if another optimizer steps earlier ones.
+    # Settings that may differ within a batch on the CPU: numbers on which nothing else depends.
+    _varying: frozenset[str] = frozenset()
+    # Whether it takes the options of cautious steps and of cautious weight decay.
+    _is_cautious_rule = False
+    # The number of the first parameter; not 0 if another optimizer steps earlier parameters.
     _first_number = 0
-    # The norm of all gradients before clipping, after a step with max_grad_norm.
+    # The parameters of a part of a step; None: all.
+    _chosen: Sequence[tuple[Group, Sequence[tuple[Codec, Numbered]]]] | None = None
+    # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
     def __init__(
@@ -64,6 +77,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        cautious: bool = False,
+        cautious_decay: bool = False,
         **kwargs: Any,
     ) -> None:
         codec = Codec(state_dtype, master_weights, min_quantized_size, stochastic_rounding)
@@ -76,7 +92,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ArgumentError(
                 type(self).__name__, "differentiable", "True", "False; torch.optim has it"
             )
+        if ema_decay is not None and not 0 <= ema_decay < 1:
+            accepted = "a number in [0, 1) or None"
+            raise ArgumentError(type(self).__name__, "ema_decay", repr(ema_decay), accepted)
         self.max_grad_norm = max_grad_norm
+        self.ema_decay = ema_decay
+        self._shown: dict[torch.Tensor, torch.Tensor] = {}  # parameters while averages are shown
+        flags = zip(CAUTIOUS, (cautious, cautious_decay), strict=True)
+        self._asked = {name: True for name, flag in flags if flag}
         self._codec = codec
         self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
@@ -88,8 +111,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         if "max_grad_norm" in param_group:
-            came, accepted = "a group's", "the optimizer's: the norm is that of all gradients"
-            raise ArgumentError(type(self).__name__, "max_grad_norm", came, accepted)
+            actual, accepted = "a group's", "the optimizer's: the norm is that of all gradients"
+            raise ArgumentError(type(self).__name__, "max_grad_norm", actual, accepted)
+        if "ema_decay" in param_group:
+            accepted = "the optimizer's: all parameters have averages, or none"
+            raise ArgumentError(type(self).__name__, "ema_decay", "a group's", accepted)
+        param_group = self._with_flags(param_group)
         asked = {key: param_group[key] for key in _CODEC_KEYS if key in param_group}
         codec = replace(self._codec, **asked)
         codec.check(type(self).__name__)
@@ -103,25 +130,64 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             check_apart(type(self).__name__, self.param_groups)
 
+    def _with_flags(self, group: Group) -> Group:
+        """A group with the cautious options that are in use."""
+        for name in CAUTIOUS:
+            value = group.get(name, False)
+            if not isinstance(value, bool):
+                raise ArgumentError(type(self).__name__, name, repr(value), "True or False")
+            if value and not self._is_cautious_rule:
+                accepted = "False; Adam, AdamW, Lion and Muon take it"
+                raise ArgumentError(type(self).__name__, name, "True", accepted)
+        return {k: v for k, v in (self._asked | group).items() if k not in CAUTIOUS or v}
+
+    @contextlib.contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Show the averages of parameters in their place, as for an evaluation.
+
+        The parameters return bit for bit at the end. Their copies take memory until then, and steps
+        are refused.
+        """
+        name = type(self).__name__
+        if self.ema_decay is None:
+            raise ArgumentError(name, "ema_decay", "None", "a number, for averages to exist")
+        if self._shown:
+            raise ArgumentError(f"{name}.ema_weights", "self", "entered twice", "entered once")
+        averages = {p: state[EMA] for p, state in self.state.items() if EMA in state}
+        with torch.no_grad():
+            self._shown = {p: p.detach().clone() for p in averages}
+            for p, average in averages.items():
+                p.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, before in self._shown.items():
+                    p.copy_(before)
+            self._shown = {}
+
     def refresh_masters(self) -> None:
-        """Adopt the parameters' current values; call it after something else has set them.
+        """Adopt the parameters' current values; call it after other code has set them.
 
         With master_weights a step rounds parameters from masters, and would overwrite new values.
+        Averages that have seen no step begin anew.
         """
         with torch.no_grad():
             for p, state in self.state.items():
                 if not isinstance(state, dict):
-                    continue  # a note of something else, as torch's optimizers keep
+                    continue  # not a parameter's state; torch's optimizers keep others as well
                 if MASTER in state:
                     state[MASTER].copy_(p)
                 if REMAINDER in state:
                     state[REMAINDER].zero_()
+                if EMA in state and state[STEP] == 0:
+                    state[EMA].copy_(p)
 
     def __getstate__(self) -> State:
-        own = ("max_grad_norm", "_codec", "_codecs_of", "_is_made")
+        own = ("max_grad_norm", "ema_decay", "_codec", "_codecs_of", "_is_made", "_shown", "_asked")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
-    # --- What a subclass says -----------------------------------------------------------------
+    # --- What a subclass defines --------------------------------------------------------------
 
     def _rule(self) -> Rule:
         raise NotImplementedError
@@ -135,16 +201,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _learning_rate(self, group: Group) -> float | torch.Tensor:
         return group["lr"]
 
+    def _companion(self) -> str | None:
+        """The entry of a number beside each element, which begins as the parameter's."""
+        return None if self.ema_decay is None else EMA
+
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
         """The function that computes an adaptive rule's ratios, a float64 number per parameter.
 
-        It takes the norms of whole parameters, and of their steps as the rule defines them. `lr` is
-        one number, or one per parameter. None: the group's steps have no ratios.
+        The function takes the norms of whole parameters, and of their steps as the rule defines
+        them. `lr` is one number, or one per parameter. None: this group has no ratios.
         """
         return None
 
+    def _all_moments(self, group: Group, p: torch.Tensor) -> Moments:
+        """The moments and the companion."""
+        companion, moments = self._companion(), self._moments(group, p)
+        return {**moments, companion: COMPANION} if companion else moments
+
     def _begin_moments(self, state: State) -> None:
-        """Called when a parameter gets a moment after steps without it."""
+        """Adjust the state of a parameter that gets a moment after steps without it."""
 
     # --- The step -----------------------------------------------------------------------------
 
@@ -158,12 +233,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        passes.run(self._passes(), self._tasks(), self._exchange)
+        self._run(self._tasks())
         self._unscale()
         return loss
 
+    def _run(self, tasks: list[Task]) -> None:
+        """Run the passes of a step over these tasks."""
+        passes.run(self._passes(), tasks, self._exchange)
+
     def _passes(self) -> Iterable[passes.Pass]:
-        """Run the passes of a step."""
+        """The passes of a step, in order."""
         return self._rule().passes
 
     def _exchange(self, kind: passes.Exchange, parts: Iterable[passes.Part]) -> None:
@@ -171,13 +250,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         exchange(kind, parts)
 
     def _tasks(self) -> list[Task]:
-        """The tasks that a step's passes run over."""
+        """Gather the tasks that the passes of a step run over."""
         work = self._work()
         factor = self._gradient_factor()
         return [self._task(group, batch, factor) for group, batch in work]
 
     def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
-        """A batch's task with this group's settings."""
+        """Make the task of a batch with the settings of this group."""
         lr = batch.lr
         if not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
@@ -186,38 +265,90 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             one = torch.ones((), dtype=torch.float32, device="cpu")
             factor = -one if factor is None else -factor
-        found_inf = scaler_number(self, "found_inf")
+        found_inf = read_scaler_number(self, "found_inf")
         ratios_of = self._ratios_of(group, lr)
-        return Task(batch, self._settings(group, batch), lr, factor, found_inf, ratios_of)
+        if group.get("cautious"):
+            ratios_of = cautious_ratios(batch)
+        rate = None
+        if self.ema_decay is not None:
+            rate = torch.tensor(1 - self.ema_decay, dtype=torch.float64, device="cpu")
+        settings = self._settings(group, batch)
+        each = self._settings_of_each(batch)
+        return Task(batch, settings, lr, factor, found_inf, rate, each, ratios_of)
 
     def _work(self) -> list[tuple[Group, Batch]]:
-        """The batches that step together, each with a group that has its settings."""
+        """Gather the batches of a step, each with a group that has its settings."""
         return [(some.group, batch) for some in self._gatherings() for batch in self._batches(some)]
 
     def _gatherings(self) -> list[Gathering]:
         """Gather all parameters with a gradient and check them, without changing anything.
 
-        Groups with the same settings step together, at their own learning rates.
+        Groups with the same settings share a batch, with their own learning rates.
         """
-        names = [name for name in self.defaults if name not in _NO_SETTINGS]
-        found: dict[Any, Gathering] = {}
-        # The number of a group's first parameter, the same in every process and run.
-        number = self._first_number
-        for group in self.param_groups:
+        gatherings: dict[Any, Gathering] = {}
+        if self._shown:
+            accepted = "outside ema_weights()"
+            raise ArgumentError(f"{type(self).__name__}.step", "self", "showing averages", accepted)
+        for group, members in self._members():
             lr = self._learning_rate(group)
             shared = lr if isinstance(lr, torch.Tensor) else None
-            settings = [group.get("maximize"), shared, *(group[name] for name in names)]
-            for codec, params in self._by_codec(group["params"]):
+            flags = [group.get(name) for name in CAUTIOUS]
+            varies = self._may_vary(group)
+            own = self._shared_settings(group, self._varying if varies else frozenset())
+            settings = [group.get("maximize"), shared, *flags, *own]
+            for codec, numbered in members:
                 key: Any = (*settings, codec)
                 try:
                     hash(key)
                 except TypeError:  # a list, from JSON
                     key = (id(group), codec)
-                if key not in found:
-                    found[key] = self._new_gathering(group, codec)
-                found[key].add(params, number, lr)
+                if key not in gatherings:
+                    gatherings[key] = self._new_gathering(group, codec)
+                gatherings[key].add(numbered, lr, group if varies else None)
+        return list(gatherings.values())
+
+    def _members(self) -> Iterable[tuple[Group, Iterable[tuple[Codec, Numbered]]]]:
+        """Each group, with its parameters by codec: those of this step, with their numbers."""
+        if self._chosen is not None:
+            yield from self._chosen
+            return
+        # The number of a group's first parameter, the same in every process and run.
+        number = self._first_number
+        for group in self.param_groups:
+            members = []
+            for codec, params in self._by_codec(group["params"]):
+                members.append((codec, enumerate(params, number)))
                 number += len(params)
-        return list(found.values())
+            yield group, members
+
+    @torch.no_grad()
+    def _step_some(self, chosen: Sequence[tuple[Group, Sequence[tuple[Codec, Numbered]]]]) -> None:
+        """Step some of the parameters, as a part of a step."""
+        self._chosen = chosen
+        try:
+            self._run(self._tasks())
+        finally:
+            self._chosen = None
+
+    def _may_vary(self, group: Group) -> bool:
+        """Whether a batch with this group may have other settings for each parameter."""
+        params = group["params"]
+        several = bool(self._varying) and len(self.param_groups) > 1
+        return several and bool(params) and params[0].device.type == "cpu"
+
+    def _shared_settings(self, group: Group, except_for: Collection[str] = ()) -> list[Any]:
+        """The settings in which groups that share a batch must be equal."""
+        unshared = _NO_SETTINGS.union(except_for)
+        return [group[name] for name in self.defaults if name not in unshared]
+
+    def _settings_of_each(self, batch: Batch) -> torch.Tensor | None:
+        """A row of settings for each parameter; None if all are equal."""
+        groups = {id(group): group for group in batch.groups}
+        rows = {key: tuple(self._settings(group, batch)) for key, group in groups.items()}
+        if len(set(rows.values())) < 2:
+            return None
+        every = [rows[id(group)] for group in batch.groups]
+        return torch.tensor(every, dtype=torch.float64, device="cpu")
 
     def _by_codec(self, params: list[torch.Tensor]) -> Iterable[tuple[Codec, list[torch.Tensor]]]:
         if not self._codecs_of:
@@ -229,21 +360,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._codecs_of.get(p, self._codec)
 
     def _new_gathering(self, group: Group, codec: Codec) -> Gathering:
-        moments = functools.partial(self._moments, group)
+        moments = functools.partial(self._all_moments, group)
         return Gathering(type(self).__name__, group, codec, moments, self._takes_sparse)
 
     def _batches(self, gathering: Gathering) -> list[Batch]:
-        """The gathered batches, with states; missing ones are created."""
+        """Build the gathered batches; missing states are created."""
         for kind in gathering.kinds():
             states = [self.state[p] for p in kind.params]
-            columns = kind.columns_of(states)
-            if columns is None:
+            lists = kind.read_entries(states)
+            if lists is None:
                 for p, state in zip(kind.params, states, strict=True):
                     if kind.lacks_entries(state):
                         self._complete(state, p, gathering.codec, kind.moments)
-                columns = kind.columns_of(states)
-                assert columns is not None
-            kind.gather(gathering.function, states, columns)
+                lists = kind.read_entries(states)
+                assert lists is not None
+            kind.gather(gathering.function, states, lists)
         return gathering.batches()
 
     def _complete(self, state: State, p: torch.Tensor, codec: Codec, moments: Moments) -> None:
@@ -253,8 +384,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         state.update(codec.new_state(p, moments) | state)
 
     def _gradient_factor(self) -> torch.Tensor | None:
-        """The factor of gradients that undoes the loss's scale and clips their norm."""
-        scale = scaler_number(self, "grad_scale")
+        """Compute the factor of gradients that removes the loss scale and clips their norm."""
+        scale = read_scaler_number(self, "grad_scale")
         factor = None if scale is None else 1 / scale
         if self.max_grad_norm is None:
             return factor
@@ -263,8 +394,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return factor
         alike: dict[object, list[torch.Tensor]] = {}
         for g in grads:
-            alike.setdefault(layout(g), []).append(g)
-        squares = [sum_of_squares([gradient(g) for g in some]) for some in alike.values()]
+            alike.setdefault(sharing_key(g), []).append(g)
+        squares = [sum_of_squares([to_dense_part(g) for g in some]) for some in alike.values()]
         firsts = (some[0] for some in alike.values())
         exchange(passes.Exchange.SUM, map(passes.over_all, squares, firsts))
         norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
@@ -281,15 +412,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _unscale(self) -> None:
         """Unscale the gradients in place, as torch's fused steps do."""
-        scale = scaler_number(self, "grad_scale")
+        scale = read_scaler_number(self, "grad_scale")
         if scale is None:
             return
         factor = 1 / scale
-        found_inf = scaler_number(self, "found_inf")
+        found_inf = read_scaler_number(self, "found_inf")
         if found_inf is not None:
             factor = torch.where(found_inf.to(factor.device) == 0, factor, 1)
         alike: dict[torch.device, list[torch.Tensor]] = {}
-        for g in map(local, self._gradients()):
+        for g in map(local_part, self._gradients()):
             alike.setdefault(g.device, []).append(g)
         for device, some in alike.items():
             torch._foreach_mul_(some, factor.to(device))
@@ -302,8 +433,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         States are converted to this optimizer's codec. Raises an error, and changes nothing, if the
         state does not fit.
         """
-        # After all other hooks.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: self._adopt(given))
+        # The hook runs after all other hooks.
+        hook = self.register_load_state_dict_pre_hook(lambda _, state: self._adopt(state))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -314,23 +445,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         saved_state = state_dict["state"]
         groups, states = [], dict(saved_state)
         for group, saved_group in zip(self.param_groups, saved_groups, strict=False):
-            both = self.defaults | saved_group
+            both = self.defaults | self._asked | saved_group
             groups.append({key: v for key, v in both.items() if key not in _NOT_IN_GROUPS})
             for p, key in zip(group["params"], saved_group["params"], strict=False):
                 if key in saved_state:
-                    codec, moments = self._codec_of(p), self._moments(groups[-1], p)
+                    codec, moments = self._codec_of(p), self._all_moments(groups[-1], p)
                     adopted = codec.adopt(type(self).__name__, p, saved_state[key], moments)
-                    states[key] = {name: _kept(name, value) for name, value in adopted.items()}
-        groups += saved_groups[len(groups) :]  # torch reports the wrong number
+                    states[key] = {name: _hide(name, value) for name, value in adopted.items()}
+        groups += saved_groups[len(groups) :]  # torch raises the error if their number is wrong
         return state_dict | {"state": states, "param_groups": groups}
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__(state)
-        for of_param in self.state.values():
-            if isinstance(of_param, dict):
-                for name, value in of_param.items():
-                    if isinstance(value, _Kept):
-                        of_param[name] = value.tensor
+        for entries in self.state.values():
+            if isinstance(entries, dict):
+                for name, value in entries.items():
+                    if isinstance(value, _Hidden):
+                        entries[name] = value.tensor
 
 
 _NOT_NEGATIVE = ("a number >= 0", lambda value: value >= 0)
@@ -348,10 +479,10 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
-    """A number that GradScaler has set on an optimizer: grad_scale or found_inf.
+def read_scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
+    """Read a number that GradScaler has set on an optimizer: grad_scale or found_inf.
 
-    Without any gradient GradScaler sets 0, no tensor.
+    If no parameter has a gradient, GradScaler sets the number 0 instead of a tensor.
     """
     value = getattr(optimizer, name, None)
     if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
@@ -363,8 +494,19 @@ def scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor |
     return value.reshape(())
 
 
+def collect_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the arguments of an __init__ by name, from the locals at its first line."""
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+
+
+def split_defaults(scope: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Collect arguments as above, with the defaults of groups, named `names`, in one dict."""
+    arguments = collect_arguments(scope)
+    return {"defaults": {name: arguments.pop(name) for name in names}, **arguments}
+
+
 class OwnOptimizer(FusedOptimizer):
-    """An optimizer without a class in torch.optim, with the arguments its classes share."""
+    """An optimizer that torch.optim lacks, with the arguments that torch's optimizers share."""
 
     def __init__(
         self,
@@ -387,17 +529,17 @@ class OwnOptimizer(FusedOptimizer):
                 raise ArgumentError(name, argument, repr(value), accepted)
         if differentiable:
             raise ArgumentError(name, "differentiable", "True", "False")
-        # Only options in use are in the groups: checkpoints of others lack these keys.
-        habits = {
+        # Groups have only the options in use: checkpoints of other implementations lack these keys.
+        options = {
             "maximize": maximize,
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
         }
-        asked = {key: value for key, value in habits.items() if value}
+        asked = {key: value for key, value in options.items() if value}
         super().__init__(params, defaults | asked, **storage)
 
 
-def _kept(name: str, value: Any) -> Any:
-    # torch knows where the step belongs.
-    return _Kept(value) if isinstance(value, torch.Tensor) and name != STEP else value
+def _hide(name: str, value: Any) -> Any:
+    # torch handles the step count itself.
+    return _Hidden(value) if isinstance(value, torch.Tensor) and name != STEP else value

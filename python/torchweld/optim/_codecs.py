@@ -1,4 +1,4 @@
-"""How a parameter's state is stored: its tensors, their dtypes, and conversions."""
+"""Codecs: how the states of parameters are stored, and how saved states are converted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.quantize_8bit import keep_positive, scales_shape
 from torchweld.optim import _sharded_blocks
-from torchweld.optim._shards import is_one, like, local, placements, zeros_of
+from torchweld.optim._shards import find_placements, is_dtensor, local_part, make_zeros, shard_like
 
 EIGHT_BIT = "8bit"
-REMAINDER = "remainder"
-# Entries of a parameter's state; a moment in blocks has two.
+REMAINDER, SHORT_REMAINDER = "remainder", "remainder8"
+# Entries of a parameter's state; a moment in 8-bit blocks has two, codes and absmax.
 STEP, MASTER, CODES, ABSMAX = "step", "master", "_codes", "_absmax"
 
 State = dict[str, Any]
@@ -27,11 +27,14 @@ class Moment(NamedTuple):
 
     signed: bool
     shape: torch.Size | None = None
-    # For each dimension of the averages, the parameter's dimension; None: it is averaged over.
+    # The parameter's dimension for each dimension of the averages; None: it is averaged over.
     dims: tuple[int | None, ...] = ()
+    # No moment: it begins as the parameter, and has its shape and at least 32 bits.
+    is_companion: bool = False
 
 
 SIGNED, UNSIGNED = Moment(True), Moment(False)
+COMPANION = Moment(True, is_companion=True)
 Moments = Mapping[str, Moment]
 
 
@@ -41,10 +44,12 @@ class Entries(NamedTuple):
     master: str | None
     moments: tuple[str, ...]  # numbers or codes
     absmaxes: tuple[str, ...]  # of the codes
+    companion: str | None = None
 
     def all(self) -> list[str]:
-        masters = [self.master] if self.master else []
-        return [STEP, *masters, *self.moments, *self.absmaxes]
+        """The names of all entries."""
+        more = [name for name in (self.master, self.companion) if name]
+        return [STEP, *more, *self.moments, *self.absmaxes]
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,13 @@ class Codec:
     stochastic_rounding: bool = False
 
     def check(self, function: str) -> None:
+        """Check the options."""
         accepted = (torch.float32, torch.bfloat16, EIGHT_BIT)
         if self.state_dtype not in accepted:
             names = 'torch.float32, torch.bfloat16 or "8bit"'
             raise ArgumentError(function, "state_dtype", repr(self.state_dtype), names)
-        if self.master_weights not in (False, True, REMAINDER):
-            names = 'False, True or "remainder"'
+        if self.master_weights not in (False, True, REMAINDER, SHORT_REMAINDER):
+            names = 'False, True, "remainder" or "remainder8"'
             raise ArgumentError(function, "master_weights", repr(self.master_weights), names)
         size = self.min_quantized_size
         if not isinstance(size, int) or size < 0:
@@ -71,8 +77,8 @@ class Codec:
         if not isinstance(rounding, bool):
             raise ArgumentError(function, "stochastic_rounding", repr(rounding), "True or False")
         if rounding and masters:
-            came = f"True with master_weights={masters!r}"
-            raise ArgumentError(function, "stochastic_rounding", came, "one of the two")
+            actual = f"True with master_weights={masters!r}"
+            raise ArgumentError(function, "stochastic_rounding", actual, "one of the two")
 
     def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
         """The dtype of this parameter's moments; uint8 stands for codes.
@@ -91,11 +97,11 @@ class Codec:
         """Whether the parameter is rounded stochastically."""
         return self.stochastic_rounding and p.dtype == torch.bfloat16
 
-    def master_entry(self, p: torch.Tensor) -> str | None:
-        """The state's entry that completes a 16-bit parameter to float32, if any."""
+    def find_master_entry(self, p: torch.Tensor) -> str | None:
+        """Find the entry that completes a 16-bit parameter to float32; None if it has none."""
         if self.master_weights is False or p.dtype not in (torch.bfloat16, torch.float16):
             return None
-        if self.master_weights == REMAINDER and p.dtype == torch.bfloat16:
+        if self.master_weights in (REMAINDER, SHORT_REMAINDER) and p.dtype == torch.bfloat16:
             return REMAINDER
         return MASTER
 
@@ -105,101 +111,128 @@ class Codec:
 
     def entries(self, p: torch.Tensor, moments: Moments) -> Entries:
         """The entries that a state of p has."""
-        blocks = [name for name, moment in moments.items() if self.in_blocks(p, moment)]
-        names = tuple(name + CODES if name in blocks else name for name in moments)
-        return Entries(self.master_entry(p), names, tuple(name + ABSMAX for name in blocks))
+        own = {name: moment for name, moment in moments.items() if not moment.is_companion}
+        blocks = [name for name, moment in own.items() if self.is_in_blocks(p, moment)]
+        names = tuple(name + CODES if name in blocks else name for name in own)
+        absmaxes = tuple(name + ABSMAX for name in blocks)
+        companion = next((name for name in moments if name not in own), None)
+        return Entries(self.find_master_entry(p), names, absmaxes, companion)
 
-    def in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
-        """Whether it is stored as codes; averages never are."""
-        return moment.shape is None and self.moment_dtype(p) == torch.uint8
+    def is_in_blocks(self, p: torch.Tensor, moment: Moment) -> bool:
+        """Whether a moment is stored as codes; averages and companions never are."""
+        own = moment.shape is None and not moment.is_companion
+        return own and self.moment_dtype(p) == torch.uint8
 
     def new_state(self, p: torch.Tensor, moments: Moments) -> State:
-        """A new state: no steps, zero moments, and the master or the remainder."""
+        """Make a new state: no steps, zero moments, and the master or the remainder."""
         state: State = {STEP: torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, moment in moments.items():
-            if self.in_blocks(p, moment):
-                state[name + CODES], state[name + ABSMAX] = _sharded_blocks.zeros(p, moment.signed)
+            if self.is_in_blocks(p, moment):
+                state[name + CODES], state[name + ABSMAX] = _sharded_blocks.make_zeros(
+                    p, moment.signed
+                )
                 continue
-            dtype = self._wide(p)
+            if moment.is_companion:
+                state[name] = p.detach().to(_companion_dtype(p), copy=True)
+                continue
+            dtype = self._wide_dtype(p)
             if moment.shape is None:
                 state[name] = torch.zeros_like(p, dtype=dtype)
             else:
-                state[name] = zeros_of(p, moment.shape, moment.dims, dtype)
+                state[name] = make_zeros(p, moment.shape, moment.dims, dtype)
         self._add_master(state, p, p.detach())
         return state
 
     def adopt(self, function: str, p: torch.Tensor, saved: State, moments: Moments) -> State:
-        """Convert a saved state of any codec to this one.
+        """Convert a saved state of any codec to this codec.
 
-        Entries in the right form are kept bit for bit. Raises ArgumentError if the state does not
-        fit.
+        Entries in the right form stay the same bit for bit. Raises ArgumentError if the state does
+        not fit.
         """
-        known, given = {STEP, MASTER, REMAINDER}, saved
-        saved = present(given)
+        known, entries = {STEP, MASTER, REMAINDER}, saved.keys()
+        saved = drop_missing(saved)
         if not saved:
             return {}
-        entry = self.master_entry(p)
-        if entry in given and entry not in saved:
-            # Another entry may have had the low bits: the flat form does not show it.
-            came = f"without {entry}, in torch's flat form"
-            raise ArgumentError(function, "state_dict", came, "with it, or in the nested form")
-        # torch's SGD has a state after its first step but no count; others count in ints.
-        state: State = {STEP: _as_step(saved.get(STEP, 1.0))}
+        entry = self.find_master_entry(p)
+        if entry in entries and entry not in saved:
+            # Another entry may have had the low bits, which the flat form does not show.
+            actual = f"without {entry}, in torch's flat form"
+            raise ArgumentError(function, "state_dict", actual, "with it, or in the nested form")
+        # torch's SGD has a state after its first step, but no count. Other counts may be ints.
+        state: State = {STEP: _to_step(saved.get(STEP, 1.0))}
         for name, moment in moments.items():
-            value = _saved_moment(function, p, saved, name, moment)
+            if moment.is_companion:
+                value = saved.get(name)
+                if value is None:
+                    value = _read_saved_param(function, p, saved)
+                _check(function, name, value, p, p.shape)
+                state[name] = value.to(p.device, _companion_dtype(p), copy=True)
+                known.add(name)
+                continue
+            value = _read_saved_moment(function, p, saved, name, moment)
             known |= {name, name + CODES, name + ABSMAX}
-            if self.in_blocks(p, moment) and name + CODES in saved:
+            if self.is_in_blocks(p, moment) and name + CODES in saved:
                 state[name + CODES] = saved[name + CODES].to(p.device)
                 state[name + ABSMAX] = saved[name + ABSMAX].to(p.device)
             else:
                 self._store(state, name, p, value.to(p.device), moment)
-        self._add_master(state, p, _saved_param(function, p, saved))
+        self._add_master(state, p, _read_saved_param(function, p, saved))
         state |= {key: value for key, value in saved.items() if key not in known}
         return state
 
-    def _wide(self, p: torch.Tensor) -> torch.dtype:
+    def _wide_dtype(self, p: torch.Tensor) -> torch.dtype:
         dtype = self.moment_dtype(p)
         return torch.float32 if dtype == torch.uint8 else dtype
 
     def _store(
         self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment
     ) -> None:
-        if self.in_blocks(p, moment):
-            codes, absmax = _sharded_blocks.quantize(p, local(value), moment.signed)
+        if self.is_in_blocks(p, moment):
+            codes, absmax = _sharded_blocks.quantize(p, local_part(value), moment.signed)
             if not moment.signed:
-                codes = keep_positive(codes, local(value))
-            state[name + CODES] = like(p, codes)
-            state[name + ABSMAX] = _sharded_blocks.absmax_like(p, absmax)
+                codes = keep_positive(codes, local_part(value))
+            state[name + CODES] = shard_like(p, codes)
+            state[name + ABSMAX] = _sharded_blocks.wrap_absmax(p, absmax)
         else:
             state[name] = value.to(self.moment_dtype(p))
 
     def _add_master(self, state: State, p: torch.Tensor, value: torch.Tensor) -> None:
         """Add the master or the remainder; `value` is the parameter in full precision."""
-        entry = self.master_entry(p)
+        entry = self.find_master_entry(p)
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
         elif entry == REMAINDER:
-            empty = torch.empty(0, dtype=torch.int16, device="cpu")
-            low = split_param(local(value).float().to(p.device), p.dtype, empty)[1]
+            short = self.master_weights == SHORT_REMAINDER
+            empty = torch.empty(0, dtype=torch.int8 if short else torch.int16, device="cpu")
+            part = local_part(p.detach())
+            high, low = split_param(local_part(value).float().to(p.device), p.dtype, empty)
             assert low is not None
-            state[REMAINDER] = like(p, low)
+            # At a tie a rounded master is the even neighbour, which may be the one below.
+            limits = torch.iinfo(low.dtype)
+            above = high.view(torch.int16).int() - part.view(torch.int16).int()
+            is_below = (above == 1) & (low == limits.min)
+            state[REMAINDER] = shard_like(p, low.masked_fill(is_below, limits.max))
 
 
-def present(saved: State) -> State:
-    """The entries that a saved state has: torch's flat checkpoints have {} for one they lack."""
+def drop_missing(saved: State) -> State:
+    """Drop the entries that a saved state lacks: torch's flat checkpoints have {} for them."""
     return {
         key: v for key, v in saved.items() if not (v is None or (isinstance(v, dict) and not v))
     }
 
 
-def _as_step(step: Any) -> torch.Tensor:
-    """A number of steps, in the dtype in which kernels count."""
+def _companion_dtype(p: torch.Tensor) -> torch.dtype:
+    return torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
+
+
+def _to_step(step: Any) -> torch.Tensor:
+    """Convert a number of steps to a dtype in which kernels count."""
     if not isinstance(step, torch.Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return step if step.dtype in (torch.float32, torch.float64) else step.float()
 
 
-def _saved_moment(
+def _read_saved_moment(
     function: str, p: torch.Tensor, saved: State, name: str, moment: Moment
 ) -> torch.Tensor:
     if name in saved:
@@ -218,16 +251,22 @@ def _saved_moment(
     _check(function, name + CODES, codes, p, p.shape, torch.uint8)
     shape = scales_shape(p.shape)
     _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _sharded_blocks.ABSMAX_DIMS)
-    return like(p, _sharded_blocks.dequantize(p, local(codes), local(absmax), moment.signed))
+    return shard_like(
+        p, _sharded_blocks.dequantize(p, local_part(codes), local_part(absmax), moment.signed)
+    )
 
 
-def _saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
+def _read_saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
     if MASTER in saved:
         _check(function, MASTER, saved[MASTER], p, p.shape)
         return saved[MASTER]
     if REMAINDER in saved and p.dtype == torch.bfloat16:
-        _check(function, REMAINDER, saved[REMAINDER], p, p.shape, torch.int16)
-        return like(p, read_param(local(p.detach()), local(saved[REMAINDER]).to(p.device)))
+        short = getattr(saved[REMAINDER], "dtype", None) == torch.int8
+        dtype = torch.int8 if short else torch.int16
+        _check(function, REMAINDER, saved[REMAINDER], p, p.shape, dtype)
+        return shard_like(
+            p, read_param(local_part(p.detach()), local_part(saved[REMAINDER]).to(p.device))
+        )
     return p.detach()
 
 
@@ -244,15 +283,15 @@ def _check(
     argument = f"{key} in state_dict"
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(function, argument, f"a {type(value).__name__}", accepted)
-    if is_one(value) != is_one(p):
+    if is_dtensor(value) != is_dtensor(p):
         names = ["a plain tensor", "a DTensor, as its parameter is"]
-        raise ArgumentError(function, argument, names[is_one(value)], names[is_one(p)])
+        raise ArgumentError(function, argument, names[is_dtensor(value)], names[is_dtensor(p)])
     fits = value.dtype == dtype if dtype else value.is_floating_point() or value.is_complex()
     if value.shape != torch.Size(shape) or not fits:
-        came = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
-        raise ArgumentError(function, argument, came, accepted)
-    if is_one(p):
-        expected = placements(p, range(p.ndim) if dims is None else dims)
+        actual = f"of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
+        raise ArgumentError(function, argument, actual, accepted)
+    if is_dtensor(p):
+        expected = find_placements(p, range(p.ndim) if dims is None else dims)
         if value.placements != expected:  # type: ignore[attr-defined]
-            came = f"on {value.placements}"  # type: ignore[attr-defined]
-            raise ArgumentError(function, argument, came, f"{expected}, as its parameter is")
+            actual = f"on {value.placements}"  # type: ignore[attr-defined]
+            raise ArgumentError(function, argument, actual, f"{expected}, as its parameter is")

@@ -1,9 +1,9 @@
-"""The base of the 1-bit optimizers: a warm-up, then momentum exchanged as bits.
+"""The base class of the 1-bit optimizers: a warm-up, then momenta exchanged as bits.
 
-In the warm-up gradients are averaged over the group and the step is LAMB's op, with ratios or
-without. Then second moments freeze. Every process mixes its own gradient into the common momentum.
-The mean of these momenta is exchanged and stored as signs. The step is LAMB's op again, with betas
-of 1, which leave the moments unchanged.
+In the warm-up, gradients are averaged over the group and the step is LAMB's op, with or without
+ratios. After it, second moments are frozen. Every process mixes its own gradient into the common
+momentum, and the mean of the momenta is exchanged and stored as signs. The step is LAMB's op again,
+with betas of 1, so that it does not change the moments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torchweld.collectives.one_bit import (
     Errors,
     OneBitExchange,
     Packed,
-    flat_of,
-    part_of,
-    runs,
-    sizes_of,
-    whole_errors,
+    flatten_all,
+    gather_errors,
+    list_sizes,
+    split_into_runs,
+    take_own_errors,
 )
 from torchweld.collectives.wire import Status, Wire
-from torchweld.dispatch.dtensor import is_one
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.lamb import LAMB as RULE
@@ -36,26 +36,26 @@ from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim import _ddp
-from torchweld.optim._base import OwnOptimizer, scaler_number
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, present
+from torchweld.optim._base import OwnOptimizer, read_scaler_number
+from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, drop_missing
 from torchweld.optim._params import Group
 
 AVG, SQUARE = "exp_avg", "exp_avg_sq"
 BITS, SCALE, WORKER, SERVER = "exp_avg_bits", "exp_avg_scale", "worker_error", "server_error"
-# Entries of a group: steps taken, and the owner of a state's errors, [rank, ranks].
+# Entries of a group: the number of steps taken, and the owner of the errors, [rank, ranks].
 TAKEN, OWNER = "steps_taken", "errors_of"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BUCKET = 1 << 24  # elements of gradients averaged at once
+_BUCKET = 1 << 24  # elements of gradients that are averaged together
 
 
-class _LeftOut(Exception):  # noqa: N818
-    """A rank found an infinity in its scaled gradients: every rank skips the step."""
+class _SkipStep(Exception):  # noqa: N818
+    """A rank found an infinity in its scaled gradients, so every rank skips the step."""
 
 
 class OneBitOptimizer(OwnOptimizer):
-    """An optimizer that averages over processes itself; see OneBitAdam."""
+    """An optimizer that averages gradients over processes itself; see OneBitAdam."""
 
-    # After the warm-up: entries of every parameter's state, and of at least one.
+    # The entries that every state has after the warm-up, and entries that at least one state has.
     _of_each: frozenset[str] = frozenset({BITS, SCALE, WORKER})
     _of_one: frozenset[str] = frozenset()
 
@@ -80,8 +80,10 @@ class OneBitOptimizer(OwnOptimizer):
             accepted = "None: after the warm-up no process has the mean gradient"
             raise ArgumentError(name, "max_grad_norm", repr(others["max_grad_norm"]), accepted)
         self._wire, self._error_dtype = Wire(name, group), error_dtype
-        self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []  # pending until no rank can fail
-        self._exchanged: list[torch.Tensor] = []  # the parameters of the exchange under way
+        self._owed: list[
+            tuple[torch.Tensor, Packed, Errors]
+        ] = []  # results of the exchange; they are stored once no rank can fail
+        self._exchanged: list[torch.Tensor] = []  # the parameters of the current exchange
         self._attached: list[weakref.ref[Any]] = []
         self._is_checked = False
         super().__init__(params, defaults, **others)
@@ -117,10 +119,10 @@ class OneBitOptimizer(OwnOptimizer):
             self._refuse_new()
         devices = {p.device for p in self._params()}
         if len(devices) > 1:
-            came = f"on {', '.join(sorted(map(str, devices)))}"
-            raise ArgumentError(name, "params", came, "all on one device")
+            actual = f"on {', '.join(sorted(map(str, devices)))}"
+            raise ArgumentError(name, "params", actual, "all on one device")
         for p in group["params"]:
-            if is_one(p):
+            if is_dtensor(p):
                 accepted = "a tensor that every process has whole; with FSDP2, a low-precision"
                 accepted += " reduce-scatter: torchweld.distributed.LowPrecisionReduceScatter"
                 raise ArgumentError(name, "params", "with a DTensor", accepted)
@@ -129,7 +131,7 @@ class OneBitOptimizer(OwnOptimizer):
                 raise ArgumentError(name, "params", f"with one of {p.dtype}", accepted)
 
     def attach(self, ddp: torch.nn.Module) -> None:
-        """Stop a DistributedDataParallel from averaging gradients: they are averaged here.
+        """Stop a DistributedDataParallel from averaging gradients: the optimizer averages them.
 
         Call it before the first backward pass.
         """
@@ -159,10 +161,10 @@ class OneBitOptimizer(OwnOptimizer):
         self.grad_scale = None
         try:
             super().step()
-        except _LeftOut:
+        except _SkipStep:
             return loss
-        except ArgumentError:  # the others are waiting
-            self._wire.failed(self._params()[0].device)
+        except ArgumentError:  # the other ranks are waiting
+            self._wire.report_failure(self._params()[0].device)
             raise
         finally:
             self._owed = []
@@ -201,7 +203,7 @@ class OneBitOptimizer(OwnOptimizer):
             return (Pass(self._list_gradients, Exchange.MEAN), *RULE.passes)
         return (
             Pass(self._mix_gradients, Exchange.ONE_BIT_MEAN),
-            Pass(self._keep_momentum),
+            Pass(self._store_momentum),
             Pass(self._step_frozen),
         )
 
@@ -210,7 +212,7 @@ class OneBitOptimizer(OwnOptimizer):
         return [Part(g, p, ()) for g, p in zip(batch.grads, batch.wholes, strict=True)]
 
     def _mix_gradients(self, task: Task) -> Iterable[Part]:
-        """The common momentum with this process's own gradient mixed in."""
+        """Mix this process's own gradient into the common momentum."""
         batch, beta1 = task.batch, task.settings[0]
         sign = 1.0 if task.grad_factor is None else float(task.grad_factor)
         task.handed_on = []
@@ -219,14 +221,14 @@ class OneBitOptimizer(OwnOptimizer):
             task.handed_on.append(momentum)
         return [Part(m, p, ()) for m, p in zip(task.handed_on, batch.wholes, strict=True)]
 
-    def _keep_momentum(self, task: Task) -> Iterable[Part]:
-        """Commit the exchanged momenta to the state: no rank can fail any more."""
+    def _store_momentum(self, task: Task) -> Iterable[Part]:
+        """Store the exchanged momenta in the state: no rank can fail any more."""
         for p, packed, errors in self._owed:
             state = self.state[p]
-            freeze(state)
+            end_warm_up(state)
             state[BITS], state[SCALE] = packed.bits, packed.scale
             state |= {WORKER: errors.worker, SERVER: errors.server}
-            if errors.server is None:  # a single process; None would be in no flat checkpoint
+            if errors.server is None:  # a single process; a flat checkpoint cannot have None
                 del state[SERVER]
         self._owed = []
         return ()
@@ -241,18 +243,18 @@ class OneBitOptimizer(OwnOptimizer):
             scale, eps = 1 / (1 - beta1 ** (group[TAKEN] + 1)) / root_scale, eps / root_scale
             torch._foreach_mul_(task.handed_on, scale)
         batch.moments = [*task.handed_on, *squares]
-        batch.grads = batch.params  # they are multiplied by 0
+        batch.grads = batch.params  # any numbers: they are multiplied by 0
         task.grad_factor, task.settings = None, LambSettings(1.0, 1.0, eps, decay, False, True)
         RULE.step(task)
         return ()
 
     def _find_frozen_ratios(self, task: Task) -> None:
-        """Called for rules with ratios when the momentum is ready."""
+        """Find the ratios of a rule that has some, from the momentum."""
 
     # --- Momentum and exchanges ---------------------------------------------------------------
 
     def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
-        """The common momentum, as a new float32 tensor."""
+        """Compute the common momentum, as a new float32 tensor."""
         state = self.state[p]
         if AVG in state:
             return state[AVG].clone()
@@ -269,13 +271,13 @@ class OneBitOptimizer(OwnOptimizer):
             super()._exchange(kind, listed)
 
     def _phase(self) -> list[object]:
-        """What all ranks must agree on: the optimizer, its step and the parameters it exchanges."""
+        """List what ranks must agree on: the optimizer, its step and the exchanged parameters."""
         number = {p: i for i, p in enumerate(self._params())}
         digest = zlib.crc32(repr([number[p] for p in self._exchanged]).encode())
         return [type(self).__name__, self.param_groups[0][TAKEN], f"parameters {digest:08x}"]
 
     def _status(self) -> Status:
-        found_inf = scaler_number(self, "found_inf")
+        found_inf = read_scaler_number(self, "found_inf")
         return Status.READY if found_inf is None or not found_inf.item() else Status.SKIPS
 
     def _average(self, grads: Sequence[torch.Tensor]) -> None:
@@ -284,7 +286,7 @@ class OneBitOptimizer(OwnOptimizer):
         if status is Status.READY and grads and not sum_of_squares(grads).isfinite():
             status = Status.NOT_FINITE
         if self._wire.agree(grads, status, "warm-up", *self._phase()) is not Status.READY:
-            raise _LeftOut
+            raise _SkipStep
         if self._wire.size == 1:
             return
         begin, under_way = 0, []
@@ -294,15 +296,15 @@ class OneBitOptimizer(OwnOptimizer):
                 size += grads[end].numel()
                 end += 1
             some = grads[begin:end]
-            under_way.append((some, self._wire.average(flat_of(some))))
+            under_way.append((some, self._wire.average(flatten_all(some))))
             begin = end
         means = [(some, pending.wait()) for some, pending in under_way]
         for some, flat in means:
-            for g, mean in zip(some, runs(flat, sizes_of(some)), strict=True):
+            for g, mean in zip(some, split_into_runs(flat, list_sizes(some)), strict=True):
                 g.copy_(mean.view(g.shape))
 
     def _compress(self, parts: Sequence[Part]) -> None:
-        """Average momenta in place; the state changes later."""
+        """Average momenta in place; the state is changed later."""
         self._owed = self._reduce([(part.param, part.here) for part in parts])
         for part, (_, packed, _) in zip(parts, self._owed, strict=True):
             part.here.copy_(packed.dequantize().view(part.here.shape))
@@ -310,28 +312,28 @@ class OneBitOptimizer(OwnOptimizer):
     def _reduce(
         self, owned: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[tuple[torch.Tensor, Packed, Errors]]:
-        """Average tensors, each with the parameter whose state has its errors."""
+        """Average tensors; each is paired with the parameter whose state has its errors."""
         states = [self.state[p] for p, _ in owned]
         errors = [Errors(state.get(WORKER), state.get(SERVER)) for state in states]
         tensors, dtype = [t for _, t in owned], self._error_dtype
         status = self._status()
         exchange = OneBitExchange(self._wire, tensors, errors, self._phase(), dtype, status)
         if exchange.status is not Status.READY:
-            raise _LeftOut
-        found = zip(owned, *exchange.finish(), strict=True)
-        return [(p, packed, new) for (p, _), packed, new in found]
+            raise _SkipStep
+        results = zip(owned, *exchange.finish(), strict=True)
+        return [(p, packed, new) for (p, _), packed, new in results]
 
     # --- State --------------------------------------------------------------------------------
 
     def whole_state_dict(self) -> State:
-        """A state for any number of processes, the same on all of them: a collective.
+        """Return a state for any number of processes, equal on all of them. It is a collective.
 
-        A state_dict() has only this process's errors: it needs the same rank and number of ranks.
+        A state_dict() has only this process's errors, and needs the same rank and number of ranks.
         """
         saved = self.state_dict()
         states = [state for _, state in sorted(saved["state"].items()) if WORKER in state]
         errors = [Errors(state[WORKER], state.get(SERVER)) for state in states]
-        owed = whole_errors(self._wire, errors, sizes_of(e.worker for e in errors))  # type: ignore[misc]
+        owed = gather_errors(self._wire, errors, list_sizes(e.worker for e in errors))  # type: ignore[misc]
         whole = {id(state): each for state, each in zip(states, owed, strict=True)}
         for key, state in saved["state"].items():
             if id(state) in whole:
@@ -350,7 +352,7 @@ class OneBitOptimizer(OwnOptimizer):
         owner = state_dict["param_groups"][0].get(OWNER)
         states = dict(state_dict["state"])
         self._check_saved(groups, states)
-        with_errors = [key for key, state in states.items() if WORKER in present(state)]
+        with_errors = [key for key, state in states.items() if WORKER in drop_missing(state)]
         if with_errors:
             rank, size = owner or (None, None)
             check_rank(name, wire, rank, size)
@@ -358,50 +360,50 @@ class OneBitOptimizer(OwnOptimizer):
             state = states[key]
             errors = Errors(state[WORKER], state.get(SERVER))
             if owner is None:
-                errors = part_of(wire, errors, self._error_dtype)
+                errors = take_own_errors(wire, errors, self._error_dtype)
             cast = [e if e is None else e.to(self._error_dtype) for e in errors]
             states[key] = state | {WORKER: cast[0], SERVER: cast[1]}
         return super()._adopt(state_dict | {"state": states, "param_groups": groups})
 
     def _check_saved(self, groups: list[Group], states: dict[Any, State]) -> None:
-        """Check that what was saved after the warm-up is whole.
+        """Check that a state saved after the warm-up is complete.
 
-        torch's flat form has only the entries that the states here have when it is loaded.
+        torch's flat form has only the entries that the loading optimizer's states have.
         """
         name = type(self).__name__
         phases = {(group[TAKEN], (self.defaults | group)["freeze_step"]) for group in groups}
         if len(phases) > 1:
-            came = f"with {', '.join(f'{a} of {b}' for a, b in sorted(phases))} steps of warm-up"
-            raise ArgumentError(name, "state_dict", came, "as many in all groups")
+            actual = f"with {', '.join(f'{a} of {b}' for a, b in sorted(phases))} steps of warm-up"
+            raise ArgumentError(name, "state_dict", actual, "as many in all groups")
         taken, freeze_step = next(iter(phases))
         if taken < freeze_step:
             return
-        found = [present(states[key]) for g in groups for key in g["params"] if key in states]
-        frozen = [state for state in found if state and AVG not in state]
+        saved = [drop_missing(states[key]) for g in groups for key in g["params"] if key in states]
+        frozen = [state for state in saved if state and AVG not in state]
         lost = {entry for state in frozen for entry in self._of_each - state.keys()}
         if frozen:
             lost |= self._of_one - set().union(*frozen)
         if lost:
-            came = f"without {', '.join(sorted(lost))}, after {taken} steps"
+            actual = f"without {', '.join(sorted(lost))}, after {taken} steps"
             accepted = "with all entries: torch's flat form loses them, the nested form has them"
-            raise ArgumentError(name, "state_dict", came, accepted)
+            raise ArgumentError(name, "state_dict", actual, accepted)
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Bytes of each entry of the state, per element of the parameters."""
+        """Count the bytes of each entry of the state, per element of the parameters."""
         count = max(sum(p.numel() for p in self.state), 1)
-        found: dict[str, float] = {}
+        sizes: dict[str, float] = {}
         for state in self.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[name] = found.get(name, 0) + value.nbytes / count
-        return found
+                    sizes[name] = sizes.get(name, 0) + value.nbytes / count
+        return sizes
 
 
-def freeze(state: State) -> None:
+def end_warm_up(state: State) -> None:
     """End the warm-up of a parameter.
 
-    Elements without any gradient get an infinite second moment, so that their step is zero: bits
-    cannot store a momentum of zero, which would be divided by eps only.
+    Elements that never had a gradient get an infinite second moment, so that their step is zero.
+    Bits cannot store a momentum of zero, and the step would divide it by eps.
     """
     if state.pop(AVG, None) is not None:
         state[SQUARE].masked_fill_(state[SQUARE] == 0, torch.inf)

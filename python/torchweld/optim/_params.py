@@ -1,4 +1,4 @@
-"""Checks of an optimizer's parameters: no duplicates, no shared memory."""
+"""Checks that parameters are no duplicates and do not share memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torchweld.errors import ArgumentError
-from torchweld.optim._shards import local
+from torchweld.optim._shards import local_part
 
 Group = dict[str, Any]
 
 
 def drop_duplicates(group: Group) -> None:
-    """Drop duplicates from a group; torch has warned about them."""
+    """Drop duplicate parameters from a group; torch has warned about them."""
     first = {p: i for i, p in reversed(list(enumerate(group["params"])))}
     if len(first) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
@@ -23,7 +23,7 @@ def drop_duplicates(group: Group) -> None:
 
 
 class _Memory(NamedTuple):
-    """The range of bytes on a device that a tensor spans, gaps included."""
+    """The range of bytes that a parameter spans on a device, gaps included."""
 
     device: str
     begin: int
@@ -32,23 +32,23 @@ class _Memory(NamedTuple):
 
 
 def check_apart(function: str, groups: Sequence[Group]) -> None:
-    """Check that no two parameters share memory, to which threads would write concurrently."""
+    """Check that no two parameters share memory: threads would write to it concurrently."""
     params = [p for group in groups for p in group["params"]]
-    memories = sorted(filter(None, (_memory(i, p) for i, p in enumerate(params))))
-    together: list[_Memory] = []  # overlapping ranges
+    memories = sorted(filter(None, (_find_memory(i, p) for i, p in enumerate(params))))
+    overlapping: list[_Memory] = []
     end = -1
     for memory in memories:
-        if together and memory.device == together[0].device and memory.begin < end:
-            together.append(memory)
+        if overlapping and memory.device == overlapping[0].device and memory.begin < end:
+            overlapping.append(memory)
             end = max(end, memory.end)
             continue
-        _check_elements(function, params, together)
-        together, end = [memory], memory.end
-    _check_elements(function, params, together)
+        _check_elements(function, params, overlapping)
+        overlapping, end = [memory], memory.end
+    _check_elements(function, params, overlapping)
 
 
-def _memory(number: int, p: torch.Tensor) -> _Memory | None:
-    part = local(p.detach())
+def _find_memory(number: int, p: torch.Tensor) -> _Memory | None:
+    part = local_part(p.detach())
     if isinstance(part, FakeTensor):
         return None
     try:
@@ -61,15 +61,15 @@ def _memory(number: int, p: torch.Tensor) -> _Memory | None:
     return _Memory(str(part.device), begin, begin + (last + 1) * part.itemsize, number)
 
 
-def _check_elements(function: str, params: list[torch.Tensor], together: list[_Memory]) -> None:
-    """Compare element by element: interleaved columns of a matrix share no memory."""
-    if len(together) < 2:
+def _check_elements(function: str, params: list[torch.Tensor], overlapping: list[_Memory]) -> None:
+    """Check elements one by one: columns of one matrix overlap in range, but share no memory."""
+    if len(overlapping) < 2:
         return
-    begin, end = together[0].begin, max(memory.end for memory in together)
-    size = local(params[together[0].number].detach()).itemsize
+    begin, end = overlapping[0].begin, max(memory.end for memory in overlapping)
+    size = local_part(params[overlapping[0].number].detach()).itemsize
     taken = torch.zeros(-(-(end - begin) // size), dtype=torch.bool, device="cpu")
-    for memory in together:
-        part = local(params[memory.number].detach())
+    for memory in overlapping:
+        part = local_part(params[memory.number].detach())
         step = [
             0 if count == 1 else step for count, step in zip(part.shape, part.stride(), strict=True)
         ]
@@ -77,6 +77,6 @@ def _check_elements(function: str, params: list[torch.Tensor], together: list[_M
         first, off = divmod(memory.begin - begin, size)
         aligned = part.itemsize == size and off == 0
         if not aligned or (elements := taken.as_strided(count, step, first)).any():
-            came = f"parameter {memory.number}, which shares memory with another"
-            raise ArgumentError(function, "params", came, "parameters that share none")
+            actual = f"parameter {memory.number}, which shares memory with another"
+            raise ArgumentError(function, "params", actual, "parameters that share none")
         elements.fill_(True)

@@ -1,4 +1,4 @@
-"""Sharded parameters: a step runs on the local part, and states are sharded alike."""
+"""Sharded parameters: a step runs on the local part, and states are sharded like parameters."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.dtensor import is_one, moved
+from torchweld.dispatch.dtensor import is_dtensor, move_placement
 from torchweld.errors import ArgumentError
 
 
-def local(t: torch.Tensor) -> torch.Tensor:
-    """The local part."""
-    return t.to_local() if is_one(t) else t  # type: ignore[attr-defined]
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a DTensor; any other tensor is its own."""
+    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 def is_sharded(p: torch.Tensor) -> bool:
-    """Whether devices hold different parts of it."""
-    return is_one(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
+    """Whether devices hold different parts of p."""
+    return is_dtensor(p) and not all(placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
 
 
-def like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor, sharded as p, from the local part."""
-    return from_part(p, part, p.placements, p.shape) if is_one(p) else part  # type: ignore[attr-defined]
+def shard_like(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Make a tensor that is sharded as p, from the local part."""
+    return make_dtensor(p, part, p.placements, p.shape) if is_dtensor(p) else part  # type: ignore[attr-defined]
 
 
-def from_part(
+def make_dtensor(
     p: torch.Tensor, part: torch.Tensor, placements: Sequence[Any], shape: torch.Size
 ) -> torch.Tensor:
-    """A DTensor of this shape on the mesh of p, a DTensor, from the local part."""
+    """Make a DTensor of this shape on the mesh of p, a DTensor, from the local part."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
     mesh = p.device_mesh  # type: ignore[attr-defined]
     if part.device.type not in (mesh.device_type, "meta"):
-        # The part is on the host; from_local would move it to the mesh's device.
+        # from_local would move this part from the host to the mesh's device.
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(shape, stride, part.dtype)
@@ -44,41 +44,41 @@ def from_part(
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def zeros_of(
+def make_zeros(
     p: torch.Tensor, shape: torch.Size, dims: Sequence[int | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros, with each dimension either p's, sharded alike, or of size 1."""
-    part = local(p.detach())
-    if not is_one(p):
+    """Make zeros whose dimensions are p's, sharded alike, or of size 1."""
+    part = local_part(p.detach())
+    if not is_dtensor(p):
         return part.new_zeros(shape, dtype=dtype)
     zeros = part.new_zeros([1 if dim is None else part.shape[dim] for dim in dims], dtype=dtype)
-    return from_part(p, zeros, placements(p, dims), shape)
+    return make_dtensor(p, zeros, find_placements(p, dims), shape)
 
 
-def placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
-    """Placements of a tensor with these dimensions of p, a DTensor; None: not one of p's."""
+def find_placements(p: torch.Tensor, dims: Sequence[int | None]) -> tuple[Any, ...]:
+    """Find the placements of a tensor with these dimensions of p, a DTensor; None: not of p."""
     from torch.distributed.tensor import Replicate
 
-    def of_dim(placement: Any) -> Any:
+    def translate(placement: Any) -> Any:
         if placement.is_replicate() or placement.dim not in dims:
             return Replicate()
-        return moved(placement, dims.index(placement.dim))
+        return move_placement(placement, dims.index(placement.dim))
 
-    return tuple(of_dim(placement) for placement in p.placements)  # type: ignore[attr-defined]
+    return tuple(translate(placement) for placement in p.placements)  # type: ignore[attr-defined]
 
 
 def check_gradient(function: str, p: torch.Tensor) -> None:
-    """Check that the gradient is sharded as its parameter, which must not be partial."""
+    """Check that the gradient is sharded like its parameter, and the parameter not partial."""
     assert p.grad is not None
-    came, accepted = layout(p.grad), layout(p)
+    actual, accepted = sharing_key(p.grad), sharing_key(p)
     if any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         raise ArgumentError(function, "a parameter", f"on {accepted}", "sharded or replicated")
-    if came != accepted:
+    if actual != accepted:
         raise ArgumentError(
-            function, "a gradient", f"on {came}", f"{accepted}, as its parameter is"
+            function, "a gradient", f"on {actual}", f"{accepted}, as its parameter is"
         )
 
 
-def layout(t: torch.Tensor) -> object:
-    """A key common to all tensors that the same devices share in the same way."""
-    return (t.device_mesh, t.placements) if is_one(t) else t.device  # type: ignore[attr-defined]
+def sharing_key(t: torch.Tensor) -> object:
+    """A key that is equal for all tensors that the same devices share in the same way."""
+    return (t.device_mesh, t.placements) if is_dtensor(t) else t.device  # type: ignore[attr-defined]

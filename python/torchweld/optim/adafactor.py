@@ -5,19 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.adafactor import ADAFACTOR, AdafactorSettings
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
+from torchweld.optim._base import (
+    FusedOptimizer,
+    Group,
+    OwnOptimizer,
+    collect_arguments,
+    split_defaults,
+)
 from torchweld.optim._codecs import SIGNED, STEP, Moment, Moments, State
 from torchweld.optim._gather import Gathering
-from torchweld.optim._shards import is_one
+from torchweld.optim._shards import is_dtensor
 
 
-def _average(p: torch.Tensor, *dims: int | None) -> Moment:
-    """Averages with these dimensions of p; None is a dimension averaged over and kept as size 1."""
+def _make_average(p: torch.Tensor, *dims: int | None) -> Moment:
+    """Make a moment of averages with these dimensions of p.
+
+    None is a dimension that is averaged over and has size 1.
+    """
     shape = [1 if dim is None else p.shape[dim] for dim in dims]
     return Moment(False, torch.Size(shape), dims)
 
@@ -25,9 +35,9 @@ def _average(p: torch.Tensor, *dims: int | None) -> Moment:
 class _AdafactorStep(FusedOptimizer):
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dtype", torch.float32) != torch.float32:
-            accepted = "torch.float32: averages of rows and columns are small as they are"
-            came = repr(kwargs["state_dtype"])
-            raise ArgumentError(type(self).__name__, "state_dtype", came, accepted)
+            accepted = "torch.float32: averages of rows and columns are small already"
+            actual = repr(kwargs["state_dtype"])
+            raise ArgumentError(type(self).__name__, "state_dtype", actual, accepted)
         super().__init__(params, *args, **kwargs)
 
     def _rule(self) -> Rule:
@@ -41,7 +51,7 @@ class _AdafactorStep(FusedOptimizer):
 
 
 class Adafactor(_AdafactorStep, torch.optim.Adafactor):
-    """torch.optim.Adafactor: a matrix's second moment from its rows' and columns' averages.
+    """torch.optim.Adafactor: second moments of matrices from averages of rows and columns.
 
     Args:
         params, lr, beta2_decay, eps, d, weight_decay, maximize: as in torch.optim.Adafactor;
@@ -49,12 +59,31 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         master_weights, stochastic_rounding, max_grad_norm: as in Adam.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(**collect_arguments(locals()))
+
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         if p.ndim < 2:
-            return {"variance": _average(p, *range(p.ndim))}
+            return {"variance": _make_average(p, *range(p.ndim))}
         *others, row, column = range(p.ndim)
-        columns = _average(p, *others, None, column)
-        return {"row_var": _average(p, *others, row, None), "col_var": columns}
+        columns = _make_average(p, *others, None, column)
+        return {"row_var": _make_average(p, *others, row, None), "col_var": columns}
 
     def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:
         floor, scale = group["eps"]
@@ -75,19 +104,25 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         )
 
 
+_TRANSFORMERS_DEFAULTS = (
+    *("lr", "eps", "clip_threshold", "decay_rate", "beta1", "weight_decay"),
+    *("scale_parameter", "relative_step", "warmup_init"),
+)
+
+
 class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
     """transformers.Adafactor: its arguments, its rule, its state.
 
     Args:
         params, lr, eps, clip_threshold, decay_rate, beta1, weight_decay, scale_parameter,
             relative_step, warmup_init: as in transformers.Adafactor.
-        others: maximize, foreach, fused, capturable, as in torch.optim; master_weights,
-            stochastic_rounding, max_grad_norm, as in Adam.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        master_weights, stochastic_rounding, max_grad_norm: as in Adam.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor | None = None,
         eps: tuple[float, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
@@ -97,29 +132,29 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
-        **others: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
+        arguments = split_defaults(locals(), *_TRANSFORMERS_DEFAULTS)
         name = type(self).__name__
         if (lr is None) != relative_step:
             accepted = "None with relative_step, a number without"
             raise ArgumentError(name, "lr", repr(lr), accepted)
         if warmup_init and not relative_step:
             raise ArgumentError(name, "warmup_init", "True", "False without relative_step")
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
-        super().__init__(params, defaults, **others)
+        super().__init__(**arguments)
 
     def _get_lr(self, group: Group, state: State) -> float:
-        """The rate of a parameter's last step, as transformers' AdafactorSchedule asks for it.
+        """Return the learning rate of a parameter's last step, for transformers' AdafactorSchedule.
 
         `state` is that of the group's first parameter. Its root mean square, which scales the rate,
         is the current one; transformers keeps the one before the step.
@@ -132,18 +167,18 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
             return rate
         p = group["params"][0]
         mean = p.detach().double().square().mean().nan_to_num()
-        mean = mean.full_tensor() if is_one(p) else mean
+        mean = mean.full_tensor() if is_dtensor(p) else mean
         return max(float(group["eps"][1]), float(mean.sqrt())) * rate
 
     def _learning_rate(self, group: Group) -> float | torch.Tensor:
         return 1e-2 if group["relative_step"] else group["lr"]
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        moments = {"exp_avg_sq": _average(p, *range(p.ndim))}
+        moments = {"exp_avg_sq": _make_average(p, *range(p.ndim))}
         if p.ndim > 1:
             *others, row, column = range(p.ndim)
-            columns = _average(p, *others, column)
-            moments = {"exp_avg_sq_row": _average(p, *others, row), "exp_avg_sq_col": columns}
+            columns = _make_average(p, *others, column)
+            moments = {"exp_avg_sq_row": _make_average(p, *others, row), "exp_avg_sq_col": columns}
         return moments | {"exp_avg": SIGNED} if group["beta1"] else moments
 
     def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:

@@ -4,7 +4,7 @@
     theirs.load_state_dict(convert.to_bitsandbytes(optimizer))
 
 bitsandbytes' blocks are 256 consecutive elements of a tensor; here blocks lie within rows. If rows
-are multiples of 256 elements, these are the same and nothing is rounded. Otherwise values are
+are multiples of 256 elements, the blocks are the same and no value is rounded. Otherwise values are
 quantised again, with a warning.
 """
 
@@ -26,7 +26,7 @@ from torchweld.ops.quantize_8bit import (
 )
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import ABSMAX, CODES, Moment, State
-from torchweld.optim._shards import is_one
+from torchweld.optim._shards import is_dtensor
 
 # The key under which bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -45,14 +45,14 @@ def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
         for p, key in zip(group["params"], saved["params"], strict=True):
             if key not in state_dict["state"]:
                 continue
-            given = dict(state_dict["state"][key])
-            given |= given.pop(_WRAPPED, {})
-            step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
+            theirs = dict(state_dict["state"][key])
+            theirs |= theirs.pop(_WRAPPED, {})
+            step = torch.tensor(float(theirs["step"]), dtype=torch.float32, device="cpu")
             state: State = {"step": step}
             for number, (name, moment) in enumerate(optimizer._moments(group, p).items(), 1):
-                again += _read(state, name, moment, p, given, number)
+                again += _read(state, name, moment, p, theirs, number)
             states[key] = state
-    _say(again)
+    _warn(again)
     return {"state": states, "param_groups": groups}
 
 
@@ -70,15 +70,15 @@ def to_bitsandbytes(optimizer: FusedOptimizer) -> State:
             if key not in saved["state"]:
                 continue
             moments = optimizer._moments(group, p)
-            if len(moments) > 2 or is_one(p):
-                came = "sharded" if is_one(p) else f"kept with {', '.join(moments)}"
+            if len(moments) > 2 or is_dtensor(p):
+                actual = "sharded" if is_dtensor(p) else f"with the moments {', '.join(moments)}"
                 accepted = "a whole tensor with at most two moments"
-                raise ArgumentError("to_bitsandbytes", "a parameter", came, accepted)
+                raise ArgumentError("to_bitsandbytes", "a parameter", actual, accepted)
             state: State = {"step": int(saved["state"][key]["step"])}
             for number, (name, moment) in enumerate(moments.items(), 1):
                 again += _write(state, number, moment, p, saved["state"][key], name)
             states[key] = state
-    _say(again)
+    _warn(again)
     return {"state": states, "param_groups": groups}
 
 
@@ -88,20 +88,20 @@ def _same_blocks(p: torch.Tensor) -> bool:
 
 
 def _read(
-    state: State, name: str, moment: Moment, p: torch.Tensor, given: State, number: int
+    state: State, name: str, moment: Moment, p: torch.Tensor, theirs: State, number: int
 ) -> bool:
     """Write a moment into `state`; return whether it was quantised again."""
-    codes = given.get(f"state{number}")
+    codes = theirs.get(f"state{number}")
     if not isinstance(codes, torch.Tensor) or codes.shape != p.shape:
-        came = "nothing" if codes is None else f"of shape {list(codes.shape)}"
-        raise ArgumentError("from_bitsandbytes", f"state{number}", came, f"{list(p.shape)}")
+        actual = "nothing" if codes is None else f"of shape {list(codes.shape)}"
+        raise ArgumentError("from_bitsandbytes", f"state{number}", actual, f"{list(p.shape)}")
     if codes.dtype != torch.uint8:
         state[name] = codes
         return False
-    absmax, values = given[f"absmax{number}"], given[f"qmap{number}"].float()
+    absmax, values = theirs[f"absmax{number}"], theirs[f"qmap{number}"].float()
     if absmax.numel() != math.ceil(p.numel() / BLOCK):
-        came, accepted = f"{absmax.numel()} numbers", f"one for {BLOCK} elements"
-        raise ArgumentError("from_bitsandbytes", f"absmax{number}", came, accepted)
+        actual, accepted = f"{absmax.numel()} numbers", f"one for {BLOCK} elements"
+        raise ArgumentError("from_bitsandbytes", f"absmax{number}", actual, accepted)
     if _same_blocks(p) and torch.equal(values.cpu(), MAPS[moment.signed]):
         state[name + CODES], state[name + ABSMAX] = codes, absmax.view(scales_shape(p.shape))
         return False
@@ -130,10 +130,10 @@ def _write(
     return not same
 
 
-def _say(again: int) -> None:
+def _warn(again: int) -> None:
     if again:
         warnings.warn(
-            f"{again} moments were rounded to 8 bits anew: the rows of their parameters are no"
-            f" multiples of {BLOCK} elements, where blocks differ from bitsandbytes'",
+            f"{again} moments were rounded to 8 bits again: the rows of their parameters are not"
+            f" multiples of {BLOCK} elements, so blocks differ from bitsandbytes'",
             stacklevel=3,
         )

@@ -1,13 +1,14 @@
-"""Optimizers with 8-bit states under bitsandbytes' names, with its arguments."""
+"""8-bit optimizers under bitsandbytes' names, with its arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
-from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._base import FusedOptimizer, collect_arguments
 from torchweld.optim._codecs import EIGHT_BIT
 from torchweld.optim.adam import Adam, AdamW
 from torchweld.optim.lamb import LAMB
@@ -26,21 +27,83 @@ _ONLY: dict[str, Any] = {
 class _EightBit(FusedOptimizer):
     _only = _ONLY
 
-    def __init__(self, params: Any, *args: Any, min_8bit_size: int = 4096, **kwargs: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         for name, only in self._only.items():
-            value = kwargs.pop(name, only)
+            value = arguments.pop(name, only)
             if value != only:
                 raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
-        kwargs.setdefault("min_quantized_size", min_8bit_size)
-        super().__init__(params, *args, state_dtype=EIGHT_BIT, **kwargs)
+        smallest, asked = arguments.pop("min_8bit_size"), arguments.pop("min_quantized_size")
+        arguments["min_quantized_size"] = smallest if asked is None else asked
+        super().__init__(**arguments, state_dtype=EIGHT_BIT)
 
 
 class Adam8bit(_EightBit, Adam):
     """Adam with 8-bit states; takes bitsandbytes.optim.Adam8bit's arguments, and Adam's."""
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: bool | str = False,
+        min_quantized_size: int | None = None,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        cautious: bool = False,
+        cautious_decay: bool = False,
+    ) -> None:
+        super().__init__(**collect_arguments(locals()))
+
 
 class AdamW8bit(_EightBit, AdamW):
     """AdamW with 8-bit states; takes bitsandbytes.optim.AdamW8bit's arguments, and AdamW's."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        min_quantized_size: int | None = None,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        cautious: bool = False,
+        cautious_decay: bool = False,
+    ) -> None:
+        super().__init__(**collect_arguments(locals()))
 
 
 class LAMB8bit(_EightBit, LAMB):
@@ -54,15 +117,66 @@ class LAMB8bit(_EightBit, LAMB):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *args: Any,
-        **kwargs: Any,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        trust_clip: tuple[float, float] | None = None,
+        always_adapt: bool = True,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        max_unorm: float = 1.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        min_quantized_size: int | None = None,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, *args, **kwargs)
+        super().__init__(**collect_arguments(locals()))
 
 
 class Lion8bit(_EightBit, Lion):
     """Lion with 8-bit states; takes bitsandbytes.optim.Lion8bit's arguments, and Lion's."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        min_quantized_size: int | None = None,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        cautious: bool = False,
+        cautious_decay: bool = False,
+    ) -> None:
+        super().__init__(**collect_arguments(locals()))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.lamb import LAMB as RULE
 from torchweld.ops.optimizer.lamb import LambSettings
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf, split_defaults
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
+
+_DEFAULTS = (
+    *("lr", "betas", "eps", "weight_decay"),
+    *("bias_correction", "grad_averaging", "trust_clip", "always_adapt"),
+)
 
 
 class LAMB(OwnOptimizer):
@@ -28,15 +32,16 @@ class LAMB(OwnOptimizer):
         trust_clip: bounds of |p| / |u|, least and largest; DeepSpeed's are (0.01, 10).
         always_adapt: whether parameters without weight decay are adapted too; Apex has False, and
             max_grad_norm=1.0.
-        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
-            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
+            Adam.
 
     An infinite gradient leaves its tensor unchanged, except for elements that become NaN.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -46,22 +51,23 @@ class LAMB(OwnOptimizer):
         grad_averaging: bool = True,
         trust_clip: tuple[float, float] | None = None,
         always_adapt: bool = True,
-        **others: Any,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
     ) -> None:
+        arguments = split_defaults(locals(), *_DEFAULTS)
         if trust_clip is not None and not 0 <= trust_clip[0] <= trust_clip[1]:
             accepted = "two numbers, 0 <= least <= largest, or None"
             raise ArgumentError(type(self).__name__, "trust_clip", repr(trust_clip), accepted)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-        }
-        super().__init__(params, defaults, **others)
+        super().__init__(**arguments)
 
     def _rule(self) -> Rule:
         return RULE

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
-from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf, split_defaults
 from torchweld.optim.sgd import SgdStep
+
+_DEFAULTS = (
+    *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    *("trust_coefficient", "eps", "clip"),
+)
 
 
 class LARS(SgdStep, OwnOptimizer):
@@ -21,13 +25,14 @@ class LARS(SgdStep, OwnOptimizer):
         params, lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         trust_coefficient, eps: constants of the ratio.
         clip: whether lr times the ratio is at most lr, as by default in Apex's LARC.
-        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
-            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
+            Adam.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-1,
         momentum: float = 0.9,
         dampening: float = 0.0,
@@ -37,19 +42,19 @@ class LARS(SgdStep, OwnOptimizer):
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         clip: bool = False,
-        **others: Any,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "clip": clip,
-        }
-        super().__init__(params, defaults, **others)
+        super().__init__(**split_defaults(locals(), *_DEFAULTS))
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf:
         def ratios_of(of_param: torch.Tensor, of_grad: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.lion import LION, LionSettings
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim._base import CAUTIOUS, Group, OwnOptimizer, split_defaults
 from torchweld.optim._codecs import SIGNED, Moments
 
 
@@ -21,19 +20,36 @@ class Lion(OwnOptimizer):
         lr: the size of a step; a tenth of AdamW's is usual.
         betas: decay rates of the momentum that a step follows, and of the one that is stored.
         weight_decay: decoupled, as in AdamW; ten times AdamW's is usual.
-        others: maximize, foreach, fused, capturable, as in torch.optim; state_dtype,
-            master_weights, stochastic_rounding, min_quantized_size, max_grad_norm, as in Adam.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
+            Adam.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **others: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        cautious: bool = False,
+        cautious_decay: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **others)
+        super().__init__(**split_defaults(locals(), "lr", "betas", "weight_decay"))
+
+    _is_cautious_rule = True
+    _varying = frozenset({"betas", "weight_decay"})
 
     def _rule(self) -> Rule:
         return LION
@@ -42,5 +58,6 @@ class Lion(OwnOptimizer):
         return {"exp_avg": SIGNED}
 
     def _settings(self, group: Group, batch: Batch) -> LionSettings:
-        beta1, beta2 = group["betas"]
-        return LionSettings(float(beta1), float(beta2), float(group["weight_decay"]))
+        beta1, beta2 = map(float, group["betas"])
+        flags = (group.get(name, False) for name in CAUTIOUS)
+        return LionSettings(beta1, beta2, float(group["weight_decay"]), *flags)

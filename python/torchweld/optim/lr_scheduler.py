@@ -1,6 +1,6 @@
-"""Learning rates for large batches: scaled with the batch size, warmed up, then decayed.
+"""Learning rates for large batches: scaled with the batch size, with a warm-up and a decay.
 
-They work like torch.optim.lr_scheduler's, with any optimizer; call step() once per batch.
+The schedulers work like torch.optim.lr_scheduler's, with any optimizer. Call step() once per batch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Scaled(LRScheduler):
 
     def _factor(self, step: int) -> float:
         if step < self.warmup_steps:
-            risen = step / self.warmup_steps
-            return self.scale * (self.warmup_start + (1 - self.warmup_start) * risen)
+            share = step / self.warmup_steps
+            return self.scale * (self.warmup_start + (1 - self.warmup_start) * share)
         if self.total_steps is None:
             return self.scale
         left = (self.total_steps - step) / (self.total_steps - self.warmup_steps)
@@ -69,8 +69,8 @@ class LinearScaling(_Scaled):
     """A learning rate in proportion to the batch size (Goyal et al. 2017), as for SGD and LARS.
 
     Args:
-        optimizer: its learning rates are those for a batch of base_batch_size.
-        batch_size: over all devices and accumulated steps together.
+        optimizer: an optimizer whose learning rates are meant for base_batch_size.
+        batch_size: the batch size over all devices and accumulated steps.
         base_batch_size: the batch size that the learning rates are meant for.
         warmup_steps: steps of a linear rise from warmup_start times the scaled rate.
         total_steps: the step at which the rate reaches 0, after a polynomial decay from the end of

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
+from torchweld.optim._base import split_defaults
 from torchweld.optim._one_bit import OneBitOptimizer
+
+_DEFAULTS = ("lr", "betas", "eps", "weight_decay", "freeze_step", "bias_correction")
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -24,19 +26,20 @@ class OneBitAdam(OneBitOptimizer):
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         freeze_step: the number of warm-up steps. The paper has no default: take 15 to 25 % of all
             steps, and more than the warm-up of lr.
-        bias_correction: whether moments are corrected for their start at zero; not in DeepSpeed.
+        bias_correction: whether moments are corrected for their start at zero; DeepSpeed has none.
         group: a process group; None: the default group, or only this process.
         error_dtype: dtype of the errors: torch.float32 or torch.bfloat16.
-        others: maximize, foreach, fused, capturable, as in torch.optim; master_weights and
-            stochastic_rounding, as in AdamW.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        master_weights, stochastic_rounding: as in AdamW. state_dtype must be torch.float32 and
+            max_grad_norm None: the momentum is bits, and no process has the mean gradient.
 
-    An element without any gradient in the warm-up does not move after it. With a GradScaler, all
-    processes skip a step together. `bytes_sent` counts the bytes this process has sent.
+    An element that never has a gradient in the warm-up does not change after it. With a GradScaler,
+    all processes skip a step together. `bytes_sent` counts the bytes this process has sent.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -44,14 +47,17 @@ class OneBitAdam(OneBitOptimizer):
         *,
         freeze_step: int,
         bias_correction: bool = False,
-        **others: Any,
+        group: torch.distributed.ProcessGroup | None = None,
+        error_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults, **others)
+        super().__init__(**split_defaults(locals(), *_DEFAULTS))

@@ -6,33 +6,42 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
-from torchweld.collectives.one_bit import Packed, flat_of, runs, sizes_of
+from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
-from torchweld.optim._base import RatiosOf
-from torchweld.optim._one_bit import AVG, BITS, SCALE, WORKER, OneBitOptimizer, freeze
+from torchweld.optim._base import RatiosOf, split_defaults
+from torchweld.optim._one_bit import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
 from torchweld.optim._params import Group
 
-# Entries of a state: the average of the warm-up's ratios, the factor of the last step, the
-# normalisation of momenta before they share a scale, and second moments that keep being updated.
+# Entries of a state: the average of the ratios of the warm-up, the factor of the last step, the
+# normalisation of momenta before they share a scale, and second moments that are still updated.
 COEFF, FACTOR, SCALING, FRESH = "ratio_average", "last_factor", "scaling", "exp_avg_sq_fresh"
+
+
+_DEFAULTS = (
+    *("lr", "betas", "eps", "weight_decay", "freeze_step", "bias_correction"),
+    *("trust_clip", "coeff_beta", "factor_clip", "factor_threshold"),
+)
 
 
 class OneBitLAMB(OneBitOptimizer):
     """1-bit LAMB (Li et al. 2021): LAMB whose momentum is exchanged and stored as bits.
 
-    For `freeze_step` steps gradients are averaged in float32 and the step is LAMB's; an average of
-    its ratios is kept. Then second moments are frozen, and processes average all momenta as one
-    tensor of signs with error feedback. A tensor's ratio is the average times a factor. The factor
-    compares the frozen second moments with fresh ones, updated with gradients reconstructed from
-    the momenta.
+    For `freeze_step` steps gradients are averaged in float32 and the step is LAMB's; its ratios are
+    averaged over the steps. Then second moments are frozen, and processes average all momenta as
+    one tensor of signs with error feedback. A tensor's ratio is the average times a factor. The
+    factor compares the frozen second moments with fresh ones, updated with gradients reconstructed
+    from the momenta.
 
     Args:
-        params, lr, betas, eps, weight_decay, freeze_step, bias_correction, group, error_dtype,
-            others: as in OneBitAdam.
+        params, lr, betas, eps, weight_decay, freeze_step, bias_correction, group, error_dtype: as
+            in OneBitAdam.
+        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
+        state_dtype, master_weights, stochastic_rounding, max_grad_norm: as in OneBitAdam.
         trust_clip: the least and the largest ratio of the warm-up.
         coeff_beta: decay rate of the average of ratios.
         factor_clip: the least and the largest factor.
@@ -44,7 +53,7 @@ class OneBitLAMB(OneBitOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -56,30 +65,30 @@ class OneBitLAMB(OneBitOptimizer):
         coeff_beta: float = 0.9,
         factor_clip: tuple[float, float] = (0.5, 4.0),
         factor_threshold: float = 0.1,
-        **others: Any,
+        group: torch.distributed.ProcessGroup | None = None,
+        error_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
+        arguments = split_defaults(locals(), *_DEFAULTS)
         name = type(self).__name__
         for argument, clip in (("trust_clip", trust_clip), ("factor_clip", factor_clip)):
             if not 0 <= clip[0] <= clip[1]:
                 accepted = "two numbers, 0 <= least <= largest"
                 raise ArgumentError(name, argument, repr(clip), accepted)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-            "trust_clip": trust_clip,
-            "coeff_beta": coeff_beta,
-            "factor_clip": factor_clip,
-            "factor_threshold": factor_threshold,
-        }
         self._forget_step()
-        super().__init__(params, defaults, **others)
+        super().__init__(**arguments)
 
     def _forget_step(self) -> None:
-        """Reset what one step's passes hand on."""
+        """Reset the values that the passes of a step share."""
         self._momenta: dict[torch.Tensor, torch.Tensor] = {}
         self._previous: dict[torch.Tensor, torch.Tensor] = {}
         self._group_of: dict[torch.Tensor, Group] = {}
@@ -113,7 +122,7 @@ class OneBitLAMB(OneBitOptimizer):
         for p, ratio in zip(task.batch.wholes, task.ratios, strict=True):
             beta = self._group_of[p]["coeff_beta"]
             before = self.state[p].get(COEFF, torch.zeros_like(ratio))
-            # A ratio of 1 may stand for an undefined one.
+            # A ratio of 1 may stand for an undefined ratio.
             average = beta * before + (1 - beta) * ratio
             self.state[p][COEFF] = torch.where(ratio == 1, before, average)
         return ()
@@ -126,12 +135,14 @@ class OneBitLAMB(OneBitOptimizer):
         )
         task.ratios = torch.stack(
             [
-                self._ratio(p, read_param(value, master).float(), momentum, square, task.settings)
+                self._compute_ratio(
+                    p, read_param(value, master).float(), momentum, square, task.settings
+                )
                 for p, value, master, momentum, square in columns
             ]
         )
 
-    def _ratio(
+    def _compute_ratio(
         self,
         p: torch.Tensor,
         value: torch.Tensor,
@@ -139,14 +150,14 @@ class OneBitLAMB(OneBitOptimizer):
         square: torch.Tensor,
         settings: Sequence[Any],
     ) -> torch.Tensor:
-        """The average ratio times the factor of this step."""
+        """Compute the average ratio times the factor of this step."""
         group, state = self._group_of[p], self.state[p]
         beta1, beta2, eps, decay, *_ = settings
         gradient = (momentum - self._previous.pop(p) * beta1) / (1 - beta1)
         fresh = state.setdefault(FRESH, square.clone())
         fresh.mul_(beta2).add_(gradient * gradient * (1 - beta2))
         root = square.sqrt() + eps
-        # A frozen second moment may be infinite, and the fresh one with it.
+        # A frozen second moment may be infinite; then the fresh one is, too.
         quotients = (root / (fresh.sqrt() + eps)).nan_to_num(1.0, 1.0)
         factor = quotients.max().double() if p.numel() > 0 else torch.ones_like(state[COEFF])
         if decay > 0:
@@ -164,25 +175,25 @@ class OneBitLAMB(OneBitOptimizer):
     # --- One tensor for all momenta -----------------------------------------------------------
 
     def _compress(self, parts: Sequence[Part]) -> None:
-        name, params = type(self).__name__, self._sharing()
+        name, params = type(self).__name__, self._list_sharing()
         if len(parts) != len(params):
-            came = "with one that has no gradient now, but had one in the warm-up"
+            actual = "with one that has no gradient now, but had one in the warm-up"
             accepted = "with a gradient for each that had one: their momenta share a scale"
-            raise ArgumentError(name, "params", came, accepted)
+            raise ArgumentError(name, "params", actual, accepted)
         if not parts:
             self._owed = self._reduce([])
             return
         number = {p: i for i, p in enumerate(params)}
         parts = sorted(parts, key=lambda part: number[part.param])
-        scaling = self._scaling(params)
-        flat = flat_of([part.here * s for part, s in zip(parts, scaling, strict=True)])
+        scaling = self._find_scaling(params)
+        flat = flatten_all([part.here * s for part, s in zip(parts, scaling, strict=True)])
         self._owed = self._reduce([(params[0], flat)])
-        found = runs(self._owed[0][1].dequantize(), sizes_of(params))
-        for part, momentum, s in zip(parts, found, scaling, strict=True):
+        momenta = split_into_runs(self._owed[0][1].dequantize(), list_sizes(params))
+        for part, momentum, s in zip(parts, momenta, scaling, strict=True):
             part.here.copy_(momentum.view(part.here.shape) / s)
 
-    def _scaling(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Factors that equalise momenta, from their size at the end of the warm-up."""
+    def _find_scaling(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Find the factors that equalise momenta, from their size at the end of the warm-up."""
         states = [self.state[p] for p in params]
         if SCALING in states[0]:
             return [state[SCALING] for state in states]
@@ -191,13 +202,15 @@ class OneBitLAMB(OneBitOptimizer):
         count = max(sum(m.numel() > 0 for m in momenta), 1)
         return list(torch.where(sizes > 0, sizes.sum() / count / sizes, 1.0).float())
 
-    def _keep_momentum(self, task: Task) -> Iterable[Part]:
+    def _store_momentum(self, task: Task) -> Iterable[Part]:
         if self._owed:
-            for p, scaling in zip(self._sharing(), self._scaling(self._sharing()), strict=True):
+            for p, scaling in zip(
+                self._list_sharing(), self._find_scaling(self._list_sharing()), strict=True
+            ):
                 self.state[p][SCALING] = scaling.clone()
             for state in self.state.values():
-                freeze(state)
-        return super()._keep_momentum(task)
+                end_warm_up(state)
+        return super()._store_momentum(task)
 
     def _momentum_of(self, p: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
@@ -211,14 +224,14 @@ class OneBitLAMB(OneBitOptimizer):
         return momentum
 
     def _read_momenta(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The momenta of all parameters, each times its scaling; the first one's state has them."""
-        params = self._sharing()
-        first, sizes = self.state[params[0]], sizes_of(params)
+        """Read all momenta, each times its scaling, from the state of the first parameter."""
+        params = self._list_sharing()
+        first, sizes = self.state[params[0]], list_sizes(params)
         packed = Packed(first[BITS], first[SCALE], sum(sizes))
-        return dict(zip(params, runs(packed.dequantize(), sizes), strict=True))
+        return dict(zip(params, split_into_runs(packed.dequantize(), sizes), strict=True))
 
-    def _sharing(self) -> list[torch.Tensor]:
-        """The parameters whose momenta share a scale: all that had a gradient in the warm-up."""
+    def _list_sharing(self) -> list[torch.Tensor]:
+        """List the parameters that share a scale: all that had a gradient in the warm-up."""
         if self._shared is None:
             had = {AVG, SCALING}
             self._shared = [p for p in self._params() if not had.isdisjoint(self.state.get(p, ()))]

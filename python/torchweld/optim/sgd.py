@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sgd import SGD as RULE
 from torchweld.ops.optimizer.sgd import SgdSettings
-from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._base import FusedOptimizer, Group, collect_arguments
 from torchweld.optim._codecs import SIGNED, STEP, Moments, State
 
 
@@ -27,7 +28,7 @@ class SgdStep(FusedOptimizer):
         return SgdSettings(momentum, dampening, weight_decay, group["nesterov"])
 
     def _begin_moments(self, state: State) -> None:
-        # The first gradient enters a momentum undampened: count the momentum's own steps.
+        # The first gradient of a momentum is not dampened, so the momentum's own steps are counted.
         state["step"].zero_()
 
 
@@ -44,11 +45,33 @@ class SGD(SgdStep, torch.optim.SGD):
 
     _takes_sparse = True
 
-    def state_dict(self) -> State:
-        """A state like torch's, which does not count steps.
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float | torch.Tensor = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = False,
+        min_quantized_size: int = 4096,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        super().__init__(**collect_arguments(locals()))
 
-        The count is saved only if something depends on it: stochastic rounding, or a first gradient
-        still to come, which is not dampened.
+    def state_dict(self) -> State:
+        """Return a state like torch's, which does not count steps.
+
+        The count is saved only if later steps depend on it: for stochastic rounding, or before the
+        first gradient, which is not dampened.
         """
         saved = super().state_dict()
         states = saved["state"]

@@ -1,4 +1,4 @@
-"""What an op is: one declaration, from which everything else is derived.
+"""Declarations of ops, from which everything else is derived.
 
 An op is declared once, in its file under `ops/`, as an `Op`: two schemas, an eager reference, a
 check, a fake. Each backend has its own overload of the schemas (`torchweld::layer_norm.cpu`,
@@ -7,17 +7,17 @@ checkpointing policies. The argument names of the two schemas relate forward and
 autograd function is built from them:
 
 * `grad_y` in the backward's arguments is the gradient of the forward's output `y`, and makes `y`
-  one of the public results; the forward's other outputs are kept only for the backward;
+  one of the public results; the forward's other outputs are only saved for the backward pass;
 * an argument named like a forward's input or output is that value, saved; if an input is not among
   them, the declaration has a `backward_reference`;
-* `x_dtype` is the dtype of input `x`, and `need_weight` whether the gradient of input `weight` is
-  wanted;
-* `grad_x` in the backward's results is the gradient of input `x`, and is like `x`.
+* `input_dtype` is the dtype of the argument `input`, and `need_weight` whether the gradient of the
+  argument `weight` is wanted;
+* `grad_input` in the backward's results is the gradient of the argument `input`, and is like it.
 """
 
 from torchweld.registry.backends import BACKENDS, EAGER, Backend
 from torchweld.registry.composite import Composite
-from torchweld.registry.op import OPS, Numerics, Op, in_the_way
+from torchweld.registry.op import OPS, Numerics, Op, why_not_now
 from torchweld.registry.samples import (
     SEED,
     Made,
@@ -29,6 +29,7 @@ from torchweld.registry.samples import (
     padding,
     parameter,
     residual,
+    take_rows,
     variance,
     weight,
 )
@@ -54,11 +55,12 @@ __all__ = [
     "activation",
     "boolean",
     "constant",
-    "in_the_way",
     "materialize",
     "padding",
     "parameter",
     "residual",
+    "take_rows",
     "variance",
     "weight",
+    "why_not_now",
 ]

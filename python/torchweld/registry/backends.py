@@ -18,20 +18,20 @@ _TRITON_FROM = (8, 0)
 
 @dataclass
 class Backend:
-    """A way to run ops: the device types it serves, and the reason if it is missing."""
+    """A way to run ops: the device types it serves, and why it is missing, if it is."""
 
     name: str
     devices: set[str]
-    # This and `unfit` are set by the loader of the backend's library.
-    missing: Callable[[], str | None]
+    # This and `why_unfit` are set by the loader of the backend's library.
+    why_missing: Callable[[], str | None]
     # Why its kernels cannot run on a GPU of this compute capability; None if they can.
-    unfit: Callable[[Capability], str | None] = lambda capability: None
+    why_unfit: Callable[[Capability], str | None] = lambda capability: None
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot run on this device, of a type it serves; None if it can."""
-        if reason := self.missing():
+        if reason := self.why_missing():
             return reason
-        return _unfit(self.name, device.index) if "cuda" in self.devices else None
+        return _why_unfit(self.name, device.index) if "cuda" in self.devices else None
 
 
 # Looked up once: torch.compile traces through its users.
@@ -42,27 +42,27 @@ _TRITON_MISSING = (
 )
 
 
-def _too_old_for_triton(capability: Capability) -> str | None:
+def _why_too_old(capability: Capability) -> str | None:
     if capability >= _TRITON_FROM:
         return None
-    return f"this GPU is sm_{_joined(capability)}; Triton needs sm_{_joined(_TRITON_FROM)} or newer"
+    return f"this GPU is sm_{_join(capability)}; Triton needs sm_{_join(_TRITON_FROM)} or newer"
 
 
-def _joined(capability: Capability) -> str:
+def _join(capability: Capability) -> str:
     return "".join(map(str, capability))
 
 
 # Constant under torch.compile, which cannot trace a query of a device.
 @assume_constant_result
-def _unfit(backend: str, device_index: int | None) -> str | None:
-    return _unfit_once(backend, device_index)
+def _why_unfit(backend: str, device_index: int | None) -> str | None:
+    return _find_why_unfit(backend, device_index)
 
 
 @functools.cache
-def _unfit_once(backend: str, device_index: int | None) -> str | None:
+def _find_why_unfit(backend: str, device_index: int | None) -> str | None:
     if not torch.cuda.is_available():  # all tensors are fake
         return None
-    return BACKENDS[backend].unfit(torch.cuda.get_device_capability(device_index))
+    return BACKENDS[backend].why_unfit(torch.cuda.get_device_capability(device_index))
 
 
 BACKENDS = {
@@ -70,7 +70,7 @@ BACKENDS = {
     for backend in (
         Backend("cpu", {"cpu"}, lambda: "its library is not loaded"),
         Backend("cuda", {"cuda"}, lambda: "its library is not loaded"),
-        Backend("triton", {"cuda"}, lambda: _TRITON_MISSING, _too_old_for_triton),
+        Backend("triton", {"cuda"}, lambda: _TRITON_MISSING, _why_too_old),
     )
 }
 

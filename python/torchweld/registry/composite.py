@@ -22,7 +22,7 @@ class Composite(Op):
     fused: Callable[..., Any] = field(kw_only=True)
     # Takes the same arguments; says in words how it runs them, if that was measured.
     detail: Callable[..., str] | None = None
-    # For the docs: its components, with {} for the kernels, and what it saves.
+    # For the docs: the components, with {} for the kernels, and the saved tensors.
     made_of: str = "torch's GEMMs; between them {}"
     saves: str = (
         "the GEMMs' inputs and the result of the first; with `recompute`, only the op's inputs"

@@ -1,4 +1,4 @@
-"""Functions whose results torch.compile takes as constants of the graph."""
+"""Functions whose results are constants of a compiled graph."""
 
 from __future__ import annotations
 

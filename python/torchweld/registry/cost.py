@@ -1,4 +1,4 @@
-"""What an op costs: the bytes it must move and the operations it must do."""
+"""The cost of an op: the bytes it must move and the operations it must do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torchweld.registry.op import Op
 
-# Forward without gradients; only the backward; both through autograd.
+# The forward pass without gradients; only the backward pass; both through autograd.
 DIRECTIONS = ("fwd", "bwd", "full")
 
 
@@ -64,13 +64,13 @@ def results(op: Op, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
     return dict(zip(op.forward_signature.results, op.fake(*shapes), strict=True))
 
 
-def per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
+def count_per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
     """Operations for each element of the first argument."""
     return lambda x, *_: (forward * x.numel(), backward * x.numel())
 
 
-def of_gemms(*products: int) -> tuple[int, int]:
-    """Operations of GEMMs with these numbers of products; the backward has two GEMMs for each."""
+def count_for_gemms(*products: int) -> tuple[int, int]:
+    """Operations of GEMMs with these numbers of products; backward has two GEMMs for each."""
     return 2 * sum(products), 4 * sum(products)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchweld.registry.backends import BACKENDS, EAGER, parts
+from torchweld.registry.samples import take_rows
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
 
@@ -19,15 +20,17 @@ OPS: dict[str, Op] = {}
 class Numerics:
     """How exact an op is, derived in docs/numerics.md.
 
-    A 16-bit result may be off by `rounding[name]` times the error of rounding the exact result; the
-    default factor is 1.1. A float32 result may be off by `fp32[name]` unit roundoffs of the sum of
-    its terms' magnitudes. `terms` takes the forward's arguments and `grad_y`, and returns these
-    sums by name.
+    A 16-bit result may be off by `rounding[name]` times the error of rounding the exact result, and
+    by `eager[name]` times eager's error; both factors are 1.1 by default. A float32 result may be
+    off by as many times eager's error, or by `fp32[name]` unit roundoffs of the sum of its terms'
+    magnitudes; `eager` counts beside 16-bit inputs only. `terms` takes the forward's arguments and
+    `grad_y`, and returns these sums by name.
     """
 
     fp32: dict[str, float]
     terms: Callable[..., dict[str, torch.Tensor]]
     rounding: dict[str, float] = field(default_factory=dict)
+    eager: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,11 +62,11 @@ class Op:
     benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
     tiny: tuple[Any, ...]
     numerics: Numerics
-    # With fewer elements in the first argument eager is as fast on the CPU: overhead exceeds the
-    # work. A call that draws random numbers never falls back, since eager draws them in many steps.
+    # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
+    # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
     small: int
-    # Whether eager rounds 16-bit values between its steps. Kernels do not, so that they serve small
-    # inputs of 16 bits too: a result must not depend on the size of its batch.
+    # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
+    # 16-bit inputs: a result must not depend on the size of its batch.
     eager_rounds: bool = False
     # Takes the public function's arguments by name; returns the forward's. None if they are equal.
     inputs: Callable[..., Sequence[Any]] | None = None
@@ -73,6 +76,8 @@ class Op:
     # The backward in eager torch, differentiable by torch. Needed if the backward does not take all
     # of the forward's arguments.
     backward_reference: Callable[..., Any] | None = None
+    # The backward's results as empty tensors, where they are not like the inputs that it takes.
+    fake_backward: Callable[..., tuple[torch.Tensor, ...]] | None = None
     # Takes the forward's arguments; names those of the backward that need not be saved.
     unsaved: Callable[..., Collection[str]] | None = None
     # Input -> an incoming gradient that equals the input's own, and the condition on the forward's
@@ -87,6 +92,15 @@ class Op:
     # Takes a backend and the known arguments of the forward by name. Says why the backend has no
     # kernel for them, if that depends on more than their dtype and device.
     refuses: Callable[[str, dict[str, Any]], str | None] | None = None
+    # Takes the forward's arguments and a number of rows; returns arguments like them with about so
+    # many rows, to judge kernels by in float64. None: the first rows of each argument.
+    sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
+    # Arguments that stand for those of a compiled graph, whose sizes may be symbolic. None: some of
+    # `sized`.
+    arguments_while_compiling: tuple[Any, ...] | None = None
+    # Whether a correct kernel serves on a GPU untimed, since eager is known to be slower, or its
+    # memory grows with the square of a size.
+    check_only: bool = False
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)
@@ -126,6 +140,18 @@ class Op:
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def stand_in(self) -> tuple[Any, ...]:
+        """Arguments that stand for those of a compiled graph."""
+        return self.arguments_while_compiling or self.sized((4096,), (1024,))
+
+    def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:
+        """Cut the arguments to about `rows` rows."""
+        if self.sample is not None:
+            return self.sample(inputs, rows)
+        columns = max(self.sharding.columns(*inputs), 1)
+        return take_rows(inputs, rows, columns, self.weights_at)
+
     def draws(self, inputs: Sequence[Any]) -> bool:
         """Whether the op drops elements of these inputs."""
         return self.seed_at is not None and inputs[self.seed_at] is not None
@@ -148,11 +174,11 @@ class Op:
         on_cpu = x.is_cpu  # much cheaper to read than the device's type
         if ("cpu" if on_cpu else x.device.type) not in its.devices:
             # A missing library explains more than an unsupported device.
-            return its.missing() or (
+            return its.why_missing() or (
                 f"{self.forward_signature.arguments[0]} is on {x.device};"
                 f" it serves {' and '.join(sorted(its.devices))}"
             )
-        if reason := its.missing() if on_cpu else its.why_not(x.device):
+        if reason := its.why_missing() if on_cpu else its.why_not(x.device):
             return reason
         if x.dtype not in self.dtypes:
             return f"no kernel for {x.dtype}"
@@ -160,12 +186,12 @@ class Op:
             return f"{self.forward_signature.arguments[0]} is a nested tensor, which eager serves"
         if backend != "cpu" and x.dtype == torch.float64:
             return "float64 has a kernel only on the CPU"
-        if reason := in_the_way():
+        if reason := why_not_now():
             return reason
-        return None if self.refuses is None else self.refused(backend, inputs)
+        return None if self.refuses is None else self.why_refused(backend, inputs)
 
-    def refused(self, backend: str, inputs: Sequence[Any]) -> str | None:
-        """Why this backend has no kernel for arguments like these; None if it has."""
+    def why_refused(self, backend: str, inputs: Sequence[Any]) -> str | None:
+        """Why this backend has no kernel for these arguments; None if it has one."""
         if self.refuses is None:
             return None
         names = self.forward_signature.arguments  # the doctor passes fewer inputs
@@ -176,7 +202,7 @@ class Op:
         return None
 
 
-def in_the_way() -> str | None:
+def why_not_now() -> str | None:
     """The current mode of torch that only eager serves; None if there is none."""
     if torch._C._are_functorch_transforms_active():
         return "inside a torch.func transform, whose rules eager has"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor argument of a sample, made on demand and always the same."""
+    """A tensor argument of a sample, computed on demand and the same every time."""
 
     make: Callable[[], torch.Tensor]
 
@@ -69,6 +69,9 @@ def padding(*shape: int) -> TensorSpec:
     return TensorSpec(shape, "padding")
 
 
+# The most elements of a sample whose results are computed in float64.
+MOST_ELEMENTS = 2**25
+
 # The seed of dropout: a number that uses both halves of its 64 bits.
 SEED = TensorSpec((1,), "seed")
 _SEED = 0x1234_5678_9ABC_DEF0
@@ -100,7 +103,7 @@ def materialize(
             return values > 1.0
         if argument.kind == "weight":
             values = values / max(argument.shape[-1], 1) ** 0.5
-        else:  # Away from zero mean and unit scale, where mistakes in statistics and weights show.
+        else:  # Not of zero mean and unit scale, so that mistakes in statistics and weights show.
             values = values * 0.5 + 1.0 if argument.parameter else values * 1.5 + 0.25
         if argument.kind == "variance":
             values = values.abs()
@@ -111,3 +114,34 @@ def materialize(
         )
 
     return [draw(argument) for argument in arguments]
+
+
+def take_rows(
+    inputs: Sequence[Any], rows: int, columns: int, weights_at: Collection[int]
+) -> list[Any]:
+    """Cut inputs to about `rows` of the first one's rows, fewer if they are wide.
+
+    A row has the first input's last `columns` sizes. Other inputs are cut where they have its
+    sizes, factors of GEMMs nowhere.
+    """
+    x = inputs[0]
+    sizes, leading = list(x.shape), max(x.ndim - columns, 0)
+    rows = max(1, min(rows, MOST_ELEMENTS // max(torch.Size(sizes[leading:]).numel(), 1)))
+    for at in range(leading):
+        others = torch.Size(sizes[:at] + sizes[at + 1 : leading]).numel()
+        sizes[at] = min(sizes[at], max(1, rows // max(others, 1)))
+    return [
+        value if at in weights_at else _narrow(value, x.shape, sizes, leading)
+        for at, value in enumerate(inputs)
+    ]
+
+
+def _narrow(value: Any, shape: Sequence[int], sizes: Sequence[int], leading: int) -> Any:
+    """The part of a tensor that has, or broadcasts to, `shape` beside one of `sizes`."""
+    if not isinstance(value, torch.Tensor) or value.ndim > len(shape):
+        return value
+    for at in range(value.ndim):
+        beside = len(shape) - value.ndim + at
+        if beside < leading and value.shape[at] == shape[beside]:
+            value = value.narrow(at, 0, sizes[beside])
+    return value

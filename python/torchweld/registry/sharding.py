@@ -1,4 +1,4 @@
-"""Which dimensions of an op's arguments may be sharded over devices, and what follows from it."""
+"""Which dimensions of an op's arguments may be sharded over devices, and how results follow."""
 
 from __future__ import annotations
 

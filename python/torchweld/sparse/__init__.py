@@ -1,6 +1,7 @@
-"""Block layouts: which blocks of queries see which blocks of keys. Data only."""
+"""Block layouts: which blocks of queries see which blocks of keys, and biases. Data only."""
 
+from torchweld.sparse.bias import BlockBias
+from torchweld.sparse.by_length import Layouts
 from torchweld.sparse.layout import BlockLayout
-from torchweld.sparse.layouts import Layouts
 
-__all__ = ["BlockLayout", "Layouts"]
+__all__ = ["BlockBias", "BlockLayout", "Layouts"]

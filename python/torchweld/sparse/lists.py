@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     A block's number is (head * rows + row) * columns + column. Heads are counted over the batch.
     """
 
-    number: torch.Tensor  # int64, or int32 if it can hold them
+    number: torch.Tensor  # int64, or int32 if that holds every number
     mask: torch.Tensor | None  # index of each block's mask; -1: the block is full
     masks: torch.Tensor  # as in Lists
 
@@ -51,21 +51,21 @@ def no_masks(block: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, block * words_of(block), dtype=torch.int32, device=device)
 
 
-def in_order(values: torch.Tensor) -> torch.Tensor:
-    """The sorted values. On the CPU this sorts in place."""
+def sort_values(values: torch.Tensor) -> torch.Tensor:
+    """Sort the values; on the CPU, in place."""
     if values.device.type == "cpu":  # numpy's vectorised sort is many times as fast
         values.numpy().sort()
         return values
     return values.sort().values
 
 
-def listed(
+def make_lists(
     number: torch.Tensor,
     mask: torch.Tensor | None,
     masks: torch.Tensor,
     sizes: tuple[int, int, int, int],
 ) -> Lists:
-    """The lists of these blocks, given by number (see Blocks) in any order.
+    """Make the lists of these blocks, given by number (see Blocks) in any order.
 
     `sizes` are batch, heads, rows and columns. Numbers past the last possible block are ignored: a
     builder on a GPU allocates the most that it may need, and never reads back the actual count.
@@ -76,7 +76,7 @@ def listed(
         number = number.to(torch.int32)
         mask = None if mask is None else mask.to(torch.int32)
     # (head * columns + column) * rows + row, where number is line * columns + column and line is
-    # head * rows + row. A number past the last block stays past it.
+    # head * rows + row. A number past the last block stays past the last block.
     line = number // columns
     transposed = (number - line * columns).mul_(rows).add_(line)
     transposed.add_((line // rows).mul_(rows * (columns - 1)))
@@ -93,14 +93,14 @@ def _lines(
     batch, heads, lines, partners = sizes
     line = torch.arange(batch * heads * lines + 1, device=number.device, dtype=number.dtype)
     if mask is None:
-        number = in_order(number)
+        number = sort_values(number)
         partner, which = number % partners, torch.zeros_like(number)
         begins = torch.searchsorted(number, line * partners).to(torch.int32)
         begin, partial, end = begins[:-1], begins[1:], begins[1:]
     else:
         # Full blocks come before partial ones, so the sort key includes the mask.
         half = number // partners * 2 + (mask >= 0)
-        code = in_order((half * partners + number % partners) * kinds + (mask + 1))
+        code = sort_values((half * partners + number % partners) * kinds + (mask + 1))
         which = (code % kinds - 1).clamp_(min=0)
         code = code // kinds
         partner = code % partners
@@ -116,11 +116,11 @@ def _lines(
 
 
 def blocks_of(lists: Lists) -> Blocks:
-    """The blocks that these lists were made from. Synchronises with the device."""
+    """The blocks of these lists. Synchronises with the device."""
     rows = lists.rows.flatten(0, 2).long()
     lines, columns = lists.rows.shape[2], lists.columns.shape[2]
     lengths = rows[:, 3] - rows[:, 1]
-    position = ranges(rows[:, 1], lengths)
+    position = list_ranges(rows[:, 1], lengths)
     entries = lists.row_entries[position].long()
     line = torch.arange(len(rows), device=rows.device) // lines * lines + rows[:, 0]
     number = line.repeat_interleave(lengths) * columns + entries[:, 0]
@@ -131,7 +131,7 @@ def blocks_of(lists: Lists) -> Blocks:
     return Blocks(number, torch.where(partial, entries[:, 1], -1)[order], lists.masks)
 
 
-def ranges(begin: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def list_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The numbers begin[i], begin[i] + 1, ... of each range, one range after another."""
     before = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
@@ -145,11 +145,11 @@ def kinds_of(rows: torch.Tensor, row_entries: torch.Tensor, columns: int) -> tor
     """
     begin, partial, end = rows[..., 1:2], rows[..., 2:3], rows[..., 3:4]
     position = begin + torch.arange(columns, device=rows.device, dtype=torch.int32)
-    there = position < end
+    exists = position < end
     entries = torch.nn.functional.pad(row_entries, (0, 0, 0, 1))
-    found = entries[torch.where(there, position, len(row_entries)).long()]
-    kind = torch.where(position < partial, 1, found[..., 1] + 2) * there
-    column = torch.where(there, found[..., 0], columns).long()
+    entries = entries[torch.where(exists, position, len(row_entries)).long()]
+    kind = torch.where(position < partial, 1, entries[..., 1] + 2) * exists
+    column = torch.where(exists, entries[..., 0], columns).long()
     kinds = kind.new_zeros([*rows.shape[:3], columns + 1]).scatter(-1, column, kind)[..., :columns]
     which = rows[..., :1].long().expand(kinds.shape)
     return torch.zeros_like(kinds).scatter(2, which, kinds)
@@ -166,12 +166,12 @@ def token_mask(
     """Booleans [batch or 1, heads or 1, queries, keys], True if the layout includes the key."""
     kinds = kinds_of(rows, row_entries, count_of(keys, block))
     whole = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
-    every = torch.cat([~whole, whole, unpacked(masks, block)])
+    every = torch.cat([~whole, whole, unpack(masks, block)])
     tokens = every[kinds.long()].transpose(3, 4).flatten(4, 5).flatten(2, 3)
     return tokens[:, :, :queries, :keys]
 
 
-def packed(mask: torch.Tensor) -> torch.Tensor:
+def pack(mask: torch.Tensor) -> torch.Tensor:
     """Pack booleans [n, block, block] into the bits of Lists."""
     n, block = mask.shape[:2]
     mask = torch.nn.functional.pad(mask, (0, 32 * words_of(block) - block))
@@ -180,15 +180,15 @@ def packed(mask: torch.Tensor) -> torch.Tensor:
     return octets.view(torch.int32).reshape(n, block * words_of(block))
 
 
-def unpacked(masks: torch.Tensor, block: int) -> torch.Tensor:
+def unpack(masks: torch.Tensor, block: int) -> torch.Tensor:
     """Unpack bits to booleans [n, block, block]."""
     bit = torch.arange(32, device=masks.device, dtype=torch.int32)
     bits = (masks.view(-1, block, words_of(block), 1) >> bit) & 1
     return bits.flatten(2).bool()[..., :block]
 
 
-def joined(a: Blocks, b: Blocks, block: int, union: bool) -> Blocks:
-    """The union or the intersection of two layouts' blocks."""
+def join(a: Blocks, b: Blocks, block: int, union: bool) -> Blocks:
+    """Join the blocks of two layouts: their union or their intersection."""
     number = torch.cat([a.number, b.number])
     number, order = number.sort(stable=True)
     twice = torch.zeros_like(number, dtype=torch.bool)
@@ -220,14 +220,14 @@ def _mask(blocks: Blocks) -> torch.Tensor:
 
 
 def tidy(blocks: Blocks, block: int) -> Blocks:
-    """The same blocks with each mask once, without full masks and empty blocks."""
+    """Keep each mask once, and remove full masks and empty blocks."""
     assert blocks.mask is not None
-    whole = packed(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
+    whole = pack(torch.ones(1, block, block, dtype=torch.bool, device=blocks.number.device))
     every = torch.cat([whole, torch.zeros_like(whole), blocks.masks])
     masks, name = every.unique(dim=0, return_inverse=True)
     mask = torch.where(blocks.mask < 0, name[0], name[blocks.mask + 2])
-    there = mask != name[1]
-    number, mask = blocks.number[there], mask[there]
+    nonempty = mask != name[1]
+    number, mask = blocks.number[nonempty], mask[nonempty]
     partial = mask != name[0]
     if not partial.any():
         return Blocks(number, None, masks[:0])
@@ -236,11 +236,19 @@ def tidy(blocks: Blocks, block: int) -> Blocks:
     return Blocks(number, mask, masks[used])
 
 
-def repeated(blocks: Blocks, own: torch.Tensor, each: int) -> Blocks:
-    """The blocks of heads own[0], own[1], ... in order; a head has `each` block numbers."""
+def repeat_for_query_heads(lists: Lists, group: int) -> Lists:
+    """Repeat the lines of each key head for its `group` query heads. Entries are shared."""
+    if group == 1 or lists.rows.shape[1] == 1:
+        return lists
+    rows, columns = (x.repeat_interleave(group, 1) for x in (lists.rows, lists.columns))
+    return lists._replace(rows=rows, columns=columns)
+
+
+def repeat_heads(blocks: Blocks, own: torch.Tensor, each: int) -> Blocks:
+    """Repeat the blocks of heads own[0], own[1], ... in order; a head has `each` block numbers."""
     bounds = torch.searchsorted(blocks.number, torch.stack([own, own + 1]) * each)
     lengths = bounds[1] - bounds[0]
-    position = ranges(bounds[0], lengths)
+    position = list_ranges(bounds[0], lengths)
     place = torch.arange(len(own), device=own.device)
     number = blocks.number[position] + ((place - own) * each).repeat_interleave(lengths)
     return Blocks(number, None if blocks.mask is None else blocks.mask[position], blocks.masks)

@@ -1,4 +1,4 @@
-"""FlexAttention's mask functions: how one can be called for many pairs of tokens at once."""
+"""Calls of FlexAttention's mask functions for many pairs of tokens at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchweld.errors import ArgumentError
 from torchweld.sparse.patterns import Grid, MaskFunction
 
 
-def understood(
+def adapt_mask_function(
     function: MaskFunction, grid: Grid, batch_size: int | None, num_heads: int | None
 ) -> MaskFunction:
-    """The function for indices that broadcast, tried on some pairs.
+    """Adapt a function to indices that broadcast, by trying it on some pairs.
 
-    Functions are written for single indices. Most do the same for tensors of them, which is fast.
-    One that reduces a vector of a token's, for instance, does not: it is vectorised by vmap.
+    Functions are written for single indices. Most compute the same for tensors of indices, which is
+    fast. A function that reduces a vector of each token does not, so vmap vectorises it.
     """
     query, key = (
         torch.linspace(0, max(n - 1, 0), count, device=grid.device).long()
@@ -28,53 +28,53 @@ def understood(
         return function
     batch, head = (torch.zeros((), dtype=torch.int64, device=grid.device) for _ in range(2))
     watch = _Watch(batch, head)
-    together, fault = _tried(watch, function, batch, head, query[:, None], key[None])
+    together, fault = _try_call(watch, function, batch, head, query[:, None], key[None])
     pairs = (query.repeat_interleave(17), key.repeat(16))
     vectorised = torch.vmap(function, in_dims=(None, None, 0, 0))
     with _Indexing():
-        apart, _ = _tried(watch, vectorised, batch, head, *pairs)
-    for name, given, index in (("batch_size", batch_size, 0), ("num_heads", num_heads, 1)):
-        if given is None and watch.seen[index]:
+        apart, _ = _try_call(watch, vectorised, batch, head, *pairs)
+    for name, size, index in (("batch_size", batch_size, 0), ("num_heads", num_heads, 1)):
+        if size is None and watch.seen[index]:
             accepted = f"a number, since mask_mod uses the {('batch', 'head')[index]}"
             raise ArgumentError("BlockLayout", name, "not given", accepted)
     if together is None and apart is None:
-        came = f"one that raises {type(fault).__name__}: {fault}"
+        actual = f"one that raises {type(fault).__name__}: {fault}"
         accepted = "a function of the indices (batch, head, query, key) that does not branch"
-        raise ArgumentError("BlockLayout", "mask_mod", came, accepted) from fault
+        raise ArgumentError("BlockLayout", "mask_mod", actual, accepted) from fault
     if together is None or not isinstance(together, torch.Tensor):
-        return function if apart is None else _each(function)
+        return function if apart is None else _vectorise(function)
     elementwise = together.shape in ((16, 17), (16, 1), (1, 17))
     if apart is None and not elementwise:
-        came = f"one that returns a tensor of shape {list(together.shape)} for 16 x 17 pairs"
-        raise ArgumentError("BlockLayout", "mask_mod", came, "one that torch.vmap vectorises")
+        actual = f"one that returns a tensor of shape {list(together.shape)} for 16 x 17 pairs"
+        raise ArgumentError("BlockLayout", "mask_mod", actual, "one that torch.vmap vectorises")
     if apart is None or (elementwise and torch.equal(together.expand(16, 17), apart.view(16, 17))):
         return function
-    return _each(function)
+    return _vectorise(function)
 
 
-def _tried(watch: _Watch, function: MaskFunction, *indices: torch.Tensor) -> tuple[Any, Any]:
-    """What the function returns, and what it raises."""
+def _try_call(watch: _Watch, function: MaskFunction, *indices: torch.Tensor) -> tuple[Any, Any]:
+    """Call the function; return its result and the error that it raised."""
     try:
         with watch:
             return function(*indices), None
-    except Exception as fault:  # whatever a user's function raises is reported as its own
+    except Exception as fault:  # any error of a user's function is reported
         return None, fault
 
 
-def _each(function: MaskFunction) -> MaskFunction:
-    """The function called for single indices, by vmap."""
+def _vectorise(function: MaskFunction) -> MaskFunction:
+    """Call the function for single indices, by vmap."""
 
     def vectorised(*indices: torch.Tensor) -> torch.Tensor:
         shape = torch.broadcast_shapes(*(index.shape for index in indices))
         with _Indexing():
-            found = torch.vmap(function)(*(index.expand(shape).reshape(-1) for index in indices))
-        return found.view(shape)
+            flat = torch.vmap(function)(*(index.expand(shape).reshape(-1) for index in indices))
+        return flat.view(shape)
 
     return vectorised
 
 
 class _Watch(TorchFunctionMode):
-    """Whether torch's functions are called with one of these tensors."""
+    """Records which of these tensors torch's functions are called with."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = _pytree.tree_leaves((args, kwargs))
+        arguments = _pytree.tree_leaves((args, kwargs))
         for at, tensor in enumerate(self._tensors):
-            self.seen[at] |= any(value is tensor for value in given)
+            self.seen[at] |= any(value is tensor for value in arguments)
         return func(*args, **(kwargs or {}))
 
 
 class _Indexing(TorchFunctionMode):
-    """Under vmap, indexing by a single index is a selection: torch would read its value."""
+    """Indexes by a single index without reading its value, which vmap would not allow."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

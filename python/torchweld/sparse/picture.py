@@ -11,8 +11,8 @@ _WIDTH, _HEIGHT = 64, 32
 _SHADES = " ░▒▓█"
 
 
-def drawn(kinds: torch.Tensor) -> str:
-    """Lines of characters: blank without blocks, darker with more.
+def draw_text(kinds: torch.Tensor) -> str:
+    """Draw lines of characters: blank without blocks, darker with more.
 
     A partial block counts half.
     """
@@ -25,8 +25,8 @@ def drawn(kinds: torch.Tensor) -> str:
     return "\n".join("".join(_SHADES[shade] for shade in line) for line in shades)
 
 
-def plotted(kinds: torch.Tensor, title: str, ax: Any = None) -> Any:
-    """A plot with matplotlib."""
+def draw_plot(kinds: torch.Tensor, title: str, ax: Any = None) -> Any:
+    """Draw a plot with matplotlib."""
     from matplotlib import pyplot
 
     ax = pyplot.subplots()[1] if ax is None else ax

@@ -205,6 +205,31 @@ inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_
   return std::memset(p, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// Events read a clock that only emulated libraries advance.
+namespace emulator {
+inline double clock_ms = 0;
+}
+using cudaEvent_t = double*;
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return *event = new double(0), cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  return *event = emulator::clock_ms, cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  return *ms = (float)(*end - *begin), cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  return *mode = cudaStreamCaptureModeGlobal, cudaSuccess;
+}
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = (cudaStreamCaptureStatus)emulator::emulator_captures, cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) {
   if (!emulator::emulator_device_guards)
     throw std::logic_error("the current device is asked for unguarded");

@@ -1,4 +1,4 @@
-"""What bias_act and gated_act share besides their kernels."""
+"""Activations, shapes and checks that bias_act and gated_act share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SOURCES = {"cpu": ("csrc/cpu/act.cpp",), "triton": ("triton_kernels/act.py",)}
 class Activation:
     """Eager torch's function, and how an error of its argument affects its result.
 
-    `size` is the sum of the magnitudes of the argument's terms. `value(size)` is that sum for the
-    result, and `slope(size)` that for the derivative; docs/numerics.md derives them.
+    `size` is the sum of the magnitudes of the argument's terms. `value(size)` is the same sum for
+    the result, and `slope(size)` for the derivative; docs/numerics.md derives them.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -70,7 +70,7 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 0, 3, 7),
     (3, 0),
 )
-# Every activation is tried on these.
+# Sizes on which every activation is tried.
 SHAPES_OF_ALL = ((1,), (5, 7), (33, 64), (17, 1000))
 # Benchmark shapes, [rows, width]: small, a transformer's hidden layer, and wide.
 MEASURED = ((64, 256), (2048, 3072), (1024, 11008))
@@ -92,5 +92,5 @@ def check(function: str, activation: Any, approximate: Any) -> None:
     if not accepted:
         names = " or ".join(dict.fromkeys(name for name, _ in KINDS))
         raise ArgumentError(function, "activation", repr(activation), names)
-    came = f"{approximate!r} with activation={activation!r}"
-    raise ArgumentError(function, "approximate", came, " or ".join(accepted))
+    actual = f"{approximate!r} with activation={activation!r}"
+    raise ArgumentError(function, "approximate", actual, " or ".join(accepted))

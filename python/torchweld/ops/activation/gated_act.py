@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchweld import checks
@@ -10,12 +12,13 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Numerics, Op, activation
-from torchweld.registry.cost import per_element
+from torchweld.registry.cost import count_per_element
 
 
 def gated_act(
     gate: torch.Tensor,
     up: torch.Tensor,
+    *,
     activation: str = "silu",
     approximate: str = "none",
 ) -> torch.Tensor:
@@ -36,17 +39,19 @@ def gated_act(
     return call(OP, gate, up, activation, approximate)
 
 
-def _reference(gate, up, activation, approximate):
+def _reference(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
+) -> torch.Tensor:
     fits = gate.shape == up.shape and gate.dtype is up.dtype and gate.ndim > 0
     if not fits or not checks.all_dense(gate, up):
         _check_all(gate, up, activation, approximate)
     return (activations.activate(OP, gate, activation, approximate) * up).contiguous()
 
 
-def _check_all(gate, up, activation, approximate):
+def _check_all(gate: Any, up: Any, activation: Any, approximate: Any) -> None:
     checks.dense(OP.name, "gate", gate, OP.dtypes, jagged=True)
     if gate.ndim == 0:
-        raise ArgumentError(OP.name, "gate", "of no dimensions", "[*, width]")
+        raise ArgumentError(OP.name, "gate", "0-dimensional", "[*, width]")
     checks.dense(OP.name, "up", up, [gate.dtype], "gate", jagged=gate.is_nested)
     checks.like(OP.name, "up", up, gate, "gate")
     if up.shape != gate.shape:
@@ -55,23 +60,27 @@ def _check_all(gate, up, activation, approximate):
     activations.check(OP.name, activation, approximate)
 
 
-def _fake(gate, up, activation, approximate):
+def _fake(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
+) -> tuple[torch.Tensor, ...]:
     _check_all(gate, up, activation, approximate)
     return (torch.empty_like(gate, memory_format=torch.contiguous_format),)
 
 
-def _terms(gate, up, activation, approximate, grad_y):
+def _terms(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str, grad_y: torch.Tensor
+) -> dict[str, torch.Tensor]:
     known = activations.ACTIVATIONS[activation, approximate]
     gate, up, grad = gate.double().abs(), up.double().abs(), grad_y.double().abs()
     activated, grad_gate = known.value(gate), grad * up * known.slope(gate)
     return {"y": activated * up, "grad_gate": grad_gate, "grad_up": grad * activated}
 
 
-def _arguments(shape, *kind):
+def _arguments(shape: tuple[int, ...], *kind: str) -> tuple[Any, ...]:
     return (activation(*shape), activation(*shape), *kind)
 
 
-def _samples():
+def _samples() -> tuple[tuple[Any, ...], ...]:
     found = [_arguments(shape, "silu", "none") for shape in activations.SHAPES]
     kinds = [kind for kind in activations.KINDS if kind[0] != "silu"]
     return (*found, *(_arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in kinds))
@@ -88,7 +97,7 @@ OP = Op(
     sources=activations.SOURCES,
     sharding=ELEMENTS,
     sized=lambda leading, row: _arguments((*leading, *row), "silu", "none"),
-    flops=per_element(20, 30),
+    flops=count_per_element(20, 30),
     samples=_samples(),
     benchmarks=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED),
     benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED_ON_GPU),

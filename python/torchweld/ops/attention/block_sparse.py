@@ -3,22 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from torchweld import checks
-from torchweld.dispatch import choice
-from torchweld.dispatch.autograd import derivatives_of_reference
+from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.call import call
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
-from torchweld.ops.attention.reference import attention, attention_of_few, four, terms
-from torchweld.ops.attention.samples import SAMPLES, TINY, flops, measured, sized
-from torchweld.random import Shard, drawn, place
+from torchweld.ops.attention.reference import (
+    add_dims,
+    attention,
+    count_distances,
+    terms,
+)
+from torchweld.ops.attention.samples import (
+    SAMPLES,
+    TINY,
+    benchmark_window,
+    flops,
+    sized,
+    take_sample,
+)
+from torchweld.random import Shard, draw_seed, split_shard
 from torchweld.registry import Numerics, Op, Rows
-from torchweld.sparse import BlockLayout
-from torchweld.sparse.lists import count_of, words_of
+from torchweld.sparse import BlockBias, BlockLayout
+from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
+
+_NO_LISTS = (None,) * 5
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | BlockBias | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | BlockBias | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | BlockBias | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention(
@@ -31,6 +111,7 @@ def block_sparse_attention(
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | BlockBias | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -47,55 +128,37 @@ def block_sparse_attention(
         q: [batch, heads, queries, head_dim], of any strides; leading dimensions may be left out.
         k: [batch, key heads, keys, head_dim]; heads are a multiple of key heads, and adjacent
             heads share a key head.
-        v: of k's shape.
-        layout: a torchweld.sparse.BlockLayout of these lengths. For packed sequences, in a batch of
-            one, use `BlockLayout.documents`.
+        v: [batch, key heads, keys, value_dim]; any value_dim.
+        layout: a torchweld.sparse.BlockLayout of these lengths, for all heads, each head or each
+            key head. For packed sequences use `BlockLayout.documents`.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
-        causal: the last query sees every key, each one before it one key less.
+        causal: the last query sees every key, and each earlier query one key fewer.
         key_padding_mask: booleans [batch, keys]; True is ignored, as in nn.MultiheadAttention.
         alibi_slopes: [heads] or [batch, heads], float32; the slope times the distance of query and
             key is subtracted from their score. Slopes get no gradient.
+        bias: numbers that are added to the scores, after the softcap. Either a tensor that
+            broadcasts to [batch, heads, queries, keys], of q's dtype, which is read only in the
+            blocks of the layout; or a `torchweld.sparse.BlockBias`, with a number per distance. The
+            tensor, or the table of the BlockBias, gets a gradient.
         sinks: [heads], for each head the learnt score of a key without a value.
         softcap: if not 0, scores become softcap * tanh(score / softcap) before anything is added.
         dropout_p: the probability that a weight is dropped if training is true.
         training: False drops nothing.
-        seed: what to drop, see torchweld.random; None draws one from torch's generator. The same
-            scores [batch, heads, queries, keys] are dropped as in softmax_dropout.
+        seed: the seed of dropout, see torchweld.random; None draws one from torch's generator. The
+            same elements are dropped as by softmax_dropout of scores [batch, heads, queries, keys].
         shard: the place of q in a larger tensor, which decides dropout and distances. The last
-            offset is not q's but the number of the first key, a multiple of 4. Keys and values are
-            those of q's heads, or of all heads.
+            offset is not q's but the number of the first key, a multiple of 4. Pass the keys and
+            values of q's heads, or of all heads.
         return_lse: also return the log of the sum of exponentials, which is differentiable.
 
     Returns:
-        A tensor of q's shape and dtype; with `return_lse` also a float32 tensor [batch, heads,
-        queries], -inf where a query sees nothing.
+        A tensor [batch, heads, queries, value_dim] of q's dtype; with `return_lse` also a float32
+        tensor [batch, heads, queries], -inf where a query sees nothing.
     """
-    given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, sinks, softcap)
+    given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
     inputs = _inputs(*given, dropout_p, training, seed, shard)
-    if not return_lse and _torch_is_faster(*inputs):
-        _check(*inputs)
-        return attention_of_few(*inputs)
     y, lse = call(OP, *inputs)
     return (y, lse) if return_lse else y
-
-
-# With fewer queries than this a kernel that goes over blocks of queries has mostly padding.
-_FEW = 16
-
-
-def _torch_is_faster(q, k, v, sinks, rows, *rest: Any) -> bool:
-    """Whether these are the few queries of decoding on a CPU, with what torch's attention has.
-
-    With a layout of some blocks the kernel reads fewer keys.
-    """
-    *_, slopes, _, _, _, _, softcap, _, seed, whole, _ = rest
-    if rows is not None or choice.forced is not None or torch.compiler.is_compiling():
-        return False
-    if not q.is_cpu or q.is_nested or type(q) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if not (q.ndim == k.ndim == 4 and q.shape[2] < min(_FEW, k.shape[2])):
-        return False
-    return sinks is None and slopes is None and not softcap and seed is None and not whole
 
 
 def _inputs(
@@ -107,6 +170,7 @@ def _inputs(
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | BlockBias | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -116,56 +180,88 @@ def _inputs(
     return_lse: bool = False,
 ) -> Sequence[Any]:
     name = OP.name
-    p, seed = drawn(name, "q", q, dropout_p, training, seed)
-    whole, offset = place(shard)
+    p, seed = draw_seed(name, "q", q, dropout_p, training, seed)
+    whole, offset = split_shard(shard)
     for argument, value in (("q", q), ("k", k)):
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            raise ArgumentError(name, argument, _came(value), "a tensor [*, length, head_dim]")
+            raise ArgumentError(name, argument, _describe(value), "a tensor [*, length, head_dim]")
+    # A step of decoding takes 30 us, and each question to a tensor a part of one.
+    shape, key_shape = q.shape, k.shape
+    rank, kind, dtype = len(shape), q.device.type, q.dtype
     if not isinstance(layout, BlockLayout):
-        raise ArgumentError(name, "layout", _came(layout), "a torchweld.sparse.BlockLayout")
-    if checks.autocasts(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        raise ArgumentError(name, "layout", _describe(layout), "a torchweld.sparse.BlockLayout")
+    if checks.autocasts(kind) and dtype != torch.float64:
+        narrow = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(narrow) for x in (q, k, v))
+        bias = bias.to(narrow) if isinstance(bias, torch.Tensor) else bias
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    checks.factor(name, "scale", scale, q.dtype)
-    checks.factor(name, "softcap", softcap, q.dtype)
-    group = _heads(q) // max(_heads(k), 1) if _heads(k) else 1
-    lengths = (q.shape[-2] if q.ndim > 1 else 1, k.shape[-2] if k.ndim > 1 else 1)
+        scale = shape[-1] ** -0.5 if shape[-1] else 1.0
+    else:
+        checks.factor(name, "scale", scale, dtype)
+    checks.factor(name, "softcap", softcap, dtype)
+    heads, key_heads = _count_heads(shape), _count_heads(key_shape)
+    group = heads // key_heads if key_heads else 1
+    lengths = (shape[-2] if rank > 1 else 1, key_shape[-2] if len(key_shape) > 1 else 1)
     if lengths != (layout.queries, layout.keys):
         accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
         raise ArgumentError(name, "layout", f"of {layout.queries} x {layout.keys} tokens", accepted)
-    if q.ndim == 4:
-        k, v = (_for_batch(x, q.shape[0]) for x in (k, v))
+    if rank == 4 and shape[0] != 1:
+        k, v = (_expand_to_batch(x, shape[0]) for x in (k, v))
     if key_padding_mask is not None and key_padding_mask.ndim == 2:
         key_padding_mask = key_padding_mask[:, None, None]
-        if q.ndim == 4:
-            key_padding_mask = _for_batch(key_padding_mask, q.shape[0])
+        if rank == 4:
+            key_padding_mask = _expand_to_batch(key_padding_mask, shape[0])
     if alibi_slopes is not None and alibi_slopes.ndim in (1, 2):
         alibi_slopes = alibi_slopes[..., None, None]
     if sinks is not None and sinks.ndim == 1:
         sinks = sinks[:, None, None]
-    lists = layout.lists or (None,) * 5
-    own = (layout.block, max(group, 1), float(scale), causal, float(softcap))
-    return (q, k, v, sinks, *lists, key_padding_mask, alibi_slopes, *own, p, seed, whole, offset)
+    bias, row = _prepare_bias(bias, lengths, offset)
+    if bias is not None and is_dtensor(bias) and not is_dtensor(q):
+        raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
+    lists: tuple[torch.Tensor | None, ...] = _NO_LISTS
+    if layout.lists is not None:
+        lists = layout.lists
+        if layout.heads == key_heads and heads == group * key_heads:
+            lists = repeat_for_query_heads(layout.lists, group)
+    own = (row, layout.block, max(group, 1), float(scale), causal, float(softcap))
+    beside = (key_padding_mask, alibi_slopes)
+    return (q, k, v, sinks, bias, *lists, *beside, *own, p, seed, whole, offset)
 
 
-def _for_batch(x: Any, batch: int) -> Any:
-    """One sequence for the whole batch, as torch's attention takes it."""
+def _prepare_bias(
+    bias: Any, lengths: tuple[int, int], offset: Sequence[int] | None
+) -> tuple[torch.Tensor | None, int]:
+    """Return the bias that kernels read, and the tokens in a row if it is by distance, else 0."""
+    if bias is None:
+        return None, 0
+    if isinstance(bias, BlockBias):
+        first = offset[-2:] if offset and len(offset) > 1 else (0, 0)
+        return bias.by_distance(*lengths, *first)
+    if not isinstance(bias, torch.Tensor):
+        accepted = "a tensor [batch, heads, queries, keys] or a torchweld.sparse.BlockBias"
+        raise ArgumentError(OP.name, "bias", _describe(bias), accepted)
+    if bias.ndim > 1 and any(n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)):
+        bias = bias.expand(*bias.shape[:-2], *lengths)
+    return bias, 0
+
+
+def _expand_to_batch(x: Any, batch: int) -> Any:
+    """Expand one sequence to the whole batch, as torch's attention does."""
     if isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] == 1 != batch:
         return x.expand(batch, -1, -1, -1)
     return x
 
 
-def _came(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "a scalar" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _heads(x: torch.Tensor) -> int:
-    return x.shape[-3] if x.ndim > 2 else 1
+def _count_heads(shape: torch.Size) -> int:
+    return shape[-3] if len(shape) > 2 else 1
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(*arguments)  # torch would accept more
+    _check(*arguments)  # torch accepts more than kernels do
     kind = arguments[0].device.type
     if not checks.autocasts(kind):  # torch has no autocast of meta tensors
         return attention(*arguments)
@@ -174,34 +270,36 @@ def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward_reference(grad_y: Any, grad_lse: Any, *arguments: Any) -> tuple[Any, ...]:
-    y, lse = arguments[-6:-4]
+    y, lse = arguments[-7:-5]
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    return derivatives_of_reference(OP)(grad_y, grad_lse, *arguments)
+    return derive_from_reference(OP)(grad_y, grad_lse, *arguments)
 
 
 def _check(
-    q,
-    k,
-    v,
-    sinks,
-    rows,
-    row_entries,
-    columns,
-    column_entries,
-    masks,
-    key_padding_mask,
-    alibi_slopes,
-    block,
-    group,
-    scale,
-    causal,
-    softcap,
-    p,
-    seed,
-    whole,
-    offset,
-):
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    bias: Any,
+    rows: Any,
+    row_entries: Any,
+    columns: Any,
+    column_entries: Any,
+    masks: Any,
+    key_padding_mask: Any,
+    alibi_slopes: Any,
+    bias_row: Any,
+    block: Any,
+    group: Any,
+    scale: Any,
+    causal: Any,
+    softcap: Any,
+    p: Any,
+    seed: Any,
+    whole: Any,
+    offset: Any,
+) -> None:
     name = OP.name
     checks.dense(name, "q", q, OP.dtypes)
     if not 1 <= q.ndim <= 4:
@@ -210,12 +308,18 @@ def _check(
     for argument, value in (("k", k), ("v", v)):
         checks.dense(name, argument, value, [q.dtype], "q")
         checks.like(name, argument, value, q, "q")
-    if k.ndim != q.ndim or k.shape[-1] != q.shape[-1] or four(k).shape[0] != four(q).shape[0]:
-        accepted = f"one that goes with q, {list(q.shape)}: [batch, key heads, keys, head_dim]"
+    if (
+        k.ndim != q.ndim
+        or k.shape[-1] != q.shape[-1]
+        or add_dims(k).shape[0] != add_dims(q).shape[0]
+    ):
+        accepted = f"one that fits q, {list(q.shape)}: [batch, key heads, keys, head_dim]"
         raise ArgumentError(name, "k", f"of shape {list(k.shape)}", accepted)
-    checks.shaped(name, "v", v, k.shape, "that of k")
-    shape = four(q).shape
-    _check_heads(shape, four(k).shape[1], group, whole, offset)
+    if v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+        accepted = f"one that fits k, {list(k.shape)}: any width after the same sizes"
+        raise ArgumentError(name, "v", f"of shape {list(v.shape)}", accepted)
+    shape = add_dims(q).shape
+    _check_heads(shape, add_dims(k).shape[1], group, whole, offset)
     beside = [q.dtype] if q.dtype == torch.float32 else [q.dtype, torch.float32]
     if sinks is not None:
         checks.dense(name, "sinks", sinks, beside, "q")
@@ -224,7 +328,7 @@ def _check(
     if key_padding_mask is not None:
         checks.dense(name, "key_padding_mask", key_padding_mask, [torch.bool])
         checks.like(name, "key_padding_mask", key_padding_mask, q, "q")
-        padding = [shape[0], 1, 1, four(k).shape[2]]
+        padding = [shape[0], 1, 1, add_dims(k).shape[2]]
         meaning = "[batch, keys]: with two dimensions of one"
         checks.shaped(name, "key_padding_mask", key_padding_mask, padding, meaning)
     if alibi_slopes is not None:
@@ -233,12 +337,37 @@ def _check(
         batch = [shape[0]] if alibi_slopes.ndim == 4 else []
         meaning = "[heads] or [batch, heads]: with two dimensions of one"
         checks.shaped(name, "alibi_slopes", alibi_slopes, [*batch, shape[1], 1, 1], meaning)
+    if bias is not None:
+        _check_bias(q, k, bias, bias_row)
     _check_shard(q, seed, whole, offset)
     if rows is not None:
         _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
 
 
-def _check_shard(q, seed, whole, offset):
+def _check_bias(q: Any, k: Any, bias: Any, row: int) -> None:
+    name, shape, keys = OP.name, add_dims(q).shape, add_dims(k).shape[2]
+    narrow = row > 0 and q.dtype != torch.float32
+    checks.dense(name, "bias", bias, [q.dtype, torch.float32] if narrow else [q.dtype], "q")
+    checks.like(name, "bias", bias, q, "q")
+    if not 2 <= bias.ndim <= q.ndim and not (row and bias.ndim == 3):
+        accepted = "[batch, heads, queries, keys]; no more dimensions than q"
+        raise ArgumentError(name, "bias", f"of {bias.ndim} dimensions", accepted)
+    batches: tuple[int, ...] = (1,)
+    if row:
+        last = [1, count_distances(shape[2], keys, row)]
+        accepted = f"of a table for {shape[1]} heads or one"
+    else:
+        last, batches = [shape[2], keys], (1, shape[0])
+        accepted = f"one that broadcasts to {[*shape[:3], keys]}"
+    batch, heads, *rest = add_dims(bias).shape
+    if rest != last or batch not in batches or heads not in (1, shape[1]):
+        raise ArgumentError(name, "bias", f"of shape {list(bias.shape)}", accepted)
+    if row and row < keys < shape[2]:
+        got = f"on a plane, with {shape[2]} queries and {keys} keys"
+        raise ArgumentError(name, "bias", got, "no more queries than keys")
+
+
+def _check_shard(q: Any, seed: Any, whole: Any, offset: Any) -> None:
     *place, first_key = offset or [0]
     checks.dropout(OP.name, "q", q, seed, whole, [*place, 0] if offset else offset)
     if whole and whole[-1] != q.shape[-1]:
@@ -264,9 +393,18 @@ def _check_heads(
         raise ArgumentError(OP.name, "k", f"of {key_heads} heads", accepted)
 
 
-def _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block):
-    name, shape = OP.name, four(q).shape
-    count = [count_of(n, block) for n in (shape[2], four(k).shape[2])]
+def _check_lists(
+    q: Any,
+    k: Any,
+    rows: Any,
+    row_entries: Any,
+    columns: Any,
+    column_entries: Any,
+    masks: Any,
+    block: Any,
+) -> None:
+    name, shape = OP.name, add_dims(q).shape
+    count = [count_of(n, block) for n in (shape[2], add_dims(k).shape[2])]
     every = (rows, row_entries, columns, column_entries, masks)
     for value in every:
         checks.dense(name, "layout", value, [torch.int32])
@@ -276,9 +414,9 @@ def _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
             lines.ndim == 4 and lines.shape[0] in (1, shape[0]) and lines.shape[1] in (1, shape[1])
         )
         if not fits or [*lines.shape[2:]] != [n, 4]:
-            came = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
+            got = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
             accepted = f"one of {shape[0]} or 1, {shape[1]} or 1, and {n}"
-            raise ArgumentError(name, "layout", came, accepted)
+            raise ArgumentError(name, "layout", got, accepted)
     for entries in (row_entries, column_entries):
         checks.shaped(name, "layout", entries, [entries.shape[0], 2], "entries [blocks, 2]")
     bits = [masks.shape[0], block * words_of(block)]
@@ -286,29 +424,35 @@ def _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
 
 
 def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
-    if backend == "triton" and given["q"].shape[-1] > 256:
-        return f"heads of {given['q'].shape[-1]} are wider than 256"
+    if backend == "triton":
+        for name in ("q", "v"):
+            if given[name].shape[-1] > 256:
+                return f"heads of {given[name].shape[-1]} are wider than 256"
     return None
 
 
-def _fake(q, *_):
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    y = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return y, q.new_empty(q.shape[:-1], dtype=kind)
 
 
-_LAYOUT = (
-    "Tensor? rows, Tensor? row_entries, Tensor? columns, Tensor? column_entries, Tensor? masks,"
-    " Tensor? key_padding_mask, Tensor? alibi_slopes, int block, int group, float scale,"
-    " bool causal, float softcap, float p, Tensor? seed, SymInt[]? whole, SymInt[]? offset"
+_SHARED = (
+    "Tensor? sinks, Tensor? bias, Tensor? rows, Tensor? row_entries, Tensor? columns,"
+    " Tensor? column_entries, Tensor? masks, Tensor? key_padding_mask, Tensor? alibi_slopes,"
+    " SymInt bias_row, int block, int group, float scale, bool causal, float softcap, float p,"
+    " Tensor? seed, SymInt[]? whole, SymInt[]? offset"
 )
+
+_RESULTS = ("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks", "grad_bias")
 
 OP = Op(
     name="block_sparse_attention",
-    forward=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}) -> (Tensor y, Tensor lse)",
-    backward="(Tensor? grad_y, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? sinks,"
-    f" {_LAYOUT}, Tensor y, Tensor lse, bool need_q, bool need_k, bool need_v, bool need_sinks)"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)",
+    forward=f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor y, Tensor lse)",
+    backward="(Tensor? grad_y, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
+    f" {_SHARED}, Tensor y, Tensor lse, bool need_q, bool need_k, bool need_v, bool need_sinks,"
+    " bool need_bias)"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks, Tensor grad_bias)",
     inputs=_inputs,
     reference=_reference,
     backward_reference=_backward_reference,
@@ -316,21 +460,34 @@ OP = Op(
     fake=_fake,
     sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
     sized=sized,
+    sample=take_sample,
+    arguments_while_compiling=benchmark_window(1024)[0],
+    check_only=True,  # the reference is dense: its memory grows with the square of the tokens
     flops=flops,
     sources={
-        "cpu": ("csrc/cpu/block_sparse.cpp",),
+        "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
         "triton": ("triton_kernels/block_sparse_attention.py",),
     },
     samples=SAMPLES,
-    benchmarks=measured(4096),
-    benchmarks_on_gpu=(*measured(16384, 16), *measured(16384, 16, 128, 128)),
+    benchmarks=benchmark_window(4096),
+    benchmarks_on_gpu=(*benchmark_window(16384, 16), *benchmark_window(16384, 16, 128, 128)),
     tiny=TINY,
     numerics=Numerics(
-        fp32=dict.fromkeys(("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"), 2.0),
+        fp32=dict.fromkeys(_RESULTS, 2.0),
         terms=terms,
-        # y was rounded, and enters all gradients of a query. Tensor cores
-        # take weights that are rounded too, as eager's are, for y and grad_v.
-        rounding={"y": 2.0, "grad_q": 3.0, "grad_k": 3.0, "grad_v": 2.0, "grad_sinks": 3.0},
+        # y was rounded, and all gradients of a query depend on it. For y and grad_v, tensor cores
+        # take rounded weights, as the reference does.
+        rounding={
+            "y": 2.0,
+            "grad_q": 3.0,
+            "grad_k": 3.0,
+            "grad_v": 2.0,
+            "grad_sinks": 3.0,
+            "grad_bias": 3.0,
+        },
+        # The error of a rounded y, of up to sqrt(8) roundings, over that of a weight's gradient,
+        # which eager rounds once.
+        eager={"grad_bias": 8**0.5},
     ),
     small=0,
     refuses=_refuses,

@@ -1,4 +1,4 @@
-"""Dense masked attention in eager torch: the reference, and the bounds of its errors."""
+"""The reference, dense masked attention in torch's own operations, and bounds of its errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torchweld.random import drop
 from torchweld.sparse.lists import token_mask
 
 
-def four(x: torch.Tensor) -> torch.Tensor:
+def add_dims(x: torch.Tensor) -> torch.Tensor:
     """Add missing leading dimensions."""
     return x[(None,) * (4 - x.ndim)]
 
 
-def for_each_head(
+def repeat_for_heads(
     x: torch.Tensor, heads: int, group: int, offset: Sequence[int] | None
 ) -> torch.Tensor:
-    """Keys or values, repeated for each of q's heads."""
-    x = four(x)
+    """Repeat keys or values for each of q's heads."""
+    x = add_dims(x)
     if x.shape[1] == heads and group == 1:
         return x
     if x.shape[1] * group == heads:
@@ -40,7 +40,7 @@ def visible(
     block: int,
     causal: bool,
 ) -> torch.Tensor | None:
-    """Booleans that broadcast to the scores; None: every key is seen."""
+    """Booleans that broadcast to the scores; None: queries see every key."""
     queries, keys = q.shape[-2], k.shape[-2]
     seen = None
     if rows is not None:
@@ -76,10 +76,36 @@ def scores(
 def distance(q: torch.Tensor, k: torch.Tensor, offset: Sequence[int] | None) -> torch.Tensor:
     """Distances between tokens; `offset` has the numbers of the first query and key."""
     queries, keys = q.shape[-2], k.shape[-2]
-    first_query, first_key = (_four_of(offset, 0) or [0] * 4)[2:]
+    first_query, first_key = (_pad_to_four(offset, 0) or [0] * 4)[2:]
     ahead = keys - queries + first_query - first_key
     query = torch.arange(queries, device=q.device)[:, None] + ahead
     return (query - torch.arange(keys, device=q.device)).abs()
+
+
+def count_distances(queries: int, keys: int, row: int) -> int:
+    """Count the numbers of a bias by distance, for tokens in rows of `row`."""
+    if row >= keys:
+        return max(queries + keys - 1, 0)
+    return 2 * _place(keys - 1, row) + 1
+
+
+def _place(token: Any, row: int) -> Any:
+    """A token's place on a plane, see csrc/cpu/block_bias.h."""
+    return token + token // row * (row - 1)
+
+
+def expand_bias(bias: torch.Tensor, row: int, queries: int, keys: int) -> torch.Tensor:
+    """Return a bias that broadcasts to the scores; if `row` is not 0, `bias` is by distance."""
+    if not row:
+        return bias
+    key = torch.arange(keys, device=bias.device)
+    query = torch.arange(queries, device=bias.device)
+    if row >= keys:
+        distance = key - query[:, None] + queries - 1
+    else:
+        query = _place(query + keys - queries, row)
+        distance = _place(key, row) - query[:, None] + _place(keys - 1, row)
+    return bias.squeeze(-2)[..., distance]
 
 
 def softmax(
@@ -106,66 +132,66 @@ def softmax(
 
 
 def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward's arguments to its results."""
-    q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
-    block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
-    shape, q = q.shape, four(q)
-    k, v = (for_each_head(x, q.shape[1], group, offset) for x in (k, v))
+    """Compute the results of the op's forward pass from its arguments."""
+    q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
+    bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
+    shape, q = q.shape[:-1], add_dims(q)
+    k, v = (repeat_for_heads(x, q.shape[1], group, offset) for x in (k, v))
     seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     z = scores(q, k, slopes, scale, softcap, offset).to(kind)
+    if bias is not None:
+        z = z + expand_bias(bias, bias_row, *z.shape[-2:]).to(kind)
     weights, lse = softmax(z, seen, None if sinks is None else sinks.to(kind))
-    y = dropped(weights, p, seed, whole, offset).to(v.dtype) @ v
-    return y.reshape(shape).contiguous(), lse.reshape(shape[:-1]).contiguous()
+    y = drop_weights(weights, p, seed, whole, offset).to(v.dtype) @ v
+    return y.reshape(*shape, y.shape[-1]).contiguous(), lse.reshape(shape).contiguous()
 
 
-def attention_of_few(*arguments: Any) -> torch.Tensor:
-    """The forward's arguments to y by torch's attention, over every block and with what it has."""
-    q, k, v, *_, padding, _, block, group, scale, causal = arguments[:15]
-    causal = causal and q.shape[2] > 1  # the last query sees every key
-    seen = visible(q, k, None, None, None, padding, block, causal)
-    y = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, seen, scale=scale, enable_gqa=group > 1
-    )
-    if seen is not None:  # torch's attention to no key is NaN in some of its kernels
-        y = y.masked_fill(~seen.any(-1, keepdim=True), 0)
-    return y.contiguous()
-
-
-def dropped(
+def drop_weights(
     weights: torch.Tensor,
     p: float,
     seed: torch.Tensor | None,
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Dropout of weights, at q's place in a larger tensor."""
-    return drop(weights, p, seed, _four_of(whole, 1), _four_of(offset, 0))
+    """Drop weights, at q's place in a larger tensor."""
+    return drop(weights, p, seed, _pad_to_four(whole, 1), _pad_to_four(offset, 0))
 
 
-def _four_of(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
-    """Sizes or offsets of the scores; the size of the last dimension does not matter."""
+def _pad_to_four(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
+    """Pad sizes or offsets to those of the scores; the last size does not matter."""
     return None if not sizes else [missing] * (4 - len(sizes)) + [*sizes]
 
 
 def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:
-    """Sums of magnitudes: an absolute error of a score is a relative error of its weight."""
-    q, k, v, sinks, rows, row_entries, _, _, masks, padding, slopes = arguments[:11]
-    block, group, scale, causal, softcap, p, seed, whole, offset = arguments[11:]
-    shapes = q.shape, k.shape
-    q, k, v = (four(x.double()) for x in (q, k, v))
+    """Sums of magnitudes that bound errors: an absolute error of a score is a relative error of its
+    weight.
+    """
+    q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
+    bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "y": (*q.shape[:-1], v.shape[-1])}
+    q, k, v = (add_dims(x.double()) for x in (q, k, v))
     heads, key_heads = q.shape[1], k.shape[1]
-    k, v = (for_each_head(x, heads, group, offset) for x in (k, v))
+    k, v = (repeat_for_heads(x, heads, group, offset) for x in (k, v))
     sinks = None if sinks is None else sinks.double()
-    grad_y, grad_lse = grad_y.double().view(q.shape).abs(), grad_lse.double().view(q.shape[:-1])
+    grad_y, grad_lse = add_dims(grad_y.double()).abs(), grad_lse.double().view(q.shape[:-1])
     grad_lse = grad_lse.abs().unsqueeze(-1)
     seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
     z = scores(q, k, slopes, scale, softcap, offset)
+    added = None
+    if bias is not None:
+        bias = bias.double().requires_grad_()
+        with torch.enable_grad():
+            added = expand_bias(bias, bias_row, *z.shape[-2:])
+            added = added.expand(*z.shape)
+        z = z + added.detach()
     weights, lse = softmax(z, seen, sinks)
     sums = q.abs() @ k.abs().mT * abs(scale)
     slope = 1 + 2 * sums / abs(softcap) if softcap else 1.0
-    bias = 0.0 if slopes is None else slopes.double().abs() * distance(q, k, offset)
-    exponent = sums + bias + (z - lse.unsqueeze(-1)).abs()
+    beside = 0.0 if slopes is None else slopes.double().abs() * distance(q, k, offset)
+    if added is not None:
+        beside = beside + added.detach().abs().nan_to_num(posinf=0)
+    exponent = sums + beside + (z - lse.unsqueeze(-1)).abs()
     exponent = torch.where(weights > 0, exponent, 0)
     shared = (weights * exponent).sum(-1, keepdim=True)
     if sinks is not None:
@@ -173,21 +199,23 @@ def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict
         of_sink = (sinks - lse.unsqueeze(-1)).abs() + sinks.abs()
         shared = shared + sink * of_sink
     relative = weights * (1 + exponent + shared)
-    factor = dropped(torch.ones_like(weights), p, seed, whole, offset)
+    factor = drop_weights(torch.ones_like(weights), p, seed, whole, offset)
     g = grad_y @ v.abs().mT * factor
     inner = (weights * g).sum(-1, keepdim=True) + grad_lse
     cross = (relative * g).sum(-1, keepdim=True)
-    grad_z = (relative * (g + inner) + weights * cross) * slope
+    grad_bias = relative * (g + inner) + weights * cross
+    grad_z = grad_bias * slope
     found = {
-        "y": (relative * factor @ v.abs()).view(shapes[0]),
-        "lse": (lse.abs().unsqueeze(-1) + 1 + shared).view(shapes[0][:-1]),
-        "grad_q": (grad_z @ k.abs() * abs(scale)).view(shapes[0]),
+        "y": (relative * factor @ v.abs()).view(shapes["y"]),
+        "lse": (lse.abs().unsqueeze(-1) + 1 + shared).view(shapes["q"][:-1]),
+        "grad_q": (grad_z @ k.abs() * abs(scale)).view(shapes["q"]),
     }
     grad_k, grad_v = grad_z.mT @ q.abs() * abs(scale), (relative * factor).mT @ grad_y
-    for name, grad in (("grad_k", grad_k), ("grad_v", grad_v)):
-        found[name] = (
-            grad.unflatten(1, (key_heads, heads // max(key_heads, 1))).sum(2).view(shapes[1])
-        )
+    for name, grad in (("k", grad_k), ("v", grad_v)):
+        grad = grad.unflatten(1, (key_heads, heads // max(key_heads, 1))).sum(2)
+        found[f"grad_{name}"] = grad.view(shapes[name])
+    if bias is not None and added is not None:
+        (found["grad_bias"],) = torch.autograd.grad(added, bias, grad_bias)
     if sinks is not None:
         wide = sink * (1 + of_sink + shared)
         found["grad_sinks"] = (wide * inner + sink * cross).sum((0, 2), keepdim=True)[0]

@@ -1,4 +1,4 @@
-"""What the ops that normalise columns share besides their kernels."""
+"""Helpers and checks that the ops which normalise columns share."""
 
 from __future__ import annotations
 
@@ -29,20 +29,28 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unlike(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
-    """Whether one differs from x in dtype or width; `check_columns` decides if it may."""
+    """Whether any differs from x in dtype or width; `check_columns` decides whether it may."""
     width = x.shape[-1:]
     return any(t is not None and (t.dtype is not x.dtype or t.shape != width) for t in columns)
 
 
-def are_running(x: torch.Tensor, shape: Sequence[int], *running: torch.Tensor) -> bool:
-    """Whether running statistics fit, which no kernel checks."""
-    return all(
-        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is running[0].dtype
-        for t in running
+def are_running(x: torch.Tensor, shape: Sequence[int], *running: torch.Tensor | None) -> bool:
+    """Whether running statistics are given and fit; no kernel checks this."""
+    given = [t for t in running if t is not None]
+    return len(given) == len(running) and all(
+        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is given[0].dtype
+        for t in given
     )
 
 
-def normalized(
+def present(statistic: torch.Tensor | None) -> torch.Tensor:
+    """A running statistic that evaluation needs; the op's check then says which one is missing."""
+    if statistic is None:
+        raise ValueError("evaluation needs running statistics")
+    return statistic
+
+
+def normalize(
     x: torch.Tensor,
     mean: torch.Tensor,
     var: torch.Tensor,
@@ -57,15 +65,26 @@ def normalized(
 
 
 def reference(
-    op, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, approximate
-):
+    op: Op,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
     """Eager torch on [rows, width]; training updates the running statistics."""
     if x.numel() == 0:  # torch has no batch_norm without columns
-        z = normalized(x, running_mean, running_var, weight, bias, eps)
+        z = normalize(x, present(running_mean), present(running_var), weight, bias, eps)
         return activations.activate(op, z, activation, approximate)
     if weight is None and bias is not None:  # torch has no second derivative of a bias only
         weight = torch.ones_like(bias)
-    if running_mean is not None:  # torch would differentiate them, or raise
+    # torch would differentiate running statistics, or raise.
+    if running_mean is not None and running_var is not None:
         running_mean, running_var = running_mean.detach(), running_var.detach()
     running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)
     if unlike(x, *columns):  # torch then accepts only float32
@@ -77,13 +96,14 @@ def reference(
     #     torch.autograd.grad(y, x, torch.ones_like(y))  # expected: every row about weight
     weight = weight if weight is None else weight.contiguous()
     if not training:
-        running_mean, running_var = running_mean.contiguous(), running_var.contiguous()
+        running_mean = present(running_mean).contiguous()
+        running_var = present(running_var).contiguous()
     z = torch.nn.functional.batch_norm(
         rows_of(x), running_mean, running_var, weight, bias, training, momentum, eps
     )
     if training:
         for given, updated in zip(running, (running_mean, running_var), strict=True):
-            if given is not updated:
+            if given is not None and updated is not None and given is not updated:
                 given.copy_(updated)
     # torch returns a contiguous tensor, but its fake has x's strides.
     return activations.activate(op, z, activation, approximate).contiguous().view(x.shape)
@@ -91,10 +111,10 @@ def reference(
 
 def check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
     """Check a tensor and the vectors of its columns."""
-    checks.dense(op.name, "x", x, op.dtypes)
+    checks.dense(op.name, "input", x, op.dtypes)
     if x.ndim == 0:
-        raise ArgumentError(op.name, "x", "of no dimensions", "[*, width]")
-    check_columns(op, x, x.shape[-1:], "the last size of x", eps, kind, *pairs)
+        raise ArgumentError(op.name, "input", "0-dimensional", "[*, width]")
+    check_columns(op, x, x.shape[-1:], "the last size of input", eps, kind, *pairs)
 
 
 def check_columns(
@@ -110,18 +130,28 @@ def check_columns(
     for pair in pairs:
         given = {name: value for name, value in pair.items() if value is not None}
         for name, value in given.items():
-            checks.dense(op.name, name, value, checks.parameters_beside(x), "x")
-            checks.like(op.name, name, value, x, "x")
+            checks.dense(op.name, name, value, checks.parameters_beside(x), "input")
+            checks.like(op.name, name, value, x, "input")
             checks.shaped(op.name, name, value, shape, meaning)
         if len({value.dtype for value in given.values()}) > 1:
             first, second = given
-            came, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
-            raise ArgumentError(op.name, second, came, accepted)
+            actual, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
+            raise ArgumentError(op.name, second, actual, accepted)
     checks.epsilon(op.name, eps)
     activations.check(op.name, *kind)
 
 
-def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
+def terms(
+    z: torch.Tensor,
+    size: torch.Tensor,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: tuple[str, str],
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     """For each result the sum of its terms' magnitudes, in float64.
 
     z is normalised with mean and var, or its own statistics; `size` has its magnitudes.
@@ -130,7 +160,7 @@ def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
     rows, size = rows_of(z.double()), rows_of(size)
     grad_y = rows_of(grad_y.double().abs())
     own = mean is None or var is None
-    if own:
+    if mean is None or var is None:
         mean_size, rstd = _mean(size), (_mean((rows - _mean(rows)).square()) + eps).rsqrt()
     else:
         mean_size, rstd = mean.double().abs(), (var.double() + eps).rsqrt()
@@ -138,13 +168,13 @@ def terms(z, size, mean, var, weight, bias, eps, kind, grad_y):
     x_hat = (size + mean_size) * rstd
     y = x_hat * scale + (0.0 if bias is None else bias.double().abs())
     g = grad_y * known.slope(y)
-    grad_x = g
+    grad_input = g
     if own:
-        grad_x = g + _mean(g) + x_hat * _mean(g * x_hat)
-    grad_x = grad_x * rstd * scale
+        grad_input = g + _mean(g) + x_hat * _mean(g * x_hat)
+    grad_input = grad_input * rstd * scale
     return {
         "y": known.value(y).view(z.shape),
-        "grad_x": grad_x.view(z.shape),
+        "grad_input": grad_input.view(z.shape),
         "grad_weight": (g * x_hat).sum(0).view(width),
         "grad_bias": g.sum(0).view(width),
     }

@@ -1,8 +1,8 @@
 """An activation and the following linear layer as one node, which saves z, the sum before both.
 
-On the CPU only z is saved, and the backward recomputes the activation. On CUDA the activation is
-saved as well. There one cuBLASLt GEMM takes the gradient back through the layer and, in its
-epilogue, through the activation, if a trial found it faster than a GEMM and a pass.
+On the CPU only z is saved, and the backward pass recomputes the activation. On CUDA the activation
+is saved as well. There one cuBLASLt GEMM computes the gradient of the layer and, in its epilogue,
+that of the activation, if a trial found it faster than a GEMM and a pass.
 """
 
 from __future__ import annotations
@@ -13,31 +13,46 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld.dispatch import proof
-from torchweld.dispatch.autograd import unaliased, where_it_goes
+from torchweld.dispatch.autograd import list_reached, make_unaliased
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.proof import Results
+from torchweld.dispatch.engine.judge import name_results
+from torchweld.dispatch.engine.question import Results
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
-from torchweld.ops.gemm import epilogue, gemm, timing
-from torchweld.ops.gemm.timing import Contest
+from torchweld.ops.gemm import epilogue, fused_choice, gemm
+from torchweld.ops.gemm.fused_choice import Contest, Kind
 
 
-def _fake(grad_y, x, bias, activation, approximate, need_bias):
+def _fake(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    need_bias: bool,
+) -> torch.Tensor:
     return x.new_empty(0) if bias is None or not need_bias else torch.empty_like(bias)
 
 
-# Overwrites grad_y with grad_x; returns grad_bias.
+# Overwrites grad_y with grad_input; returns grad_bias.
 BareOp(
     "bias_act_backward_",
-    "(Tensor(a!) grad_y, Tensor x, Tensor? bias, str activation, str approximate, bool need_bias)"
-    " -> Tensor",
+    "(Tensor(a!) grad_y, Tensor input, Tensor? bias, str activation, str approximate, bool"
+    " need_bias) -> Tensor",
     _fake,
 )
 
 
-def _fake_on_cuda(grad_y, weight, z, activation, approximate, algorithm, need_bias):
+def _fake_on_cuda(
+    grad_y: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor,
+    activation: str,
+    approximate: str,
+    algorithm: int,
+    need_bias: bool,
+) -> tuple[torch.Tensor, ...]:
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     return grad_z, z.new_empty(z.shape[-1] if need_bias else 0)
 
@@ -77,8 +92,8 @@ def act_linear(
 class _ActLinear(torch.autograd.Function):
     """On the CPU, save z but not the activation: it is as large, and recomputing it is one pass.
 
-    The backward allocates one more tensor of that size. It holds the activation, then the
-    activation's gradient, then z's. On CUDA it holds only the gradient of z.
+    The backward pass allocates one more tensor of that size. On the CPU it holds the activation,
+    then the activation's gradient, then z's; on CUDA only the gradient of z.
     """
 
     @staticmethod
@@ -90,7 +105,7 @@ class _ActLinear(torch.autograd.Function):
         ctx.late = None
         if activated is None:
             activated = _activate(z, bias, *ctx.kind)
-        return unaliased(gemm.linear(activated, weight, weight_bias))
+        return make_unaliased(gemm.linear(activated, weight, weight_bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -104,9 +119,9 @@ _activate = torch.ops.torchweld.bias_act.cpu
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Which gradients this run of the graph needs."""
+    """The gradients that this run of the graph needs."""
     z, bias, weight, _, activated = ctx.saved_tensors
-    to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = where_it_goes(ctx)
+    to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = list_reached(ctx)
     found: list[torch.Tensor | None] = [None] * len(goes_on)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     size = (rows.shape[0], z.shape[-1])
@@ -142,7 +157,7 @@ def _unfused(
     buffer: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of z and the bias by a GEMM and a pass, in the buffer if there is one."""
-    if _is_batched(rows):  # vmap knows no results in place
+    if _is_batched(rows):  # vmap does not support out= and in-place results
         grad_y = (rows @ weight).view(z.shape)
         return torch.ops.torchweld.bias_act_backward.cpu(grad_y, z, bias, *kind, need_bias)
     grad_z = z.new_empty(z.shape) if buffer is None else buffer
@@ -158,10 +173,10 @@ def _is_batched(x: torch.Tensor) -> bool:
 
 
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradients with a graph of their own."""
+    """Differentiable gradients, for second derivatives."""
     z, bias, *factors = saved = ctx.saved_tensors[:4]
     if ctx.algorithm is not None:
-        bias = layers.zeros_with_graph(bias)
+        bias = layers.make_zeros_with_graph(bias)
     y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
@@ -170,10 +185,10 @@ def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...
 
 
 # --- Choice ---------------------------------------------------------------------------------------
-# The forward chooses, so that it saves only what the chosen backward needs.
+# The choice is made in the forward pass, which saves only the tensors of the chosen backward pass.
 
 
-def algorithm_for(
+def choose_algorithm(
     x: torch.Tensor,
     w1: torch.Tensor,
     b1: torch.Tensor | None,
@@ -191,9 +206,12 @@ def algorithm_for(
         return None
 
     def contest() -> Contest:
-        return _contest(*given, activation, approximate)
+        return _make_contest(*given, activation, approximate)
 
-    return timing.fastest(x, _shapes(x, b1, w2), contest)
+    def algorithms() -> Sequence[int]:
+        return [epilogue.cublaslts_algorithm(gemm.find_dtype(x))]
+
+    return fused_choice.choose_tile(x, _kind(x, b1, w2), algorithms, contest)
 
 
 def explain(
@@ -203,33 +221,49 @@ def explain(
     w2: torch.Tensor,
     b2: torch.Tensor | None,
 ) -> str:
-    """Which form of the backward runs, and why; empty if no gradient is needed."""
+    """Which form of the backward pass runs, and why; empty if no gradient is needed."""
     if not gemm.wants_gradient(x, w1, b1):
         return ""
     unfused = "torch's GEMM, then a pass for the gradients of bias and activation"
-    return timing.explain(unfused, x, _shapes(x, b1, w2), _why_not(x, w1, b1, w2, b2))
+    return fused_choice.explain(unfused, x, _kind(x, b1, w2), _why_not(x, w1, b1, w2, b2))
 
 
-def _why_not(x, w1, b1, w2, b2) -> str | None:
+def _why_not(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+) -> str | None:
     if reason := epilogue.why_not("cuda", x, w1, b1):
         return reason
-    hidden = x.new_empty((), dtype=gemm.computed_in(x)).expand(*x.shape[:-1], w1.shape[0])
+    hidden = x.new_empty((), dtype=gemm.find_dtype(x)).expand(*x.shape[:-1], w1.shape[0])
     return epilogue.why_not("cuda", hidden, w2, b2)
 
 
-def _shapes(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> str:
-    """What a timing depends on besides the number of rows, in words."""
+def _kind(x: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor) -> Kind:
+    """Everything that a timing depends on besides the number of rows."""
     out, hidden = w2.shape
-    dtype = str(gemm.computed_in(x)).removeprefix("torch.")
-    words = [f"backward of {hidden} to {out} {dtype}"]
-    words += ["weight transposed"] if w2.stride(-1) != 1 else []
-    need_bias = b1 is not None and b1.requires_grad
-    return ", ".join([*words, "bias" if need_bias else "no bias"])
+    return (
+        ("op", "act_linear's backward in one kernel by cuda"),
+        ("dtype", str(gemm.find_dtype(x)).removeprefix("torch.")),
+        ("features", f"{hidden} to {out}"),
+        ("weight transposed", w2.stride(-1) != 1),
+        ("bias", b1 is not None and b1.requires_grad),
+    )
 
 
-def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
-    """cuBLASLt's GEMM against torch's and a pass, on the forward's results for these."""
-    dtype, need_bias = gemm.computed_in(x), b1 is not None and b1.requires_grad
+def _make_contest(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> Contest:
+    """cuBLASLt's GEMM against torch's GEMM and a pass, on the results of this forward."""
+    dtype, need_bias = gemm.find_dtype(x), b1 is not None and b1.requires_grad
     x, w1, weight = (t.detach().to(dtype) for t in (x, w1, w2))
     b1 = None if b1 is None else b1.detach().to(dtype)
     how = (activation, approximate)
@@ -238,17 +272,17 @@ def _contest(x, w1, b1, w2, b2, activation, approximate) -> Contest:
     algorithm = epilogue.cublaslts_algorithm(dtype)
     with torch.autocast(x.device.type, enabled=False):
         z = linear(x, w1, b1)
-        grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # instead of y's gradient
+        grad = linear(activations.ACTIVATIONS[how].function(z), weight)  # any values will do
 
     def unfused(grad: torch.Tensor, z: torch.Tensor) -> Results:
-        return proof.named(epilogue.gradients(grad @ weight, z, b1, *how, need_bias), *names)
+        return name_results(epilogue.gradients(grad @ weight, z, b1, *how, need_bias), *names)
 
     def fused(grad: torch.Tensor, z: torch.Tensor) -> Results:
-        return proof.named(in_one(grad, weight, z, *how, algorithm, need_bias), *names)
+        return name_results(in_one(grad, weight, z, *how, algorithm, need_bias), *names)
 
     def exact(grad: torch.Tensor, z: torch.Tensor) -> Results:
         grad_y = epilogue.linear_in_float64(grad, weight.t(), None)
         grad_z = torch.ops.aten.gelu_backward(grad_y, z.double(), approximate=approximate)
-        return proof.named((grad_z, grad_z.sum_to_size(z.shape[-1:])), *names)
+        return name_results((grad_z, grad_z.sum_to_size(z.shape[-1:])), *names)
 
     return Contest([grad, z], unfused, {algorithm: fused}, exact, unfused, weight.numel())

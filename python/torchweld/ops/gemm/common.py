@@ -1,4 +1,4 @@
-"""Shared by the ops of this folder: the layer in two steps, checks, and arguments of samples."""
+"""Shared by the ops in this folder: the layer in two steps, checks, and sample arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchweld import checks
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, checkpointed, run_on
+from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import bias_act
 from torchweld.ops.gemm import gemm
@@ -18,10 +18,10 @@ from torchweld.registry import Composite, Op, activation
 from torchweld.registry import weight as weight_spec
 
 
-def recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
-    """The op's result; with `recompute`, only its inputs are saved for the backward."""
+def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
+    """The op's result; with `recompute`, only its inputs are saved for the backward pass."""
     if recompute and torch.is_grad_enabled():
-        return checkpointed(call, op, *inputs)
+        return run_checkpointed(call, op, *inputs)
     return call(op, *inputs)
 
 
@@ -34,17 +34,18 @@ _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDis
 PASSES = {"cuda": "triton"}
 
 # bias_act in place: no new pages, and half the lines in the caches.
-BareOp("bias_act_", "(Tensor(a!) x, Tensor? bias, str activation, str approximate) -> ()")
+BareOp("bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()")
 
 # On the CPU, the GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM
-# rounds the sum, which costs least where the sum is small. The derivative curves most near a sum of
-# 0, so it is most accurate with all of the bias in the GEMM. Large sums suffer most from rounding,
-# so the result is most accurate with none of it. With three quarters both are more accurate than
-# with all. The remainder is exact: numbers within a factor of 2 have a representable difference.
+# rounds the sum, and small sums lose least. The derivative curves most near a sum of 0, so it is
+# most accurate with all of the bias in the GEMM. Large sums suffer most from rounding, so the
+# result is most accurate with none of the bias in the GEMM. With three quarters both are more
+# accurate than with all. The remainder is exact: numbers within a factor of 2 have a representable
+# difference.
 _GEMMS_SHARE = 0.75
 
 
-def in_two_steps(
+def run_in_two_steps(
     backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -53,30 +54,30 @@ def in_two_steps(
     approximate: str,
 ) -> torch.Tensor:
     """activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
-    z, bias = summed(backend, x, weight, bias, activation)
+    z, bias = run_gemm(backend, x, weight, bias, activation)
     return act(backend, z, bias, activation, approximate)
 
 
-def summed(
+def run_gemm(
     backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The GEMM's result, and the bias that the activation's pass has yet to add.
+    """The GEMM's result, and the rest of the bias, which the activation's pass adds.
 
-    A GPU's pass adds all of it, since splitting it would take three launches.
+    On a GPU the pass adds all of the bias, since splitting it would take three launches.
     """
     if activation == "relu":
         # The derivative jumps where the sum changes sign: do not round before the bias is added.
         return gemm.linear(x, weight, bias), None
-    dtype = gemm.computed_in(x)
+    dtype = gemm.find_dtype(x)
     if bias is not None and dtype.itemsize == 2 and bias.dtype is not dtype:
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
     if bias is None or dtype.itemsize > 2 or backend != "cpu":
         return gemm.linear(x, weight), bias
-    most = (_GEMMS_SHARE * finite(bias)).to(dtype)
+    most = (_GEMMS_SHARE * clamp_to_finite(bias)).to(dtype)
     return gemm.linear(x, weight, most), bias - most
 
 
@@ -104,13 +105,13 @@ def _is_kept() -> bool:
     return any(isinstance(mode, _CHECKPOINTS) for mode in modes)
 
 
-def zeros_with_graph(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The bias less its value, for second derivatives of a sum that has the value in it."""
-    return None if bias is None else bias - finite(bias)
+def make_zeros_with_graph(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias minus its value: zeros with a graph, for second derivatives of a sum with bias."""
+    return None if bias is None else bias - clamp_to_finite(bias)
 
 
-def finite(bias: torch.Tensor) -> torch.Tensor:
-    """The bias without a graph, infinities clamped, so that bias - finite(bias) keeps them."""
+def clamp_to_finite(bias: torch.Tensor) -> torch.Tensor:
+    """The bias detached and with infinities clamped, so that bias minus the result keeps them."""
     largest = torch.finfo(bias.dtype).max
     return bias.detach().clamp(-largest, largest)
 
@@ -127,22 +128,22 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bo
     )
 
 
-def check(name: str, x: Any, of: str = "x", *, jagged: bool = True, **parameters: Any) -> None:
+def check(name: str, x: Any, of: str = "input", *, jagged: bool = True, **parameters: Any) -> None:
     """Check x, then a weight, then its bias; the argument `of` gave x its width."""
-    checks.dense(name, "x", x, Op.dtypes, jagged=jagged)
+    checks.dense(name, "input", x, Op.dtypes, jagged=jagged)
     if x.ndim == 0:
-        raise ArgumentError(name, "x", "of no dimensions", "[*, in_features]")
+        raise ArgumentError(name, "input", "0-dimensional", "[*, in_features]")
     dtypes = Op.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
     (weight_name, weight), (bias_name, bias) = parameters.items()
     checks.dense(name, weight_name, weight, dtypes, of)
-    checks.like(name, weight_name, weight, x, "x")
+    checks.like(name, weight_name, weight, x, "input")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         accepted = f"[out_features, {x.shape[-1]}], to go with {of}"
         raise ArgumentError(name, weight_name, f"of shape {list(weight.shape)}", accepted)
     if bias is None:
         return
     checks.dense(name, bias_name, bias, [weight.dtype], weight_name)
-    checks.like(name, bias_name, bias, x, "x")
+    checks.like(name, bias_name, bias, x, "input")
     if bias.shape != weight.shape[:1]:
         accepted = f"[{weight.shape[0]}], as {weight_name} is {list(weight.shape)}"
         raise ArgumentError(name, bias_name, f"of shape {list(bias.shape)}", accepted)

@@ -1,4 +1,4 @@
-"""A linear layer and its activation in one kernel: a GEMM whose epilogue adds bias and activates.
+"""A linear layer and its activation in one kernel: a GEMM with bias and activation at its end.
 
 - triton: our kernel, for every activation, if a trial found it faster than two steps.
 - cuda: cuBLASLt's, under the same condition, only for gelu by tanh.
@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,20 +16,20 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import (
     Differentiable,
     autograd_function,
-    derivatives_of_reference,
+    derive_from_reference,
     exports_a_derivative,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.proof import Results
+from torchweld.dispatch.engine.judge import name_results
+from torchweld.dispatch.engine.question import Results
 from torchweld.ops.activation import bias_act
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
-from torchweld.ops.gemm import gemm, timing
-from torchweld.ops.gemm.timing import Contest
+from torchweld.ops.gemm import fused_choice, gemm
+from torchweld.ops.gemm.fused_choice import Contest, Kind
 from torchweld.registry import BACKENDS, Signature
 
 _SOURCE = "triton_kernels/linear_act.py"
@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 MADE_OF = (
     "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
-    " pass where it was timed to be faster (cuda: cuBLASLt's, only for gelu by tanh; the passes"
+    " pass if a trial measured it faster (cuda: cuBLASLt's, only for gelu by tanh; the passes"
     " are Triton's)"
 )
 ONE_KERNEL = ("cuda", "triton")
@@ -61,7 +61,15 @@ _PLAIN, _TF32 = 0, 1
 _ONEDNN = {"gelu": "gelu", "silu": "swish", "sigmoid": "sigmoid", "tanh": "tanh"}
 
 
-def _fake(x, weight, bias, activation, approximate, tile, save_z):
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    tile: int,
+    save_z: bool,
+) -> tuple[torch.Tensor, ...]:
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
@@ -70,7 +78,7 @@ def _fake(x, weight, bias, activation, approximate, tile, save_z):
 # of cuBLASLt's algorithms.
 BareOp(
     "linear_act",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
+    "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
     " bool save_z) -> (Tensor y, Tensor z)",
     _fake,
     backends=("cuda",),
@@ -78,12 +86,18 @@ BareOp(
 )
 
 
-def _fake_gradients(grad_y, z, bias, activation, approximate):
+def _fake_gradients(
+    grad_y: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> tuple[torch.Tensor, ...]:
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     return grad_z, z.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
-# The gradients of z, and of a bias that is in z already, if one is given.
+# The gradients of z and, if a bias is given, of the bias, which z already contains.
 BareOp(
     "act_backward",
     "(Tensor grad_y, Tensor z, Tensor? bias, str activation, str approximate)"
@@ -102,33 +116,39 @@ def linear_and_act(
     activation: str,
     approximate: str,
 ) -> torch.Tensor:
-    """activation(linear(x, weight, bias)), in one kernel if that is faster, or in two steps."""
+    """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
     if activation == "identity":
         return gemm.linear(x, weight, bias)
     given = (x, weight, bias, activation, approximate)
-    if (tile := tile_for(backend, *given)) is not None:
-        return _joined(_in_one_kernel(backend, *given, tile), activation, approximate)
+    if (tile := choose_tile_for(backend, *given)) is not None:
+        return _join(_in_one_kernel(backend, *given, tile), activation, approximate)
     if backend == "cpu" and _onednn_activates(*given):
         algorithm = approximate if activation == "gelu" else ""
         return gemm.onednn(x, weight, bias, _ONEDNN[activation], algorithm)
-    return layers.in_two_steps(backend, *given)
+    return layers.run_in_two_steps(backend, *given)
 
 
-def _onednn_activates(x, weight, bias, activation, approximate) -> bool:
-    """Whether oneDNN takes these and is faster: it writes once, and rounds no sum before that.
+def _onednn_activates(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> bool:
+    """Whether oneDNN can run these and is faster: it writes once, and does not round the sum.
 
-    In float32 torch's own GEMM is ahead by more than the pass takes.
+    In float32 torch's own GEMM is faster by more than the time of the pass.
     """
     if activation not in _ONEDNN or (activation, approximate) not in activations.KINDS:
         return False
-    if gemm.wants_gradient(x, weight, bias) or not gemm.served_by_onednn(x, weight, bias):
+    if gemm.wants_gradient(x, weight, bias) or not gemm.is_served_by_onednn(x, weight, bias):
         return False
     return _onednn_keeps_nan(x.dtype, activation, approximate)
 
 
 @functools.cache
 def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> bool:
-    """Whether oneDNN's activation of NaN is NaN; torch 2.10's sigmoid in float16 is 0."""
+    """Whether oneDNN's activation maps NaN to NaN; torch 2.10's float16 sigmoid returns 0."""
     with _disable_current_modes():
         x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
         algorithm = approximate if activation == "gelu" else ""
@@ -137,10 +157,10 @@ def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> 
 
 
 class Unjoined(NamedTuple):
-    """A layer whose activation y is not in autograd's graph yet; its sum z is.
+    """A layer whose sum z is in autograd's graph, but whose activation y is not yet.
 
     z includes all of the bias, whose gradient comes from the activation's node. If no gradient is
-    needed, y is the result and the others are None.
+    needed, y is the result, and z and bias are None.
     """
 
     y: torch.Tensor
@@ -148,7 +168,7 @@ class Unjoined(NamedTuple):
     bias: torch.Tensor | None
 
 
-def unjoined(
+def run_unjoined(
     backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -161,7 +181,7 @@ def unjoined(
     For callers with their own node for the activation.
     """
     given = (x, weight, bias, activation, approximate)
-    if (tile := tile_for(backend, *given)) is not None:
+    if (tile := choose_tile_for(backend, *given)) is not None:
         return _in_one_kernel(backend, *given, tile)
     z = linear(x, weight, None if bias is None else bias.detach())
     y = layers.act(backend, z.detach(), None, activation, approximate)
@@ -169,8 +189,8 @@ def unjoined(
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
-# There are two nodes, as in two steps: the GEMM's, whose two gradients a pipeline schedule can run
-# separately, then the activation's. The kernel runs when the first node is created.
+# There are two nodes, as in two steps: first the GEMM's, whose gradients a pipeline schedule can
+# run separately, then the activation's. The kernel runs when the first node is created.
 
 
 def kernel(backend: str) -> Any:
@@ -178,8 +198,16 @@ def kernel(backend: str) -> Any:
     return getattr(torch.ops.torchweld.linear_act, backend)
 
 
-def _in_one_kernel(backend, x, weight, bias, activation, approximate, tile) -> Unjoined:
-    dtype = gemm.computed_in(x)
+def _in_one_kernel(
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    tile: int,
+) -> Unjoined:
+    dtype = gemm.find_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype) if backend == "cuda" else bias.float()
@@ -191,7 +219,7 @@ def _in_one_kernel(backend, x, weight, bias, activation, approximate, tile) -> U
     return Unjoined(y, z, bias)
 
 
-def _joined(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
+def _join(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
     """The activation, in the graph if a gradient is needed."""
     if layer.z is None:
         return layer.y
@@ -218,19 +246,19 @@ def gradients(
     approximate: str,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of z, which has the bias in it, and of the bias."""
+    """The gradients of z, which contains the bias, and of the bias."""
     backward = torch.ops.torchweld.act_backward.triton
     return backward(grad_y, z, bias if need_bias else None, activation, approximate)
 
 
-_derivatives_of_bias_act = derivatives_of_reference(bias_act.OP)
+_derivatives_of_bias_act = derive_from_reference(bias_act.OP)
 
 
 def _derivatives(
     grad_y: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None, *how: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients with a graph of their own."""
-    return _derivatives_of_bias_act(grad_y, z, layers.zeros_with_graph(bias), *how)
+    """Differentiable gradients, for second derivatives."""
+    return _derivatives_of_bias_act(grad_y, z, layers.make_zeros_with_graph(bias), *how)
 
 
 class _Activation:
@@ -244,12 +272,12 @@ class _Activation:
             Differentiable(
                 name="activated_with_its_gemm",
                 forward_signature=Signature(
-                    "(Tensor x, Tensor? bias, str activation, str approximate, Tensor y)"
+                    "(Tensor input, Tensor? bias, str activation, str approximate, Tensor y)"
                     " -> (Tensor activated)"
                 ),
                 backward_signature=Signature(
-                    "(Tensor grad_activated, Tensor x, Tensor? bias, str activation,"
-                    " str approximate, bool need_bias) -> (Tensor grad_x, Tensor grad_bias)"
+                    "(Tensor grad_activated, Tensor input, Tensor? bias, str activation,"
+                    " str approximate, bool need_bias) -> (Tensor grad_input, Tensor grad_bias)"
                 ),
                 public=["activated"],
                 eager_backward=_derivatives,
@@ -260,7 +288,7 @@ class _Activation:
     @staticmethod
     def forward(*given: Any) -> Any:
         y = given[-1]
-        return torch.ops.aten._unsafe_view(y, y.shape)  # a node's input would not be its own
+        return torch.ops.aten._unsafe_view(y, y.shape)  # a node must not return its input
 
     @staticmethod
     def public(results: tuple[torch.Tensor, ...]) -> Any:
@@ -273,7 +301,7 @@ _ACTIVATION = _Activation()
 # --- Choice ---------------------------------------------------------------------------------------
 
 
-def refuses(backend: str, given: Mapping[str, Any]) -> str | None:
+def why_not_epilogue(backend: str, given: Mapping[str, Any]) -> str | None:
     """Why cuBLASLt's epilogues cannot serve the op's arguments at all."""
     if backend != "cuda":
         return None
@@ -282,12 +310,12 @@ def refuses(backend: str, given: Mapping[str, Any]) -> str | None:
         return "cuBLASLt's relu makes 0 of NaN; torch's keeps it"
     if kind != ("gelu", "tanh"):
         return "cuBLASLt has no such epilogue; it has gelu by tanh"
-    if missing := BACKENDS[layers.PASSES[backend]].missing():
+    if missing := BACKENDS[layers.PASSES[backend]].why_missing():
         return f"its passes between GEMMs are Triton's: {missing}"
     return None
 
 
-def tile_for(
+def choose_tile_for(
     backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -295,11 +323,13 @@ def tile_for(
     activation: str,
     approximate: str,
 ) -> int | None:
-    """The tile for one kernel; None: there is no such kernel, or two steps are faster."""
+    """The tile for one kernel; None: no kernel can serve, or two steps are faster."""
     if backend not in ONE_KERNEL or why_not(backend, x, weight, bias) is not None:
         return None
     given = (x, weight, bias, activation, approximate)
-    return timing.fastest(x, _shapes(backend, *given), partial(_contest, backend, *given))
+    tiles = partial(list_tiles, backend, x, weight)
+    contest = partial(_make_contest, backend, *given)
+    return fused_choice.choose_tile(x, _kind(backend, *given), tiles, contest)
 
 
 def explain(
@@ -314,8 +344,8 @@ def explain(
     if backend not in ONE_KERNEL:
         return ""
     unfused = "torch's GEMM, then a pass for bias and activation"
-    shapes = _shapes(backend, x, weight, bias, activation, approximate)
-    return timing.explain(unfused, x, shapes, why_not(backend, x, weight, bias))
+    kind = _kind(backend, x, weight, bias, activation, approximate)
+    return fused_choice.explain(unfused, x, kind, why_not(backend, x, weight, bias))
 
 
 def why_not(
@@ -324,13 +354,13 @@ def why_not(
     """Why one kernel cannot serve."""
     if exports_a_derivative():
         return "inside torch.export: its two nodes would lose their derivative"
-    if reason := gemm.misfit(x, weight, bias):
+    if reason := gemm.why_not_fused(x, weight, bias):
         return reason
     given = [t for t in (x, weight, bias) if t is not None]
     if any(t.device != x.device or t.dtype not in _DTYPES for t in given):
-        return "there are several devices, or a dtype that the kernel has not"
+        return "the tensors are on several devices, or of an unsupported dtype"
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        return "x and weight are of different dtypes"
+        return "input and weight are of different dtypes"
     if weight.shape[1] >= _LONGEST_ROW:
         return f"more than {_LONGEST_ROW} input features"
     if backend == "cuda" and (reason := _why_not_cublaslt(weight, given)):
@@ -350,41 +380,60 @@ def _why_not_cublaslt(weight: torch.Tensor, given: Iterable[torch.Tensor]) -> st
     return None
 
 
-def _shapes(backend, x, weight, bias, activation, approximate) -> str:
-    """What a timing depends on besides the number of rows, in words; makes sizes constants."""
+def _kind(
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> Kind:
+    """Everything that a timing depends on besides the rows; sizes are text, hence constants."""
     columns, inner = weight.shape
-    dtype = str(gemm.computed_in(x)).removeprefix("torch.")
-    transposed = [name for name, t in (("x", x), ("weight", weight)) if t.stride(-1) != 1]
-    words = [f"{inner} to {columns} {dtype}", *[f"{name} transposed" for name in transposed]]
-    words += [activation, approximate, "bias" if bias is not None else "no bias"]
-    words += ["cuBLASLt"] if backend == "cuda" else []
-    return ", ".join([*words, "z saved" if gemm.wants_gradient(x, weight, bias) else "z not saved"])
+    transposed = [name for name, t in (("input", x), ("weight", weight)) if t.stride(-1) != 1]
+    return (
+        ("op", f"linear_act in one kernel by {backend}"),
+        ("dtype", str(gemm.find_dtype(x)).removeprefix("torch.")),
+        ("features", f"{inner} to {columns}"),
+        ("transposed", " ".join(transposed)),
+        ("activation", f"{activation} {approximate}"),
+        ("bias", bias is not None),
+        ("saves z", gemm.wants_gradient(x, weight, bias)),
+    )
 
 
-def _contest(backend, x, weight, bias, activation, approximate) -> Contest:
+def _make_contest(
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> Contest:
     """One kernel with each of its tiles against two steps."""
-    dtype, save_z = gemm.computed_in(x), gemm.wants_gradient(x, weight, bias)
-    x, weight, bias = (t if t is None else t.detach().to(dtype) for t in (x, weight, bias))
+    dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
+    x, weight = x.detach().to(dtype), weight.detach().to(dtype)
+    bias = None if bias is None else bias.detach().to(dtype)
     how = (activation, approximate)
     names = ("y", "z") if save_z else ("y",)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return layers.in_two_steps(backend, x, weight, bias, *how)
+        return layers.run_in_two_steps(backend, x, weight, bias, *how)
 
     def fused(tile: int, x: torch.Tensor) -> Results:
-        return proof.named(kernel(backend)(x, weight, bias, *how, tile, save_z), *names)
+        return name_results(kernel(backend)(x, weight, bias, *how, tile, save_z), *names)
 
     def trusted(x: torch.Tensor) -> Results:
-        return proof.named((unfused(x), linear(x, weight, bias)), *names)
+        return name_results((unfused(x), linear(x, weight, bias)), *names)
 
     def exact(x: torch.Tensor) -> Results:
         z = linear_in_float64(x, weight, bias)
-        return proof.named((activations.ACTIVATIONS[how].function(z), z), *names)
+        return name_results((activations.ACTIVATIONS[how].function(z), z), *names)
 
     return Contest(
         tensors=[x],
         unfused=unfused,
-        fused={t: partial(fused, t) for t in contenders(backend, x, weight)},
+        fused={t: partial(fused, t) for t in list_tiles(backend, x, weight)},
         exact=exact,
         trusted=trusted,
         products_a_row=weight.numel(),
@@ -394,7 +443,7 @@ def _contest(backend, x, weight, bias, activation, approximate) -> Contest:
 def linear_in_float64(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """linear in float64. The weight is widened piece by piece, which takes less memory."""
+    """linear in float64. The weight is converted piece by piece to save memory."""
     wide = x.double()
     z = torch.cat([wide @ some.double().t() for some in weight.split(_FEATURES)], -1)
     return z if bias is None else z + bias.double()
@@ -403,13 +452,16 @@ def linear_in_float64(
 _FEATURES = 2048
 
 
-def contenders(backend: str, x: torch.Tensor, weight: torch.Tensor) -> Iterable[int]:
-    """The tiles worth timing."""
+def list_tiles(backend: str, x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
+    """The tiles worth timing, or cuBLASLt's algorithm."""
+    dtype = gemm.find_dtype(x)
     if backend == "triton":
-        return timing.kernels().contenders(x, weight)
-    return (cublaslts_algorithm(x.dtype),)
+        return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))
+    return (cublaslts_algorithm(dtype),)
 
 
 def cublaslts_algorithm(dtype: torch.dtype) -> int:
     """The algorithm that multiplies as torch's own GEMMs do."""
-    return _TF32 if dtype == torch.float32 and timing.kernels().precision() == "tf32" else _PLAIN
+    return (
+        _TF32 if dtype == torch.float32 and fused_choice.kernels().precision() == "tf32" else _PLAIN
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import linear
 
@@ -13,11 +15,11 @@ from torchweld.ops.activation import gated_act
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import gemm
 from torchweld.registry import ROWS, Composite, Numerics, activation, weight
-from torchweld.registry.cost import of_gemms
+from torchweld.registry.cost import count_for_gemms
 
 
 def gated_mlp(
-    x: torch.Tensor,
+    input: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     down_weight: torch.Tensor,
@@ -26,28 +28,37 @@ def gated_mlp(
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """linear(activation(linear(x, gate_weight)) * linear(x, up_weight), down_weight).
+    """linear(activation(linear(input, gate_weight)) * linear(input, up_weight), down_weight).
 
-    Saved are gate, up and the input of the last GEMM, but not the activated gate.
+    It saves gate, up and the input of the last GEMM for the backward pass, but not the activated
+    gate.
 
     Args:
-        x: [*, in_features]; float32, bfloat16, float16 (or float64).
+        input: [*, in_features]; float32, bfloat16, float16 (or float64).
         gate_weight: [hidden_features, in_features].
         up_weight: [hidden_features, in_features].
         down_weight: [out_features, hidden_features].
         activation: "silu" (SwiGLU), "gelu" (GeGLU), "relu" (ReGLU) or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and recompute the rest in the backward.
+        recompute: save only input, and recompute the rest in the backward pass.
 
     Returns:
         A tensor [*, out_features].
     """
-    return layers.recomputed(
-        recompute, OP, x, gate_weight, up_weight, down_weight, activation, approximate
+    return layers.run_recomputed(
+        recompute, OP, input, gate_weight, up_weight, down_weight, activation, approximate
     )
 
 
-def _fused(backend, x, gate_weight, up_weight, down_weight, activation, approximate):
+def _fused(
+    backend: str,
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
     if not checks.all_dense(x, gate_weight, up_weight, down_weight):
         _check(x, gate_weight, up_weight, down_weight, activation, approximate)
     gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
@@ -55,7 +66,14 @@ def _fused(backend, x, gate_weight, up_weight, down_weight, activation, approxim
     return gemm.linear(hidden, down_weight)
 
 
-def _reference(x, gate_weight, up_weight, down_weight, activation, approximate):
+def _reference(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
     factors = (gate_weight, up_weight, down_weight)
     if up_weight.shape != gate_weight.shape or not checks.all_dense(x, *factors):
         _check(x, *factors, activation, approximate)
@@ -63,24 +81,34 @@ def _reference(x, gate_weight, up_weight, down_weight, activation, approximate):
     return linear(gate * linear(x, up_weight), down_weight)
 
 
-def _check(x, gate_weight, up_weight, down_weight, activation, approximate):
+def _check(
+    x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, activation: Any, approximate: Any
+) -> None:
     layers.check(OP.name, x, gate_weight=gate_weight, bias=None)
     layers.check(OP.name, x, up_weight=up_weight, bias=None)
     if up_weight.shape != gate_weight.shape:
         accepted = f"the shape of gate_weight, {list(gate_weight.shape)}"
-        came = f"of shape {list(up_weight.shape)}"
-        raise ArgumentError(OP.name, "up_weight", came, accepted)
+        actual = f"of shape {list(up_weight.shape)}"
+        raise ArgumentError(OP.name, "up_weight", actual, accepted)
     hidden = layers.hidden_of(x, gate_weight)
     layers.check(OP.name, hidden, "gate_weight", down_weight=down_weight, bias=None)
     activations.check(OP.name, activation, approximate)
 
 
-def _flops(x, *factors):
+def _flops(x: torch.Tensor, *factors: torch.Tensor) -> tuple[int, int]:
     rows = x.shape[:-1].numel()
-    return of_gemms(*(rows * factor.numel() for factor in factors[:3]))
+    return count_for_gemms(*(rows * factor.numel() for factor in factors[:3]))
 
 
-def _terms(x, gate_weight, up_weight, down_weight, activation, approximate, grad_y):
+def _terms(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str,
+    approximate: str,
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     known = activations.ACTIVATIONS[activation, approximate]
     x, *weights = (t.double().abs() for t in (x, gate_weight, up_weight, down_weight))
     grad = grad_y.double().abs()
@@ -90,14 +118,14 @@ def _terms(x, gate_weight, up_weight, down_weight, activation, approximate, grad
     grad_gate, grad_up = grad_hidden * up * known.slope(gate), grad_hidden * activated
     return {
         "y": linear(activated * up, weights[2]),
-        "grad_x": grad_gate @ weights[0] + grad_up @ weights[1],
+        "grad_input": grad_gate @ weights[0] + grad_up @ weights[1],
         "grad_gate_weight": layers.outer(grad_gate, x),
         "grad_up_weight": layers.outer(grad_up, x),
         "grad_down_weight": layers.outer(grad, activated * up),
     }
 
 
-def _arguments(leading, width, features, *kind):
+def _arguments(leading: tuple[int, ...], width: int, features: int, *kind: str) -> tuple[Any, ...]:
     weights = (weight(features, width), weight(features, width), weight(width, features))
     return (activation(*leading, width), *weights, *kind)
 
@@ -111,26 +139,26 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 )
 
 
-def _samples():
+def _samples() -> tuple[tuple[Any, ...], ...]:
     found = [_arguments(*s, "silu", "none") for s in _SHAPES]
     return (*found, *(_arguments(*_SHAPES[2], *kind) for kind in activations.KINDS))
 
 
-_RESULTS = ("y", "grad_x", "grad_gate_weight", "grad_up_weight", "grad_down_weight")
+_RESULTS = ("y", "grad_input", "grad_gate_weight", "grad_up_weight", "grad_down_weight")
 
 OP = Composite(
     name="gated_mlp",
-    forward="(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, str activation,"
-    " str approximate) -> (Tensor y)",
-    backward="(Tensor grad_y, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight,"
-    " str activation, str approximate) -> (Tensor grad_x, Tensor grad_gate_weight,"
+    forward="(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight, str"
+    " activation, str approximate) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor input, Tensor gate_weight, Tensor up_weight, Tensor"
+    " down_weight, str activation, str approximate) -> (Tensor grad_input, Tensor grad_gate_weight,"
     " Tensor grad_up_weight, Tensor grad_down_weight)",
     reference=_reference,
     fused=_fused,
     check=_check,
     fake=lambda x, gate, up, down, *_: (x.new_empty((*x.shape[:-1], down.shape[0])),),
     sharding=ROWS,
-    sized=lambda leading, row: _arguments(leading, *row, *row, "silu", "none"),
+    sized=lambda leading, row: _arguments(leading, row[0], row[0], "silu", "none"),
     flops=_flops,
     sources=activations.SOURCES,
     samples=_samples(),

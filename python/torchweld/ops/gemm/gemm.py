@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.autograd import unaliased, where_it_goes
+from torchweld.dispatch.autograd import list_reached, make_unaliased
 from torchweld.dispatch.bare import BareOp
 
 _TRANSPOSED = BareOp(
-    "transposed", "(Tensor x) -> Tensor", lambda x: x.new_empty((x.shape[1], x.shape[0]))
+    "transposed", "(Tensor input) -> Tensor", lambda x: x.new_empty((x.shape[1], x.shape[0]))
 )
 
-# With fewer products the node costs what it gains.
+# With fewer products the node costs as much as it gains.
 _SMALLEST = 2**30
-# This many products pay for transposing one element, see weight_gradient.
+# Transposing one element pays off from this many products on, see weight_gradient.
 _PRODUCTS_OF_AN_ELEMENT = 512
 
 
@@ -29,7 +29,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if (
         torch.compiler.is_compiling()  # the number of rows must not become a guard
         or x.numel() * weight.shape[:1].numel() < _SMALLEST
-        or not served_by_onednn(x, weight, bias)
+        or not is_served_by_onednn(x, weight, bias)
     ):
         return torch.nn.functional.linear(x, weight, bias)
     if wants_gradient(x, weight, bias):
@@ -44,7 +44,7 @@ def onednn(
     activation: str = "none",
     algorithm: str = "",
 ) -> torch.Tensor:
-    """oneDNN's linear layer and activation; `served_by_onednn` says which arguments it takes.
+    """oneDNN's linear layer and activation; `is_served_by_onednn` says which arguments it takes.
 
     torch's op packs x and tells oneDNN the weight's strides, but reads the bias as if packed.
     """
@@ -57,7 +57,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def computed_in(x: torch.Tensor) -> torch.dtype:
+def find_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of a GEMM of x: autocast leaves float64 as it is."""
     kind = x.device.type
     cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
@@ -67,8 +67,8 @@ def computed_in(x: torch.Tensor) -> torch.dtype:
 # --- Which calls ----------------------------------------------------------------------------------
 
 
-def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether oneDNN's 16-bit GEMM can take these: not while compiling or under autocast."""
+def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether oneDNN's 16-bit GEMM can run: not while compiling or under autocast."""
     if torch.compiler.is_compiling() or not (x.is_cpu and _onednn_has(x.dtype)):
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
@@ -76,21 +76,21 @@ def served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     given = [t for t in (x, weight, bias) if t is not None]
     return (
         all(t.is_cpu and t.dtype is x.dtype for t in given)
-        and misfit(x, weight, bias) is None
+        and why_not_fused(x, weight, bias) is None
         and x.ndim > 1
         and 0 not in (*x.shape, *weight.shape)
     )
 
 
-def misfit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why our GEMMs leave these to torch's GEMM, which raises any error."""
+def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why torch's GEMM has to run, which also raises any error."""
     given = [t for t in (x, weight, bias) if t is not None]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
-        return "a tensor is of a class of its own"
+        return "a tensor is of a subclass"
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        return "x and weight do not fit"
+        return "the sizes of input and weight do not match"
     if bias is not None and bias.shape != weight.shape[:1]:
-        return "weight and bias do not fit"
+        return "the sizes of weight and bias do not match"
     return None
 
 
@@ -116,7 +116,7 @@ class LinearNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, (x, weight) = grads[0], ctx.saved_tensors
-        to_x, to_weight, to_bias, *_ = goes_on = where_it_goes(ctx)
+        to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
         found: list[Any] = [None] * len(goes_on)
         if grad is None:
             return tuple(found)
@@ -137,7 +137,7 @@ class _OneDNN(LinearNode):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         to_x, to_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        return unaliased(onednn(x, weight, bias))
+        return make_unaliased(onednn(x, weight, bias))
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

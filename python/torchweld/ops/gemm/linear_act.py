@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import linear
 
@@ -9,11 +11,11 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue
 from torchweld.registry import ROWS, Composite, Numerics
-from torchweld.registry.cost import of_gemms
+from torchweld.registry.cost import count_for_gemms
 
 
 def linear_act(
-    x: torch.Tensor,
+    input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -21,69 +23,95 @@ def linear_act(
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """activation(linear(x, weight, bias)); its backward passes over the activation once.
+    """activation(linear(input, weight, bias)); one pass computes the activation's gradients.
 
-    It saves x and the sum before the activation for the backward.
+    It saves input and the sum before the activation for the backward pass.
 
     Args:
-        x: [*, in_features]; float32, bfloat16, float16 (or float64).
+        input: [*, in_features]; float32, bfloat16, float16 (or float64).
         weight: [out_features, in_features].
         bias: [out_features].
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and recompute the rest in the backward.
+        recompute: save only input, and recompute the rest in the backward pass.
 
     Returns:
         A tensor [*, out_features].
     """
-    return layers.recomputed(recompute, OP, x, weight, bias, activation, approximate)
+    return layers.run_recomputed(recompute, OP, input, weight, bias, activation, approximate)
 
 
 def linear_gelu(
-    x: torch.Tensor,
+    input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """gelu(linear(x, weight, bias)): linear_act with torch's defaults for gelu.
+    """gelu(linear(input, weight, bias)): linear_act with torch's defaults for gelu.
 
     Args:
-        x: [*, in_features]; float32, bfloat16, float16 (or float64).
+        input: [*, in_features]; float32, bfloat16, float16 (or float64).
         weight: [out_features, in_features].
         bias: [out_features].
         approximate: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and recompute the rest in the backward.
+        recompute: save only input, and recompute the rest in the backward pass.
 
     Returns:
         A tensor [*, out_features].
     """
-    return layers.recomputed(recompute, OP, x, weight, bias, "gelu", approximate)
+    return layers.run_recomputed(recompute, OP, input, weight, bias, "gelu", approximate)
 
 
-def _fused(backend, x, weight, bias, activation, approximate):
+def _fused(
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
     if not layers.fits(x, weight, bias):
         _check_all(x, weight, bias, activation, approximate)
     return epilogue.linear_and_act(backend, x, weight, bias, activation, approximate)
 
 
-def _reference(x, weight, bias, activation, approximate):
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> torch.Tensor:
     if not layers.fits(x, weight, bias):
         _check_all(x, weight, bias, activation, approximate)
     return activations.activate(OP, linear(x, weight, bias), activation, approximate)
 
 
-def _check_all(x, weight, bias, activation, approximate):
+def _check_all(x: Any, weight: Any, bias: Any, activation: Any, approximate: Any) -> None:
     layers.check(OP.name, x, weight=weight, bias=bias)
     activations.check(OP.name, activation, approximate)
 
 
-def _fake(x, weight, bias, activation, approximate):
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+) -> tuple[torch.Tensor, ...]:
     return (x.new_empty((*x.shape[:-1], weight.shape[0])),)
 
 
-def _terms(x, weight, bias, activation, approximate, grad_y):
+def _terms(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     """bias_act's terms, counting every product of the GEMMs as a term."""
     known = activations.ACTIVATIONS[activation, approximate]
     x, weight, grad = x.double().abs(), weight.double().abs(), grad_y.double().abs()
@@ -91,7 +119,7 @@ def _terms(x, weight, bias, activation, approximate, grad_y):
     grad_z = grad * known.slope(z)
     return {
         "y": known.value(z),
-        "grad_x": grad_z @ weight,
+        "grad_input": grad_z @ weight,
         "grad_weight": layers.outer(grad_z, x),
         "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
     }
@@ -115,7 +143,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 )
 
 
-def _samples():
+def _samples() -> tuple[tuple[Any, ...], ...]:
     found = [(*layers.arguments(*shape), "gelu", "none") for shape in _SHAPES]
     found += [
         (*layers.arguments(*shape), *kind)
@@ -130,23 +158,23 @@ def _samples():
     return (*found, *without)
 
 
-_RESULTS = ("y", "grad_x", "grad_weight", "grad_bias")
+_RESULTS = ("y", "grad_input", "grad_weight", "grad_bias")
 
 OP = Composite(
     name="linear_act",
-    forward="(Tensor x, Tensor weight, Tensor? bias, str activation, str approximate)"
+    forward="(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate)"
     " -> (Tensor y)",
-    backward="(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, str activation,"
-    " str approximate) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    backward="(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, str activation,"
+    " str approximate) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     reference=_reference,
     fused=_fused,
     check=_check_all,
     fake=_fake,
     sharding=ROWS,
     sized=lambda leading, row: (*layers.arguments(leading, *row, *row), "gelu", "none"),
-    flops=lambda x, weight, *_: of_gemms(x.numel() * weight.shape[0]),
+    flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
     sources=epilogue.SOURCES,
-    refuses=epilogue.refuses,
+    refuses=epilogue.why_not_epilogue,
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
     samples=_samples(),

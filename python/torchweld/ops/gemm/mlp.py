@@ -2,116 +2,225 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import linear
 
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
-from torchweld.ops.gemm.act_linear import act_linear, algorithm_for
+from torchweld.ops.gemm.act_linear import act_linear, choose_algorithm
 from torchweld.ops.gemm.act_linear import explain as explain_backward
 from torchweld.registry import ROWS, Composite, Numerics, activation, weight
-from torchweld.registry.cost import of_gemms
+from torchweld.registry.cost import count_for_gemms
 
 
 def mlp(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
+    input: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
     *,
     activation: str = "gelu",
     approximate: str = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
-    """linear(activation(linear(x, w1, b1)), w2, b2).
+    """linear(activation(linear(input, up_weight, up_bias)), down_weight, down_bias).
 
     Args:
-        x: [*, in_features]; float32, bfloat16, float16 (or float64).
-        w1: [hidden_features, in_features].
-        b1: [hidden_features].
-        w2: [out_features, hidden_features].
-        b2: [out_features].
+        input: [*, in_features]; float32, bfloat16, float16 (or float64).
+        up_weight: [hidden_features, in_features].
+        up_bias: [hidden_features].
+        down_weight: [out_features, hidden_features].
+        down_bias: [out_features].
         activation: "gelu", "relu", "silu" or another of bias_act's.
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
-        recompute: save only x, and recompute the rest in the backward. On the CPU the backward then
-            holds two tensors of the hidden layer's size at a time, not three.
+        recompute: save only input, and recompute the rest in the backward pass, which on the CPU
+            then holds two tensors of the hidden layer's size at a time, not three.
 
     Returns:
         A tensor [*, out_features].
     """
-    return layers.recomputed(recompute, OP, x, w1, b1, w2, b2, activation, approximate, recompute)
+    return layers.run_recomputed(
+        recompute,
+        OP,
+        input,
+        up_weight,
+        up_bias,
+        down_weight,
+        down_bias,
+        activation,
+        approximate,
+        recompute,
+    )
 
 
-def _fused(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
-    if not _fits(x, w1, b1, w2, b2):
-        _check(x, w1, b1, w2, b2, activation, approximate, recompute)
-    first = (backend, x, w1, b1, activation, approximate)
+def _fused(
+    backend: str,
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    recompute: bool,
+) -> torch.Tensor:
+    if not _fits(x, up_weight, up_bias, down_weight, down_bias):
+        _check(x, up_weight, up_bias, down_weight, down_bias, activation, approximate, recompute)
+    first = (backend, x, up_weight, up_bias, activation, approximate)
     if recompute and backend == "cpu" and activation != "identity":
-        return _lean(*first, w2, b2)
+        return _lean(*first, down_weight, down_bias)
     if backend == "cuda":
-        algorithm = algorithm_for(x, w1, b1, w2, b2, activation, approximate)
+        algorithm = choose_algorithm(
+            x, up_weight, up_bias, down_weight, down_bias, activation, approximate
+        )
         if algorithm is not None:
-            y, z, bias = epilogue.unjoined(*first)
+            y, z, bias = epilogue.run_unjoined(*first)
             assert z is not None  # since it needs a gradient
-            return act_linear(z, bias, w2, b2, activation, approximate, y, algorithm)
-    return gemm.linear(epilogue.linear_and_act(*first), w2, b2)
+            return act_linear(
+                z, bias, down_weight, down_bias, activation, approximate, y, algorithm
+            )
+    return gemm.linear(epilogue.linear_and_act(*first), down_weight, down_bias)
 
 
-def _lean(backend, x, w1, b1, activation, approximate, w2, b2):
-    """The forward recomputed in a backward, which does not save the activation."""
-    z, bias = layers.summed(backend, x, w1, b1, activation)
-    plain = type(w2) in (torch.Tensor, torch.nn.Parameter)
+def _lean(
+    backend: str,
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The forward recomputed in a backward pass; it does not save the activation."""
+    z, bias = layers.run_gemm(backend, x, up_weight, up_bias, activation)
+    plain = type(down_weight) in (torch.Tensor, torch.nn.Parameter)
     if gemm.wants_gradient(z, bias) and layers.may_overwrite(z) and plain:
-        return act_linear(z, bias, w2, b2, activation, approximate)
-    return gemm.linear(layers.act(backend, z, bias, activation, approximate), w2, b2)
+        return act_linear(z, bias, down_weight, down_bias, activation, approximate)
+    return gemm.linear(
+        layers.act(backend, z, bias, activation, approximate), down_weight, down_bias
+    )
 
 
-def _explain(backend, x, w1, b1, w2, b2, activation, approximate, recompute):
-    forward = epilogue.explain(backend, x, w1, b1, activation, approximate)
-    backward = explain_backward(x, w1, b1, w2, b2) if backend == "cuda" else ""
-    return f"{forward}; in the backward {backward}" if backward else forward
+def _explain(
+    backend: str,
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    recompute: bool,
+) -> str:
+    forward = epilogue.explain(backend, x, up_weight, up_bias, activation, approximate)
+    backward = (
+        explain_backward(x, up_weight, up_bias, down_weight, down_bias) if backend == "cuda" else ""
+    )
+    return f"{forward}; in the backward pass {backward}" if backward else forward
 
 
-def _fits(x, w1, b1, w2, b2):
-    return layers.fits(x, w1, b1) and layers.fits(x, w2, b2)
+def _fits(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+) -> bool:
+    return layers.fits(x, up_weight, up_bias) and layers.fits(x, down_weight, down_bias)
 
 
-def _reference(x, w1, b1, w2, b2, activation, approximate, recompute):
-    if not _fits(x, w1, b1, w2, b2):
-        _check(x, w1, b1, w2, b2, activation, approximate, recompute)
-    return linear(activations.activate(OP, linear(x, w1, b1), activation, approximate), w2, b2)
+def _reference(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    recompute: bool,
+) -> torch.Tensor:
+    if not _fits(x, up_weight, up_bias, down_weight, down_bias):
+        _check(x, up_weight, up_bias, down_weight, down_bias, activation, approximate, recompute)
+    return linear(
+        activations.activate(OP, linear(x, up_weight, up_bias), activation, approximate),
+        down_weight,
+        down_bias,
+    )
 
 
-def _check(x, w1, b1, w2, b2, activation, approximate, recompute):
-    layers.check(OP.name, x, w1=w1, b1=b1)
-    layers.check(OP.name, layers.hidden_of(x, w1), "w1", w2=w2, b2=b2)
+def _check(
+    x: Any,
+    up_weight: Any,
+    up_bias: Any,
+    down_weight: Any,
+    down_bias: Any,
+    activation: Any,
+    approximate: Any,
+    recompute: Any,
+) -> None:
+    layers.check(OP.name, x, up_weight=up_weight, up_bias=up_bias)
+    layers.check(
+        OP.name,
+        layers.hidden_of(x, up_weight),
+        "up_weight",
+        down_weight=down_weight,
+        down_bias=down_bias,
+    )
     activations.check(OP.name, activation, approximate)
 
 
-def _flops(x, w1, b1, w2, *_):
+def _flops(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    *_: Any,
+) -> tuple[int, int]:
     rows = x.shape[:-1].numel()
-    return of_gemms(rows * w1.numel(), rows * w2.numel())
+    return count_for_gemms(rows * up_weight.numel(), rows * down_weight.numel())
 
 
-def _terms(x, w1, b1, w2, b2, activation, approximate, recompute, grad_y):
+def _terms(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    approximate: str,
+    recompute: bool,
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     """Terms, counting every product of the four GEMMs."""
     known = activations.ACTIVATIONS[activation, approximate]
-    x, w1, w2, grad = (t.double().abs() for t in (x, w1, w2, grad_y))
-    z = linear(x, w1, None if b1 is None else b1.double().abs())
-    grad_z, hidden = (grad @ w2) * known.slope(z), known.value(z)
+    x, up_weight, down_weight, grad = (
+        t.double().abs() for t in (x, up_weight, down_weight, grad_y)
+    )
+    z = linear(x, up_weight, None if up_bias is None else up_bias.double().abs())
+    grad_z, hidden = (grad @ down_weight) * known.slope(z), known.value(z)
     return {
-        "y": linear(hidden, w2, None if b2 is None else b2.double().abs()),
-        "grad_x": grad_z @ w1,
-        "grad_w1": layers.outer(grad_z, x),
-        "grad_b1": grad_z.sum_to_size(grad_z.shape[-1:]),
-        "grad_w2": layers.outer(grad, hidden),
-        "grad_b2": grad.sum_to_size(grad.shape[-1:]),
+        "y": linear(hidden, down_weight, None if down_bias is None else down_bias.double().abs()),
+        "grad_input": grad_z @ up_weight,
+        "grad_up_weight": layers.outer(grad_z, x),
+        "grad_up_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
+        "grad_down_weight": layers.outer(grad, hidden),
+        "grad_down_bias": grad.sum_to_size(grad.shape[-1:]),
     }
 
 
-def arguments(leading, width, features, out, *kind, recompute=False):
+def arguments(
+    leading: tuple[int, ...],
+    width: int,
+    features: int,
+    out: int,
+    *kind: str,
+    recompute: bool = False,
+) -> tuple[Any, ...]:
     """The arguments of a sample."""
     first = layers.arguments(leading, width, features)
     return (*first, weight(out, features), activation(out), *kind, recompute)
@@ -128,32 +237,44 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 )
 
 
-def _samples():
+def _samples() -> tuple[tuple[Any, ...], ...]:
     found = [arguments(*s, "gelu", "none") for s in _SHAPES]
     found += [arguments(*_SHAPES[2], *kind) for kind in activations.KINDS[1:]]
     found += [arguments(*s, "gelu", "none", recompute=True) for s in _SHAPES[1:3]]
-    x, w1, _, w2, *_ = arguments(*_SHAPES[1])
-    return (*found, *((x, w1, None, w2, None, "gelu", "tanh", lean) for lean in (False, True)))
+    x, up_weight, _, down_weight, *_ = arguments(*_SHAPES[1])
+    return (
+        *found,
+        *((x, up_weight, None, down_weight, None, "gelu", "tanh", lean) for lean in (False, True)),
+    )
 
 
-_RESULTS = ("y", "grad_x", "grad_w1", "grad_b1", "grad_w2", "grad_b2")
+_RESULTS = (
+    "y",
+    "grad_input",
+    "grad_up_weight",
+    "grad_up_bias",
+    "grad_down_weight",
+    "grad_down_bias",
+)
 
 OP = Composite(
     name="mlp",
-    forward="(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
-    " str approximate, bool recompute) -> (Tensor y)",
-    backward="(Tensor grad_y, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
-    " str activation, str approximate, bool recompute) -> (Tensor grad_x, Tensor grad_w1,"
-    " Tensor grad_b1, Tensor grad_w2, Tensor grad_b2)",
+    forward="(Tensor input, Tensor up_weight, Tensor? up_bias, Tensor down_weight,"
+    " Tensor? down_bias, str activation, str approximate, bool recompute) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor input, Tensor up_weight, Tensor? up_bias, Tensor down_weight,"
+    " Tensor? down_bias, str activation, str approximate, bool recompute) -> (Tensor grad_input,"
+    " Tensor grad_up_weight, Tensor grad_up_bias, Tensor grad_down_weight, Tensor grad_down_bias)",
     reference=_reference,
     fused=_fused,
     check=_check,
-    fake=lambda x, w1, b1, w2, *_: (x.new_empty((*x.shape[:-1], w2.shape[0])),),
+    fake=lambda x, up_weight, up_bias, down_weight, *_: (
+        x.new_empty((*x.shape[:-1], down_weight.shape[0])),
+    ),
     sharding=ROWS,
-    sized=lambda leading, row: arguments(leading, *row, *row, *row, "gelu", "none"),
+    sized=lambda leading, row: arguments(leading, *(row[0], row[0], row[0]), "gelu", "none"),
     flops=_flops,
     sources=epilogue.SOURCES,
-    refuses=epilogue.refuses,
+    refuses=epilogue.why_not_epilogue,
     detail=_explain,
     made_of=f"{epilogue.MADE_OF}. On cuda a GEMM takes the activation's backward by the same rule",
     samples=_samples(),

@@ -1,4 +1,4 @@
-"""What layer_norm and rms_norm share besides their kernels."""
+"""Helpers and checks that layer_norm and rms_norm share."""
 
 from __future__ import annotations
 
@@ -114,13 +114,20 @@ def terms(
     mean_g = g.mean(dims, keepdim=True) if centered else 0.0
     return {
         "y": x_hat * scale + (0.0 if bias is None else bias.double().abs()),
-        "grad_x": rstd * (g + mean_g + projected),
+        "grad_input": rstd * (g + mean_g + projected),
         "grad_weight": (grad_y * x_hat).sum(rows) if rows else grad_y * x_hat,
         "grad_bias": grad_y.sum(rows) if rows else grad_y,
     }
 
 
-def _terms(x, normalized_shape, weight, *rest, grad_y, centered):
+def _terms(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    *rest: Any,
+    grad_y: torch.Tensor,
+    centered: bool,
+) -> dict[str, torch.Tensor]:
     x, bias = x.double(), rest[:1] if centered else ()
     return terms(x, x.abs(), normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
 
@@ -128,7 +135,7 @@ def _terms(x, normalized_shape, weight, *rest, grad_y, centered):
 def numerics(centered: bool) -> Numerics:
     """Roundings a term goes through: docs/numerics.md counts them."""
     return Numerics(
-        fp32=dict.fromkeys(("y", "grad_x", "grad_weight", "grad_bias"), 2.0),
+        fp32=dict.fromkeys(("y", "grad_input", "grad_weight", "grad_bias"), 2.0),
         terms=functools.partial(_terms, centered=centered),
     )
 
@@ -137,23 +144,23 @@ def check(
     op: Op, x: Any, normalized_shape: Any, eps: Any, **parameters: torch.Tensor | None
 ) -> None:
     """Check the arguments of both ops."""
-    checks.dense(op.name, "x", x, op.dtypes, jagged=True)
+    checks.dense(op.name, "input", x, op.dtypes, jagged=True)
     try:
         shape = tuple(int(size) for size in normalized_shape)
     except (TypeError, ValueError):
-        came = repr(normalized_shape)
-        raise ArgumentError(op.name, "normalized_shape", came, "a sequence of ints") from None
+        actual = repr(normalized_shape)
+        raise ArgumentError(op.name, "normalized_shape", actual, "a sequence of ints") from None
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
-        accepted = f"the last dimensions of x, whose shape is {list(x.shape)}"
+        accepted = f"the last dimensions of input, whose shape is {list(x.shape)}"
         raise ArgumentError(op.name, "normalized_shape", list(shape), accepted)
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in given.items():
-        checks.dense(op.name, name, value, checks.parameters_beside(x), "x")
-        checks.like(op.name, name, value, x, "x")
+        checks.dense(op.name, name, value, checks.parameters_beside(x), "input")
+        checks.like(op.name, name, value, x, "input")
         checks.shaped(op.name, name, value, shape, "normalized_shape")
     if len({value.dtype for value in given.values()}) > 1:
-        came = " and ".join(f"{value.dtype}" for value in given.values())
-        raise ArgumentError(op.name, "bias", f"of another dtype than weight: {came}", "the same")
+        actual = " and ".join(f"{value.dtype}" for value in given.values())
+        raise ArgumentError(op.name, "bias", f"of another dtype than weight: {actual}", "the same")
     checks.epsilon(op.name, eps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,11 +12,11 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.registry import Op, Rows
-from torchweld.registry.cost import per_element
+from torchweld.registry.cost import count_per_element
 
 
 def layer_norm(
-    x: torch.Tensor,
+    input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -24,18 +25,24 @@ def layer_norm(
     """Layer normalisation with the semantics of torch.nn.functional.layer_norm.
 
     Args:
-        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        normalized_shape: the last dimensions of x, which are normalised.
-        weight, bias: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
+        input: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        normalized_shape: the last dimensions of input, which are normalised.
+        weight, bias: of normalized_shape, in input's dtype, or float32 and 16 bits in either order.
         eps: added to the variance, >= 0.
 
     Returns:
-        A tensor of x's shape and dtype.
+        A tensor of input's shape and dtype.
     """
-    return call(OP, x, normalized_shape, weight, bias, eps)
+    return call(OP, input, normalized_shape, weight, bias, eps)
 
 
-def _reference(x, normalized_shape, weight, bias, eps):
+def _reference(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     if not eps >= 0:
         raise ArgumentError("layer_norm", "eps", repr(eps), "a number >= 0")
     parameter = bias if weight is None else weight
@@ -48,28 +55,34 @@ def _reference(x, normalized_shape, weight, bias, eps):
     return torch.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def _check(x, normalized_shape, weight, bias, eps):
+def _check(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> None:
     norms.check(OP, x, normalized_shape, eps, weight=weight, bias=bias)
 
 
-def _fake(x, normalized_shape, weight, bias, eps):
+def _fake(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
     statistics = norms.statistics(x, normalized_shape)
     return norms.result(x), statistics, torch.empty_like(statistics)
 
 
 OP = Op(
     name="layer_norm",
-    forward="(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+    forward="(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
-    backward="(Tensor grad_y, Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
-    " float eps, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
-    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    backward="(Tensor grad_y, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor?"
+    " bias, float eps, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
+    " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     reference=_reference,
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
     sized=norms.sized(2, 1e-5),
-    flops=per_element(8, 12),
+    flops=count_per_element(8, 12),
     sources=norms.SOURCES,
     samples=norms.samples(2, 1e-5),
     benchmarks=norms.benchmarks(norms.MEASURED, 2, 1e-5),

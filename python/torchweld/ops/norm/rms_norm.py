@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,11 +12,11 @@ from torchweld.dispatch.kernels import define
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.registry import Op, Rows
-from torchweld.registry.cost import per_element
+from torchweld.registry.cost import count_per_element
 
 
 def rms_norm(
-    x: torch.Tensor,
+    input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
@@ -23,19 +24,21 @@ def rms_norm(
     """Root mean square normalisation with the semantics of torch.nn.functional.rms_norm.
 
     Args:
-        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        normalized_shape: the last dimensions of x, which are normalised.
-        weight: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
+        input: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        normalized_shape: the last dimensions of input, which are normalised.
+        weight: of normalized_shape, in input's dtype, or float32 and 16 bits in either order.
         eps: added to the mean square, >= 0; None: as in torch, the machine epsilon of the dtype of
             the arithmetic, 2^-23, or 2^-52 for float64.
 
     Returns:
-        A tensor of x's shape and dtype, contiguous, or channels_last if x is.
+        A tensor of input's shape and dtype, contiguous, or channels_last if input is.
     """
-    return call(OP, x, normalized_shape, weight, eps)
+    return call(OP, input, normalized_shape, weight, eps)
 
 
-def _reference(x, normalized_shape, weight, eps):
+def _reference(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
     if eps is not None and not eps >= 0:
         raise ArgumentError("rms_norm", "eps", repr(eps), "a number >= 0 or None")
     if weight is not None and weight.dtype is not x.dtype:  # eager warns about this
@@ -48,13 +51,13 @@ def _reference(x, normalized_shape, weight, eps):
     return y
 
 
-def _check(x, normalized_shape, weight, eps):
+def _check(x: Any, normalized_shape: Any, weight: Any, eps: Any) -> None:
     norms.check(OP, x, normalized_shape, 0.0 if eps is None else eps, weight=weight)
 
 
-def _refuses(backend, given):
+def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
     """torch's rms_norm keeps channels_last; the kernels write packed rows."""
-    x = given.get("x")
+    x = given.get("input")
     if not isinstance(x, torch.Tensor) or x.is_contiguous():
         return None
     kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
@@ -63,7 +66,9 @@ def _refuses(backend, given):
     return "x is channels_last, which eager keeps"
 
 
-def _fake(x, normalized_shape, weight, eps):
+def _fake(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, ...]:
     return norms.result(x), norms.statistics(x, normalized_shape)
 
 
@@ -72,16 +77,16 @@ _AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "Au
 
 OP = Op(
     name="rms_norm",
-    forward="(Tensor x, SymInt[] normalized_shape, Tensor? weight, float? eps)"
+    forward="(Tensor input, SymInt[] normalized_shape, Tensor? weight, float? eps)"
     " -> (Tensor y, Tensor rstd)",
-    backward="(Tensor grad_y, Tensor x, SymInt[] normalized_shape, Tensor? weight, float? eps,"
-    " Tensor rstd, bool need_weight) -> (Tensor grad_x, Tensor grad_weight)",
+    backward="(Tensor grad_y, Tensor input, SymInt[] normalized_shape, Tensor? weight, float? eps,"
+    " Tensor rstd, bool need_weight) -> (Tensor grad_input, Tensor grad_weight)",
     reference=_reference,
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
     sized=norms.sized(1, 1e-5),
-    flops=per_element(5, 10),
+    flops=count_per_element(5, 10),
     sources=norms.SOURCES,
     refuses=_refuses,
     samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],

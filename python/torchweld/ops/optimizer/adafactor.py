@@ -18,7 +18,7 @@ from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.reference import Read, number_of, read
 from torchweld.ops.optimizer.rule import Rule, Updates
-from torchweld.ops.optimizer.torchs import stepped
+from torchweld.ops.optimizer.torchs import take_torchs_step
 
 Sums = list[tuple[torch.Tensor, tuple[int, ...]]]  # over these dimensions of the parameter
 Update = Generator[Any, Tensors, None]
@@ -28,7 +28,7 @@ _MEASURES = ("_squares", "_averages", "_directions")
 
 
 class AdafactorSettings(NamedTuple):
-    """As csrc/core/adafactor.h has them."""
+    """The fields of the struct in csrc/core/adafactor.h."""
 
     decay_rate: float
     eps_square: float
@@ -50,6 +50,10 @@ class _Factored(Rule):
     between passes: `sums` has those of all passes, and `whole_sizes` the rows, columns and elements
     of whole parameters. In eager torch, an update is a generator that yields the sums of each pass.
     """
+
+    def kernel_files(self, folder: str, suffix: str) -> tuple[str, ...]:
+        """Adafactor has kernels of its own."""
+        return (f"csrc/{folder}/{self.name}.{suffix}",)
 
     def _passes(self) -> tuple[Pass, ...]:
         writes = ("sums", "moments")
@@ -126,7 +130,7 @@ class _Updates:
         self._sums: list[Sums] | None = None
 
     def next_sums(self) -> list[Sums]:
-        """Each update's next sums; the previous ones must have become those of the whole."""
+        """Each update's next sums; the previous ones must be summed over all devices by now."""
         self._sums = [update.send(known) for (_, update), known in self._with_known()]
         return self._sums
 
@@ -151,7 +155,7 @@ def _whole_sizes(batch: Batch) -> list[int]:
 def _counts(
     part: torch.Tensor, whole: torch.Tensor
 ) -> tuple[list[tuple[int, tuple[int, ...]]], ...]:
-    """For each pass: how many sums it makes per parameter, and over which dimensions."""
+    """For each pass: the number of sums per parameter, and the dimensions summed over."""
     every = tuple(range(part.ndim))
     of_all = [(2, every)]  # the parameter's squares, and its direction's
     if len(every) < 2:
@@ -279,7 +283,7 @@ def _torchs(task: Task) -> bool:
             maximize=False,
         )
 
-    return stepped(task, step)
+    return take_torchs_step(task, step)
 
 
 def _is_captured(p: torch.Tensor) -> bool:

@@ -3,7 +3,8 @@
 An op takes lists with an entry for each parameter:
 
 * `params`, `grads`: of one dtype;
-* `masters`: float32 masters, int16 remainders that complete parameters to float32, or none;
+* `masters`: float32 masters, int16 remainders that complete parameters to float32, int8 remainders
+  that complete them to 24 bits, or none;
 * `moments`: the rule's first moment of every parameter, then the second of every one, ...: float32,
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
 * `steps`: the number of steps taken, on the parameter's device, which the step counts up;
@@ -11,14 +12,17 @@ An op takes lists with an entry for each parameter:
   begin and end in a row, as int64 numbers on the codes' device. `absmaxes`, [rows, pieces], are
   then those of the whole blocks, and so are `new_absmaxes`, those of the codes after the step;
 * `rounding_offsets`: for bfloat16 parameters that are rounded stochastically, or none; see
-  rounding.py.
+  rounding.py;
+* `companions`: float32 numbers of the parameters' shapes, or none: averages of parameters, which
+  move towards them by `average_rate`, or the second iterates of a rule that has them.
 
 `lr` is one number, or float64 numbers on the CPU, one for each parameter. `grad_factor` multiplies
 gradients before anything else. If `found_inf` is not zero, nothing changes. Numbers that change
 from step to step are tensors, on the parameters' device or the CPU, and the host waits for none of
-them. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are float64
-numbers that passes measure, and `whole_sizes` are sizes of whole parameters; each rule defines
-which.
+them. `settings_of_each`, on the CPU, has a row of float64 settings for each parameter in place of
+those of all. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are
+float64 numbers that passes measure, and `whole_sizes` are sizes of whole parameters; each rule
+defines which.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ _LISTS = [
     "steps",
     "edges",
     "rounding_offsets",
+    "companions",
 ]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
@@ -80,6 +85,7 @@ class Batch:
     steps: Tensors = field(default_factory=list)
     edges: Tensors = field(default_factory=list)
     rounding_offsets: Tensors = field(default_factory=list)
+    companions: Tensors = field(default_factory=list)
     # How rows are split, and the absmax of whole blocks in the order of `absmaxes`.
     splits: list[SplitRows] = field(default_factory=list)
     block_absmaxes: Tensors = field(default_factory=list)
@@ -89,6 +95,8 @@ class Batch:
     # The learning rate, or one per parameter.
     lr: torch.Tensor | float | list[float] | None = None
     lrs: list[float] = field(default_factory=list)
+    # The groups of the parameters, if their settings may differ.
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
     def step_number(self, i: int) -> torch.Tensor:
         """The number of the step that parameter i is about to take, from 1."""
@@ -96,13 +104,14 @@ class Batch:
 
     def served_by_kernel(self) -> bool:
         """Whether kernels are compiled for these dtypes."""
-        first, grad = self.params[0], self.grads[0]  # all are alike
+        first, grad = self.params[0], self.grads[0]  # all have the same dtypes
         states = {m.dtype for m in self.moments[:: len(self.params)]}
         fits = has_kernel_dtype(first) and first.dtype == grad.dtype
+        fits = fits and all(c.dtype == torch.float32 for c in self.companions[:1])
         return fits and states <= _STATE_DTYPES and not is_foreign_to_kernels(first)
 
     def lists(self) -> tuple[Tensors, ...]:
-        """As an op takes them."""
+        """The batch as the arguments of an op."""
         return (
             self.params,
             self.grads,
@@ -113,12 +122,13 @@ class Batch:
             self.steps,
             self.edges,
             self.rounding_offsets,
+            self.companions,
         )
 
     def count_versions(self) -> None:
         """Tell autograd about every tensor that a step writes."""
         parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
-        states = (self.masters, self.moments, self.absmaxes, self.steps)
+        states = (self.masters, self.moments, self.absmaxes, self.steps, self.companions)
         for tensors in (parts, self.wholes, *states):
             torch.autograd.graph.increment_version(tensors)
 
@@ -132,6 +142,8 @@ class Task:
     lr: torch.Tensor
     grad_factor: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+    average_rate: torch.Tensor | None = None
+    settings_of_each: torch.Tensor | None = None
     # Computes an adaptive rule's ratios from norms of parameters and of their steps; or None.
     ratios_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     ratios: torch.Tensor | None = None
@@ -152,7 +164,7 @@ def schema(writes: Collection[str], settings: type[Any]) -> str:
     for name in _LISTS:
         add(name, "[]")
     add("lr", "")
-    for name in ("ratios", "grad_factor", "found_inf", "sums"):
+    for name in ("ratios", "grad_factor", "found_inf", "average_rate", "sums", "settings_of_each"):
         add(name, "?")
     arguments.append("int[] whole_sizes")
     arguments += [f"{kind.__name__} {name}" for name, kind in get_type_hints(settings).items()]
@@ -160,7 +172,7 @@ def schema(writes: Collection[str], settings: type[Any]) -> str:
 
 
 def has_kernel_dtype(t: torch.Tensor) -> bool:
-    """Whether kernels are compiled for parameters and gradients like this."""
+    """Whether kernels are compiled for parameters and gradients of this kind."""
     return t.dtype in _KERNEL_DTYPES
 
 
@@ -168,3 +180,19 @@ def is_foreign_to_kernels(t: torch.Tensor) -> bool:
     """Whether t is of a subclass that overrides ops and may hold several tensors."""
     handles = type(t).__torch_dispatch__
     return handles is not torch.Tensor.__torch_dispatch__ and not isinstance(t, FakeTensor)
+
+
+# The most elements of a sample.
+MOST_SAMPLED = 2**22
+
+
+def choose_few(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The smallest tensor, and others as long as they have few enough elements together."""
+    sizes = [t.numel() for t in tensors]
+    by_size = sorted(range(len(sizes)), key=lambda i: (sizes[i] == 0, sizes[i]))
+    chosen, elements = by_size[:1], sizes[by_size[0]]
+    for i in reversed(by_size[1:]):
+        if len(chosen) < 8 and elements + sizes[i] <= MOST_SAMPLED:
+            chosen.append(i)
+            elements += sizes[i]
+    return chosen

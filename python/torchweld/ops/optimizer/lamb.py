@@ -11,7 +11,7 @@ from torchweld.ops.optimizer.rule import Rule
 
 
 class LambSettings(NamedTuple):
-    """As csrc/core/lamb.h has them."""
+    """The fields of the struct in csrc/core/lamb.h."""
 
     beta1: float
     beta2: float
@@ -33,7 +33,7 @@ def _direction(
     corrected = 1 if s.bias_correction else 0
     scale = (1 / (1 - corrected * s.beta1**t)).to(p.dtype)
     root_scale = (1 / (1 - corrected * s.beta2**t).sqrt()).to(p.dtype)
-    # In float64, since torch leaves the last bit of a float32 root to a library.
+    # In float64: the last bit of torch's float32 root depends on a library.
     root = exp_avg_sq.double().sqrt().to(p.dtype)
     u = exp_avg * scale / (root * root_scale + s.eps) + p * s.weight_decay
     return u, [exp_avg, exp_avg_sq]

@@ -1,8 +1,8 @@
 """A step is a list of passes over batches, with named exchanges between them.
 
-A pass treats every batch that it concerns, and returns what it found locally: its parts. Devices
-then exchange the parts of all batches at once, and the next pass uses the result. A rule lists its
-passes. The optimizer knows the devices, and so how to make each exchange.
+A pass works on every batch that it concerns, and returns its local results: its parts. Devices then
+exchange the parts of all batches at once, and the next pass uses the result. A rule lists its
+passes. The optimizer knows the devices, and therefore how to make each exchange.
 
 A new kind of exchange, such as copies to the host, is a name here and a function in
 torchweld.optim._exchanges. That function takes the parts of all batches and replaces them by the
@@ -31,6 +31,8 @@ class Exchange(Enum):
     # For whole tensors on every process, in optimizers that reduce gradients themselves.
     MEAN = "AVG"
     ONE_BIT_MEAN = "1 bit"
+    # Whole matrices become nearly orthogonal ones; Muon's.
+    ORTHOGONAL = "orthogonal"
 
 
 class Part(NamedTuple):

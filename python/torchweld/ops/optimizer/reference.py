@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchweld.ops.optimizer.batch import Task, Tensors
-from torchweld.ops.optimizer.rounding import rounded_at
+from torchweld.ops.optimizer.rounding import round_at
 from torchweld.ops.quantize_8bit import dequantize_reference, keep_positive, quantize_reference
 
 Read = tuple[torch.Tensor, torch.Tensor, Tensors]
@@ -38,8 +38,12 @@ def write(
     after: torch.Tensor,
     moments: Tensors,
     signed: Sequence[bool],
+    has_companion: bool = False,
 ) -> None:
-    """Write a step of parameter i: its values before and after it, and its new moments."""
+    """Write a step of parameter i: its values before and after it, and its new moments.
+
+    If it has a companion of a rule, that is the last of the moments.
+    """
     batch, count = task.batch, len(task.batch.params)
     skip = None if task.found_inf is None else task.found_inf != 0
 
@@ -48,6 +52,11 @@ def write(
         target.copy_(value if skip is None else torch.where(skip, target, value))
 
     stored, scales = batch.moments[i::count], batch.absmaxes[i::count]
+    companion = batch.companions[i] if batch.companions else None
+    if has_companion:
+        assert companion is not None
+        *moments, second = moments
+        put(companion, torch.where(sound(moments), second, companion) if scales else second)
     if scales:
         after = torch.where(sound(moments), after, before)
         moments = sound_only(moments)
@@ -64,23 +73,28 @@ def write(
         put(stored[k], codes if signed[k] else keep_positive(codes, value))
         if new is None:
             put(scales[k], absmax)
-    if batch.rounding_offsets:
-        put(batch.params[i], rounded_at(after, batch.rounding_offsets[i], number))
-        return
     master = batch.masters[i] if batch.masters else None
-    rounded, rest = split_param(after, batch.params[i].dtype, master)
-    put(batch.params[i], rounded)
-    if master is not None and rest is not None:
-        put(master, rest)
+    if batch.rounding_offsets:
+        put(batch.params[i], round_at(after, batch.rounding_offsets[i], number))
+    else:
+        rounded, rest = split_param(after, batch.params[i].dtype, master)
+        put(batch.params[i], rounded)
+        if master is not None and rest is not None:
+            put(master, rest)
+    if companion is not None and not has_companion:
+        assert task.average_rate is not None
+        rate = task.average_rate.to(companion.device, companion.dtype)
+        now = read_param(batch.params[i], master).to(companion.dtype)
+        put(companion, companion + (now - companion) * rate)
 
 
 def number_of(t: torch.Tensor, i: int) -> torch.Tensor:
-    """Parameter i's number, from one number for each or one for all."""
+    """Parameter i's number, from a tensor with one per parameter or one for all."""
     return t if t.numel() == 1 else t[i]
 
 
 def sound(moments: Tensors) -> torch.Tensor:
-    """Which elements have finite moments; blocks cannot store others."""
+    """A mask of the elements with finite moments; blocks cannot store others."""
     return torch.stack([m.isfinite() for m in moments]).all(0)
 
 
@@ -94,19 +108,27 @@ def read_param(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """The parameter in the dtype of the arithmetic."""
     if master is None:
         return p
-    if master.dtype != torch.int16:
+    if master.is_floating_point():
         return master
-    bits = (p.view(torch.int16).int() << 16) + master.int()
-    return bits.view(torch.float32)
+    of_remainder = 16 if master.dtype == torch.int16 else 8
+    bits = (p.view(torch.int16).int() << of_remainder) + master.int()
+    return (bits << (16 - of_remainder)).view(torch.float32)
 
 
 def split_param(
     value: torch.Tensor, dtype: torch.dtype, master: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A computed parameter as it is stored: rounded to dtype, and its master or remainder."""
-    if master is None or master.dtype != torch.int16:
+    if master is None or master.is_floating_point():
         return value.to(dtype), value
     bits = torch.where(value.isnan(), torch.nan, value).view(torch.int32)
+    if master.dtype == torch.int8:
+        bits = (
+            bits + 0x7F + ((bits >> 8) & 1)
+        )  # to the nearest float of 24 bits, or to the even one
+        low = (bits << 16) >> 24  # with its sign
+        high = ((bits >> 8) - low) >> 8
+        return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int8)
     low = (bits << 16) >> 16  # with its sign
     high = (bits - low) >> 16
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 to one of the two nearest bfloat16, right on average.
+"""Stochastic rounding of float32 to one of the two nearest bfloat16, unbiased.
 
 A value is rounded up with the probability (value - lower) / (upper - lower). The random bits depend
 on the parameter, the step, and the element's place in the whole tensor. So steps are reproducible,
@@ -24,7 +24,7 @@ _AT_ONCE = 8
 _LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC0
 
 
-def rounded_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+def round_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """Round a parameter's float32 values to bfloat16 with the bits of this step, from 1."""
     number, first, *strides = offset.tolist()
     # Elements of a row, the last dimension's, lie side by side.
@@ -34,7 +34,7 @@ def rounded_at(value: torch.Tensor, offset: torch.Tensor, step: torch.Tensor) ->
         along = [-1] + [1] * (len(shape) - 2 - dim)
         rows = rows + (torch.arange(size, device=value.device) * stride).view(along)
     rows = rows.expand(shape[:-1]).reshape(-1, 1)
-    return rounded(value, random_bits(rows, shape[-1], number, step).view(value.shape))
+    return round_stochastically(value, random_bits(rows, shape[-1], number, step).view(value.shape))
 
 
 def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def random_bits(rows: torch.Tensor, width: int, number: int, step: torch.Tensor)
     return halves.gather(1, rows % _AT_ONCE + torch.arange(width, device=device))
 
 
-def rounded(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+def round_stochastically(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round float32 to bfloat16 with 16 random bits each.
 
     From the largest bfloat16 on, round to the nearest, so that randomness creates no infinity.

@@ -6,14 +6,13 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from torchweld.dispatch import choice
-from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.choice import choose
-from torchweld.ops.optimizer import trial
+from torchweld.dispatch.bare import BareOp, find_agreed
+from torchweld.ops.optimizer import question
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors, is_foreign_to_kernels, schema
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, across_rows, over_all
 from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only, write
@@ -33,8 +32,9 @@ class Rule:
     `update(p, g, moments, t, lr, settings)` returns the new parameter and moments; t, the step, and
     lr are float64 tensors of one number. An adaptive rule's update takes its ratio before the
     settings. Its `direction` takes the same arguments without lr and ratio, and returns the step
-    whose squares are measured, and the new moments. `torchs(task)` takes torch's own step instead
-    of the reference and returns whether it could: it serves GPUs where no kernel is proven.
+    whose squares are measured, and the new moments. If `has_companion`, the companion is the last
+    of the moments that update takes and returns. `torchs(task)` runs torch's own step instead
+    of the reference, and returns whether it could: it serves GPUs on which no kernel is proven.
     """
 
     def __init__(
@@ -45,31 +45,45 @@ class Rule:
         update: Callable[..., Any],
         direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
         torchs: Callable[[Task], bool] | None = None,
+        has_companion: bool = False,
     ) -> None:
         RULES[name] = self
+        self.has_companion = has_companion
         self.name = name
         self.settings = settings
-        # All clip gradients by their norm.
-        self.sources = {"cuda": (f"csrc/cuda/{name}.cu", "csrc/cuda/sum_of_squares.cu")}
+        # With every rule, sum_of_squares serves to clip gradients by their norm.
+        self.sources = {"cuda": (*self.kernel_files("cuda", "cu"), "csrc/cuda/sum_of_squares.cu")}
         self.signed = tuple(signed)
         self._update = update
         self._direction = direction
         self._torchs = torchs
-        self._op = self._define("", ("params", "masters", "moments", "absmaxes", "steps"))
+        written = ("params", "masters", "moments", "absmaxes", "steps", "companions")
+        self._op = self._define("", written)
         self.passes = self._passes()
 
+    def kernel_files(self, folder: str, suffix: str) -> tuple[str, ...]:
+        """The source of its kernels in a folder of csrc, and the header it is compiled with."""
+        return f"csrc/{folder}/rule.{suffix}", f"csrc/core/{self.name}.h"
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether ratios of norms can scale its steps."""
+        return self._direction is not None
+
     def backends(self, param: torch.Tensor) -> list[str]:
-        """The backends with a kernel for a parameter like this."""
+        """The backends with a kernel for this kind of parameter."""
         return [b for b in self._op.backends if self._op.why_not(b, (param,)) is None]
 
-    def automatic(self, param: torch.Tensor) -> str:
-        """The backend that steps a parameter like this."""
-        return choose(self._op, (param,))
+    def choose_for(self, param: torch.Tensor) -> str:
+        """The backend for a parameter; on a GPU the one that all stored answers agree on."""
+        if choice.forced is None and choice.is_on_gpu(param):
+            return find_agreed(self.name, param.device.index)
+        return choice.choose(self._op, (param,))
 
     def _define(self, suffix: str, writes: Collection[str]) -> BareOp:
         """The op of a pass."""
         name, of_rule = self.name + suffix, schema(writes, self.settings)
-        return BareOp(name, of_rule, backends=BACKENDS, proof=self.name)
+        return BareOp(name, of_rule, backends=BACKENDS)
 
     def _passes(self) -> tuple[Pass, ...]:
         passes = [
@@ -135,7 +149,8 @@ class Rule:
             return
         batch, count = task.batch, len(task.batch.params)
         for i, (_, _, moments) in enumerate(self._updates(task)):
-            new = zip(batch.new_absmaxes[i::count], sound_only(moments), strict=True)
+            stored = moments[:-1] if self.has_companion else moments
+            new = zip(batch.new_absmaxes[i::count], sound_only(stored), strict=True)
             for absmax, moment in new:
                 found = absmax_reference(moment, batch.edges[i])
                 skip = None if task.found_inf is None else task.found_inf != 0
@@ -155,27 +170,29 @@ class Rule:
     def _squares(self, task: Task, i: int) -> torch.Tensor:
         assert self._direction is not None
         p, g, moments = read(task, i, self.signed)
-        u, moments = self._direction(p, g, moments, task.batch.step_number(i), task.settings)
+        settings = self._settings_of(task, i)
+        u, moments = self._direction(p, g, moments, task.batch.step_number(i), settings)
         if task.batch.absmaxes and moments:
             u = torch.where(sound(moments), u, 0.0)
         return torch.stack([p.double().square().sum(), u.double().square().sum()])
 
     def _serve(self, op: BareOp, task: Task, steps: bool = False) -> bool:
-        """Run the op's kernel; False if the reference serves such a batch."""
+        """Run the op's kernel; False if the reference has to serve this batch."""
         batch = task.batch
         kernel = self._kernel(op, task) if batch.served_by_kernel() else None
         if kernel is None:
             return False
         device = batch.params[0].device
-        given = (task.lr, task.ratios, task.grad_factor, task.found_inf)
+        given = (task.lr, task.ratios, task.grad_factor, task.found_inf, task.average_rate)
         numbers = [_readable(t, device) for t in given]
         if steps:
             # Before the kernel, which evicts a thousand tensors from the cache.
             batch.count_versions()
         try:
-            kernel(*batch.lists(), *numbers, task.sums, task.whole_sizes, *task.settings)
+            given = (task.sums, task.settings_of_each, task.whole_sizes, *task.settings)
+            kernel(*batch.lists(), *numbers, *given)
         except RuntimeError:
-            # torch resolves negation of inputs but not of outputs; nothing is written yet.
+            # torch resolves negated inputs but not negated outputs; nothing is written yet.
             if not any(map(torch.is_neg, [*batch.params, *batch.moments])):
                 raise
             return False
@@ -183,24 +200,35 @@ class Rule:
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
-        if choice.forced is None and choice.on_trial(p):
-            return op.overload(trial.proven(self, task))
+        if choice.forced is None and choice.is_tried(p):
+            return op.overload(question.choose_on_gpu(self, task))
         return op.kernel(p)
 
     def _updates(self, task: Task) -> Updates:
         """Each parameter before the step and after it, and its new moments, in eager torch."""
         for i in range(len(task.batch.params)):
             before, g, moments = read(task, i, self.signed)
+            if self.has_companion:
+                moments.append(task.batch.companions[i])
             t = task.batch.step_number(i)
             scalars = [number_of(task.lr, i).to(t)]
             if self._direction is not None:
                 scalars.append(torch.ones_like(t) if task.ratios is None else task.ratios[i].to(t))
-            yield before, *self._update(before, g, moments, t, *scalars, task.settings)
+            settings = self._settings_of(task, i)
+            yield before, *self._update(before, g, moments, t, *scalars, settings)
+
+    def _settings_of(self, task: Task, i: int) -> Any:
+        """The settings of parameter i."""
+        if task.settings_of_each is None:
+            return task.settings
+        kinds = get_type_hints(self.settings).values()
+        row = task.settings_of_each[i].tolist()
+        return self.settings(*(kind(value) for kind, value in zip(kinds, row, strict=True)))
 
     def _reference(self, task: Task) -> None:
         """A step in eager torch, one parameter after another, on any device."""
         for i, update in enumerate(self._updates(task)):
-            write(task, i, *update, self.signed)
+            write(task, i, *update, self.signed, self.has_companion)
 
 
 def _is_adapted(task: Task) -> bool:

@@ -9,11 +9,11 @@ import torch
 
 from torchweld.ops.optimizer.batch import Task, Tensors
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.ops.optimizer.torchs import stepped
+from torchweld.ops.optimizer.torchs import take_torchs_step
 
 
 class SgdSettings(NamedTuple):
-    """As csrc/core/sgd.h has them."""
+    """The fields of the struct in csrc/core/sgd.h."""
 
     momentum: float
     dampening: float
@@ -45,7 +45,7 @@ def _update(
 def _gradient(
     p: torch.Tensor, g: torch.Tensor, moments: Tensors, *_: Any
 ) -> tuple[torch.Tensor, Tensors]:
-    """What LARS measures."""
+    """The gradient with its weight decay, whose norm LARS measures."""
     return g, moments
 
 
@@ -69,7 +69,7 @@ def _torchs(task: Task) -> bool:
             found_inf=found_inf,
         )
 
-    return stepped(task, step)
+    return take_torchs_step(task, step)
 
 
 SGD = Rule(

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from torchweld.dispatch.bare import BareOp
-from torchweld.ops.optimizer.batch import has_kernel_dtype, is_foreign_to_kernels
+from torchweld.ops.optimizer.batch import (
+    MOST_SAMPLED,
+    choose_few,
+    has_kernel_dtype,
+    is_foreign_to_kernels,
+)
 from torchweld.ops.optimizer.rule import BACKENDS
 
 
@@ -20,8 +25,8 @@ _OP = BareOp(
     "(Tensor[] grads) -> Tensor",
     lambda grads: grads[0].new_empty((), dtype=torch.float64),
     BACKENDS,
-    proof="adam",
     reference=_reference,
+    sample=lambda grads: ([grads[i].flatten()[:MOST_SAMPLED] for i in choose_few(grads)],),
 )
 
 

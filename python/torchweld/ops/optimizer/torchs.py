@@ -1,4 +1,4 @@
-"""torch's own fused and foreach steps, for GPUs on which none of our kernels is proven."""
+"""torch's own fused and foreach steps, for GPUs on which no kernel of ours is proven correct."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from torchweld.ops.optimizer.batch import Task, Tensors, is_foreign_to_kernels
 
-# Steps the parameters with these lists: params, grads, each moment, the number of the step. The
-# learning rate is common to them, and if `found_inf` is 1 the step is skipped.
+# Steps the parameters given as lists: params, grads, each moment, the step counts. They share one
+# learning rate, and if `found_inf` is 1 the step is skipped.
 Fused = Callable[[Sequence[Tensors], float, torch.Tensor | None], None]
 
 
-def stepped(task: Task, fused: Fused) -> bool:
-    """Step the batch with torch's kernel, one call per rate; False if it serves no such batch.
+def take_torchs_step(task: Task, fused: Fused) -> bool:
+    """Step the batch with torch's kernel, one call per rate; False if torch's cannot serve it.
 
-    Gradients are unscaled and clipped beforehand: torch's kernel would also write them back.
+    Gradients are unscaled and clipped beforehand, since torch's kernel would write them back.
     """
     batch, count = task.batch, len(task.batch.params)
     lists = [batch.params, batch.grads]
@@ -55,7 +55,7 @@ def _serves(task: Task, lists: Sequence[Tensors]) -> bool:
 
 
 def _by_rate(lr: torch.Tensor, count: int) -> dict[float, Sequence[int]]:
-    """Which parameters have each learning rate."""
+    """The indices of the parameters with each learning rate."""
     if lr.numel() == 1:
         return {lr.item(): range(count)}
     found: dict[float, list[int]] = {}

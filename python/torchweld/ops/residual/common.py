@@ -1,4 +1,4 @@
-"""What dropout_add_layer_norm and dropout_add_rms_norm share besides their kernels."""
+"""Helpers and checks that dropout_add_layer_norm and dropout_add_rms_norm share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
-from torchweld.random import Shard, drawn, drop, place
+from torchweld.random import Shard, draw_seed, drop, split_shard
 from torchweld.registry import SEED, Numerics, Op, activation, parameter, residual
 
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -27,9 +27,9 @@ def columns(x: Any, residual: Any, normalized_shape: Sequence[int], *_: Any) -> 
     return len(normalized_shape)
 
 
-# Where nothing is dropped, x and residual have the same gradient.
+# Without dropout, x and residual have the same gradient.
 SAME_GRADIENT: dict[str, tuple[str, Callable[..., bool]]] = {
-    "x": (
+    "input": (
         "grad_residual",
         lambda x, residual, *rest: (
             residual is not None and residual.dtype is x.dtype and rest[-4] is None
@@ -53,13 +53,13 @@ def inputs(
     norm: Op,
 ) -> tuple[Any, ...]:
     """The forward's arguments from the public function's."""
-    p, seed = drawn(op.name, "x", x, p, training, seed)
+    p, seed = draw_seed(op.name, "input", x, p, training, seed)
     if normalized_shape is None:  # without a shape, the check raises
         like, dims = (x, slice(-1, None)) if parameters[0] is None else (parameters[0], slice(None))
         normalized_shape = getattr(like, "shape", ())[dims]
     residual = as_wide(residual, x)
     wide_y = _wide_y(op.name, norm, x, residual, y_dtype)
-    return x, residual, normalized_shape, *parameters, p, eps, seed, *place(shard), wide_y
+    return x, residual, normalized_shape, *parameters, p, eps, seed, *split_shard(shard), wide_y
 
 
 def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype | None) -> bool:
@@ -88,7 +88,7 @@ def alone(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y without residual and dropout: the plain norm."""
+    """y without a residual and without dropout: the plain norm."""
     if wide_y:
         x, parameters = x.float(), [norms.as_float32(value) for value in parameters]
     y: torch.Tensor = call(norm, x, normalized_shape, *parameters, eps)
@@ -103,7 +103,7 @@ def as_wide(residual: Any, x: Any) -> Any:
     return residual
 
 
-def plainly_right(
+def is_plain_exact(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     parameters: Sequence[torch.Tensor | None],
@@ -136,7 +136,7 @@ def stream(
     return z.to(residual.dtype).contiguous()
 
 
-def normalized(
+def normalize(
     norm: Op,
     z: torch.Tensor,
     x: torch.Tensor,
@@ -165,7 +165,7 @@ def gradients(
     seed: torch.Tensor | None,
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
-    x_dtype: torch.dtype,
+    input_dtype: torch.dtype,
     *,
     centered: bool,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -175,7 +175,7 @@ def gradients(
     if grad_y is None:  # only z was used; zero times infinity would be NaN
         assert grad_z is not None
         nothing = [None if value is None else torch.zeros_like(value) for value in parameters]
-        return drop(grad_z.to(kind), *dropping).to(x_dtype), grad_z, *nothing
+        return drop(grad_z.to(kind), *dropping).to(input_dtype), grad_z, *nothing
     rows, dims = norms.split(z, normalized_shape)
     wide, grad = z.to(kind), grad_y.to(kind)
     if centered:
@@ -190,12 +190,12 @@ def gradients(
     found = found * rstd
     if grad_z is not None:
         found = found + grad_z
-    grad_x = drop(found, *dropping).to(x_dtype)
+    grad_input = drop(found, *dropping).to(input_dtype)
     sums = [
         None if value is None else (term.sum(rows) if rows else term).to(value.dtype)
         for value, term in zip(parameters, (grad * x_hat, grad), strict=False)
     ]
-    return grad_x, found.to(z.dtype), *sums
+    return grad_input, found.to(z.dtype), *sums
 
 
 def check(
@@ -210,23 +210,25 @@ def check(
     **parameters: torch.Tensor | None,
 ) -> None:
     """Check the arguments of both ops."""
-    checks.dense(op.name, "x", x, op.dtypes, jagged=seed is None)
+    checks.dense(op.name, "input", x, op.dtypes, jagged=seed is None)
     if (weight := parameters["weight"]) is not None:  # normalized_shape may come from it
-        checks.dense(op.name, "weight", weight, checks.parameters_beside(x), "x")
-        meaning = f"the last dimensions of x, whose shape is {list(x.shape)}: for instance"
+        checks.dense(op.name, "weight", weight, checks.parameters_beside(x), "input")
+        meaning = f"the last dimensions of input, whose shape is {list(x.shape)}: for instance"
         checks.shaped(op.name, "weight", weight, x.shape[x.ndim - weight.ndim :], meaning)
     norms.check(op, x, normalized_shape, eps, **parameters)
     if residual is not None:
-        checks.dense(op.name, "residual", residual, checks.beside(x), "x", jagged=x.is_nested)
-        checks.like(op.name, "residual", residual, x, "x")
-        checks.shaped(op.name, "residual", residual, x.shape, "x's shape")
-    checks.dropout(op.name, "x", x, seed, whole, offset)
+        checks.dense(op.name, "residual", residual, checks.beside(x), "input", jagged=x.is_nested)
+        checks.like(op.name, "residual", residual, x, "input")
+        checks.shaped(op.name, "residual", residual, x.shape, "input's shape")
+    checks.dropout(op.name, "input", x, seed, whole, offset)
     if whole and list(whole[x.ndim - len(normalized_shape) :]) != list(normalized_shape):
         accepted = f"whole rows: ending in {list(normalized_shape)}"
         raise ArgumentError(op.name, "shard", f"of sizes {list(whole)}", accepted)
 
 
-def fake(x, residual, normalized_shape, *rest):
+def fake(
+    x: torch.Tensor, residual: torch.Tensor | None, normalized_shape: Sequence[int], *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """z, y and a statistic."""
     z = norms.result(x if residual is None else residual)
     statistic = norms.statistics(x, normalized_shape)
@@ -234,7 +236,16 @@ def fake(x, residual, normalized_shape, *rest):
     return z, y, statistic
 
 
-def _terms(x, residual, normalized_shape, weight, *rest, grad_z, grad_y, centered):
+def _terms(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    *rest: Any,
+    grad_z: torch.Tensor,
+    grad_y: torch.Tensor,
+    centered: bool,
+) -> dict[str, torch.Tensor]:
     """For each result the sum of its terms' magnitudes, in float64."""
     *bias, p, _, seed, whole, offset, _ = rest
     kept = functools.partial(
@@ -244,13 +255,13 @@ def _terms(x, residual, normalized_shape, weight, *rest, grad_z, grad_y, centere
     if residual is not None:
         z, size = z + residual, size + residual.double().abs()
     found = norms.terms(z, size, normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
-    grad = found["grad_x"] + grad_z.double().abs()
-    return found | {"z": size, "grad_residual": grad, "grad_x": kept(grad)}
+    grad = found["grad_input"] + grad_z.double().abs()
+    return found | {"z": size, "grad_residual": grad, "grad_input": kept(grad)}
 
 
 def numerics(centered: bool) -> Numerics:
     """Roundings a term goes through: docs/numerics.md counts them."""
-    results = ("y", "grad_x", "grad_residual", "grad_weight", "grad_bias")
+    results = ("y", "grad_input", "grad_residual", "grad_weight", "grad_bias")
     return Numerics(
         fp32={"z": 2.0, **dict.fromkeys(results, 2.5)},
         terms=functools.partial(_terms, centered=centered),
@@ -259,8 +270,17 @@ def numerics(centered: bool) -> Numerics:
 
 
 def _arguments(
-    leading, shape, parameters, p, eps, *, with_residual=True, whole=(), offset=(), wide_y=False
-):
+    leading: tuple[int, ...],
+    shape: tuple[int, ...],
+    parameters: Sequence[Any],
+    p: float,
+    eps: float | None,
+    *,
+    with_residual: bool = True,
+    whole: Sequence[int] = (),
+    offset: Sequence[int] = (),
+    wide_y: bool = False,
+) -> tuple[Any, ...]:
     added = residual(*leading, *shape) if with_residual else None
     seed = SEED if p else None
     x = activation(*leading, *shape)
@@ -276,8 +296,9 @@ def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
     for with_residual, p, rows in ((False, 0.25, 110), (True, 0.25, 5), (True, 0.0, 5)):
         for given in itertools.product([None, parameter(48)], repeat=parameters):
             found.append(_arguments((rows,), (48,), given, p, eps, with_residual=with_residual))
-    shard = {"whole": (2, 6, 9, 4, 5), "offset": (0, 3, 5, 0, 0)}
-    found.append(_arguments((2, 2, 4), (4, 5), [parameter(4, 5)] * parameters, 0.3, eps, **shard))
+    part = [parameter(4, 5)] * parameters
+    shard = ((2, 6, 9, 4, 5), (0, 3, 5, 0, 0))
+    found.append(_arguments((2, 2, 4), (4, 5), part, 0.3, eps, whole=shard[0], offset=shard[1]))
     wide = [parameter(96)] * parameters
     found += [_arguments((110,), (96,), wide, p, eps, wide_y=True) for p in (0.0, 0.1)]
     found.append(_arguments((110,), (96,), wide, 0.1, eps, with_residual=False, wide_y=True))

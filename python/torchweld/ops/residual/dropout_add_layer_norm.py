@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch.nn.functional import dropout
@@ -14,65 +15,131 @@ from torchweld.ops.norm import layer_norm
 from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
 from torchweld.registry import Op, Rows
-from torchweld.registry.cost import per_element
+from torchweld.registry.cost import count_per_element
 
 
+@overload
 def dropout_add_layer_norm(
-    x: torch.Tensor,
+    input: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     *,
-    p: float = 0.0,
+    normalized_shape: Sequence[int] | None = None,
     eps: float = 1e-5,
+    return_residual: Literal[False] = False,
+    y_dtype: torch.dtype | None = None,
+    p: float = 0.0,
     training: bool = True,
-    return_residual: bool = False,
     seed: torch.Tensor | int | None = None,
     shard: Shard | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def dropout_add_layer_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
     normalized_shape: Sequence[int] | None = None,
+    eps: float = 1e-5,
+    return_residual: Literal[True],
     y_dtype: torch.dtype | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def dropout_add_layer_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    eps: float = 1e-5,
+    return_residual: bool,
+    y_dtype: torch.dtype | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def dropout_add_layer_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    eps: float = 1e-5,
+    return_residual: bool = False,
+    y_dtype: torch.dtype | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | int | None = None,
+    shard: Shard | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """layer_norm(z) with z = dropout(x, p) + residual.
+    """layer_norm(z) with z = dropout(input, p) + residual.
 
     Post-norm needs only the result; pre-norm also needs z, the residual stream:
 
         x, stream = dropout_add_layer_norm(x, stream, weight, bias, p=0.1, return_residual=True)
 
     Args:
-        x: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        residual: of x's shape; of x's dtype, or float32 and 16 bits in either order; None: zeros.
-        weight, bias: of normalized_shape, in x's dtype, or float32 and 16 bits in either order.
-        p: probability that an element of x is dropped if training is true.
+        input: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
+        residual: of input's shape; of input's dtype, or float32 and 16 bits in either order; None:
+            zeros.
+        weight, bias: of normalized_shape, in input's dtype, or float32 and 16 bits in either order.
+        normalized_shape: the last dimensions of input, which are normalised; None: weight's shape,
+            or without a weight the last dimension.
         eps: added to the variance, >= 0.
-        training: False drops nothing.
         return_residual: return (y, z).
+        y_dtype: dtype of y: input's, or float32 beside a 16-bit input; None: input's, or under
+            autocast that of torch's norm: float32 on CUDA and beside a float32 residual.
+        p: probability that an element of input is dropped if training is true.
+        training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of x in a larger tensor, sharded only in dimensions before
+        shard: the place of input in a larger tensor, sharded only in dimensions before
             normalized_shape.
-        normalized_shape: the last dimensions of x, which are normalised; None: weight's shape, or
-            without a weight the last dimension.
-        y_dtype: dtype of y: x's, or float32 beside a 16-bit x; None: x's, or under autocast that of
-            torch's norm: float32 on CUDA and beside a float32 residual.
 
     Returns:
-        y; z, of the wider of x's and residual's dtypes.
+        y; z, of the wider of input's and residual's dtypes.
     """
     given = _inputs(
-        x, residual, weight, bias, p, eps, training, seed, shard, normalized_shape, y_dtype
+        input, residual, weight, bias, p, eps, training, seed, shard, normalized_shape, y_dtype
     )
     if residual is None and not OP.draws(given):
-        z, y = x, common.alone(layer_norm.OP, given[-1], x, given[2], (weight, bias), eps)
+        z, y = input, common.alone(layer_norm.OP, given[-1], input, given[2], (weight, bias), eps)
     else:
         z, y = call(OP, *given)
     return (y, z) if return_residual else y
 
 
 def _inputs(
-    x, residual, weight, bias, p, eps, training, seed, shard, normalized_shape, y_dtype, **_
-):
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    p: float,
+    eps: float,
+    training: bool,
+    seed: torch.Tensor | int | None,
+    shard: Shard | None,
+    normalized_shape: Sequence[int] | None,
+    y_dtype: torch.dtype | None,
+    **_: Any,
+) -> tuple[Any, ...]:
     return common.inputs(
         OP,
-        x,
+        input,
         residual,
         (weight, bias),
         p,
@@ -86,25 +153,60 @@ def _inputs(
     )
 
 
-def _reference(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y):
-    if not common.plainly_right(x, residual, (weight, bias), eps, whole):
+def _reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    p: float,
+    eps: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+    wide_y: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not common.is_plain_exact(x, residual, (weight, bias), eps, whole):
         _check(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y)
     dropping = (p, seed, whole, offset, len(normalized_shape))
     z = common.stream(x, residual, lambda x: drop(x, *dropping))
-    y = common.normalized(layer_norm.OP, z, x, wide_y, normalized_shape, (weight, bias), eps)
+    y = common.normalize(layer_norm.OP, z, x, wide_y, normalized_shape, (weight, bias), eps)
     return z, y
 
 
-def _plain(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y):
+def _plain(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    p: float,
+    eps: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+    wide_y: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     z = common.stream(x, residual, lambda x: dropout(x, p, seed is not None))
-    y = common.normalized(layer_norm.OP, z, x, wide_y, normalized_shape, (weight, bias), eps)
+    y = common.normalize(layer_norm.OP, z, x, wide_y, normalized_shape, (weight, bias), eps)
     return z, y
 
 
 def _backward_reference(
-    grad_z, grad_y, z, normalized_shape, weight, bias, p, eps, seed, whole, offset, *rest
-):
-    x_dtype = rest[2]
+    grad_z: torch.Tensor | None,
+    grad_y: torch.Tensor | None,
+    z: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    p: float,
+    eps: float,
+    seed: torch.Tensor | None,
+    whole: Sequence[int] | None,
+    offset: Sequence[int] | None,
+    *rest: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    input_dtype = rest[2]
     return common.gradients(
         grad_z,
         grad_y,
@@ -116,32 +218,46 @@ def _backward_reference(
         seed,
         whole,
         offset,
-        x_dtype,
+        input_dtype,
         centered=True,
     )
 
 
-def _check(x, residual, normalized_shape, weight, bias, p, eps, seed, whole, offset, wide_y):
+def _check(
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    p: Any,
+    eps: Any,
+    seed: Any,
+    whole: Any,
+    offset: Any,
+    wide_y: Any,
+) -> None:
     common.check(
         OP, x, residual, normalized_shape, eps, seed, whole, offset, weight=weight, bias=bias
     )
 
 
-def _fake(x, residual, normalized_shape, *rest):
+def _fake(
+    x: torch.Tensor, residual: torch.Tensor | None, normalized_shape: Sequence[int], *rest: Any
+) -> tuple[torch.Tensor, ...]:
     z, y, statistic = common.fake(x, residual, normalized_shape, *rest)
     return z, y, statistic, torch.empty_like(statistic)
 
 
 OP = Op(
     name="dropout_add_layer_norm",
-    forward="(Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
-    " float p, float eps, Tensor? seed, SymInt[]? whole, SymInt[]? offset, bool wide_y)"
+    forward="(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor?"
+    " bias, float p, float eps, Tensor? seed, SymInt[]? whole, SymInt[]? offset, bool wide_y)"
     " -> (Tensor z, Tensor y, Tensor mean, Tensor rstd)",
     backward="(Tensor? grad_z, Tensor? grad_y, Tensor z, SymInt[] normalized_shape,"
     " Tensor? weight, Tensor? bias, float p, float eps, Tensor? seed, SymInt[]? whole,"
-    " SymInt[]? offset, Tensor mean, Tensor rstd, ScalarType x_dtype, bool need_x,"
+    " SymInt[]? offset, Tensor mean, Tensor rstd, ScalarType input_dtype, bool need_input,"
     " bool need_residual, bool need_weight, bool need_bias)"
-    " -> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+    " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
     inputs=_inputs,
     reference=_reference,
     plain=_plain,
@@ -151,7 +267,7 @@ OP = Op(
     fake=_fake,
     sharding=Rows(common.columns),
     sized=common.sized(2, 1e-5),
-    flops=per_element(11, 16),
+    flops=count_per_element(11, 16),
     sources=common.SOURCES,
     samples=common.samples(2, 1e-5),
     benchmarks=common.benchmarks(norms.MEASURED, 2, 1e-5),

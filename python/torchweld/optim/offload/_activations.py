@@ -1,26 +1,103 @@
-"""Activations offloaded to the host in the forward and prefetched for the backward."""
+"""Activations that are copied to the host in the forward pass and prefetched in the backward."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchweld.optim.offload._chunks import Chunk, Chunks
-from torchweld.optim.offload._transfers import Arrival, Transfers
-from torchweld.optim.offload.policy import resident
+from torchweld.optim.offload._buckets import ALIGNMENT, explain_memory_errors
+from torchweld.optim.offload._machine import Arrival, Transfers, allocate_pages
+from torchweld.optim.offload.policy import choose_resident, search_chunk_size
 
-# A tensor smaller than this fraction of its storage belongs to something larger, such as a batch
-# of a dataset, which this step must not move.
+# A tensor that takes less than this fraction of its storage is part of something larger, such as a
+# batch of a dataset, which stays on the device.
 _SMALLEST_PART = 1 / 8
 
 
+class Chunk:
+    """A host buffer that tensors fill in order; it is reset when its last tensor is released."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.used, self.tenants = buffer, 0, 0
+        # The last copy from the buffer to the device, and the last one before the buffer was reset.
+        self.returned: Arrival | None = None
+        self.free_after: Arrival | None = None
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` are free after the last tensor."""
+        return self.buffer.nbytes - self.used >= nbytes
+
+    def release(self) -> None:
+        """Release a tensor; call it once for each tensor of the chunk."""
+        self.tenants -= 1
+        if self.tenants == 0:
+            self.used, self.free_after = 0, self.returned
+
+
+class Chunks:
+    """Page-locked host memory for activations, in chunks that are reused from step to step.
+
+    Until the first `fit`, each tensor has its own chunk.
+    """
+
+    def __init__(self, transfers: Transfers, around: int) -> None:
+        self._transfers, self._around = transfers, max(around, ALIGNMENT)
+        self._size = 0
+        self._fitted = 0  # total bytes for which the size was chosen
+        self._chunks: list[Chunk] = []
+        self._open: Chunk | None = None
+
+    def nbytes(self) -> int:
+        """The bytes of all chunks, with their unused parts."""
+        return sum(chunk.buffer.nbytes for chunk in self._chunks)
+
+    def take(self, nbytes: int) -> tuple[Chunk, torch.Tensor]:
+        """Allocate `nbytes` in a chunk."""
+        rounded = _round_up(nbytes)
+        chunk = self._open
+        if chunk is None or not chunk.has_room(rounded):
+            empty = [c for c in self._chunks if c.tenants == 0 and c.has_room(rounded)]
+            chunk = min(empty, key=lambda c: c.buffer.nbytes) if empty else self._new_chunk(rounded)
+            self._open = chunk
+        piece = chunk.buffer[chunk.used : chunk.used + nbytes]
+        chunk.used += rounded
+        chunk.tenants += 1
+        return chunk, piece
+
+    def _new_chunk(self, nbytes: int) -> Chunk:
+        nbytes = max(nbytes, self._size)
+        with explain_memory_errors("activations", nbytes):
+            buffer = allocate_pages(nbytes)
+            self._transfers.pin(buffer)
+        self._chunks.append(Chunk(buffer))
+        return self._chunks[-1]
+
+    def fit(self, sizes: Sequence[int]) -> None:
+        """Choose the chunk size that wastes least for these tensors, and free empty chunks.
+
+        The chunks stay as they are if the total is between half and all of the total for which they
+        were chosen: page-locking takes long, and sequence lengths vary from step to step.
+        """
+        rounded = [_round_up(size) for size in sizes]
+        if self._fitted // 2 < sum(rounded) <= self._fitted or not rounded:
+            return
+        self._fitted = sum(rounded)
+        least, step = max(self._around // 2, 1), max(self._around // 16, 1)
+        self._size = search_chunk_size(rounded, least, 2 * self._around, step).size
+        for chunk in self._chunks:
+            if chunk.tenants == 0:
+                self._transfers.unpin(chunk.buffer)
+        self._chunks = [chunk for chunk in self._chunks if chunk.tenants > 0]
+        self._open = None
+
+
 class Piece:
-    """Memory that the backward reads, of one tensor or of several that share it.
+    """A storage that autograd saved for the backward pass, for one tensor or several.
 
     It lives as long as the graph that saved it.
     """
@@ -33,92 +110,96 @@ class Piece:
         chunk: Chunk | None = None,
     ) -> None:
         self._owner, self.nbytes = owner, nbytes
-        self.line, self.at = line, len(line)  # offloaded in the same forward; how many before
-        self.chunk = chunk  # None: it stays on the device
+        # The pieces offloaded in the same forward pass, and the number of earlier ones.
+        self.line, self.at = line, len(line)
+        self.chunk = chunk  # None: the storage stays on the device
         self.host: torch.Tensor | None = None
-        self.left: Arrival | None = None
-        self.device: torch.Tensor | None = None  # the copy that has come back
-        self.is_awaited = False  # whether the device waits for that copy
+        self.offloaded: Arrival | None = None
+        self.device: torch.Tensor | None = None  # the copy back on the device
+        self.returned: Arrival | None = None
 
     def __del__(self) -> None:
         self._owner._forget(self)
 
 
 class Activations:
-    """The tensors that autograd saves in a forward; the last ones stay as far as there is room.
+    """The tensors that autograd saves in a forward pass.
 
-    The backward reads them in reverse order, so those saved first are used last.
+    The last ones stay on the device as far as there is room: the backward pass reads them first.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, around: int) -> None:
         self._transfers, self._device, self._ahead = transfers, device, around
         self._chunks = Chunks(transfers, around)
-        self._room, self._first = 0, 0  # bytes that may stay, and the first piece that stays
+        # The bytes that may stay on the device, and the number of the first tensor that stays.
+        self._room, self._first = 0, 0
         self._least = 0
         self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Piece]
         self._known = weakref.WeakValueDictionary()
         self._line: list[weakref.ref[Piece]] = []
-        self._sizes: list[int] = []  # of the current forward, in the order of saving
-        self._last: list[int] = []  # of the last forward
-        self._last_left: list[int] = []
+        # Sizes in the order of saving: of the current forward pass, of the last one, and of the
+        # tensors that were copied to the host.
+        self._sizes: list[int] = []
+        self._last: list[int] = []
+        self._offloaded: list[int] = []
         self.kept = self.brought = 0  # bytes on the device now
         self._most = self._most_brought = 0
 
     @contextlib.contextmanager
-    def saving(self, least: int) -> Iterator[None]:
-        """Intercept saved tensors of at least so many bytes."""
-        self._chunks.fit(self._last_left)
-        self._least, self._line, self._sizes, self._last_left = least, [], [], []
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _call):
+    def intercept(self, least: int) -> Iterator[None]:
+        """Intercept saved tensors of at least `least` bytes."""
+        self._chunks.fit(self._offloaded)
+        self._least, self._line, self._sizes, self._offloaded = least, [], [], []
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _call_saved):
             yield
         self._last = self._sizes
 
     def keep(self, room: int) -> int:
-        """Plan the next forwards with this room; return the bytes they use of it."""
+        """Plan the next forward passes with this room; return the bytes that they use of it."""
         if sum(self._last) <= room:
             taken = sum(self._last)
             self._first, self._room = 0, taken
             return taken
-        # Prefetched pieces need room, too.
+        # Prefetched pieces need room as well.
         self._room = max(0, room - self._most_brought)
-        stays = resident(self._last[::-1], self._room)
+        stays = choose_resident(self._last[::-1], self._room)
         self._first = len(self._last) - sum(stays)
         return sum(self._last[self._first :]) + self._most_brought
 
     def keep_all(self) -> None:
-        """Let everything stay."""
+        """Keep every tensor on the device from now on."""
         self._first, self._room = 0, 1 << 62
 
-    def on_device(self) -> int:
-        """The bytes at this place that wait for the backward."""
+    def device_bytes(self) -> int:
+        """The bytes on the device that wait for the backward pass."""
         return self.kept + self.brought
 
-    def on_host(self) -> int:
-        """The bytes of the chunks."""
+    def host_bytes(self) -> int:
+        """The bytes of the chunks on the host."""
         return self._chunks.nbytes()
 
     def take_most(self) -> int:
         """The most bytes on the device since the last call."""
-        most, self._most = self._most, self.on_device()
+        most, self._most = self._most, self.device_bytes()
         return most
 
-    # --- The forward --------------------------------------------------------------------------
+    # --- The forward pass ---------------------------------------------------------------------
 
     def _pack(self, t: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if not self._is_ours(t):
-            return functools.partial(_unchanged, t.detach(), t._version)
+        if not self._may_offload(t):
+            return functools.partial(_return_unchanged, t.detach(), t._version)
         storage = t.untyped_storage()
         key = StorageWeakRef(storage), t._version
         piece = self._known.get(key)
         if piece is None:
-            piece = self._known[key] = self._new(storage)
+            piece = self._known[key] = self._new_piece(storage)
         if piece.chunk is None:
             return functools.partial(self._read, piece, t.detach(), t._version)
         view = t.dtype, int(t.storage_offset()), t.size(), t.stride()
-        return functools.partial(self._bring, piece, view)
+        return functools.partial(self._bring, piece, view, _keep_counter(t), t._version)
 
-    def _is_ours(self, t: torch.Tensor) -> bool:
-        """Whether it may leave: not a parameter, not small, not a part of something larger."""
+    def _may_offload(self, t: torch.Tensor) -> bool:
+        """Whether t may be offloaded: no parameter, not small, no part of something larger."""
         base = t if t._base is None else t._base
         if type(t) is not torch.Tensor or isinstance(base, torch.nn.Parameter):
             return False
@@ -127,7 +208,7 @@ class Activations:
         whole = t.untyped_storage().nbytes()
         return max(self._least, 1) <= whole <= t.nbytes / _SMALLEST_PART
 
-    def _new(self, storage: torch.UntypedStorage) -> Piece:
+    def _new_piece(self, storage: torch.UntypedStorage) -> Piece:
         nbytes, number = storage.nbytes(), len(self._sizes)
         self._sizes.append(nbytes)
         if number >= self._first and self.kept + nbytes <= self._room:
@@ -137,34 +218,39 @@ class Activations:
         chunk, host = self._chunks.take(nbytes)
         piece = Piece(self, nbytes, self._line, chunk)
         piece.host = host
-        piece.left = self._transfers.fetch([(_bytes_of(storage), host)])
+        piece.offloaded = self._transfers.fetch([(_view_bytes(storage), host)], chunk.free_after)
         self._line.append(weakref.ref(piece))
-        self._last_left.append(piece.nbytes)
+        self._offloaded.append(piece.nbytes)
         return piece
 
-    # --- The backward -------------------------------------------------------------------------
+    # --- The backward pass --------------------------------------------------------------------
 
     def _read(self, piece: Piece, t: torch.Tensor, version: int) -> torch.Tensor:
-        """Return a tensor that stayed."""
+        """Return a tensor that stayed on the device."""
         self._prefetch(piece)
-        return _unchanged(t, version)
+        return _return_unchanged(t, version)
 
     def _bring(
-        self, piece: Piece, view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+        self,
+        piece: Piece,
+        view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]],
+        counter: torch.Tensor,
+        version: int,
     ) -> torch.Tensor:
-        """Return a tensor that left, back on the device."""
-        self._load(piece)
-        if not piece.is_awaited:
-            self._transfers.join()
-            piece.is_awaited = True
-        self._prefetch(piece)
-        assert piece.device is not None
+        """Return an offloaded tensor, back on the device."""
         dtype, offset, size, stride = view
-        found = torch.empty(0, dtype=dtype, device=self._device)
-        return found.set_(piece.device.untyped_storage(), offset, size, stride)
+        _check_version(size, counter._version, version)
+        self._load(piece)
+        assert piece.device is not None
+        assert piece.returned is not None
+        # Each reader waits, as each may run on another stream.
+        piece.returned.join(piece.device)
+        self._prefetch(piece)
+        t = torch.empty(0, dtype=dtype, device=self._device)
+        return t.set_(piece.device.untyped_storage(), offset, size, stride)
 
     def _prefetch(self, piece: Piece) -> None:
-        """Prefetch the pieces that the backward reads next."""
+        """Prefetch the pieces that the backward pass reads next."""
         at, ahead = piece.at - 1, 0
         while at >= 0 and ahead < self._ahead:
             earlier = piece.line[at]()
@@ -177,40 +263,56 @@ class Activations:
         if piece.device is not None:
             return
         assert piece.host is not None
-        assert piece.left is not None
-        piece.left.synchronize()
+        assert piece.chunk is not None
         device = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
-        self._transfers.give([(piece.host, device)])
+        piece.returned = self._transfers.give([(piece.host, device)], piece.offloaded)
+        piece.chunk.returned = piece.returned
         piece.device = device
         self.brought += piece.nbytes
         self._most_brought = max(self._most_brought, self.brought)
         self._note_most()
 
     def _note_most(self) -> None:
-        self._most = max(self._most, self.on_device())
+        self._most = max(self._most, self.device_bytes())
 
     def _forget(self, piece: Piece) -> None:
         if piece.chunk is None:
             self.kept -= piece.nbytes
             return
-        piece.chunk.leave()
+        piece.chunk.release()
         if piece.device is not None:
             self.brought -= piece.nbytes
 
 
-def _call(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _call_saved(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
     return saved()
 
 
-def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
-    """The saved tensor; raises if it was written in place since."""
-    if t._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(t.shape)} that the backward needs was written in place "
-            f"after it was saved: it is at version {t._version}, expected version {version}"
-        )
+def _keep_counter(t: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor with the version counter of `t`, which does not hold its memory."""
+    counter = t.detach()
+    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return counter
+
+
+def _return_unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a saved tensor that stayed on the device."""
+    _check_version(t.shape, t._version, version)
     return t
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def _check_version(shape: torch.Size, version: int, expected: int) -> None:
+    """Raise an error if a saved tensor was written in place since."""
+    if version != expected:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(shape)} that the backward pass needs was written in place "
+            f"after it was saved: it is at version {version}, expected version {expected}"
+        )
+
+
+def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Parameters that leave, step and return together, with their buffers on the host."""
+"""Buckets: parameters whose gradients are copied to the host and stepped there together."""
 
 from __future__ import annotations
 
@@ -8,28 +8,130 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
-from torchweld.ops.optimizer import passes
-from torchweld.ops.optimizer.batch import Batch, Tensors
+from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.batch import Batch, Tensors, is_foreign_to_kernels
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import State
-from torchweld.optim._shards import from_part, is_one, like, local
-from torchweld.optim.offload._members import Member, checksum
-from torchweld.optim.offload._transfers import Arrival, Transfers
+from torchweld.optim._shards import is_dtensor, local_part, make_dtensor, shard_like
+from torchweld.optim.offload._machine import Arrival, Transfers, allocate_pages
 
 HOST, DEVICE = "cpu", "cuda"
 ALIGNMENT = 64  # bytes: a vector of the widest instruction set
 States = dict[torch.Tensor, State]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Stamp:
+    """A record of a tensor that tells later whether it was written or its memory replaced."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self._facts = _read_facts(t)
+        # While this reference exists, no other storage gets the same number.
+        self._storage = StorageWeakRef(local_part(t).untyped_storage()) if self._facts[2] else None
+
+    def matches(self, t: torch.Tensor) -> bool:
+        """Whether nothing has changed since."""
+        return self._facts == _read_facts(t)
+
+
+def _read_facts(t: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the versions, the storage and the address of a tensor.
+
+    An operation on a DTensor counts up its own version; one on its local part counts up the part's.
+    """
+    part = local_part(t)
+    if part.layout is not torch.strided or is_foreign_to_kernels(part):
+        return t._version, part._version, 0, 0
+    return t._version, part._version, part.untyped_storage()._cdata, part.data_ptr()
+
+
+def sum_bits(t: torch.Tensor) -> torch.Tensor:
+    """Sum the memory of a strided tensor, as integers that wrap around."""
+    t = torch.view_as_real(t) if t.is_complex() else t
+    if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0:
+        return t.view(-1).view(torch.int64).sum()  # sums of other integers are slow
+    return t.view(_INTEGERS[t.itemsize]).sum()
+
+
+class Member:
+    """A parameter of a bucket, its copy on the host, and the state of its gradient."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        part = local_part(param.detach())
+        if is_foreign_to_kernels(part) or part.layout is not torch.strided:
+            actual = f"a {type(part).__name__} of layout {part.layout}"
+            raise ArgumentError("Offload", "a parameter", actual, "a dense torch.Tensor or DTensor")
+        self.param = param
+        self.twin = param  # the tensor that is stepped: the parameter, or its copy on the host
+        self.landing = param  # the memory that receives the gradient
+        # How often a gradient was accumulated before the last step, and since.
+        self.expected = self.fired = 0
+        self.sent: TensorWeakRef | None = None
+        self.sent_stamp: Stamp | None = None
+        self.sent_sum: torch.Tensor | None = None  # the checksum of a sent DTensor
+        # The reduced gradient in DDP's bucket, before DDP writes it to the parameter; and whether
+        # the sent gradient came from there.
+        self.reduced: torch.Tensor | None = None
+        self.was_reduced = False
+        self.is_released = False  # whether the host has the only copy of the gradient
+        self.stamp: Stamp | None = None  # of the parameter when it was last copied to its twin
+
+    def forget(self) -> None:
+        """Reset the gradient."""
+        self.fired, self.sent, self.is_released = 0, None, False
+        self.sent_sum = None
+        if self.twin is not self.param:
+            self.twin.grad = None
+
+    def note_sent(self, grad: torch.Tensor) -> None:
+        """Record the identity and the stamp of the gradient that the host has."""
+        self.sent, self.sent_stamp = TensorWeakRef(grad), Stamp(grad)
+
+    def sum_sent(self) -> None:
+        """Record the checksum of a gradient that is a DTensor.
+
+        clip_grad_norm_ and clip_grad_value_ use torch's foreach operations, which do not count up
+        the versions of DTensors.
+        """
+        grad = self.param.grad
+        if grad is not None and is_dtensor(grad) and self.sent is not None:
+            self.sent_sum = sum_bits(local_part(grad))
+
+    def take_reduced(self) -> None:
+        """Record the gradient that DDP has written as the one that was sent."""
+        if self.reduced is not None and self.was_reduced and self.param.grad is not None:
+            self.note_sent(self.param.grad)
+        self.reduced, self.was_reduced = None, False
+
+    def is_sent(self) -> bool:
+        """Whether the host's gradient is up to date; also if there is none and none was sent."""
+        grad = self.param.grad
+        if self.is_released:
+            return grad is None
+        if grad is None or self.sent is None or self.sent_stamp is None:
+            return grad is None and self.sent is None
+        return self.sent() is grad and self.sent_stamp.matches(grad)
+
+    def mark_copied(self) -> None:
+        """Record that the twin has the parameter's current values."""
+        self.stamp = Stamp(self.param)
+
+    def is_changed(self) -> bool:
+        """Whether something has written the parameter since it was copied to its twin."""
+        return self.stamp is None or not self.stamp.matches(self.param)
 
 
 class Undo:
-    """The host memory for copies of states that may be restored, over all buckets."""
+    """The budget of host memory for the copies that undo steps, over all buckets."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used = limit, 0
 
     def exchange(self, old: int, new: int) -> bool:
-        """Exchange these bytes for others; False, taking none, if that is too many."""
+        """Return `old` bytes and take `new` ones; return False and take none if they do not fit."""
         self._used -= old
         fits = self._used + new <= self._limit
         self._used += new * fits
@@ -37,7 +139,7 @@ class Undo:
 
 
 class Bucket:
-    """A range of an optimizer's parameters, in its order."""
+    """A run of an optimizer's parameters that are copied and stepped together."""
 
     def __init__(
         self,
@@ -54,12 +156,12 @@ class Bucket:
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
         self.members = [m for _, members in self._ranges for m in members]
         self.home = DEVICE
-        self._is_finished = False  # in a step in which another bucket failed
-        self.missing = 0  # expected gradients still to come
+        self._is_finished = False  # whether this step is final although another bucket failed
+        self.missing = 0  # how many expected gradients are not ready
         self.task: Future[None] | None = None
-        # The factor and settings of a step that may still be undone.
+        # The factor and the settings of a step that may still be undone.
         self.uncertain: tuple[float, list[Group]] | None = None
-        self._state_bytes = (0, 0)  # number of parameters, number of bytes
+        self._state_bytes = (0, 0)  # the number of states, and their bytes
         self._buffers: list[torch.Tensor] = []
         self._journal: Tensors = []
         self._written: Tensors = []
@@ -72,19 +174,19 @@ class Bucket:
     # --- Home ---------------------------------------------------------------------------------
 
     def move(self, home: str) -> None:
-        """Move the stepping parameters and their states to the host or to the device."""
+        """Move the states to the host or to the device, and step the parameters there."""
         if home == self.home:
             return
-        new = self._twins() if home == HOST else [(m.param, m.param) for m in self.members]
+        new = self._make_twins() if home == HOST else [(m.param, m.param) for m in self.members]
         device = new[0][0].device if home == HOST else None
         moved = {
-            m: {name: _moved(v, device or m.param.device) for name, v in state.items()}
+            m: {name: _move_value(v, device or m.param.device) for name, v in state.items()}
             for m in self.members
             if (state := self._states.get(m.twin)) is not None
         }
         for m, (twin, landing) in zip(self.members, new, strict=True):
             if (state := self._states.pop(m.twin, None)) is not None:
-                state.update(moved[m])  # in place: the given optimizer shares the dict
+                state.update(moved[m])  # in place: the original optimizer shares the dict
                 self._states[twin] = state
             m.twin, m.landing = twin, landing
             m.mark_copied()
@@ -93,14 +195,12 @@ class Bucket:
         self.home = home
         self._stepper = self._new_stepper()
 
-    def _twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and gradients on the host, in two buffers."""
-        parts = [local(m.param.detach()) for m in self.members]
+    def _make_twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Allocate parameters and gradients on the host, in two buffers."""
+        parts = [local_part(m.param.detach()) for m in self.members]
         sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
-        with host_memory("parameters and gradients", 2 * sum(sizes)):
-            self._buffers = [
-                torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2)
-            ]
+        with explain_memory_errors("parameters and gradients", 2 * sum(sizes)):
+            self._buffers = [allocate_pages(sum(sizes)) for _ in range(2)]
         try:
             for buffer in self._buffers:
                 self._transfers.pin(buffer)
@@ -110,10 +210,13 @@ class Bucket:
         views: list[Tensors] = []
         for buffer in self._buffers:
             pieces = zip(buffer.split(sizes), parts, strict=True)
-            views.append([_view(piece, part) for piece, part in pieces])
+            views.append([_view_as(piece, part) for piece, part in pieces])
         self._transfers.fetch(zip(parts, views[0], strict=True)).synchronize()
         return [
-            (torch.nn.Parameter(like(m.param, twin), m.param.requires_grad), like(m.param, landing))
+            (
+                torch.nn.Parameter(shard_like(m.param, twin), m.param.requires_grad),
+                shard_like(m.param, landing),
+            )
             for m, twin, landing in zip(self.members, *views, strict=True)
         ]
 
@@ -127,12 +230,12 @@ class Bucket:
     def _new_stepper(self) -> FusedOptimizer:
         groups = [{"params": [m.twin for m in members]} for _, members in self._ranges]
         codecs = {m.twin: self._given._codec_of(m.param) for m in self.members}
-        return stepper(self._given, groups, self._first_number, self._states, codecs)
+        return make_stepper(self._given, groups, self._first_number, self._states, codecs)
 
     # --- Gradients ----------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Expect as many gradients as came before this step."""
+        """Expect as many gradients before the next step as there were before this one."""
         for m in self.members:
             m.expected = m.fired
         self.forget()
@@ -146,27 +249,27 @@ class Bucket:
 
     def is_sent(self) -> bool:
         """Whether the host's gradients and parameters are up to date."""
-        is_sent = all(m.is_sent() for m in self.members) and not self._changed()
+        is_sent = all(m.is_sent() for m in self.members) and not self._list_changed()
         return is_sent and self._has_sent_sums()
 
     def _has_sent_sums(self) -> bool:
         summed = [m for m in self.members if m.sent_sum is not None]
         if not summed:
             return True
-        now = [checksum(local(m.param.grad)) for m in summed]  # type: ignore[arg-type]
+        now = [sum_bits(local_part(m.param.grad)) for m in summed]  # type: ignore[arg-type]
         sent = [m.sent_sum for m in summed]
         return torch.equal(torch.stack(now), torch.stack(sent))  # type: ignore[arg-type]
 
-    def _changed(self) -> list[Member]:
+    def _list_changed(self) -> list[Member]:
         return [m for m in self.members if m.is_changed()]
 
     def distrust(self) -> None:
-        """Take every parameter for one that something else has written."""
+        """Copy every parameter to the host at the next `send`, as if it had been written."""
         for m in self.members:
             m.stamp = None
 
     def send(self, release: bool) -> None:
-        """Fetch all gradients, and parameters that something else wrote."""
+        """Copy all gradients to the host, and the parameters that were written elsewhere."""
         copies = []
         for m in self.members:
             grad = m.param.grad if m.reduced is None else m.reduced
@@ -177,16 +280,16 @@ class Bucket:
             if grad is None:
                 m.twin.grad = None
                 continue
-            part = local(grad)
+            part = local_part(grad)
             if grad.layout is torch.strided and grad.dtype == m.landing.dtype:
-                copies.append((part, local(m.landing)))
+                copies.append((part, local_part(m.landing)))
                 m.twin.grad = m.landing
             else:
                 m.twin.grad_dtype = None  # type: ignore[attr-defined]
-                m.twin.grad = like(m.param, part.to("cpu", copy=True))
+                m.twin.grad = shard_like(m.param, part.to("cpu", copy=True))
             m.note_sent(grad)
-        for m in self._changed():
-            copies.append((local(m.param.detach()), local(m.twin.detach())))
+        for m in self._list_changed():
+            copies.append((local_part(m.param.detach()), local_part(m.twin.detach())))
             m.mark_copied()
         self._fetched = self._transfers.fetch(copies)
         self._works = None
@@ -196,63 +299,62 @@ class Bucket:
                     m.param.grad, m.sent, m.is_released = None, None, True
 
     def take_back(self, m: Member) -> None:
-        """Add a released gradient to the next one, as if it had stayed on the device."""
+        """Add a released gradient to the new one, as if it had stayed on the device."""
         assert m.param.grad is not None
-        self.arrived()
+        self.wait_for_gradients()
         assert m.twin.grad is not None
-        local(m.param.grad).add_(local(m.twin.grad).to(m.param.device))
+        local_part(m.param.grad).add_(local_part(m.twin.grad).to(m.param.device))
         m.is_released = False
 
-    def arrived(self) -> None:
-        """Wait for the gradients."""
+    def wait_for_gradients(self) -> None:
+        """Wait until the gradients are on the host."""
         if self._fetched is not None:
             self._fetched.synchronize()
 
     # --- The step -----------------------------------------------------------------------------
 
-    def freeze(self) -> list[Group]:
+    def adopt_settings(self) -> list[Group]:
         """Adopt the current settings of the groups."""
         groups = self._stepper.param_groups
-        before = [_settings(group) for group in groups]
+        before = [_copy_settings(group) for group in groups]
         for group, (at, _) in zip(groups, self._ranges, strict=True):
-            found = _settings(self._given.param_groups[at])
+            settings = _copy_settings(self._given.param_groups[at])
             if self.home == HOST:  # on the device, do not wait for a learning rate there
-                found = {key: _frozen(value) for key, value in found.items()}
+                settings = {key: _copy_to_host(value) for key, value in settings.items()}
             params = group["params"]
             group.clear()
-            group.update(found, params=params)
-        now = [_settings(group) for group in groups]
-        if self.home == DEVICE or not same_settings(now, before):
+            group.update(settings, params=params)
+        now = [_copy_settings(group) for group in groups]
+        if self.home == DEVICE or not settings_are_equal(now, before):
             self._works = None
         return now
 
     def prepare(self) -> None:
-        """Check everything and create missing states; change nothing else."""
+        """Check the next step and create missing states; change nothing else."""
         if self._works is not None:
             return
-        count = sum(local(m.param.detach()).numel() for m in self.members)
-        with host_memory(f"states of {count} parameters", None):
+        count = sum(local_part(m.param.detach()).numel() for m in self.members)
+        with explain_memory_errors(f"states of {count} parameters", None):
             self._works = self._stepper._work()
         self._stepping = [m for m in self.members if m.twin.grad is not None]
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Step everything that is prepared."""
+        """Take the prepared step."""
         self.prepare()
-        self.arrived()
+        self.wait_for_gradients()
         if self._given_back is not None:
-            self._given_back.synchronize()  # a copy may still read the parameters
+            self._given_back.synchronize()  # the copy to the device may still read the parameters
         assert self._works is not None
         stepper = self._stepper
         stepper.found_inf = found_inf  # type: ignore[attr-defined]
-        tasks = [stepper._task(group, batch, factor) for group, batch in self._works]
-        passes.run(stepper._passes(), tasks, stepper._exchange)
+        stepper._run([stepper._task(group, batch, factor) for group, batch in self._works])
 
-    def runs_alone(self) -> bool:
+    def needs_no_exchange(self) -> bool:
         """Whether the step needs no collectives, so that any thread may run it at any time.
 
-        All ranks must order collectives alike, and only the training loop's thread can.
+        All ranks must order collectives alike, which only the training loop's thread ensures.
         """
-        if not any(is_one(m.param) for m in self.members):
+        if not any(is_dtensor(m.param) for m in self.members):
             return True
         return not any(
             each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
@@ -261,13 +363,16 @@ class Bucket:
             if batch.is_sharded
         )
 
-    def speculate(self, factor: float) -> None:
-        """Step on expectations, keeping copies to undo it; or do nothing."""
+    def step_early(self, factor: float) -> None:
+        """Step ahead of `step()` with an expected factor, or do nothing.
+
+        Copies of everything that the step overwrites are kept to undo it.
+        """
         if any(not self._states.get(m.twin) for m in self.members if m.expected):
             return
-        settings = self.freeze()
+        settings = self.adopt_settings()
         self.prepare()
-        if not self.runs_alone() or not self._keep():
+        if not self.needs_no_exchange() or not self._save_for_undo():
             return
         try:
             self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
@@ -276,20 +381,20 @@ class Bucket:
             raise
         self.uncertain = (factor, settings)
 
-    def holds(self, factor: float, settings: list[Group]) -> bool:
-        """Whether the speculative step used these values."""
+    def used_settings(self, factor: float, settings: list[Group]) -> bool:
+        """Whether the early step used this factor and these settings."""
         assert self.uncertain is not None
-        return self.uncertain[0] == factor and same_settings(self.uncertain[1], settings)
+        return self.uncertain[0] == factor and settings_are_equal(self.uncertain[1], settings)
 
     def undo(self) -> None:
-        """Undo a speculative step, bit for bit."""
+        """Undo an early step, bit for bit."""
         if self.uncertain is not None:
             self._restore()
 
-    def _keep(self) -> bool:
-        """Copy what the step will overwrite; False if the limit has no room for it."""
+    def _save_for_undo(self) -> bool:
+        """Copy what the step will overwrite; return False if that exceeds the limit."""
         assert self._works is not None
-        self._written = [t for _, batch in self._works for t in _written(batch)]
+        self._written = [t for _, batch in self._works for t in _list_written(batch)]
         like_before = [(t.shape, t.dtype) for t in self._written]
         if like_before != [(t.shape, t.dtype) for t in self._journal]:
             old, self._journal = self.undo_bytes(), []
@@ -310,10 +415,11 @@ class Bucket:
         self.uncertain = None
 
     def undo_bytes(self) -> int:
+        """The bytes of the copies that undo a step."""
         return sum(t.nbytes for t in self._journal)
 
     def settle(self) -> None:
-        """Wait for a running step; cancel a queued one. A failed step has been undone."""
+        """Cancel a queued step, or wait for a running one. A failed step is already undone."""
         if self.task is not None and not self.task.cancel():
             self.task.exception()
         self.task = None
@@ -324,63 +430,70 @@ class Bucket:
         self.undo()
         self._works = None
 
-    def give(self) -> None:
-        """Copy the stepped parameters back; the step is final."""
+    def give_back(self) -> None:
+        """Make the step final: copy the stepped parameters to the device."""
         self.uncertain = None
-        pairs = [(local(m.twin.detach()), local(m.param.detach())) for m in self._stepping]
+        pairs = [
+            (local_part(m.twin.detach()), local_part(m.param.detach())) for m in self._stepping
+        ]
         self._given_back = self._transfers.give(pairs)
-        # The copies have moved the counters of the parts of DTensors only.
+        # The copies count up only the versions of the local parts of DTensors.
         torch.autograd.graph.increment_version([m.param for m in self._stepping])
         for m in self._stepping:
             m.mark_copied()
         self._works, self._stepping = None, []
 
     def end(self) -> None:
-        """Finish a step on the device."""
+        """Make a step on the device final."""
         self._works, self._stepping = None, []
 
     def finish(self) -> None:
-        """Make the step final, though another bucket has failed: a repeated step leaves it out."""
+        """Make the step final although another bucket failed: a repeated step skips this bucket."""
         if self.home == HOST:
-            self.give()
+            self.give_back()
         self._is_finished = True
         for m in self.members:
             if m.param.grad is not None:
                 m.note_sent(m.param.grad)
 
     def is_finished(self) -> bool:
-        """Whether the step has been taken with these gradients in an attempt that failed."""
+        """Whether a failed `step()` already stepped this bucket with these gradients."""
         self._is_finished = self._is_finished and all(m.is_sent() for m in self.members)
         return self._is_finished
 
     def refresh(self) -> None:
-        """Adopt parameters that something else may have written."""
-        parts = [(local(m.param.detach()), local(m.twin.detach())) for m in self.members]
+        """Copy the parameters to the host, in case something else has written them."""
+        parts = [(local_part(m.param.detach()), local_part(m.twin.detach())) for m in self.members]
         self._transfers.fetch(parts).synchronize()
         for m in self.members:
             m.mark_copied()
 
     def state_bytes(self) -> int:
-        """The bytes of all states, wherever they are."""
+        """The bytes of all states, on the host or on the device."""
         states = [self._states[m.twin] for m in self.members if m.twin in self._states]
         if self._state_bytes[0] != len(states):
             tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
-            self._state_bytes = len(states), sum(local(t).nbytes for t in tensors)
+            self._state_bytes = len(states), sum(local_part(t).nbytes for t in tensors)
         return self._state_bytes[1]
 
-    def host_buffers(self) -> int:
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients when every parameter has one."""
+        trained = (m.param for m in self.members if m.param.requires_grad)
+        return sum(local_part(p.detach()).nbytes for p in trained)
+
+    def host_buffer_bytes(self) -> int:
         """The bytes of parameters and gradients on the host."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
 
-def stepper(
+def make_stepper(
     given: FusedOptimizer,
     groups: list[Group],
     first_number: int,
     states: States,
     codecs: dict[torch.Tensor, Any],
 ) -> FusedOptimizer:
-    """An optimizer like this one for other parameters, without checks and hooks."""
+    """Make an optimizer like `given` for other parameters, without checks and hooks."""
     new = object.__new__(type(given))
     new.__dict__.update(given.__dict__)
     new.param_groups, new._first_number, new._codecs_of = groups, first_number, codecs
@@ -389,51 +502,51 @@ def stepper(
 
 
 @contextlib.contextmanager
-def host_memory(what: str, count: int | None) -> Iterator[None]:
-    """Raise a MemoryError that names what did not fit."""
+def explain_memory_errors(what: str, count: int | None) -> Iterator[None]:
+    """Raise a MemoryError that names what did not fit into the host's memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             size = "" if count is None else f" ({count} bytes)"
             raise MemoryError(
-                f"Offload: the host has no room for {what}{size}. Nothing has stepped. Smaller "
+                f"Offload: the host has no room for {what}{size}. Nothing was changed. Smaller "
                 'states (state_dtype="8bit"), master_weights="remainder" or undo_bytes=0 take less'
             ) from error
         raise
 
 
-def _written(batch: Batch) -> Iterable[torch.Tensor]:
+def _list_written(batch: Batch) -> Iterable[torch.Tensor]:
     for tensors in (batch.params, batch.masters, batch.moments, batch.absmaxes, batch.steps):
         yield from tensors
 
 
-def _view(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor like this part, within a buffer."""
+def _view_as(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A view of a buffer in the form of this part."""
     strides = torch.empty_like(part, device="meta").stride()
     return piece[: part.nbytes].view(part.dtype).as_strided(part.shape, strides)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move_value(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if is_one(value):
+    if is_dtensor(value):
         placements = value.placements  # type: ignore[attr-defined]
-        return from_part(value, local(value).to(device), placements, value.shape)
+        return make_dtensor(value, local_part(value).to(device), placements, value.shape)
     return value.to(device)
 
 
-def _settings(group: Group) -> Group:
+def _copy_settings(group: Group) -> Group:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _frozen(value: Any) -> Any:
-    """A copy of a setting: learning rates may be tensors that change later."""
+def _copy_to_host(value: Any) -> Any:
+    """Copy a setting: learning rates may be tensors that change later."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def same_settings(a: list[Group], b: list[Group]) -> bool:
-    """Whether two frozen lists of groups are the same."""
+def settings_are_equal(a: list[Group], b: list[Group]) -> bool:
+    """Whether two lists of groups have the same settings."""
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):

@@ -13,67 +13,78 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.optim._base import Group, scaler_number
+from torchweld.optim._base import FusedOptimizer, Group, read_scaler_number
 from torchweld.optim._codecs import State
-from torchweld.optim._shards import is_one, local
+from torchweld.optim._ddp import Reductions
+from torchweld.optim._one_bit import OneBitOptimizer
+from torchweld.optim._shards import is_dtensor, local_part, sharing_key
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload import _report
 from torchweld.optim.offload._activations import Activations
-from torchweld.optim.offload._arguments import (
-    check,
-    check_host_only,
-    check_trust,
-    device_of,
-    half_of_free,
-    has_processes,
-)
 from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket
-from torchweld.optim.offload._ddp import Reductions
-from torchweld.optim.offload._expectations import Expectations
-from torchweld.optim.offload._final import return_parameters, run_all
-from torchweld.optim.offload._store import Store
-from torchweld.optim.offload._transfers import Transfers, transfers_of
-from torchweld.optim.offload._worker import Worker, cores_beside, default_threads
-from torchweld.optim.offload.policy import MARGIN, Tracer, resident
+from torchweld.optim.offload._machine import (
+    Transfers,
+    Worker,
+    count_default_threads,
+    find_cores,
+    find_half_of_free,
+    has_processes,
+    make_transfers,
+    untraced,
+)
+from torchweld.optim.offload._store import (
+    Store,
+    load_with_hooks,
+    return_parameters,
+    save_with_hooks,
+    step_buckets,
+)
+from torchweld.optim.offload.policy import Placement, Seen
 
 # Steps without delay before delayed updates begin, while gradients change fast.
 _WARM_UP = 40
+PLACEMENTS = (HOST, DEVICE, "auto")
 
 
 class Offload(torch.optim.Optimizer):
     """An optimizer of torchweld whose states, masters and steps are on the host.
 
-    The result is bit for bit that of the optimizer on the device. Gradients leave in buckets during
-    the backward, and a bucket steps as soon as it is complete. Such a step is undone, bit for bit,
-    if its assumptions fail before `step()`: gradients are clipped or written, another backward
-    runs, an overflow or an exception occurs.
+    The result is bit for bit that of the optimizer on the device. During the backward pass
+    gradients are copied to the host in buckets, and each bucket is stepped as soon as it is
+    complete. Such an early step is rolled back exactly if an assumption fails before `step()`:
+    gradients are clipped or written, another backward pass runs, or an overflow or an exception
+    occurs.
 
     Args:
         params_or_optimizer: an optimizer of torchweld.optim to take over; or parameters, for AdamW
             with float32 masters.
-        placement: where states are kept and stepped: "cpu"; "cuda", the device; "auto", the device
-            as far as it has room, which is measured at every step.
+        placement: where states are kept and parameters are stepped. "cpu": on the host. "cuda": on
+            the device. "auto": on the device as far as it has room, measured at every step.
         clip_norm: the norm to which gradients are clipped, like max_grad_norm of the optimizer.
-        delayed_update: step while the next forward and backward run, one step behind. True begins
-            after 40 steps without delay, a number after that many.
+        delayed_update: take the step during the next forward and backward pass, one step behind.
+            True begins after 40 steps without delay, a number after that many. It needs
+            placement="cpu".
         pin_memory: whether the host's memory is page-locked, so that copies run concurrently.
-        threads: threads of the host's steps; default: this rank's share of the cores near the
-            device.
-        bucket_bytes: bytes of the parameters that leave and return together.
-        undo_bytes: host memory for copies of states that steps may have to restore. Buckets beyond
-            it step after the backward. Default: half of the free memory.
-        release_gradients: whether to free a gradient on the device once it has left; p.grad is then
-            None after the backward. This and delayed_update need placement="cpu".
+        threads: the number of threads of a step on the host; default: this rank's share of the
+            cores near the device.
+        bucket_bytes: the bytes of parameters in a bucket.
+        undo_bytes: host memory for the copies that undo early steps. Buckets over this limit are
+            still copied to the host during the backward pass, but they are stepped in `step()`.
+            Default: half of the free memory.
+        release_gradients: whether to free a gradient on the device once it is on the host; p.grad
+            is then None after the backward pass. With "auto" this applies only to buckets that are
+            stepped on the host. Not with "cuda".
         capacity: the bytes of the device that "auto" may use; default: all.
-        trust_versions: whether torch's version counters tell what else writes parameters and
-            gradients. Writes through `.data`, numpy or their memory move no counter, and are lost
-            unless this is False: gradients then leave in `step()`, and parameters with them.
+        trust_versions: whether to rely on torch's version counters to notice when other code writes
+            parameters or gradients. Writes through `.data`, numpy or a pointer do not count up a
+            version. They are lost unless this is False; gradients and parameters are then copied
+            to the host in `step()`.
         transfers: the implementation of copies; for tests and other devices.
-        arguments: AdamW's, if parameters are given.
+        arguments: the arguments of AdamW, if parameters are given.
     """
 
     _step_supports_amp_scaling = True
-    # The norm of all gradients before clipping, after a step with clip_norm.
+    # The norm of all gradients before clipping; set by a step with clip_norm.
     grad_norm: torch.Tensor | None = None
 
     def __init__(
@@ -93,49 +104,50 @@ class Offload(torch.optim.Optimizer):
         transfers: Transfers | None = None,
         **arguments: Any,
     ) -> None:
-        given = params_or_optimizer
-        if not isinstance(given, torch.optim.Optimizer):
-            given = AdamW(given, **({"master_weights": True} | arguments))
+        optimizer = params_or_optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = AdamW(optimizer, **({"master_weights": True} | arguments))
         elif arguments:
-            came = f"an optimizer, with {', '.join(arguments)} besides"
-            raise ArgumentError("Offload", "params_or_optimizer", came, "one that has them already")
-        check(given, placement, clip_norm, threads, bucket_bytes)
-        check_host_only(
-            placement, release_gradients=release_gradients, delayed_update=delayed_update
-        )
-        check_trust(trust_versions, release_gradients)
+            actual = f"an optimizer, with {', '.join(arguments)} besides"
+            raise ArgumentError(
+                "Offload", "params_or_optimizer", actual, "one that has them already"
+            )
+        _check_arguments(optimizer, placement, clip_norm, threads, bucket_bytes)
+        _check_host_only(placement, release_gradients, delayed_update)
+        _check_trust(trust_versions, release_gradients)
         if clip_norm is not None:
-            given.max_grad_norm = clip_norm
+            optimizer.max_grad_norm = clip_norm
         self._is_made = False
-        super().__init__(given.param_groups, given.defaults)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
         # Both optimizers share their groups, so that schedulers of either work, and their states.
-        self._given, self.param_groups, self.state = given, given.param_groups, given.state
+        self._given, self.state = optimizer, optimizer.state
+        self.param_groups = optimizer.param_groups
         self.placement, self._releases = placement, release_gradients
         self._delay = _WARM_UP if delayed_update is True else delayed_update
         self._delays = delayed_update is not False
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
         self._trusts_versions = trust_versions
-        device = device_of(given)
-        self._transfers = transfers or transfers_of(device, pin_memory)
-        cores = cores_beside(device)
-        self._worker = Worker(threads or default_threads(cores), cores)
-        weakref.finalize(self, self._worker.stop)  # without waiting: it may be the caller
-        undo_bytes = half_of_free() if undo_bytes is None else undo_bytes
-        self._store = Store(given, self._transfers, undo_bytes)
+        self._device = device = _find_device(optimizer)
+        self._transfers = transfers or make_transfers(device, pin_memory)
+        cores = find_cores(device)
+        self._worker = Worker(threads or count_default_threads(cores), cores)
+        weakref.finalize(self, self._worker.stop)  # does not wait: its thread may be the caller
+        undo_bytes = find_half_of_free() if undo_bytes is None else undo_bytes
+        self._store = Store(optimizer, self._transfers, undo_bytes)
         self._hooks: list[Any] = []
-        self._lock = threading.Lock()  # each device has its own backward thread
+        self._lock = threading.Lock()  # autograd has a thread per device
         self._expected = Expectations()
         self._steps = 0
-        self._pending: list[Bucket] = []  # with delayed steps that may still run
-        self._tracer = Tracer()
+        self._pending: list[Bucket] = []  # buckets whose delayed step may still run
+        self._placement = Placement()
         self._activations = Activations(self._transfers, device, bucket_bytes)
         if placement == DEVICE:
             self._activations.keep_all()
         self._timeline = _report.Timeline()
-        # With other processes, gradients of plain parameters may be reduced after the hooks.
-        self._is_alone = not has_processes()
+        # In several processes, gradients of plain parameters may be reduced after the hooks.
+        self._is_single_process = not has_processes()
         self._reductions = Reductions()
-        # Counts of the last step: buckets that stepped ahead of it, and steps that were undone.
+        # How many buckets were stepped ahead of the last `step()`, and how many were undone.
         self.counts = {"ahead": 0, "undone": 0}
         for at in range(len(self.param_groups)):
             self._add_members(at)
@@ -154,35 +166,37 @@ class Offload(torch.optim.Optimizer):
     def _add_members(self, at: int) -> None:
         for m in self._store.add(at, self._bucket_bytes, on_host=self.placement != DEVICE):
             if m.param.requires_grad:
-                hook = functools.partial(_fire, weakref.ref(self))
+                hook = functools.partial(_notify, weakref.ref(self))
                 self._hooks.append(m.param.register_post_accumulate_grad_hook(hook))
 
     def overlap_with_ddp(self, ddp: Any) -> None:
-        """Send gradients as soon as DistributedDataParallel has reduced them, in its hook's place.
+        """Copy gradients to the host as soon as DistributedDataParallel has reduced them.
 
-        Otherwise, with several processes, gradients of plain parameters leave only after the
-        backward, since nothing tells whether a gradient has been reduced.
+        This registers a communication hook. Without it, gradients of plain parameters in several
+        processes are copied only after the backward pass, since nothing tells whether a gradient
+        has been reduced.
         """
         if self._releases or not self._trusts_versions:
-            came = "with release_gradients" if self._releases else "with trust_versions=False"
+            actual = "with release_gradients" if self._releases else "with trust_versions=False"
             accepted = "without: DDP writes the gradients later"
-            raise ArgumentError("Offload.overlap_with_ddp", "the optimizer", came, accepted)
+            raise ArgumentError("Offload.overlap_with_ddp", "the optimizer", actual, accepted)
         self._reductions.begin(ddp, self)
 
     def activations(self, least_bytes: int = 1 << 20) -> contextlib.AbstractContextManager[None]:
-        """Place the tensors that autograd saves, as `placement` says, in a `with` statement.
+        """Return a context that offloads the tensors that autograd saves, as `placement` says.
 
-        Put the forward and the loss inside, and the backward after it. "cpu": all tensors of at
-        least `least_bytes` leave. "auto": the last ones stay as far as the device has room.
+        Put the forward pass and the loss inside, and the backward pass after it. "cpu": all tensors
+        of at least `least_bytes` are copied to the host. "auto": the last ones stay on the device
+        as far as it has room.
         """
         if least_bytes < 1:
-            came = repr(least_bytes)
-            raise ArgumentError("Offload.activations", "least_bytes", came, "a number > 0")
-        return self._activations.saving(least_bytes)
+            actual = repr(least_bytes)
+            raise ArgumentError("Offload.activations", "least_bytes", actual, "a number > 0")
+        return self._activations.intercept(least_bytes)
 
-    # --- During the backward ------------------------------------------------------------------
+    # --- During the backward pass -------------------------------------------------------------
 
-    def _accumulated(self, p: torch.Tensor) -> None:
+    def _take_gradient(self, p: torch.Tensor) -> None:
         with self._lock:
             bucket, m = self._store.members[p]
             m.fired += 1
@@ -193,61 +207,79 @@ class Offload(torch.optim.Optimizer):
             if m.is_released:
                 bucket.take_back(m)
             if m.fired > m.expected:
-                return  # the step will find the sent gradient out of date
+                return  # `step()` will notice that the gradient on the host is out of date
+            if p.grad is not None and sharing_key(p.grad) != sharing_key(p):
+                return  # a partial gradient, which a plan sums after the backward pass
             bucket.missing -= 1
-            may_leave = self._trusts_versions and (self._is_alone or is_one(p))
-            if bucket.missing == 0 and may_leave and not self._expected.of_edits():
-                self._leave(bucket)
+            may_send = self._trusts_versions and (self._is_single_process or is_dtensor(p))
+            if bucket.missing == 0 and may_send and not self._expected.predict_edits():
+                self._send_bucket(bucket)
 
-    def _reduced(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def _take_reduced(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Take gradients from DDP's buckets before DDP writes them to parameters."""
         with self._lock, torch.no_grad():
-            found = [self._store.members[p] for p in params if p in self._store.members]
+            ours = [self._store.members[p] for p in params if p in self._store.members]
             for p, grad in zip(params, grads, strict=True):
                 if p in self._store.members:
                     self._store.members[p][1].reduced = grad
-            for bucket in dict.fromkeys(bucket for bucket, _ in found):
+            for bucket in dict.fromkeys(bucket for bucket, _ in ours):
                 waits = any(m.expected and m.reduced is None for m in bucket.members)
-                complete = bucket.missing == 0 and not waits and bucket.home == HOST
-                if complete and not self._expected.of_edits():
-                    self._leave(bucket)
+                is_complete = bucket.missing == 0 and not waits and bucket.home == HOST
+                if is_complete and not self._expected.predict_edits():
+                    self._send_bucket(bucket)
 
-    def _leave(self, bucket: Bucket) -> None:
-        """Send a complete bucket, and step it on expectations."""
+    def _send_bucket(self, bucket: Bucket) -> None:
+        """Copy a complete bucket to the host, and step it with the expected factor."""
         if bucket.task is not None and not bucket.task.done():
-            return  # a delayed step still reads the last gradients
+            return  # a delayed step still reads the previous gradients
         bucket.send(self._releases)
         for m in bucket.members:
             m.sum_sent()
-        factor = self._expected.factor(self._given.max_grad_norm is not None)
+        factor = self._expected.predict_factor(self._given.max_grad_norm is not None)
         if not self._delays and factor is not None:
-            step = functools.partial(bucket.speculate, factor)
+            step = functools.partial(bucket.step_early, factor)
             bucket.task = self._worker.submit(step)
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch does; steps taken ahead of `step()` are undone."""
+        """Reset gradients as torch does; early steps are undone."""
         self._abandon()
         super().zero_grad(set_to_none)
 
     def _abandon(self) -> None:
         self._rewind()
-        for bucket in self._store.on_host():
+        for bucket in self._store.list_on_host():
             bucket.forget()
 
     def _rewind(self) -> None:
-        """Undo steps taken ahead of `step()`; gradients stay."""
-        for bucket in self._store.on_host():
-            if bucket not in self._pending:
-                bucket.rewind()
+        """Undo early steps, and keep the gradients."""
+        uncertain = [bucket for bucket in self._store.list_on_host() if bucket not in self._pending]
+        self._check_tasks(uncertain)
+        for bucket in uncertain:
+            bucket.rewind()
+
+    def _check_tasks(self, buckets: list[Bucket]) -> None:
+        """Raise an error in a forked process, where a running task never ends."""
+        if any(bucket.task is not None and not bucket.task.done() for bucket in buckets):
+            self._worker.check_process()
 
     # --- The step -----------------------------------------------------------------------------
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters with a gradient.
 
-        `closure`, if given, computes the gradients and returns the loss.
+        `closure`, if given, computes the gradients and returns the loss. torch.compile does not
+        trace the step, since it uses threads and hooks.
         """
+        self._worker.check_process()
+        if self._releases and hasattr(self, "found_inf"):
+            actual, accepted = (
+                "True with a GradScaler",
+                "False: GradScaler looks for overflows on the device",
+            )
+            raise ArgumentError("Offload", "release_gradients", actual, accepted)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -255,7 +287,7 @@ class Offload(torch.optim.Optimizer):
         self._timeline.end(_report.BACKWARD, self)
         self._finish_pending()
         try:
-            with self._scaled():
+            with self._lend_scaler_numbers():
                 self._advance()
                 if not self._releases:
                     self._given._unscale()
@@ -272,8 +304,8 @@ class Offload(torch.optim.Optimizer):
         return loss
 
     @contextlib.contextmanager
-    def _scaled(self) -> Iterator[None]:
-        """Pass GradScaler's findings to the optimizer on the device."""
+    def _lend_scaler_numbers(self) -> Iterator[None]:
+        """Pass the numbers that GradScaler has set to the original optimizer."""
         names = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
         for name in names:
             setattr(self._given, name, getattr(self, name))
@@ -284,7 +316,7 @@ class Offload(torch.optim.Optimizer):
                 delattr(self._given, name)
 
     def _advance(self) -> None:
-        hosts = [bucket for bucket in self._store.on_host() if not bucket.is_finished()]
+        hosts = [bucket for bucket in self._store.list_on_host() if not bucket.is_finished()]
         # GradScaler's unscale_ writes all gradients without changing their versions.
         unscaled = hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None
         edited = unscaled
@@ -298,13 +330,13 @@ class Offload(torch.optim.Optimizer):
                 self.counts["undone"] += bucket.uncertain is not None
                 bucket.undo()
                 bucket.send(self._releases)
-        numbers = self._factor(), scaler_number(self, "found_inf")
+        numbers = self._compute_factor(), read_scaler_number(self, "found_inf")
         of_device = (bucket for bucket in self._store.buckets if bucket.home == DEVICE)
         devices = [bucket for bucket in of_device if not bucket.is_finished()]
         for bucket in devices:
-            bucket.freeze()
+            bucket.adopt_settings()
             bucket.prepare()
-        # The host waits for the device here, unless nothing steps on the host.
+        # The host waits for the device here, unless no bucket is stepped on the host.
         factor, found_inf = (
             t.detach().to("cpu") if hosts and t is not None else None for t in numbers
         )
@@ -312,118 +344,134 @@ class Offload(torch.optim.Optimizer):
         overflows = found_inf is not None and bool(found_inf != 0)
         rest = []
         for bucket in hosts:
-            settings = bucket.freeze()
+            settings = bucket.adopt_settings()
             if bucket.uncertain is not None:
-                if not overflows and bucket.holds(number, settings):
+                if not overflows and bucket.used_settings(number, settings):
                     self.counts["ahead"] += 1
                     continue
                 self.counts["undone"] += 1
                 bucket.undo()
             rest.append(bucket)
-        # Everything that can fail comes before anything steps.
+        # Everything that can fail is done before the first bucket is stepped.
         for bucket in rest:
             self._worker.call(bucket.prepare)
         self._expected.learn(number, edited)
         delays = self._delays and self._steps >= self._delay
-        run_all(self._worker, hosts, rest, devices, (factor, found_inf), numbers, not delays)
+        step_buckets(self._worker, hosts, rest, devices, (factor, found_inf), numbers, not delays)
         if delays:
             self._pending = hosts
         else:
             self._transfers.join()
 
-    def _factor(self) -> torch.Tensor | None:
-        """The factor of gradients, from the norm of all of them if it is clipped."""
+    def _compute_factor(self) -> torch.Tensor | None:
+        """Compute the factor of gradients, from the norm of all of them if it is clipped."""
         if not self._releases or self._given.max_grad_norm is None:
             factor = self._given._gradient_factor()
             self.grad_norm = self._given.grad_norm
             return factor
-        for bucket in self._store.on_host():
-            bucket.arrived()
-        whole = self._store.whole()
+        for bucket in self._store.list_on_host():
+            bucket.wait_for_gradients()
+        whole = self._store.make_whole()
         factor = whole._gradient_factor()
         self.grad_norm = whole.grad_norm
-        return factor
+        return factor if factor is None else factor.to(self._device)
 
     def _finish_pending(self) -> None:
-        """Apply the delayed step to the parameters."""
+        """Finish the delayed step and copy its parameters to the device."""
+        self._check_tasks(self._pending)
         for bucket in self._pending:
             return_parameters(bucket)
         if self._pending:
             self._transfers.join()
         self._pending = []
 
+    @untraced
     def synchronize(self) -> None:
-        """Apply all pending steps; call it before saving the model with delayed_update."""
+        """Finish all pending steps; with delayed_update, call it before you save the model."""
         self._finish_pending()
 
     # --- Placement ----------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Keep activations, then states, on the device as far as it has room.
+        """Apply placement="auto" after a step.
 
-        Activations come first: each offloaded byte costs two copied bytes in every backward.
+        Activations, then states, stay on the device as far as it has room.
         """
-        capacity = min(self._transfers.capacity(), self._capacity or 1 << 62)
+        buckets, releases = self._store.buckets, self._releases
+        sizes = [bucket.state_bytes() for bucket in buckets]
+        gradients = [bucket.gradient_bytes() for bucket in buckets]
+        if releases:  # gradients stay where their bucket is stepped
+            sizes = [sum(both) for both in zip(sizes, gradients, strict=True)]
+        phases = {}
         for name, phase in self._timeline.phases.items():
-            self._tracer.add(name, phase.peak, sum(phase.device.values()))
-        sizes = [bucket.state_bytes() for bucket in self._store.buckets]
-        fixed = sum(local(p.detach()).nbytes for p in self._store.members)
-        fixed *= 2  # with gradients
-        room = int(MARGIN * capacity) - self._tracer.largest() - fixed
-        chosen = resident(sizes, room - self._activations.keep(room))
+            placed = phase.device["states"] + phase.device["activations"]
+            placed += phase.gradients_that_stay if releases else 0
+            may_come = 0 if releases else sum(gradients) - phase.device["gradients"]
+            phases[name] = Seen(phase.peak, placed, may_come)
+        capacity = min(self._transfers.capacity(), self._capacity or 1 << 62)
+        chosen = self._placement.decide(phases, sizes, capacity, self._activations.keep)
         homes = [DEVICE if stays else HOST for stays in chosen]
-        if homes == [bucket.home for bucket in self._store.buckets]:
+        if homes == [bucket.home for bucket in buckets]:
             return
         self._finish_pending()
         for home in (HOST, DEVICE):  # free room before using it
-            for bucket, new in zip(self._store.buckets, homes, strict=True):
+            for bucket, new in zip(buckets, homes, strict=True):
                 if new == home:
                     bucket.move(home)
 
     def relieve(self) -> None:
-        """Move everything to the host and restart measuring, after an OutOfMemoryError."""
+        """Move all states to the host and measure anew; call it after an OutOfMemoryError."""
         self.synchronize()
         self._rewind()
-        self._tracer.forget()
+        self._placement.forget()
         self._activations.keep(0)
         for bucket in self._store.buckets:
             bucket.move(HOST)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The bytes on the device and on the host now, by kind."""
-        return {"device": _report.on_device(self), "host": _report.on_host(self)}
+        """The current bytes on the device and on the host, by kind."""
+        return {"device": _report.count_on_device(self), "host": _report.count_on_host(self)}
 
     def report(self, plot: str | os.PathLike[str] | None = None) -> str:
-        """Where every byte was over the last step; also as a picture if `plot` names a file."""
-        return _report.report(self, plot)
+        """Describe where every byte was in the last step; `plot` names a file for a picture."""
+        return _report.write_report(self, plot)
 
     # --- State --------------------------------------------------------------------------------
 
     def __getstate__(self) -> State:
-        # Its thread, hooks and pinned memory are of this process and of these parameters.
+        # The thread, the hooks and the pinned memory belong to this process and these parameters.
         raise ArgumentError("Offload", "self", "copied or pickled", "its state_dict()")
 
+    @untraced
     def state_dict(self) -> State:
-        """The state of the original optimizer."""
-        self.synchronize()
-        self._rewind()
-        return self._given.state_dict()
+        """Return the state of the original optimizer.
 
-    def load_state_dict(self, state_dict: State) -> None:
-        """Load a state as the original optimizer does, in any codec."""
+        Hooks of both optimizers run, each with its own optimizer as argument.
+        """
         self.synchronize()
         self._rewind()
-        self._store.load(state_dict)
+        return save_with_hooks(self, self._given.state_dict)
+
+    @untraced
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load a state as the original optimizer does, in any codec.
+
+        Hooks of both optimizers run.
+        """
+        self.synchronize()
+        self._rewind()
+        with load_with_hooks(self, state_dict) as changed:
+            self._store.load(changed)
 
     def refresh_masters(self) -> None:
-        """Adopt the parameters' current values; call it after something else has set them."""
+        """Adopt the parameters' current values; call it after other code has set them."""
         self.synchronize()
         self._rewind()
         self._store.refresh()
-        self._store.whole().refresh_masters()
+        self._store.make_whole().refresh_masters()
 
     def close(self) -> None:
-        """Return everything to the original optimizer, with its states on the device."""
+        """Give the states back to the original optimizer, on the device."""
         self.synchronize()
         self._rewind()
         for hook in self._hooks:
@@ -434,8 +482,107 @@ class Offload(torch.optim.Optimizer):
         self._worker.stop()
 
 
-def _fire(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
+@untraced
+def _notify(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
     offload = owner()
     if offload is not None:
+        offload._worker.check_process()  # before taking the lock, which may be held forever
         with torch.no_grad():
-            offload._accumulated(p)
+            offload._take_gradient(p)
+
+
+class Expectations:
+    """Predicts the factor of gradients, and whether they are written after the backward pass."""
+
+    def __init__(self) -> None:
+        self._before: float | None = None
+        self._last: float | None = None
+        # How many steps to wait until the next early step, and after the next written gradients.
+        self._wait, self._patience = 0, 1
+
+    def predict_factor(self, has_norm: bool) -> float | None:
+        """Predict the factor; None if it is unknown.
+
+        The loss scale is expected to stay the same, and a norm that was not clipped to remain so.
+        The factor of a clipped norm varies.
+        """
+        is_clear = not has_norm and self._last == 1.0
+        return self._last if is_clear or self._before == self._last else None
+
+    def predict_edits(self) -> bool:
+        """Whether gradients will be written after the backward pass, as clip_grad_norm_ does."""
+        return self._wait > 0
+
+    def learn(self, factor: float, edited: bool) -> None:
+        """Record a step. If gradients are often written, early steps become less frequent."""
+        self._before, self._last = self._last, factor
+        if edited:
+            self._wait, self._patience = self._patience, min(2 * self._patience, 64)
+        elif self._wait > 0:
+            self._wait -= 1
+        else:
+            self._patience = 1
+
+
+def _check_arguments(
+    optimizer: Any,
+    placement: str,
+    clip_norm: float | None,
+    threads: int | None,
+    bucket_bytes: int,
+) -> None:
+    """Check Offload's arguments."""
+
+    def refuse(argument: str, actual: object, accepted: str) -> None:
+        raise ArgumentError("Offload", argument, actual, accepted)
+
+    if not isinstance(optimizer, FusedOptimizer):
+        accepted = "parameters, or an optimizer of torchweld.optim"
+        refuse("params_or_optimizer", f"a {type(optimizer).__name__}", accepted)
+    if isinstance(optimizer, OneBitOptimizer):
+        accepted = "an optimizer that does not communicate by itself"
+        refuse("params_or_optimizer", f"a {type(optimizer).__name__}", accepted)
+    if optimizer._companion() is not None:
+        actual = f"{type(optimizer).__name__} with {optimizer._companion()}"
+        refuse("params_or_optimizer", actual, "an optimizer without ema_decay or second iterates")
+    if placement not in PLACEMENTS:
+        refuse("placement", repr(placement), ", ".join(map(repr, PLACEMENTS)))
+    if clip_norm is not None and not clip_norm > 0:
+        refuse("clip_norm", repr(clip_norm), "a number > 0 or None")
+    if threads is not None and threads < 1:
+        refuse("threads", repr(threads), "a number > 0 or None")
+    if bucket_bytes < 1:
+        refuse("bucket_bytes", repr(bucket_bytes), "a number > 0")
+
+
+def _check_host_only(placement: str, releases: bool, delayed: bool | int) -> None:
+    """Check the arguments that need steps on the host."""
+    asked: list[tuple[str, bool | int, tuple[str, ...]]] = [
+        ("release_gradients", releases, (HOST, "auto")),
+        ("delayed_update", delayed, (HOST,)),
+    ]
+    for argument, value, placements in asked:
+        if value is not False and placement not in placements:
+            actual = f"{value!r} with placement={placement!r}"
+            accepted = "False, or placement=" + " or ".join(f'"{name}"' for name in placements)
+            raise ArgumentError("Offload", argument, actual, accepted)
+        if value < 0:
+            raise ArgumentError("Offload", argument, repr(value), "True, False or a number >= 0")
+
+
+def _check_trust(trust_versions: bool, release_gradients: bool) -> None:
+    """Check that gradients may be copied in `step()`, as trust_versions=False asks."""
+    if release_gradients and not trust_versions:
+        accepted = "True with release_gradients, which copies gradients during the backward pass"
+        raise ArgumentError("Offload", "trust_versions", "False", accepted)
+
+
+def _find_device(optimizer: FusedOptimizer) -> torch.device:
+    """Find the device of the parameters."""
+    devices = {
+        local_part(p.detach()).device for group in optimizer.param_groups for p in group["params"]
+    }
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        actual = f"on {', '.join(sorted(map(str, devices)))}"
+        raise ArgumentError("Offload", "a parameter", actual, "all on one GPU, or on the CPU")
+    return devices.pop()

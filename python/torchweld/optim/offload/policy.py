@@ -1,17 +1,13 @@
-"""Decides from numbers only, without a device, what is on the device when.
+"""The policy of what stays on the device. It sees only numbers.
 
-A chunk is memory that moves as one: a bucket's states, or a layer's parameters. A training step is
-a period of moments. Each moment uses some chunks and needs some other memory. As in Gemini, a
-warm-up measures the other memory, the device keeps a margin, and chunks are evicted in the order of
-their next use, the farthest first.
+As in Gemini, the memory that a step needs for other things is measured, and the device keeps a
+margin. The rest of its memory holds activations and the states of whole buckets.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from enum import Enum
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchweld.errors import ArgumentError
@@ -20,32 +16,15 @@ from torchweld.errors import ArgumentError
 MARGIN = 0.9
 
 
-class ChunkState(Enum):
-    """The state of a chunk: its use on the device, or its absence."""
-
-    FREE = "free"
-    HOLD = "hold"
-    COMPUTE = "compute"
-    HOLD_AFTER_BACKWARD = "hold after backward"  # its gradients are complete
-
-
-_NEXT = {
-    ChunkState.FREE: {ChunkState.HOLD, ChunkState.COMPUTE},
-    ChunkState.HOLD: {ChunkState.COMPUTE, ChunkState.FREE},
-    ChunkState.COMPUTE: {ChunkState.HOLD, ChunkState.HOLD_AFTER_BACKWARD},
-    ChunkState.HOLD_AFTER_BACKWARD: {ChunkState.FREE, ChunkState.HOLD, ChunkState.COMPUTE},
-}
-
-
 class Tracer:
-    """The peak of other memory at each moment, over the last periods."""
+    """The peak of other memory at each moment of a step, over the last steps."""
 
     def __init__(self, window: int = 3) -> None:
         self._window = window
         self._seen: dict[Hashable, deque[int]] = {}
 
     def add(self, moment: Hashable, in_use: int, planned: int) -> None:
-        """Record the bytes in use at a moment, and how many of them the plan knows."""
+        """Record the bytes in use at a moment, of which the plan accounts for `planned`."""
         seen = self._seen.setdefault(moment, deque(maxlen=self._window))
         seen.append(max(0, in_use - planned))
 
@@ -54,8 +33,12 @@ class Tracer:
         return max(self._seen.get(moment, [0]))
 
     def largest(self) -> int:
-        """The most at any moment."""
+        """The most bytes of other memory at any moment."""
         return max((self.others(moment) for moment in self._seen), default=0)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not self._seen
 
     def forget(self) -> None:
         """Forget all measurements."""
@@ -70,8 +53,11 @@ class ChunkSize(NamedTuple):
     waste: int
 
 
-def packed(sizes: Sequence[int], size: int) -> ChunkSize:
-    """Chunks of this size that tensors fill in order; a larger tensor has a chunk of its own."""
+def pack_chunks(sizes: Sequence[int], size: int) -> ChunkSize:
+    """Count the chunks of this size that tensors fill in order.
+
+    A tensor larger than a chunk has its own.
+    """
     count, free, waste = 0, 0, 0
     for tensor in sizes:
         if tensor > free:
@@ -83,19 +69,19 @@ def packed(sizes: Sequence[int], size: int) -> ChunkSize:
 
 
 def search_chunk_size(sizes: Sequence[int], least: int, most: int, step: int) -> ChunkSize:
-    """The size between these that wastes least; the largest of equals."""
+    """Find the size from `least` to `most` that wastes least; the largest of equal ones."""
     if not 0 < least <= most or step < 1:
-        came = f"{least} to {most} by {step}"
-        raise ArgumentError("search_chunk_size", "sizes", came, "0 < least <= most, step >= 1")
-    found = (packed(sizes, size) for size in range(least, most + 1, step))
-    return min(found, key=lambda chunks: (chunks.waste, -chunks.size))
+        actual = f"{least} to {most} by {step}"
+        raise ArgumentError("search_chunk_size", "sizes", actual, "0 < least <= most, step >= 1")
+    candidates = (pack_chunks(sizes, size) for size in range(least, most + 1, step))
+    return min(candidates, key=lambda chunks: (chunks.waste, -chunks.size))
 
 
-def resident(sizes: Sequence[int], room: int) -> list[bool]:
-    """Which buckets, in the order of parameters, keep their states on the device.
+def choose_resident(sizes: Sequence[int], room: int) -> list[bool]:
+    """Choose the buckets that keep their states on the device, in the order of parameters.
 
-    The gradients of the first parameters come last. By then the host has stepped the others, or has
-    begun to. So the first ones stay.
+    The first ones stay: their gradients are ready last, so the host could not step them during the
+    backward pass.
     """
     chosen: list[bool] = []
     for size in sizes:
@@ -105,74 +91,54 @@ def resident(sizes: Sequence[int], room: int) -> list[bool]:
     return chosen
 
 
-class Moves(NamedTuple):
-    """Chunks that a moment brings to the device, and those evicted before."""
-
-    loaded: tuple[int, ...]
-    evicted: tuple[int, ...]
-
-
-class Residency:
-    """Chunks on a device over a period that repeats.
+class Seen(NamedTuple):
+    """The memory of the device in a phase of a step, in bytes.
 
     Args:
-        sizes: the bytes of each chunk.
-        uses: the chunks that each moment uses.
-        rooms: the bytes for chunks at each moment.
+        peak: the most bytes in use.
+        placed: the bytes that the current placement keeps on the device: states and activations,
+            and the gradients of buckets on the device if other gradients are released.
+        may_come: the bytes of gradients that did not exist, but may exist in the same phase of the
+            next step.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], uses: Sequence[Sequence[int]], rooms: Sequence[int]
-    ) -> None:
-        self._sizes, self._uses = sizes, uses
-        # Chunks brought for a moment stay for the next one.
-        self._rooms = [min(pair) for pair in pairwise([*rooms, rooms[0]])] if rooms else []
-        self.states = [ChunkState.FREE] * len(sizes)
-        self._moments: dict[int, list[int]] = {}
-        for moment, used in enumerate(uses):
-            for chunk in used:
-                self._moments.setdefault(chunk, []).append(moment)
+    peak: int
+    placed: int
+    may_come: int = 0
 
-    def held(self) -> int:
-        """The bytes of all chunks on the device."""
-        on_device = zip(self._sizes, self.states, strict=True)
-        return sum(size for size, state in on_device if state is not ChunkState.FREE)
 
-    def until_use(self, chunk: int, moment: int) -> int:
-        """Moments until the chunk's next use after this one; over a period if there is none."""
-        period = len(self._uses)
-        waits = ((at - moment - 1) % period + 1 for at in self._moments.get(chunk, ()))
-        return min(waits, default=2 * period)
+class Placement:
+    """The rule of placement="auto": it decides which buckets keep their states on the device."""
 
-    def enter(self, moment: int, after_backward: bool = False) -> Moves:
-        """Bring the chunks that the moment uses, and evict others as needed.
+    def __init__(self) -> None:
+        self._tracer = Tracer()
 
-        Raises MemoryError if the moment's own chunks do not fit.
+    def decide(
+        self,
+        phases: Mapping[str, Seen],
+        sizes: Sequence[int],
+        capacity: int,
+        keep: Callable[[int], int] = lambda room: 0,
+    ) -> list[bool]:
+        """Decide for the next step, from the phases of the last one.
+
+        Other memory does not depend on the placement. So the room is the capacity, less the margin
+        and the most other memory that any phase of the last steps used.
+
+        Args:
+            phases: the memory that each phase used.
+            sizes: the bytes that each bucket takes on the device, in the order of parameters.
+            capacity: the bytes of the device.
+            keep: keeps activations in a room, and returns the bytes of it that they take.
+                Activations have priority: an offloaded byte is copied twice in every step.
         """
-        used = self._uses[moment]
-        for chunk, state in enumerate(self.states):
-            if state is ChunkState.COMPUTE:
-                self._to(chunk, _after(after_backward))
-        missing = [chunk for chunk in used if self.states[chunk] is ChunkState.FREE]
-        room = self._rooms[moment] - sum(self._sizes[chunk] for chunk in missing)
-        evicted = []
-        while self.held() > room:
-            others = [c for c, state in enumerate(self.states) if state is not ChunkState.FREE]
-            others = [chunk for chunk in others if chunk not in used]
-            if not others:
-                needed = sum(self._sizes[chunk] for chunk in used)
-                raise MemoryError(f"moment {moment} uses {needed} bytes; {room} are free")
-            farthest = max(others, key=lambda chunk: (self.until_use(chunk, moment), chunk))
-            self._to(farthest, ChunkState.FREE)
-            evicted.append(farthest)
-        for chunk in used:
-            self._to(chunk, ChunkState.COMPUTE)
-        return Moves(tuple(missing), tuple(evicted))
+        # Only a second step shows whether gradients outlive a step.
+        is_first = self._tracer.is_empty()
+        for name, seen in phases.items():
+            self._tracer.add(name, seen.peak + seen.may_come * is_first, seen.placed)
+        room = int(MARGIN * capacity) - self._tracer.largest()
+        return choose_resident(sizes, room - keep(room))
 
-    def _to(self, chunk: int, state: ChunkState) -> None:
-        assert state in _NEXT[self.states[chunk]] or state is self.states[chunk]
-        self.states[chunk] = state
-
-
-def _after(backward: bool) -> ChunkState:
-    return ChunkState.HOLD_AFTER_BACKWARD if backward else ChunkState.HOLD
+    def forget(self) -> None:
+        """Forget all measurements."""
+        self._tracer.forget()

@@ -1,0 +1,163 @@
+// The rows of a cross entropy for torch; the schemas are in python/torchweld/ops/loss/rows.py.
+#include "core/loss_rows.h"
+
+#include "bind/launch.h"
+
+TW_KERNEL(loss_rows, LossRows);
+TW_KERNEL(loss_rows_gradient, LossRowsGradient);
+
+namespace torchweld {
+namespace {
+
+// What the ops share: the arguments, checked, as the kernels take them.
+struct Rows {
+  LossRows args{};
+  Tensor logits, target;
+  OptionalTensor weight, probabilities, inverse_temperature;
+
+  Rows(const Tensor& logits_in, const Tensor& target_in, const OptionalTensor& weight_in,
+       const OptionalTensor& probabilities_in, const OptionalTensor& inverse_temperature_in,
+       double scale, double softcap)
+      : logits(make_contiguous(logits_in)), target(make_contiguous(target_in)) {
+    const auto sizes = logits.sizes();
+    STD_TORCH_CHECK(sizes.size() == 2, "logits are not [rows, width]");
+    args.rows = sizes[0];
+    args.width = sizes[1];
+    args.dtype = dtype_of(logits);
+    args.scale = scale;
+    args.softcap = softcap;
+    STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.sizes().size() == 2 &&
+                        target.sizes()[0] == args.rows && same_device(target, logits),
+                    "target is not int64 [rows, targets] on the logits' device");
+    args.targets = target.sizes()[1];
+    weight = beside(weight_in, {args.width}, "weight");
+    inverse_temperature = beside(inverse_temperature_in, {args.rows}, "inverse_temperature");
+    args.probabilities_dtype = args.dtype;
+    if (probabilities_in) {
+      args.probabilities_dtype = dtype_of(*probabilities_in);
+      STD_TORCH_CHECK(same_sizes(probabilities_in->sizes(), sizes) &&
+                          same_device(*probabilities_in, logits) &&
+                          fits_beside(args.probabilities_dtype, args.dtype),
+                      "probabilities do not fit the logits");
+      probabilities = make_contiguous(probabilities_in);
+    }
+    args.logits = data(logits);
+    args.target = (const int64_t*)data(target);
+    args.weight = data(weight);
+    args.probabilities = data(probabilities);
+    args.inverse_temperature = data(inverse_temperature);
+  }
+
+  // A tensor of this shape and of the accumulators' type.
+  OptionalTensor beside(const OptionalTensor& given, Shape shape, const char* name) const {
+    if (!given) return given;
+    STD_TORCH_CHECK(same_sizes(given->sizes(), Sizes(shape.data(), shape.size())) &&
+                        given->scalar_type() == accumulate_type(args.dtype) &&
+                        same_device(*given, logits),
+                    name, " does not fit the logits");
+    return make_contiguous(given);
+  }
+
+  Tensor make(int64_t columns) const {
+    const int64_t sizes[] = {args.rows, columns};
+    return empty(logits, Sizes(sizes, 2), accumulate_type(args.dtype));
+  }
+};
+
+// Not by empty(), which may fill new tensors with NaN.
+Tensor make_argmax(const Rows& rows, bool wanted) {
+  const int64_t size[] = {wanted ? rows.args.rows : 0};
+  return torch::stable::new_empty(rows.target, Sizes(size, 1));
+}
+
+// The results of the forward pass: u at the targets, the statistics and the largest logit's column.
+struct Results {
+  Tensor picked, statistics, argmax;
+
+  Results(Rows& rows, bool entropy, bool smooth, bool with_argmax)
+      : picked(rows.make(rows.args.targets)),
+        statistics(rows.make(kLossStatistics)),
+        argmax(make_argmax(rows, with_argmax)) {
+    rows.args.picked = picked.mutable_data_ptr();
+    rows.args.statistics = statistics.mutable_data_ptr();
+    rows.args.argmax = with_argmax ? (int64_t*)argmax.mutable_data_ptr() : nullptr;
+    rows.args.entropy = entropy;
+    rows.args.smooth = smooth;
+  }
+};
+
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+ThreeTensors forward(Tensor logits, Tensor target, OptionalTensor weight,
+                     OptionalTensor probabilities, OptionalTensor inverse_temperature, double scale,
+                     double softcap, bool entropy, bool smooth, bool argmax) {
+  Rows rows(logits, target, weight, probabilities, inverse_temperature, scale, softcap);
+  Results results(rows, entropy, smooth, argmax);
+  launch(loss_rows, rows.args, rows.logits, rows.args.rows, rows.args.width);
+  return {results.picked, results.statistics, results.argmax};
+}
+
+// Adds what the gradient needs, and launches it.
+void launch_gradient(const Rows& rows, const Tensor& coefficients_in, const Tensor& grad_picked_in,
+                     Tensor& grad_logits, bool fused) {
+  const Tensor coefficients =
+      *rows.beside(coefficients_in, {rows.args.rows, kLossCoefficients}, "coefficients");
+  const Tensor grad_picked =
+      *rows.beside(grad_picked_in, {rows.args.rows, rows.args.targets}, "grad_picked");
+  const LossRowsGradient args{
+      rows.args, data(coefficients), data(grad_picked), grad_logits.mutable_data_ptr(),
+      fused,     rows.args.dtype};
+  launch(loss_rows_gradient, args, rows.logits, rows.args.width ? rows.args.rows : 0,
+         2 * rows.args.width);
+}
+
+void check_in_place(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.is_contiguous(), "logits that are overwritten are not contiguous");
+}
+
+// The gradient of the logits, over them if `in_place`.
+Tensor backward(Tensor logits, Tensor target, Tensor statistics_in, Tensor coefficients,
+                Tensor grad_picked, OptionalTensor weight, OptionalTensor probabilities,
+                OptionalTensor inverse_temperature, double scale, double softcap) {
+  Rows rows(logits, target, weight, probabilities, inverse_temperature, scale, softcap);
+  OptionalTensor statistics =
+      rows.beside(statistics_in, {rows.args.rows, kLossStatistics}, "statistics");
+  rows.args.statistics = const_cast<void*>(data(*statistics));
+  Tensor grad_logits = empty(rows.logits, rows.logits.sizes(), rows.logits.scalar_type());
+  launch_gradient(rows, coefficients, grad_picked, grad_logits, false);
+  return grad_logits;
+}
+
+void backward_in_place(Tensor logits, Tensor target, Tensor statistics_in, Tensor coefficients,
+                       Tensor grad_picked, OptionalTensor weight, OptionalTensor probabilities,
+                       OptionalTensor inverse_temperature, double scale, double softcap) {
+  check_in_place(logits);
+  Rows rows(logits, target, weight, probabilities, inverse_temperature, scale, softcap);
+  OptionalTensor statistics =
+      rows.beside(statistics_in, {rows.args.rows, kLossStatistics}, "statistics");
+  rows.args.statistics = const_cast<void*>(data(*statistics));
+  launch_gradient(rows, coefficients, grad_picked, logits, false);
+}
+
+// Forward and gradient of each row in turn.
+ThreeTensors both_in_place(Tensor logits, Tensor target, Tensor coefficients, Tensor grad_picked,
+                           OptionalTensor weight, OptionalTensor probabilities,
+                           OptionalTensor inverse_temperature, double scale, double softcap,
+                           bool smooth, bool argmax) {
+  check_in_place(logits);
+  Rows rows(logits, target, weight, probabilities, inverse_temperature, scale, softcap);
+  Results results(rows, false, smooth, argmax);
+  launch_gradient(rows, coefficients, grad_picked, logits, true);
+  return {results.picked, results.statistics, results.argmax};
+}
+
+}  // namespace
+
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("loss_rows"), TORCH_BOX(&forward));
+  m.impl(TW_OVERLOAD("loss_rows_backward"), TORCH_BOX(&backward));
+  m.impl(TW_OVERLOAD("loss_rows_backward_"), TORCH_BOX(&backward_in_place));
+  m.impl(TW_OVERLOAD("loss_rows_both_"), TORCH_BOX(&both_in_place));
+}
+
+}  // namespace torchweld

@@ -1,0 +1,1 @@
+"""The commands: `torchweld doctor`, `bench`, `demo`, `tune` and `link`."""

@@ -1,0 +1,211 @@
+"""`torchweld doctor`: what this machine has, which backends serve, and why the others do not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import textwrap
+
+import torch
+
+from torchweld import pages
+from torchweld.bench import preflight
+from torchweld.bench.machine import cpu_name, versions
+from torchweld.dispatch import choice, native
+from torchweld.dispatch.engine import asking, files, store
+from torchweld.dispatch.engine.question import describe
+from torchweld.registry import BACKENDS, EAGER, OPS, Op
+from torchweld.table import Table
+
+WIDTH = 100
+LARGE_BLOCKS = (
+    "mapped and faulted in anew at each call, which is glibc's default: torchweld.keep_pages() at"
+    " the top of a script keeps them resident"
+)
+Facts = list[tuple[str, str]]
+# docs/stability.md says what each means.
+VARIABLES = (
+    choice.BACKEND_VARIABLE,
+    "TORCHWELD_CHECK_TARGETS",
+    files.VARIABLE,
+    native.ISA_VARIABLE,
+    "TORCHWELD_LIB",
+    "TORCHWELD_POISON",
+    asking.VARIABLE,
+    store.SHIPPED_VARIABLE,
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the findings. A missing backend is a finding, not a failure."""
+    sections = {
+        "Versions": _versions(),
+        "CPU": _cpu(),
+        "GPU": _gpus(),
+        f"Native libraries, in {native.DIRECTORY}": _libraries(),
+        "For kernels on a GPU": _needed_on_gpu(),
+        "Found on this GPU": _answers_here(),
+        "Environment": _variables(),
+        "Backends": [("in force", _in_force())],
+    }
+    for title, facts in sections.items():
+        print(title)
+        for name, value in facts:
+            first, *more = textwrap.wrap(value, WIDTH - 18, break_long_words=False) or [""]
+            print(f"  {name:15} {first}")
+            for line in more:
+                print(f"  {'':15} {line}")
+        print()
+    _print_backends()
+    return 0
+
+
+def _versions() -> Facts:
+    found = versions()
+    cuda = f"built for CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
+    return [
+        ("torchweld", str(found["torchweld"])),
+        ("torch", f"{found['torch']}, {cuda}"),
+        ("triton", found["triton"] or "not installed; CUDA builds of torch bring it"),
+        ("python", str(found["python"])),
+        ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),
+        ("libc", " ".join(platform.libc_ver()) or "unknown"),
+    ]
+
+
+def _cpu() -> Facts:
+    how = os.environ.get(native.ISA_VARIABLE)
+    how = f"{native.ISA_VARIABLE}={how}" if how else "the best; TORCHWELD_CPU_ISA forces another"
+    return [
+        ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
+        ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
+        ("supported", ", ".join(native.list_supported_isas())),
+        ("large blocks", pages.why_not() or LARGE_BLOCKS),
+    ]
+
+
+def _gpus() -> Facts:
+    """The driver's own report, for GPUs that torch cannot use."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_seen_by_torch()]
+    query = [tool, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return [("none", f"nvidia-smi: {answer.stdout.strip() or answer.stderr.strip()}")]
+    found: Facts = []
+    for at, line in enumerate(answer.stdout.strip().splitlines()):
+        name, driver, capability = (part.strip() for part in line.split(","))
+        found.append((f"GPU {at}", f"{name}, sm_{capability.replace('.', '')}, driver {driver}"))
+    return found + _seen_by_torch()
+
+
+def _seen_by_torch() -> Facts:
+    if torch.cuda.is_available():
+        return [("torch sees", f"{torch.cuda.device_count()}")]
+    why = "it is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
+    return [("torch sees", f"none: {why}")]
+
+
+def _libraries() -> Facts:
+    facts = []
+    for library in ("torchweld_cpu", "torchweld_cuda"):
+        state = "loaded"
+        if library in native.missing:
+            state = f"not loaded: {native.missing[library]}"
+        elif library == "torchweld_cuda" and native.cuda_built_with:
+            major, minor = divmod(native.cuda_built_with // 10, 100)
+            oldest = native.OLDEST_DRIVER.get(major, "unknown")
+            state += f"; built with CUDA {major}.{minor}, which needs driver >= {oldest}"
+        facts.append((library, state))
+    return facts
+
+
+def _needed_on_gpu() -> Facts:
+    """What `torchweld bench --record` asks for: Triton's tools, and a kernel of each backend."""
+    facts = [(tool, at or "not found") for tool, at in preflight.find_tools().items()]
+    if torch.cuda.is_available():
+        reasons = {name: preflight.why_not(name) for name in ("cuda", "triton")}
+        facts += [(name, f"a kernel runs: {why or 'yes'}") for name, why in reasons.items()]
+    return facts
+
+
+def _answers_here() -> Facts:
+    """The answers found on this GPU: the backend for each class of calls."""
+    if not torch.cuda.is_available():
+        return [("none", "there is no GPU; on the CPU nothing is tried")]
+    engine = asking.engine_for(torch.device("cuda"))
+    facts = []
+    for entry in engine.entries():
+        answer, calls = entry.answer, describe(entry.kind, entry.size)
+        facts.append((answer.backend, f"{calls}, by {answer.why}, {answer.date}"))
+    nothing = (
+        f"kernels are checked and timed at their first use ({asking.VARIABLE}={asking.mode});"
+        " `torchweld tune` does it beforehand"
+    )
+    return facts or [("none", nothing)]
+
+
+def _variables() -> Facts:
+    """The environment variables of torchweld that are set."""
+    found = [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
+    return found or [("none set", f"of {', '.join(VARIABLES)}")]
+
+
+def _in_force() -> str:
+    if choice.forced is None:
+        return f"the automatic choice; {choice.BACKEND_VARIABLE} or use_backend() forces one"
+    try:
+        choice.check_names(choice.BACKEND_VARIABLE, "the environment variable", choice.forced)
+    except ValueError as error:
+        return str(error)
+    return f"{', '.join(choice.forced)} for every op, by {choice.BACKEND_VARIABLE}"
+
+
+# --- Op x backend -----------------------------------------------------------------------------
+
+
+def _print_backends() -> None:
+    """A table of op x backend, with each reason once below it."""
+    reasons: list[str] = []
+    table = Table(["op", EAGER, *BACKENDS], numbers_from=len(BACKENDS) + 2)
+    for op in OPS.values():
+        cells = [_cell(op, backend, reasons) for backend in BACKENDS]
+        table.add(op.name, "yes", *cells)
+    print(textwrap.indent(table.plain(), "  "))
+    for at, reason in enumerate(reasons, 1):
+        print(
+            textwrap.fill(
+                f"({at}) {reason}", WIDTH, initial_indent="  ", subsequent_indent="      "
+            )
+        )
+
+
+def _cell(op: Op, backend: str, reasons: list[str]) -> str:
+    word, reason = _serves(op, backend)
+    if reason is None:
+        return word
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"{word} ({reasons.index(reason) + 1})"
+
+
+def _serves(op: Op, backend: str) -> tuple[str, str | None]:
+    """yes; "by name" or no with the reason."""
+    if backend not in op.sources:
+        return "no", f"it has no {backend} kernel"
+    if reason := BACKENDS[backend].why_missing():
+        return "no", reason
+    on_cpu = "cpu" in BACKENDS[backend].devices
+    if not on_cpu and not torch.cuda.is_available():
+        return "no", "torch sees no GPU"
+    # Large, since small inputs fall back to eager, but only one element in memory.
+    x = torch.zeros(1, dtype=torch.bfloat16, device="cpu" if on_cpu else "cuda").expand(8192, 1024)
+    if reason := op.why_not(backend, [x]):
+        return "no", reason
+    if reason := choice.why_not_automatic(op, backend, [x]):
+        return "by name", f"{reason} (bfloat16, 8192 x 1024)"
+    return "yes", None

@@ -1,0 +1,94 @@
+"""A question to the engine (which of several callables serves a class of calls?) and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# Only values that JSON can represent, since keys are stored in a file.
+Key = Mapping[str, Any]
+Results = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Which of several callables serves a class of calls on a device.
+
+    Three roles may differ: the baseline to beat, the trusted results, and the exact ones.
+    """
+
+    # `kind` holds everything that correctness depends on. Only times depend on `size`, for example
+    # the bit length of the number of rows.
+    kind: Key
+    size: int = 0
+    device: torch.device
+    # Serves until there is an answer, and if no contender is both correct and faster.
+    baseline: str
+    # The names of callables that can serve, the preferred one first.
+    contenders: Sequence[str]
+    # Further contenders "a/b", combined from two others. They need no check of their own.
+    mixed: Sequence[str] = ()
+    # Returns the results of a contender on a sample of the call.
+    run: Callable[[str], Results]
+    # Return these results in the call's own precision, whose errors are accepted, and in float64.
+    trusted: Callable[[], Results]
+    exact: Callable[[], Results]
+    # If no result is exact: the accepted error, as a part of the largest number.
+    rounded: float = 0.0
+    # Takes a name and returns a function to be timed, on the call's own inputs. None: a correct
+    # contender serves untimed, since the baseline is known to be slower, or too large to run.
+    prepare: Callable[[str], Callable[[], Any]] | None = None
+    # Whether a correct contender serves in a mode that forbids timing.
+    serves_untimed: bool = True
+    # The memory that a trial allocates beside the inputs.
+    bytes: int = 0
+
+    def names(self) -> list[str]:
+        """Every possible answer."""
+        return [self.baseline, *self.contenders, *self.mixed]
+
+    def __str__(self) -> str:
+        return describe(self.kind, self.size)
+
+
+class Answer(NamedTuple):
+    """The backend for a class of calls, and why: by "check", by "time", or by other sizes."""
+
+    backend: str
+    why: str
+    # The correct contenders, and what is wrong with each of the others.
+    right: list[str]
+    faults: dict[str, str]
+    ms: dict[str, float]
+    date: str = ""
+
+    def why_not(self, backend: str) -> str | None:
+        """Why this backend does not serve; None if it does."""
+        if backend == self.backend:
+            return None
+        if backend in self.faults:
+            return f"at its first use here: {self.faults[backend]}"
+        if backend in self.ms and self.backend in self.ms:
+            times = f"{self.ms[backend]:.3f} ms, {self.backend}: {self.ms[self.backend]:.3f} ms"
+            return f"timed at its first use here: {times}"
+        return f"{self.backend} serves, by {self.why}"
+
+
+def describe(kind: Key, size: int) -> str:
+    """A class of calls in words."""
+    words = [word for name, value in kind.items() for word in _words(name, value)]
+    return ", ".join([*words, *([f"sizes below 2^{size}"] if size else [])])
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [name]
+    if isinstance(value, (list, tuple)):
+        joined = " ".join(str(one) for one in value)
+        return [joined] if joined else []
+    return [value] if isinstance(value, str) else [f"{name} {value}"]

@@ -1,0 +1,113 @@
+"""Recent calls and their backends, compared in everything that a choice may depend on.
+
+Every warm call on a GPU makes a look-up here, so it has to be fast: reading a tensor's dtype,
+device or sizes in Python costs 40 to 100 ns each. torch's guards for compiled graphs compare all
+of them in one call, and generated code compares the other arguments without a loop. A call that
+differs in anything takes the slow path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    from torch._C._dynamo import guards as _guards
+except ImportError:  # a later torch: every call takes the slow path
+    _guards = None  # type: ignore[assignment]
+
+ALIGNMENT = 16
+# Limits: sizes kept per op, and calls kept per size.
+_SIZES, _ALIKE = 1024, 4
+_PLAIN = (bool, int, float, str, type(None))
+_IsLike = Callable[[Sequence[Any]], bool]
+
+
+class Recent:
+    """The backends of recent calls. It makes no choices."""
+
+    def __init__(self) -> None:
+        # Keyed by op and by the elements of the first argument; the guards compare exact sizes.
+        self._calls: dict[Hashable, dict[int, tuple[tuple[_IsLike, str], ...]]] = {}
+
+    def find(self, op: Hashable, inputs: Sequence[Any]) -> str | None:
+        """The backend of an equal recent call; None without one."""
+        try:
+            calls = self._calls[op][inputs[0].numel()]
+        except KeyError:
+            return None
+        for is_like, backend in calls:
+            if is_like(inputs):
+                return backend
+        return None
+
+    def keep(self, op: Hashable, inputs: Sequence[Any], backend: str) -> None:
+        """Keep a call's backend, unless an argument is a misaligned tensor or a custom object."""
+        at = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+        others = tuple(i for i in range(len(inputs)) if i not in at)
+        given: list[torch.Tensor] = [inputs[i] for i in at]
+        if _guards is None or not all(map(_is_aligned, given)):
+            return
+        if not all(_is_plain(inputs[i]) for i in others):
+            return
+        sizes: list[Any] = [list(t.shape) for t in given]
+        strides: list[Any] = [list(t.stride()) for t in given]
+        exact = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+        device = given[0].device.type
+        autocast = torch.is_autocast_enabled(device)
+        is_like = _comparison(at, tuple(i for i in at if inputs[i].numel() > 1), others)(
+            _guards.TensorGuards(*given, **exact).check,
+            tuple(inputs[i] for i in others),
+            torch.is_grad_enabled(),
+            (device, torch.get_autocast_dtype(device)) if autocast else None,
+        )
+        of_op = self._calls.setdefault(op, {})
+        if len(of_op) >= _SIZES:
+            of_op.clear()
+        size = inputs[0].numel()
+        of_op[size] = ((is_like, backend), *of_op.get(size, ()))[:_ALIKE]
+
+
+@functools.cache
+def _comparison(
+    tensors: tuple[int, ...], addressed: tuple[int, ...], others: tuple[int, ...]
+) -> Callable[..., _IsLike]:
+    """Make a function that makes comparisons of calls with arguments at these positions.
+
+    Its code is generated, since a loop over the arguments would double its time. `alike` compares
+    the tensors' types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
+    state, which transforms, modes, tracing and autocast change. Tensors with more than one
+    element are `addressed`: their alignment matters.
+    """
+    addresses = " | ".join(f"given[{i}].data_ptr()" for i in addressed) or "0"
+    made: Callable[..., _IsLike] = eval(
+        "lambda alike, values, train, autocast: lambda given: ("
+        " is_grad_enabled() is train"
+        f" and alike({', '.join(f'given[{i}]' for i in tensors)})"
+        f" and ({addresses}) % ALIGNMENT == 0"
+        f" and ({''.join(f'given[{i}], ' for i in others)}) == values"
+        " and forward_ad._current_level < 0"
+        " and (autocast is None or get_autocast_dtype(autocast[0]) == autocast[1]))",
+        {
+            "is_grad_enabled": torch.is_grad_enabled,
+            "get_autocast_dtype": torch.get_autocast_dtype,
+            "forward_ad": forward_ad,
+            "ALIGNMENT": ALIGNMENT,
+        },
+    )
+    return made
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    return t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing the value by == is enough."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN

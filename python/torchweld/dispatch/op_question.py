@@ -1,0 +1,222 @@
+"""Asks the engine which backend serves a call of an op on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.judge import ROWS
+from torchweld.dispatch.engine.question import Answer, Question, Results
+from torchweld.dispatch.engine.recent import ALIGNMENT, Recent
+from torchweld.registry import EAGER, OPS, Composite, Op, cost, materialize
+from torchweld.registry.backends import parts
+from torchweld.registry.constant import assume_constant_result
+from torchweld.registry.op import why_not_now
+
+# The rows of a sample whose op contains GEMMs: a prime, like ROWS.
+_ROWS_BEHIND_GEMMS = 251
+
+# The backends of recent calls. Every call begins with a look-up here, so it reads no device; a call
+# that matches a recent one does not even compute its class.
+_recent = Recent()
+
+
+def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
+    """The backend for a call on this GPU; the first call of its class makes a trial."""
+    if (backend := _recent.find(op, inputs)) is not None:
+        return backend
+    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
+    if why_not_now() is not None:
+        return EAGER
+    if op.why_refused(backend, inputs) is not None:
+        backend = EAGER
+    if settled:
+        _recent.keep(op, inputs, backend)
+    return backend
+
+
+def find_answer(op: Op, inputs: Sequence[Any]) -> Answer | None:
+    """The stored answer for the class of this call; None if there is none."""
+    return asking.engine_for(inputs[0].device).known(make_question(op, inputs))
+
+
+@assume_constant_result
+def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, direction: str) -> str:
+    """The backend for an op in a compiled graph, the same at every size.
+
+    If all stored answers for this op, direction and dtype agree, the graph uses their backend; if
+    they differ, eager. If there are none, the op is tried now on random inputs. torch.compile
+    treats the result as a constant.
+    """
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    like = {"op": name, "direction": direction, "dtype": _word(dtype)}
+    found = asking.engine_for(device).find_backends(**like)
+    if not found:
+        op, train = OPS[name], direction == "full"
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            given = materialize(op.stand_in, dtype, device, requires_grad=train)
+            with torch.set_grad_enabled(train):
+                found = {choose_on_gpu(op, given)}
+    return asking.reduce_to_one(found, EAGER)
+
+
+def find_direction(inputs: Sequence[Any]) -> str:
+    """The direction of a call with these inputs: "full" if a gradient is needed, else "fwd"."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return "full" if wanted else "fwd"
+
+
+def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The key of a class of calls: one answer holds for all calls with an equal key."""
+    x, train = inputs[0], torch.is_grad_enabled()
+    kind = "cuda" if x.is_cuda else x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    width = x.size(-1) if x.ndim else 1
+    alike = [op.name, x.get_device(), autocast, width, x.numel().bit_length(), train]
+    for at in op.tensors_at:
+        if (t := inputs[at]) is None:
+            alike.append(None)
+        else:
+            aligned = t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous()
+            alike += t.dtype, aligned, train and t.requires_grad
+    for at in op.weights_at:
+        alike.append(inputs[at].size(0))  # output widths differ between GEMMs of one input width
+    for at in op.flags_at:
+        alike.append(inputs[at])
+    return tuple(alike)
+
+
+def make_question(op: Op, inputs: Sequence[Any]) -> Question:
+    """The question for a call with these inputs."""
+    x, runs = inputs[0], _Runs(op, inputs)
+    _, _, autocast, width, bits, _, *rest = class_of(op, inputs)
+    direction = find_direction(inputs)
+    contenders = [b for b in op.backends if op.why_not(b, inputs) is None]
+    mixed = [name for name in op.kernels if len(parts(name)) > 1] if direction == "full" else []
+    return Question(
+        kind={
+            "op": op.name,
+            "direction": direction,
+            "dtype": _word(x.dtype),
+            "width": width,
+            "autocast": _word(autocast),
+            "arguments": [_word(value) for value in rest],
+        },
+        size=bits,
+        device=x.device,
+        baseline=EAGER,
+        contenders=contenders,
+        mixed=mixed,
+        run=lambda backend: runs.results(backend, runs.sample()),
+        trusted=lambda: runs.results(EAGER, runs.sample()),
+        exact=lambda: runs.results(EAGER, [_widen(value) for value in runs.sample()]),
+        prepare=None if op.check_only else runs.prepare,
+        bytes=0 if op.check_only else 2 * cost.traffic(op, inputs, direction).total,
+    )
+
+
+def _word(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+class _Runs:
+    """Runs of an op on a sample of a call's inputs, and on the inputs themselves."""
+
+    def __init__(self, op: Op, inputs: Sequence[Any]) -> None:
+        self._op, self._inputs = op, inputs
+        self._train = find_direction(inputs) == "full"
+        self._cast_to = self._autocast_dtype()
+        self.sample = functools.cache(self._draw_sample)
+        self._whole = functools.cache(self._take_whole)
+        self._flowing: list[torch.Tensor] = []
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype in which autocast computes this op; None if it has no rule for it."""
+        kind = self._inputs[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return None
+        behind_gemms = isinstance(self._op, Composite)
+        return torch.get_autocast_dtype(kind) if behind_gemms else self._op.autocast.get(kind)
+
+    def _draw_sample(self) -> list[Any]:
+        """Take few enough rows that their float64 copies fit beside the model."""
+        rows = _ROWS_BEHIND_GEMMS if isinstance(self._op, Composite) else ROWS
+        return [_make_leaf(v, self._cast_to) for v in self._op.take_sample(self._inputs, rows)]
+
+    def _take_whole(self) -> list[Any]:
+        return [_make_leaf(value, self._cast_to) for value in self._inputs]
+
+    def results(self, backend: str, inputs: Sequence[Any]) -> Results:
+        """Results and gradients by name, detached from the user's graph."""
+        with torch.set_grad_enabled(self._train):
+            results = as_tuple(_run(self._op, backend, inputs))
+            found = {name: r.detach() for name, r in zip(self._op.public, results, strict=True)}
+            if not self._train:
+                return found
+            names = self._op.forward_signature.arguments
+            leaves = [name for name, v in zip(names, inputs, strict=True) if _is_leaf(v)]
+            flowing = [_draw_gradient(result) for result in results]
+            gradients = torch.autograd.grad(results, list(filter(_is_leaf, inputs)), flowing)
+        return found | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+
+    def prepare(self, backend: str) -> Callable[[], Any]:
+        """Make a call of only the op, on all rows; incoming gradients are drawn once, untimed."""
+        inputs = self._whole()
+        leaves = list(filter(_is_leaf, inputs))
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return _run(self._op, backend, inputs)
+
+        def both() -> Any:
+            with torch.enable_grad():
+                results = as_tuple(_run(self._op, backend, inputs))
+                self._flowing = self._flowing or [_draw_gradient(result) for result in results]
+                return torch.autograd.grad(results, leaves, self._flowing)
+
+        return both if self._train else forward
+
+
+def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
+    if backend == EAGER:
+        return op.reference(*inputs)
+    if isinstance(op, Composite):
+        return op.fused(backend, *inputs)
+    return op.kernels[backend].run(inputs)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _draw_gradient(result: torch.Tensor) -> torch.Tensor:
+    """Random numbers, the same at every call, that every dtype represents exactly."""
+    generator = torch.Generator(result.device).manual_seed(1)
+    values = torch.randn(result.shape, generator=generator, device=result.device)
+    return values.bfloat16().half().to(result.dtype)
+
+
+def _make_leaf(value: Any, dtype: torch.dtype | None) -> Any:
+    """A leaf with the tensor's values; floating-point tensors are cast to `dtype` if given."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Running statistics, which some ops write to, have one dimension.
+    leaf = value.detach().clone() if value.ndim <= 1 else value.detach()
+    if dtype is not None and value.is_floating_point():
+        leaf = leaf.to(dtype)
+    return leaf.requires_grad_(value.requires_grad)
+
+
+def _widen(value: Any) -> Any:
+    """A floating-point tensor in float64; any other value unchanged."""
+    if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)

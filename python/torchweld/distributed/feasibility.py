@@ -1,0 +1,81 @@
+"""check_fit: whether a model and a batch divide among processes, before anything is sent."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.distributed.memory import find_layers
+from torchweld.distributed.nearest import describe_nearest
+from torchweld.distributed.parallel import Parallel
+from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.styles import Style
+from torchweld.errors import ArgumentError
+
+
+def check_fit(
+    model: torch.nn.Module,
+    parallel: Parallel,
+    *,
+    length: int | None = None,
+    microbatches: int | None = None,
+) -> None:
+    """Raise an error that says what does not divide, and the nearest sizes that do.
+
+    It only reads shapes, so the model may be on the meta device.
+
+    Args:
+        model: the whole model, before any process cuts it.
+        parallel: how processes share the work.
+        length: tokens in a sequence; None: not checked.
+        microbatches: microbatches of a step over all processes; None: not checked.
+    """
+    if parallel.tensor > 1 and parallel.mode == "1d":
+        check_matrices(model, parallel.tensor, parallel.sequence)
+    if parallel.pipeline > 1:
+        _check_stages(model, parallel)
+    if length is not None:
+        _check_multiple("length", length, parallel.ring, "processes of a ring")
+        if parallel.sequence:
+            # Each slice of the ring is divided again.
+            count = parallel.ring * parallel.tensor
+            _check_multiple("length", length, count, "processes that share the sequence")
+    if microbatches is not None:
+        _check_multiple("microbatches", microbatches, parallel.replicas, "replicas")
+        if parallel.stashes and parallel.schedule == "2bw":
+            _check_batches(microbatches, parallel)
+
+
+def check_matrices(model: torch.nn.Module, count: int, sequence: bool = False) -> None:
+    """Ask each style of the tensor-parallel plan whether its module divides."""
+    for name, style in tp_plan(model, sequence).items():
+        assert isinstance(style, Style)
+        style.check(name, model.get_submodule(name), count)
+
+
+def _check_stages(model: torch.nn.Module, parallel: Parallel) -> None:
+    layers = len(find_layers(model))
+    if layers < parallel.stages:
+        accepted = f"at least one for each of {parallel.stages} stages"
+        raise ArgumentError("parallelize", "layers", str(layers), accepted)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    own = {name for name, _ in model.named_parameters()}
+    tied = [name for name in names if name not in own]
+    if tied:
+        actual = f"one whose {tied[0]} is another parameter too"
+        accepted = "untied parameters in a pipeline, or pipeline(), which sums their gradients"
+        raise ArgumentError("parallelize", "model", actual, accepted)
+
+
+def _check_batches(microbatches: int, parallel: Parallel) -> None:
+    """Check that PipeDream-2BW needs no more than two versions, and that batches end with steps."""
+    each = parallel.accumulate or microbatches
+    if each < parallel.pipeline:
+        accepted = f"at least one for each of {parallel.pipeline} stages"
+        raise ArgumentError("parallelize", "accumulate", f"{each} microbatches", accepted)
+    _check_multiple("microbatches", microbatches, each, "microbatches of an update")
+
+
+def _check_multiple(name: str, size: int, count: int, of: str) -> None:
+    if size % count:
+        accepted = f"a multiple of {count} {of}; the nearest are {describe_nearest(size, count)}"
+        raise ArgumentError("parallelize", name, str(size), accepted)

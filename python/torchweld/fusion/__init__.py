@@ -1,0 +1,116 @@
+"""fuse() welds the modules of a model that it recognises, in place; unfuse() restores them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.fusion.patterns import PATTERNS, Pattern
+from torchweld.fusion.plan import Filter, Weldable, WeldReport, decide, list_welds
+from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.view import View
+from torchweld.fusion.weld import Change, Weld, find_original, find_welds, set_class
+
+__all__ = [
+    "PATTERNS",
+    "Change",
+    "Left",
+    "Pattern",
+    "Proposal",
+    "View",
+    "Weld",
+    "WeldReport",
+    "Weldable",
+    "explain_fusion",
+    "fuse",
+    "unfuse",
+]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True) -> _Model:
+    """Weld the recognised modules of a model, in place.
+
+    A welded module stays the same object, with its parameters, hooks and state_dict, but gets
+    another class. Each configuration is tried first, on a copy with random values: its results and
+    gradients are compared with the original's. A module that differs is not changed, and
+    `torchweld.explain_fusion(model)` says why. Either all changes are made or none. torch.compile
+    recompiles existing graphs.
+
+    Args:
+        model: any module.
+        filter_fn: a function of a module and its name; False leaves that module unchanged.
+        verify: False skips the comparison if there is only one way to weld a module.
+
+    Returns:
+        The model.
+    """
+    _check("fuse", model, filter_fn)
+    accepted, _ = decide(model, filter_fn, verify)
+    changes = [change for decided in accepted for change in decided.proposal.changes]
+    before = [(change.module, type(change.module)) for change in changes]
+    try:
+        for change in changes:
+            change.apply()
+    except BaseException:
+        for module, cls in before:
+            set_class(module, cls)
+        raise
+    if changes:
+        _forget_compiled()
+    return model
+
+
+def unfuse(model: _Model) -> _Model:
+    """Restore the original class of every welded module of a model.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The model.
+    """
+    _check("unfuse", model, None)
+    welds = list(find_welds(model))
+    for _, module in welds:
+        set_class(module, find_original(type(module)))
+    if welds:
+        _forget_compiled()
+    return model
+
+
+def explain_fusion(model: torch.nn.Module, filter_fn: Filter | None = None) -> WeldReport:
+    """Say what fuse() would change in a model or has changed, what it leaves unchanged, and why.
+
+    Copies of the model's modules run on small inputs; the model itself does not.
+
+    Args:
+        model: any module.
+        filter_fn: as for fuse().
+
+    Returns:
+        A sequence of rows, which prints as a table.
+    """
+    _check("explain_fusion", model, filter_fn)
+    accepted, left = decide(model, filter_fn, True)
+    rows = [*list_welds(model), *(decided.row for decided in accepted), *left]
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return WeldReport(sorted(rows, key=lambda row: order[row.where]))
+
+
+def _forget_compiled() -> None:
+    """Drop torch.compile's graphs: torch.compile does not guard on the class of a submodule."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _check(function: str, model: Any, filter_fn: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(function, "model", f"a {type(model).__name__}", "a torch.nn.Module")
+    if filter_fn is not None and not callable(filter_fn):
+        accepted = "a function of a module and its name, or None"
+        raise ArgumentError(function, "filter_fn", repr(filter_fn), accepted)

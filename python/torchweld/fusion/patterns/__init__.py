@@ -1,0 +1,44 @@
+"""Recognisers of modules to weld, one function each, in the order of use.
+
+A recogniser takes a module and a View of the model. It yields a Proposal, or a Left with the reason
+not to change it. Append your own to PATTERNS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchweld.fusion.patterns.activation import find_activation
+from torchweld.fusion.patterns.attention import find_multihead_attention, find_softmax_dropout
+from torchweld.fusion.patterns.batch_norm_act import find_batch_norm_act
+from torchweld.fusion.patterns.biased_attention import find_biased_attention
+from torchweld.fusion.patterns.dropout_add_norm import find_dropout_add_norm
+from torchweld.fusion.patterns.experts import find_experts
+from torchweld.fusion.patterns.gated_mlp import find_gated_mlp
+from torchweld.fusion.patterns.linear_act import find_linear_act
+from torchweld.fusion.patterns.loss import find_loss
+from torchweld.fusion.patterns.norm import find_norm
+from torchweld.fusion.patterns.rotary import find_rotary
+from torchweld.fusion.patterns.transformer_layer import find_transformer_layer
+from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.view import View
+
+Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
+
+PATTERNS: list[Pattern] = [
+    find_transformer_layer,
+    find_multihead_attention,
+    find_gated_mlp,
+    find_experts,
+    find_dropout_add_norm,
+    find_batch_norm_act,
+    find_softmax_dropout,
+    find_linear_act,
+    find_activation,
+    find_biased_attention,
+    find_rotary,
+    find_norm,
+    find_loss,
+]

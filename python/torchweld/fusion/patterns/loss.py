@@ -1,0 +1,396 @@
+"""A language model of transformers that computes logits and their loss in its forward."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.fusion import probe
+from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_change
+from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.rewrite import compile_like, parse
+from torchweld.fusion.twin import CannotCopyError
+from torchweld.fusion.verify import why_not_same
+from torchweld.fusion.view import View
+from torchweld.fusion.weld import Change, Weld
+
+_LOSS = "loss_function"
+_KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+# Decorators of a forward: those that are kept, and those that only write its documentation.
+_KEPT, _DROPPED = ("can_return_tuple",), ("auto_docstring",)
+_HEADS = ("lm_head", "embed_out", "output_projection")
+_WORDS, _FEATURES = 37, 16  # of the model that is tried
+_ADVICE = (
+    "fuse() left out the logits of this training step: unfuse the model, or leave it out by"
+    " filter_fn, to compute with them"
+)
+
+
+class Deferred:
+    """Logits that are not computed: the head's input, and what the model does with the logits.
+
+    They are `after * tanh(scale * z)`, or `after * scale * z` without the tanh.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, scale: float = 1.0, capped: bool = False, after: float = 1.0
+    ) -> None:
+        self.x, self.scale, self.capped, self.after = x, scale, capped, after
+
+    def read_scale_and_cap(self) -> tuple[float | None, float | None]:
+        """The logit scale and the soft cap of the loss's function."""
+        scale = self.scale * self.after
+        scale = round(scale) if abs(scale - round(scale)) < 1e-12 else scale  # (1 / 30) * 30
+        return (None if scale == 1 else scale), (self.after if self.capped else None)
+
+    def compute(self, head: torch.nn.Module) -> torch.Tensor:
+        """The logits."""
+        z: torch.Tensor = head(self.x) * self.scale
+        return (z.tanh() if self.capped else z) * self.after
+
+    def float(self) -> Deferred:
+        return self
+
+    def contiguous(self) -> Deferred:
+        return self
+
+    def __mul__(self, factor: Any) -> Deferred:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor:
+            raise RuntimeError(_ADVICE)
+        scale, after = self.scale, self.after
+        if self.capped:
+            return Deferred(self.x, scale, True, after * factor)
+        return Deferred(self.x, scale * factor, False, after)
+
+    def __truediv__(self, divisor: Any) -> Deferred:
+        if isinstance(divisor, bool) or not isinstance(divisor, (int, float)) or not divisor:
+            raise RuntimeError(_ADVICE)
+        return self * (1 / divisor)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = args[0] if args else None
+        if function is torch.tanh and isinstance(own, Deferred) and not own.capped:
+            return Deferred(own.x, own.scale, True)
+        raise RuntimeError(_ADVICE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {_ADVICE}")
+
+
+class CausalLoss(Weld):
+    """A model whose training steps compute the loss from the head's input.
+
+    Its forward is made anew from its source, in the globals of its file. In training, with labels,
+    it returns no logits.
+    """
+
+    weld_head_name: str
+    weld_capped: bool
+    training: bool
+    forward: Any
+    loss_function: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "welded_from" in vars(cls):
+            cls.forward = _rewrite(cls.welded_from.forward, cls.weld_head_name)
+
+    def _get_name(self) -> str:
+        """The class's own name: the Trainer looks it up to decide whether to shift labels."""
+        return type(self).__name__
+
+    def weld_head(self, x: Any, labels: Any) -> Any:
+        """The logits, deferred where only the loss is wanted."""
+        head: Any = getattr(self, self.weld_head_name)
+        wants_loss = labels is not None and self.training and torch.is_grad_enabled()
+        if not wants_loss or LossHead not in type(head).__mro__:
+            return head(x)
+        if torch.compiler.is_compiling():
+            # Dynamo does not follow the tanh of an object.
+            return head(x) if self.weld_capped else Deferred(x)
+        on_a_ring = is_dtensor(head.weight) and head.weight.device_mesh.ndim > 1
+        if on_a_ring or name_hooks(head, besides="torch.distributed"):
+            return head(x)
+        return Deferred(x)
+
+    def weld_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, as transformers' ForCausalLMLoss computes it."""
+        given = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+        logits = given["logits"]
+        if not isinstance(logits, Deferred):
+            return self.loss_function(*args, **kwargs)
+        head: Any = getattr(self, self.weld_head_name)
+        if not _is_known(self.loss_function) or given["vocab_size"] != head.weight.shape[0]:
+            return self.loss_function(**given | {"logits": logits.compute(head)})
+        ignored, count = given.get("ignore_index", -100), given.get("num_items_in_batch")
+        target = given.get("shift_labels")
+        if target is None:
+            target = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+        target = target.to(logits.x.device).reshape(logits.x.shape[:-1])
+        scale, cap = logits.read_scale_and_cap()
+        options = {"ignore_index": ignored, "logit_scale": scale, "softcap": cap}
+        options["reduction"] = "mean" if count is None else "sum"
+        loss = head(logits.x, weld_loss=(target, options))
+        if count is None:
+            return loss
+        return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
+
+    def weld_result(self, logits: Any) -> Any:
+        """What the model returns as its logits."""
+        return None if isinstance(logits, Deferred) else logits
+
+
+class LossHead(Weld):
+    """The layer of a CausalLoss that computes logits, or the loss in their place."""
+
+    def forward(self, x: Any, weld_loss: Any = None) -> Any:
+        if weld_loss is None:
+            return self.welded_from.forward(self, x)
+        target, options = weld_loss
+        own: Any = self
+        # The loss is float32, as that of logits.float() is.
+        keeps = x.dtype.itemsize != 2 or torch.is_autocast_enabled(x.device.type)
+        with nullcontext() if keeps else torch.autocast(x.device.type, x.dtype):
+            return functional.linear_cross_entropy(
+                x, own.weight, target, linear_bias=own.bias, **options
+            )
+
+
+def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A model of transformers whose forward calls its head and then self.loss_function."""
+    forward = forward_of(module)
+    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+    if is_welded(module) or code is None or _LOSS not in code.co_names:
+        return
+    what = type(module).__name__
+    heads = [name for name in _HEADS if name in code.co_names and name in module._modules]
+    head = module._modules[heads[0]] if len(heads) == 1 else None
+    if head is None:  # a loss of something else than words
+        return
+    reason = _why_not(module, head, heads[0], view)
+    settings = {"head_name": heads[0], "capped": "tanh" in code.co_names}
+    if reason is None:
+        reason = view.ask_once("loss", module, lambda: _why_not_same(module, heads[0], settings))
+    if reason is not None:
+        yield Left(module, what, reason)
+        return
+    becomes = "linear_cross_entropy in training, without logits"
+    changes = (Change(module, CausalLoss, becomes, settings), Change(head, LossHead))
+    yield Proposal(module, what, changes, module, tried=True)
+
+
+def _is_known(loss: Any) -> bool:
+    return (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _KNOWN
+
+
+def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str | None:
+    """Why the model's source, its loss or its head do not allow it, or None."""
+    if reason := why_not_change(module) or view.why_not_inner(head, True):
+        return reason
+    if view.linear(head) != "plain":
+        return f"its {name} is a {type(head).__name__}, not a plain linear layer"
+    try:
+        loss = module.loss_function
+    except Exception as error:
+        return f"its loss function cannot be read ({probe.in_words(error)})"
+    if not _is_known(loss):
+        called = getattr(loss, "__name__", type(loss).__name__)
+        return f"its loss function is {called}, not {_KNOWN[1]}"
+    try:
+        _rewrite(type(module).forward, name)
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        return f"its forward cannot be rewritten ({probe.in_words(error)})"
+    return None
+
+
+# --- A trial on a small model -------------------------------------------------------------------
+
+
+class _Outputs:
+    """What the model's body returns; it has nothing but hidden states."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.last_hidden_state = x
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.last_hidden_state if at == 0 else ()
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class _Body(torch.nn.Module):
+    """Returns given hidden states in the place of the model's body, whose numbers it has."""
+
+    def __init__(self, given: list[torch.Tensor], real: Any) -> None:
+        super().__init__()
+        self.given = given
+        numbers = (bool, int, float)
+        vars(self).update({k: v for k, v in vars(real).items() if isinstance(v, numbers)})
+
+    @property
+    def decoder(self) -> _Body:
+        """The body of models whose forward calls self.model.decoder."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        return _Outputs(self.given[0])
+
+
+class _Scope(torch.nn.Module):
+    """The model with a small head and without a body, called in the ways that trainers do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        for part in self.model.modules():
+            if isinstance(part, _Body):
+                part.given[:] = [x]
+        places = torch.arange(x[..., 0].numel(), device=x.device).reshape(x.shape[:-1])
+        labels = (places * 7 + 3) % _WORDS
+        labels = torch.where(places % 3 == 1, -100, labels)
+        results = []
+        for more in (
+            {},
+            {"num_items_in_batch": 5},
+            {"num_items_in_batch": torch.tensor(4, device=x.device)},
+            {"shift_labels": labels.flip(-1)},
+        ):
+            # Tokens are not read: the body is gone.
+            made = self.model(input_ids=labels.clamp(0), labels=labels, return_dict=True, **more)
+            results.append(made.loss)
+            results += [] if self.training else [made.logits]
+        return results
+
+
+def _shrink(module: Any, name: str) -> tuple[_Scope, torch.nn.Module]:
+    """The scope to try the changes in, and its head."""
+    head = torch.nn.Linear(_FEATURES, _WORDS, module._modules[name].bias is not None)
+    model = torch.nn.Module.__new__(type(module))
+    empty: dict[str, Any] = {"_parameters": {}, "_buffers": {}}
+    children = {
+        key: head if key == name else _Body([], child) for key, child in module._modules.items()
+    }
+    vars(model).update({**vars(module), **empty, "_modules": children})
+    config = copy.copy(module.config)
+    config.vocab_size = _WORDS
+    vars(model)["config"] = config
+    if "vocab_size" in vars(model):
+        vars(model)["vocab_size"] = _WORDS
+    return _Scope(model), head
+
+
+def _why_not_same(module: torch.nn.Module, name: str, settings: dict[str, Any]) -> str | None:
+    """How the loss and its gradients differ on a small model, or None."""
+    device = torch.device("cpu")
+    try:
+        scope, head = _shrink(module, name)
+        changes = (Change(scope.model, CausalLoss, "", settings), Change(head, LossHead))
+        inputs = [probe.values((2, 5, _FEATURES), device)]
+        reason = why_not_same(scope, changes, inputs, device, drops=False)
+    except CannotCopyError as error:
+        return str(error)
+    except Exception as error:
+        return f"it could not be tried ({probe.in_words(error)})"
+    return reason and f"it computes something else: {reason}"
+
+
+# --- Source -------------------------------------------------------------------------------------
+
+
+def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
+    """The forward with `self.weld_head` and `self.weld_loss` for the head and the loss function."""
+    inner = inspect.unwrap(forward)
+    if inner.__closure__:
+        raise ValueError("it calls super()")
+    tree, function = parse(inner)
+    kept = []
+    for decorator in function.decorator_list:
+        called = decorator.id if isinstance(decorator, ast.Name) else ast.unparse(decorator)
+        if called in _KEPT:
+            kept.append(decorator)
+        elif called not in _DROPPED:
+            raise ValueError(f"it is decorated by {called}")
+    function.decorator_list = list(kept)
+    names = [argument.arg for argument in function.args.args]
+    if "labels" not in names:
+        raise ValueError("it takes no labels")
+    calls = _Calls(names[0], head)
+    tree = calls.visit(tree)
+    if calls.heads != 1 or calls.losses != 1 or calls.logits is None:
+        raise ValueError(f"it does not assign {head}'s result once and call {_LOSS} once")
+    tree = _Results(names[0], calls.logits).visit(tree)
+    return functools.wraps(forward)(compile_like(inner, tree, function))
+
+
+class _Calls(ast.NodeTransformer):
+    """Replaces the calls of the head and of the loss function, and finds the logits' name."""
+
+    def __init__(self, own: str, head: str) -> None:
+        self.own, self.head = own, head
+        self.heads = self.losses = 0
+        self.logits: str | None = None
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = node.func
+        if not (isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name)):
+            return node
+        if name.value.id != self.own:
+            return node
+        if name.attr == self.head and len(node.args) == 1 and not node.keywords:
+            self.heads += 1
+            name.attr = "weld_head"
+            node.args.append(ast.Name("labels", ast.Load()))
+        elif name.attr == _LOSS:
+            self.losses += 1
+            name.attr = "weld_loss"
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        before = self.heads
+        self.generic_visit(node)
+        target = node.targets[0]
+        if self.heads > before and len(node.targets) == 1 and isinstance(target, ast.Name):
+            self.logits = target.id
+        return node
+
+
+class _Results(ast.NodeTransformer):
+    """Replaces the logits in what the forward returns, and in tuples made for that."""
+
+    def __init__(self, own: str, logits: str) -> None:
+        self.own, self.logits = own, logits
+        self.inside = False
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return self._replace_inside(node)
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
+        return self._replace_inside(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if not self.inside or node.id != self.logits or not isinstance(node.ctx, ast.Load):
+            return node
+        function = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_result", ast.Load())
+        return ast.Call(function, [node], [])
+
+    def _replace_inside(self, node: ast.AST) -> ast.AST:
+        before, self.inside = self.inside, True
+        self.generic_visit(node)
+        self.inside = before
+        return node

@@ -1,0 +1,175 @@
+"""LayerNorm and RMSNorm: torch's, and other modules that compute the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional, nn
+from torchweld.fusion import probe
+from torchweld.fusion.modules import forward_of, is_welded, why_not_change
+from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.view import View
+from torchweld.fusion.weld import Change, Weld
+
+# Rules for the dtype of a result, given the dtypes of x and the weight.
+RULES = {
+    "x": lambda x, weight: x,
+    "wider": torch.promote_types,
+    "weight": lambda x, weight: weight,
+}
+
+
+class LayerNorm(Weld):
+    """torch.nn.LayerNorm."""
+
+    forward = nn.LayerNorm.forward
+
+
+class RMSNorm(Weld):
+    """torch.nn.RMSNorm."""
+
+    forward = nn.RMSNorm.forward
+
+
+class Norm(Weld):
+    """A norm over the dimensions of its weight.
+
+    `weight_name` and `bias_name` are names of attributes. `eps` is the name of an attribute, or a
+    number if the code has a constant. With `offset`, 1 is added to the weight. `rule` determines
+    the dtype of the result.
+    """
+
+    weld_weight_name: str
+    weld_bias_name: str | None
+    weld_eps: str | float
+    weld_centered: bool
+    weld_offset: bool
+    weld_rule: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.weld_arguments(args, kwargs)
+        if arguments is None:
+            return self.welded_from.forward(self, *args, **kwargs)
+        (x,) = arguments
+        weight = getattr(self, self.weld_weight_name)
+        bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
+        eps = self.weld_eps
+        if isinstance(eps, str):
+            eps = getattr(self, eps)
+        dtype = x.dtype
+        if weight.dtype is not dtype:
+            dtype = RULES[self.weld_rule](dtype, weight.dtype)
+            x = x.to(torch.promote_types(x.dtype, dtype))
+        if self.weld_offset:
+            weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1.0
+            bias = bias if bias is None else bias.to(weight.dtype)
+        if self.weld_centered:
+            return functional.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+        return functional.rms_norm(x, weight.shape, weight, eps).to(dtype)
+
+
+_TORCHS: dict[Any, tuple[type[Weld], str]] = {
+    torch.nn.LayerNorm.forward: (LayerNorm, "layer_norm"),
+    torch.nn.RMSNorm.forward: (RMSNorm, "rms_norm"),
+}
+
+
+def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """A leaf with a weight, an epsilon and optionally a bias."""
+    what = type(module).__name__
+    computed = torch.nn.utils.parametrize.is_parametrized(module)
+    if is_welded(module) or (module._modules and not computed):
+        return
+    forward = forward_of(module)
+    weld, becomes = _TORCHS.get(forward, (Norm, ""))
+    if weld is Norm and not _looks_like_norm(module):
+        if hasattr(module, "normalized_shape") and not module._parameters:
+            reason = "it has no weight: call torchweld.functional.layer_norm or rms_norm"
+            yield Left(module, what, reason)
+        return
+    if (
+        weld is Norm
+        and not _list_epsilons(module)
+        and not view.ask_once("norm", module, lambda: _normalises(module))
+    ):
+        return
+    if fixed := why_not_change(module):
+        yield Left(module, what, fixed)
+    elif weld is not Norm:
+        inputs = (probe.values((4, *module.normalized_shape), view.device(module)),)  # type: ignore[misc]
+        yield Proposal(module, what, (Change(module, weld, becomes),), module, inputs=inputs)
+    else:
+        yield from _propose_other(module, what, view)
+
+
+def _looks_like_norm(module: torch.nn.Module) -> bool:
+    """Whether a module has a weight, at most a bias of the same length, and no buffer."""
+    parameters = [value for value in module._parameters.values() if value is not None]
+    same_shape = len({value.shape for value in parameters}) == 1
+    buffered = any(value is not None for value in module._buffers.values())
+    return same_shape and 1 <= len(parameters) <= 2 and parameters[0].ndim == 1 and not buffered
+
+
+def _normalises(module: torch.nn.Module) -> bool:
+    """Whether a multiple of a row gives the same result as the row, as in norms."""
+    try:
+        copy = Twin(module, torch.device("cpu"), torch.float32).module
+        width = next(copy.parameters()).shape[0]
+        x = 10 * torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            y, scaled = copy(x), copy(4 * x)
+    except Exception:
+        return False
+    same = isinstance(y, torch.Tensor) and y.shape == x.shape == scaled.shape
+    return same and torch.allclose(y, scaled, rtol=1e-3, atol=1e-3) and not torch.equal(y, x)
+
+
+# Epsilons that models have as constants in their code.
+_CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
+
+
+def _list_epsilons(module: torch.nn.Module) -> list[str]:
+    attributes = vars(module).items()
+    return [name for name, value in attributes if isinstance(value, float) and 0 < value < 0.1]
+
+
+def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Left]:
+    names = [name for name, value in module._parameters.items() if value is not None]
+    weight = module._parameters[names[0]]
+    assert weight is not None
+    bias = names[1] if len(names) == 2 else None
+    device = view.device(module)
+    try:
+        rule = view.ask_once("rule", module, lambda: _find_rule(module, device))
+    except CannotCopyError as error:
+        yield Left(module, what, str(error))
+        return
+    inputs = (probe.values((2, 5, *weight.shape), device),)
+    for centered, offset, eps in itertools.product(
+        (True,) if bias else (False, True), (False, True), _list_epsilons(module) or _CONSTANTS
+    ):
+        settings: dict[str, Any] = {"weight_name": names[0], "bias_name": bias, "eps": eps}
+        settings |= {"centered": centered, "offset": offset, "rule": rule}
+        becomes = ("layer_norm" if centered else "rms_norm") + (", weight + 1" if offset else "")
+        changes = (Change(module, Norm, becomes, settings),)
+        yield Proposal(module, what, changes, module, inputs=inputs)
+
+
+def _find_rule(module: torch.nn.Module, device: torch.device) -> str:
+    """The rule for the result's dtype if x and weight differ in dtype."""
+    possible = set(RULES)
+    for x, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        copy = Twin(module, device, weight).module
+        shape = next(copy.parameters()).shape
+        try:
+            with torch.no_grad():
+                y = copy(probe.values((2, *shape), device).to(x))
+        except Exception:
+            continue  # the module does not mix dtypes
+        possible &= {name for name, rule in RULES.items() if rule(x, weight) == y.dtype}
+    return next((name for name in RULES if name in possible), "x")

@@ -1,0 +1,238 @@
+"""The plan of what to weld in a model, made before any change."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from torchweld.fusion import probe
+from torchweld.fusion.patterns import PATTERNS
+from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.traffic import measure_gain
+from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.verify import why_not_same
+from torchweld.fusion.view import View
+from torchweld.fusion.weld import Weld, find_welds
+from torchweld.table import Table
+
+Filter = Callable[[torch.nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Weldable:
+    """A row of `explain_fusion`: one module of a model.
+
+    Attributes:
+        where: its name in the model.
+        what: what it is.
+        becomes: the torchweld function that runs in its place; "" if it is not changed.
+        welded: whether it is welded already.
+        gain: the factor by which its passes between GEMMs move fewer bytes, forward and backward;
+            None if not measured.
+        reason: why it is not changed; "" if it is welded.
+    """
+
+    where: str
+    what: str
+    becomes: str = ""
+    welded: bool = False
+    gain: float | None = None
+    reason: str = ""
+
+
+class WeldReport(Sequence[Weldable]):
+    """A table of what fuse() changes in a model or has changed, and what it does not."""
+
+    def __init__(self, rows: Iterable[Weldable]) -> None:
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Weldable: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Weldable]: ...
+
+    def __getitem__(self, at: int | slice) -> Weldable | Sequence[Weldable]:
+        return self._rows[at]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def table(self) -> Table:
+        """One line per group of modules that differ only in the numbers in their names."""
+        has_gain = any(row.gain is not None for row in self._rows)
+        headers = ["where", "what", "with", *(["traffic"] if has_gain else []), ""]
+        table = Table(headers, numbers_from=99)
+        groups: dict[Any, list[Weldable]] = {}
+        for row in self._rows:
+            where = re.sub(r"\d+", "*", row.where)
+            key = (where, row.what, row.becomes, row.welded, row.reason)
+            groups.setdefault(key, []).append(row)
+        for (_, what, becomes, welded, reason), rows in groups.items():
+            where = _merge_names([row.where for row in rows]) or "(the model)"
+            where += f" ({len(rows)}x)" if len(rows) > 1 else ""
+            note = f"not changed: {reason}" if reason else "welded" if welded else "to be welded"
+            gain = rows[0].gain
+            traffic = "" if gain is None else f"{gain:.1f}x less" if gain >= 1.05 else "the same"
+            cells = [where, what, becomes, *([traffic] if has_gain else []), note]
+            table.add(*cells, style="dim" if reason else "")
+        return table
+
+    def __str__(self) -> str:
+        if not self._rows:
+            return "torchweld has no fused kernel for any module of this model"
+        return self.table().plain()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _merge_names(names: Sequence[str]) -> str:
+    """Merge the names into one, with a star where their numbers differ."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def list_welds(model: torch.nn.Module) -> Iterator[Weldable]:
+    """List existing welds, one row each."""
+    for name, module in find_welds(model):
+        if module.weld_becomes:
+            yield Weldable(name, module.welded_from.__name__, module.weld_becomes, welded=True)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A proposal that was accepted, with its row."""
+
+    proposal: Proposal
+    row: Weldable
+
+
+def decide(
+    model: torch.nn.Module, filter_fn: Filter | None, verify: bool
+) -> tuple[list[Decided], list[Weldable]]:
+    """Decide which changes to make, and list the modules that stay as they are. Changes nothing."""
+    with probe.isolate({tensor.device for tensor in (*model.parameters(), *model.buffers())}):
+        return _decide(View(model), filter_fn, verify)
+
+
+def _decide(
+    view: View, filter_fn: Filter | None, verify: bool
+) -> tuple[list[Decided], list[Weldable]]:
+    claimed = {
+        id(module.get_submodule(inner))
+        for _, module in find_welds(view.model)
+        for inner in module.weld_inner
+    }
+    accepted: list[Decided] = []
+    skipped = {id(module): row for module, row in _find_skipped(view)}
+    left: list[Weldable] = [row for row in skipped.values() if row is not None]
+    for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
+        # Inside a weld the order in which submodules run has changed.
+        if isinstance(module, Weld) or id(module) in skipped or id(module) in claimed:
+            continue
+        entries = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
+        for _, group in itertools.groupby(entries, key=lambda entry: id(entry.module)):
+            choice = _choose_first(list(group), view, filter_fn, verify, claimed)
+            if isinstance(choice, Decided):
+                proposal = choice.proposal
+                accepted.append(choice)
+                claimed |= {id(change.module) for change in proposal.changes}
+                claimed |= {id(part) for part in proposal.inner}
+            elif choice is not None:
+                left.append(choice)
+    return accepted, left
+
+
+def _find_skipped(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None]]:
+    """Find the modules that recognisers skip, with a row unless one is inside another."""
+    for name, module in view.modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted = (
+                isinstance(p, torch.jit.ScriptModule) for p in view.parents.get(id(module), [])
+            )
+            reason = "it is scripted: fuse before scripting"
+            what = module.original_name
+            yield module, None if any(scripted) else Weldable(name, what, reason=reason)
+        elif any(map(torch.nn.parameter.is_lazy, module._parameters.values())):
+            reason = "it is lazy: run the model once, then fuse"
+            yield module, Weldable(name, type(module).__name__, reason=reason)
+
+
+def _choose_first(
+    entries: Sequence[Proposal | Left],
+    view: View,
+    filter_fn: Filter | None,
+    verify: bool,
+    claimed: set[int],
+) -> Decided | Weldable | None:
+    """Choose the first entry of one module that computes the same, or the reason for none."""
+    row = None
+    for entry in entries:
+        where = view.names.get(id(entry.module), "")
+        if isinstance(entry, Left):
+            row = row or Weldable(where, entry.what, reason=entry.reason)
+            continue
+        changed = [change.module for change in entry.changes]
+        if any(id(module) in claimed for module in (*changed, *entry.inner)):
+            continue
+        if filter_fn is not None and not all(
+            filter_fn(module, view.names[id(module)]) for module in changed
+        ):
+            return Weldable(where, entry.what, reason="the filter leaves it out")
+        reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
+        reason = next(filter(None, reasons), None)
+        gain = None
+        if reason is None and not entry.tried and (verify or len(entries) > 1):
+            reason, gain = _try_once(entry, view)
+        if reason is None:
+            return Decided(entry, Weldable(where, entry.what, entry.becomes, gain=gain))
+        row = row or Weldable(where, entry.what, reason=reason)
+    return row
+
+
+def _try_once(entry: Proposal, view: View) -> tuple[str | None, float | None]:
+    """Why a proposal does not compute the same, or None, and its gain in traffic.
+
+    Equal configurations are tried once.
+    """
+    names = {id(part): name for name, part in entry.scope.named_modules()}
+    changes = tuple(
+        (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))
+        for change in entry.changes
+    )
+    question = f"tried {changes}"
+    result: tuple[str | None, float | None] = view.ask_once(
+        question, entry.scope, lambda: _try_proposal(entry, view.device(entry.scope))
+    )
+    return result
+
+
+def _try_proposal(entry: Proposal, device: torch.device) -> tuple[str | None, float | None]:
+    try:
+        inputs = entry.inputs
+        if inputs is None:
+            twin = Twin(entry.scope, device, torch.float32)
+            inputs_or_reason = probe.find_inputs(twin.module, device)
+            if isinstance(inputs_or_reason, str):
+                return inputs_or_reason, None
+            inputs = tuple(inputs_or_reason)
+        changes = entry.changes
+        reason = why_not_same(entry.scope, changes, inputs, device, drops=entry.drops)
+        if reason is not None:
+            return f"it computes something else: {reason}", None
+        if entry.part is not None:
+            fitting = probe.find_inputs(Twin(entry.part, device, torch.float32).module, device)
+            inputs = () if isinstance(fitting, str) else tuple(fitting)
+        return None, measure_gain(
+            entry.part or entry.scope, changes, inputs, device
+        ) if inputs else None
+    except CannotCopyError as error:
+        return str(error), None
+    except Exception as error:
+        return f"it could not be tried ({probe.in_words(error)})", None

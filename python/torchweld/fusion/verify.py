@@ -1,0 +1,236 @@
+"""Checks that a change keeps a module's results, on twins in several dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.fusion import probe
+from torchweld.fusion.twin import Twin
+from torchweld.fusion.weld import Change
+
+# Errors are measured against float64: the root mean square and the largest error. Each may be this
+# many times the original's error, plus this many units of rounding.
+_OF_ORIGINAL = (2.0, 4.0)
+_ROUNDINGS = {torch.float32: (4.0, 16.0), torch.bfloat16: (1.5, 4.0), torch.float16: (1.5, 4.0)}
+# Further runs look for another path through the module, not for exactness.
+_SLACK = 8.0
+# From this many units of rounding on, something else is computed.
+_ANOTHER = 1e4
+# The most elements of a gradient that are compared.
+_SAMPLE = 2**20
+
+
+def why_not_same(
+    scope: torch.nn.Module,
+    changes: Sequence[Change],
+    inputs: Sequence[Any],
+    device: torch.device,
+    *,
+    drops: bool,
+) -> str | None:
+    """How results or gradients differ after the changes, or None if they agree.
+
+    Args:
+        scope: the module to run, which contains the changed modules.
+        changes: changes of submodules of `scope`.
+        inputs: inputs of `scope`; variations of them are tried too.
+        device: the device of the run.
+        drops: whether a change draws dropout from torchweld's stream. If so, one run drops nothing
+            and one drops everything; else both forms drop the same elements.
+    """
+    own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
+    for dtype in (torch.float32, *sorted(own, key=str)):
+        twins = _make_twins(scope, changes, device, dtype)
+        for cast in (None, torch.bfloat16) if dtype == torch.float32 else (None,):
+            reason = _why_not_same_runs(twins, inputs, device, drops, dtype, cast)
+            if reason is not None:
+                return reason
+        if dtype == torch.float32:
+            for what, others in probe.vary(inputs):
+                reason = _why_not_same_runs(twins, others, device, drops, dtype, None, once=True)
+                if reason is not None:
+                    return f"{reason}, with {what}"
+    castable = _ROUNDINGS.keys() - own - {torch.float32}
+    for dtype in sorted(castable, key=str):  # the model may be cast to this dtype
+        twins = _make_twins(scope, changes, device, None, dtype)
+        reason = _why_not_same_runs(twins, inputs, device, drops, dtype, None, once=True)
+        if reason is not None:
+            return reason
+    return None
+
+
+class _Twins(NamedTuple):
+    """Copies of a scope: the original, the changed one, and the original in float64."""
+
+    original: torch.nn.Module
+    changed: torch.nn.Module
+    exact: torch.nn.Module
+
+
+def _make_twins(
+    scope: torch.nn.Module,
+    changes: Sequence[Change],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    cast: torch.dtype | None = None,
+) -> _Twins:
+    own = cast if dtype != torch.float32 else dtype
+    original = Twin(scope, device, own)
+    changed, exact = Twin(scope, device, own, original), Twin(scope, device, torch.float64)
+    for change in changes:
+        change.of(changed.of(change.module)).apply()
+    return _Twins(original.module, changed.module, exact.module)
+
+
+def _why_not_same_runs(
+    twins: _Twins,
+    inputs: Sequence[Any],
+    device: torch.device,
+    drops: bool,
+    dtype: torch.dtype,
+    cast: torch.dtype | None,
+    *,
+    once: bool = False,
+) -> str | None:
+    """How the twins differ, or None.
+
+    `once` runs evaluation only. It accepts inputs that the original refuses.
+    """
+    # Try a dropout of probability zero with another probability: the user may set one later.
+    has_zero = any(p == 0 for p in map(_read_dropout, twins.original.modules()))
+    some = 0.25 if has_zero else None
+    runs = ((True, 0.0), (True, 1.0), (False, 1.0)) if drops else ((True, some), (False, None))
+    for training, p in runs[-1:] if once else runs:
+        for part in (part for twin in twins for part in twin.modules()):
+            part.training = training
+            if p is not None:
+                _set_dropout(part, p)
+        where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
+        as_cast = nullcontext() if cast is None else torch.autocast(device.type, cast)
+        with as_cast:
+            try:
+                expected = probe.run(twins.original, inputs, dtype)
+            except Exception:
+                if dtype == torch.float32 and cast is None and not once:
+                    raise
+                return None  # nothing to compare: the original does not run on these inputs
+            if once and not _is_finite(expected):
+                return None
+            try:
+                results = probe.run(twins.changed, inputs, dtype)
+            except Exception as error:
+                return f"it raised {where}: {probe.in_words(error)}"
+        try:
+            truth = probe.run(twins.exact, [_round(x, dtype) for x in inputs], torch.float64)
+        except Exception:
+            truth = expected  # the module computes in a dtype of its own
+        slack = _SLACK if once else 1.0
+        if reason := _why_not_same_results(expected, results, truth, cast or dtype, slack):
+            return f"{reason} {where}"
+        for twin in (
+            twins.original,
+            twins.exact,
+        ):  # the changed twin shares the original's parameters
+            probe.freeze_large(twin)
+    return None
+
+
+def _is_finite(results: probe.Results) -> bool:
+    values = (*results.outputs, *results.others)
+    return all(y is None or bool(y.isfinite().all()) for y in values)
+
+
+def _read_dropout(module: torch.nn.Module) -> float | None:
+    return module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
+
+
+def _set_dropout(module: torch.nn.Module, p: float) -> None:
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        module.p = p
+    elif isinstance(module, torch.nn.MultiheadAttention):
+        module.dropout = p
+
+
+def _round(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _why_not_same_results(
+    expected: probe.Results,
+    results: probe.Results,
+    truth: probe.Results,
+    dtype: torch.dtype,
+    slack: float,
+) -> str | None:
+    """How results differ from the expected ones, or None."""
+    if not len(expected.outputs) == len(results.outputs) == len(truth.outputs):
+        return "the number of results differs"
+    for a, b, exact in zip(expected.outputs, results.outputs, truth.outputs, strict=True):
+        if reason := _why_not_near(a, b, exact, dtype, slack, (0.0, 0.0)):
+            return f"results {reason}"
+    # A gradient may be zero except for rounding, such as that of a bias before a batch norm.
+    # Measure its error relative to the sizes of the other gradients.
+    others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
+    others = [_sample(exact) for exact in others]
+    sizes = tuple(max(map(measure, others), default=0.0) for measure in _MEASURES)
+    for before, after, exactly in zip(expected.others, results.others, truth.others, strict=True):
+        if before is None or after is None:
+            if before is not after:
+                return "gradients are missing"
+        elif reason := _why_not_near(before, after, exactly, dtype, slack, sizes):
+            return f"gradients or buffers {reason}"
+    return None
+
+
+def _why_not_near(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    truth: torch.Tensor | None,
+    dtype: torch.dtype,
+    slack: float,
+    sizes: Sequence[float],
+) -> str | None:
+    """Why b is too far from the truth compared with a. Errors are relative to `sizes`."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
+    if not a.is_floating_point() or truth is None or truth.shape != a.shape:
+        return None if torch.equal(a, b) else "differ"
+    if not a.numel():
+        return None
+    a, b, truth = (_sample(value) for value in (a, b, truth))
+    if not (truth.isfinite().all() and a.isfinite().all()):
+        same = any(torch.equal(b.isfinite(), other.isfinite()) for other in (a, truth))
+        return None if same else "are finite elsewhere"
+    truth = truth.double()
+    errors = [(value.double() - truth).abs() for value in (a, b)]
+    eps = torch.finfo(dtype).eps
+    for measure, of_original, roundings, size in zip(
+        _MEASURES, _OF_ORIGINAL, _ROUNDINGS[dtype], sizes, strict=True
+    ):
+        size = max(size, measure(truth))
+        allowed = of_original * measure(errors[0]) + roundings * eps * size
+        if not measure(errors[1]) <= slack * allowed:
+            units = measure(errors[1]) / (eps * size) if size else _ANOTHER
+            return f"differ by {units:.0f} units of rounding" if units < _ANOTHER else "differ"
+    return None
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """Take at most _SAMPLE elements, spread over the tensor, in order."""
+    step = max(1, values.numel() // _SAMPLE)
+    return values if step == 1 else values.flatten()[:: step + 1 - step % 2]
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.double().abs().max()) if values.numel() else 0.0
+
+
+_MEASURES = (_root_mean_square, _largest)

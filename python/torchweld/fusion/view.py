@@ -1,0 +1,199 @@
+"""The view of a model that recognisers get: it answers each question once per configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from torchweld.fusion import kinds, probe
+from torchweld.fusion.configuration import make_key
+from torchweld.fusion.modules import (
+    count_elements,
+    forward_of,
+    has_state,
+    is_sharded,
+    is_welded,
+    name_hooks,
+    why_not_change,
+    why_not_copy,
+)
+from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.weld import is_overridden
+
+_CPU = torch.device("cpu")
+# Modules with more parameters (elements) than this are tried on the CPU.
+_LARGE = 2**26
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A module that ran on a probe, with the edges between its leaves."""
+
+    module: torch.nn.Module
+    inputs: tuple[Any, ...]
+    edges: list[probe.Edge]
+
+
+@dataclass
+class View:
+    """A model as recognisers see it."""
+
+    model: torch.nn.Module
+    names: dict[int, str] = field(default_factory=dict)
+    parents: dict[int, list[torch.nn.Module]] = field(default_factory=dict)
+    _answers: dict[Hashable, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        self.names = {id(module): name for name, module in self.modules.items()}
+        for module in self.modules.values():
+            for child in module._modules.values():
+                if child is not None:
+                    self.parents.setdefault(id(child), []).append(module)
+
+    def ask_once(self, question: str, module: torch.nn.Module, answer: Callable[[], Any]) -> Any:
+        """The answer for a module's configuration, computed once."""
+        key = (question, make_key(module))
+        if key not in self._answers:
+            self._answers[key] = answer()
+        return self._answers[key]
+
+    def device(self, module: torch.nn.Module) -> torch.device:
+        """The device to try a twin on: the CPU for large modules."""
+        if count_elements(module) > _LARGE:
+            return _CPU
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                return tensor.device
+        return _CPU
+
+    # --- What a module computes -------------------------------------------------------------------
+
+    def activation(self, module: Any) -> tuple[str, str] | None:
+        """Name and approximation of the activation that a module or a function computes."""
+        if not isinstance(module, torch.nn.Module):
+            return kinds.recognise_activation([module])
+        if is_welded(module) or any(True for _ in module.children()) or has_state(module):
+            return None
+        kind: tuple[str, str] | None = self.ask_once(
+            "activation", module, lambda: kinds.recognise_module_activation(module)
+        )
+        return kind
+
+    def is_unknown_activation(self, module: torch.nn.Module) -> bool:
+        """Whether a module is elementwise but none of torchweld's activations."""
+        if is_welded(module) or module._modules or has_state(module) or self.activation(module):
+            return False
+        return bool(self.ask_once("elementwise", module, lambda: kinds.is_elementwise(module)))
+
+    def linear(self, module: torch.nn.Module) -> str | None:
+        """The kind of linear layer: "plain", "transposed" like GPT-2's Conv1D, or None."""
+        names = [name for name, value in module._parameters.items() if value is not None]
+        if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
+            return None
+        weight = module._parameters["weight"]
+        if weight is None or is_lazy(weight) or weight.ndim != 2 or set(names) - {"weight", "bias"}:
+            return None
+        if forward_of(module) is torch.nn.Linear.forward:
+            return "plain"
+        if isinstance(module, torch.nn.Embedding):
+            return None
+        form: str | None = self.ask_once("linear", module, lambda: kinds.recognise_linear(module))
+        return form
+
+    def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
+        """The widths of a linear layer's input and result, also for a layer with an adapter."""
+        if form := self.linear(module):
+            rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
+            return (columns, rows) if form == "plain" else (rows, columns)
+        widths = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
+        return widths if all(isinstance(size, int) for size in widths) else None  # type: ignore[return-value]
+
+    # --- What runs after what ---------------------------------------------------------------------
+
+    def find_scope(self, module: torch.nn.Module, consumer: torch.nn.Module) -> Scope | str | None:
+        """The innermost module, from `module` outwards, in which a module feeds `consumer`.
+
+        None if modules run but none feeds it; a reason if none runs.
+        """
+        reason: str | None = ""
+        for _ in range(3):
+            scope = self.watch(module)
+            if isinstance(scope, str):
+                reason = scope if reason == "" else reason
+            elif any(edge.consumer is consumer for edge in scope.edges):
+                return scope
+            else:
+                reason = None
+            above = self.parents.get(id(module), [])
+            if len(above) != 1:
+                break
+            module = above[0]
+        return reason
+
+    def find_between(
+        self, part: torch.nn.Module, scope: torch.nn.Module
+    ) -> Iterator[torch.nn.Module]:
+        """The modules around `part` and inside `scope`."""
+        inside = {id(module) for module in scope.modules()} - {id(scope)}
+        for above in self.parents.get(id(part), []):
+            if id(above) in inside:
+                yield above
+                yield from self.find_between(above, scope)
+
+    def watch(self, module: torch.nn.Module) -> Scope | str:
+        """The module with the edges between its leaves, or the reason that it does not run."""
+        if reason := why_not_copy(module):
+            return reason
+        names = {id(part): name for name, part in module.named_modules()}
+        answer = self.ask_once("edges", module, lambda: _watch(module, self.device(module), names))
+        if isinstance(answer, str):
+            return answer
+        inputs, edges = answer
+        parts = dict(module.named_modules())
+        return Scope(
+            module,
+            inputs,
+            [probe.Edge(parts[a], parts[b[1:]] if b.startswith(".") else b) for a, b in edges],
+        )
+
+    def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
+        """Why a module's result must not change and its call must not be skipped, or None."""
+        name = self.names.get(id(module)) or type(module).__name__
+        if len(self.parents.get(id(module), [])) > 1:
+            return f"{name} is shared"
+        if hooks := name_hooks(module, besides="torch.distributed" if is_called else None):
+            return f"{name} has {hooks}, which would see another result"
+        if reason := why_not_change(module):
+            return f"{name}: {reason}"
+        if not is_called and is_overridden(module):
+            return f"{name} has a hook of accelerate's: fuse before it places the model"
+        if is_sharded(module):
+            return f"{name} has its own shards: fuse before fully_shard"
+        return None
+
+
+def _watch(
+    module: torch.nn.Module, device: torch.device, names: dict[int, str]
+) -> tuple[tuple[Any, ...], list[tuple[str, str]]] | str:
+    """Inputs, and edges by names in the module. Names of modules begin with a dot."""
+    try:
+        twin = Twin(module, device, torch.float32)
+        inputs = probe.find_inputs(twin.module, device)
+        if isinstance(inputs, str):
+            return inputs
+        edges = probe.watch(twin.module, inputs)
+    except CannotCopyError as error:
+        return str(error)
+    except Exception as error:
+        return f"it did not run on a probe ({type(error).__name__}: {error})"
+    names_in_twin = {id(part): name for name, part in twin.module.named_modules()}
+    named = [
+        (names_in_twin[id(a)], b if isinstance(b, str) else "." + names_in_twin[id(b)])
+        for a, b in edges
+    ]
+    return tuple(inputs), named

@@ -1,0 +1,179 @@
+"""A welded module is the same object with another class. Its attributes do not change."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+
+class Weld:
+    """Base of the classes that welded modules get.
+
+    `make_class` makes a class from a subclass of this one, the module's own class, and settings.
+    The settings become class attributes. Their names begin with weld_, so they hide none of the
+    module's attributes. Nothing is written to the module itself: setting its class back restores
+    it.
+    """
+
+    # Whether the new class is a subclass of the module's own class.
+    weld_keeps_class: ClassVar[bool] = True
+    # The function that runs, in words; "" for a submodule of another weld.
+    weld_becomes: ClassVar[str] = ""
+    # Names of the submodules that the weld no longer calls.
+    weld_inner: ClassVar[tuple[str, ...]] = ()
+    # How many arguments of the class's own forward the tried call has. They are the first ones.
+    weld_takes: ClassVar[int] = 1
+    # Names of that forward's parameters, and all of its defaults.
+    weld_names: ClassVar[tuple[str, ...]] = ()
+    weld_defaults: ClassVar[dict[str, Any]] = {}
+    welded_from: ClassVar[Any]
+    weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
+
+    weld_class: ClassVar[type[Weld]]
+
+    def weld_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """The arguments that were tried; None if the call has another argument.
+
+        The class's own forward runs calls with other arguments.
+        """
+        if len(args) == self.weld_takes and not kwargs:
+            return args
+        if len(args) > len(self.weld_names) or not kwargs.keys().isdisjoint(
+            self.weld_names[: len(args)]
+        ):
+            return None  # its own forward raises
+        values = dict(zip(self.weld_names, args, strict=False))
+        values |= kwargs
+        first = [values.pop(name, _MISSING) for name in self.weld_names[: self.weld_takes]]
+        if any(value is _MISSING for value in first):
+            return None
+        for name, value in values.items():
+            if name not in self.weld_defaults or value is not self.weld_defaults[name]:
+                return None
+        return tuple(first)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Recreate the class for copies and pickles, since pickle would not find it."""
+        return _make_bare, (self.weld_class, self.welded_from, self.weld_settings), dict(vars(self))
+
+    def _get_name(self) -> str:
+        """The name in the model's repr."""
+        return f"Welded{type(self).__name__}"
+
+
+_CLASSES: dict[Any, type] = {}
+_MISSING = object()
+
+
+class Change(NamedTuple):
+    """A module, and the class that it gets: a weld with settings."""
+
+    module: torch.nn.Module
+    weld: type[Weld]
+    becomes: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+    def of(self, module: torch.nn.Module) -> Change:
+        """The same change for another module."""
+        return self._replace(module=module)
+
+    def apply(self) -> None:
+        """Set the class."""
+        settings = (("becomes", self.becomes), *self.settings.items())
+        set_class(self.module, make_class(self.weld, type(self.module), settings))
+
+
+def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
+    """Make the class of a welded module. It keeps the name of `was`: other code reads the name."""
+    key = (weld, was, settings)
+    if key in _CLASSES:
+        return _CLASSES[key]
+    bases = (weld, was) if weld.weld_keeps_class else (weld,)
+    name = was.__name__ if weld.weld_keeps_class else weld.__name__
+    body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
+    body |= {f"weld_{name}": value for name, value in settings}
+    body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
+    if weld.weld_keeps_class:
+        names, defaults = read_parameters(was)
+        body |= {"weld_names": names, "weld_defaults": defaults}
+    return _CLASSES.setdefault(key, type(name, bases, body))
+
+
+def read_parameters(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Read the names of a forward's positional parameters, and all of its defaults."""
+    cls: Any = module if isinstance(module, type) else type(module)
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(p.name for p in parameters if p.kind in by_position)
+    return names, {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def why_not_merge(module: torch.nn.Module) -> str | None:
+    """Why another module cannot compute this one's result too, or None.
+
+    If two modules become one, no forward is left for a call with other arguments.
+    """
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    return None if takes_one else "its forward has further arguments, which were not tried"
+
+
+def find_original(cls: type) -> type:
+    """Find the original class of a welded module; recreate it if the module was sharded since."""
+    if "welded_from" in vars(cls):
+        return cls.welded_from  # type: ignore[attr-defined,no-any-return]
+    bases = tuple(find_original(base) if issubclass(base, Weld) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, dict(vars(cls)))
+
+
+def _make_bare(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> Any:
+    """Make an instance without attributes."""
+    cls = make_class(weld, was, settings)
+    return object.__new__(cls)
+
+
+def set_class(module: torch.nn.Module, cls: Any) -> None:
+    """Set the class, and replace the old class's forward in the instance's attributes.
+
+    accelerate's hooks put that method there, and call it.
+    """
+    for name in _OWN_FORWARDS:
+        if _is_own_forward(module, name):
+            object.__setattr__(module, name, MethodType(cls.forward, module))
+    module.__class__ = cls
+
+
+def find_welds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The name and module of every weld in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, Weld):
+            yield name, module
+
+
+_OWN_FORWARDS = ("forward", "_old_forward")
+
+
+def _is_own_forward(module: torch.nn.Module, name: str) -> bool:
+    """Whether this attribute of the instance is its class's forward."""
+    value = vars(module).get(name)
+    return isinstance(value, MethodType) and value.__func__ is getattr(type(module), "forward", 0)
+
+
+def is_overridden(module: torch.nn.Module) -> bool:
+    """Whether a module runs another forward than its class's."""
+    return "forward" in vars(module) and not _is_own_forward(module, "forward")
+
+
+def why_not_own_forward(module: torch.nn.Module) -> str | None:
+    """Why a module would not run the forward of a new class, or None.
+
+    With accelerate's hooks it does: they call a method that set_class replaces too.
+    """
+    if not is_overridden(module) or _is_own_forward(module, "_old_forward"):
+        return None
+    return "its forward is set on the instance, so that its class's would never run"

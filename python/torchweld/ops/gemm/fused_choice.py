@@ -1,0 +1,140 @@
+"""Asks the engine which fused GEMM, if any, serves a class of shapes.
+
+The contenders are the fused GEMM with each of its tiles. The baseline is the unfused form: torch's
+GEMM and a pass of bias_act.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.judge import ROWS, some_rows
+from torchweld.dispatch.engine.question import Answer, Question, Results
+from torchweld.registry.constant import assume_constant_result
+
+# Everything that a timing depends on besides the number of rows, as names and values.
+Kind = tuple[tuple[str, Any], ...]
+UNFUSED = "unfused"
+# Limit of float64 products. GPUs with 1/64 of the rate take a fraction of a second for them.
+_PRODUCTS, _LEAST_ROWS = 2**34, 61
+
+
+class Contest(NamedTuple):
+    """The contenders for a class of shapes, as functions of tensors with the same rows.
+
+    `exact` computes the fused GEMMs' results in float64, and `trusted` with torch's own GEMMs. Both
+    return results by name, as the fused GEMMs do.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    unfused: Callable[..., Any]
+    fused: Mapping[int, Callable[..., Results]]
+    exact: Callable[..., Results]
+    trusted: Callable[..., Results]
+    products_a_row: int
+
+
+def choose_tile(
+    x: torch.Tensor,
+    kind: Kind,
+    list_tiles: Callable[[], Sequence[int]],
+    make_contest: Callable[[], Contest],
+) -> int | None:
+    """The tile for a class of shapes, stored or found now; None: the unfused form."""
+    if torch.compiler.is_compiling():
+        return _choose_while_compiling(x.device, kind)
+    kind, size = _with_precision(kind), _count_rows(x).bit_length()
+    call_class = (x.device, kind, size)
+    make = partial(_make_question, x.device, kind, size, list_tiles, make_contest)
+    return _read_tile(asking.pick(call_class, make)[0])
+
+
+def explain(unfused: str, x: torch.Tensor, kind: Kind, reason: str | None) -> str:
+    """Which form serves a class of shapes, and why; `reason` is why no fused GEMM can."""
+    if reason is not None:
+        return f"{unfused}: {reason}"
+    answer = _find_answer(x, kind)
+    if answer is None:
+        return f"{unfused}: not timed yet; a call outside of compiled code and graphs does that"
+    if not answer.right:
+        return f"{unfused}: one kernel for all was wrong, or failed, on this GPU"
+    times = {name: ms for name, ms in answer.ms.items() if name != UNFUSED}
+    ratio = answer.ms[UNFUSED] / min(times.values()) if times and UNFUSED in answer.ms else None
+    if answer.backend == UNFUSED:
+        return f"{unfused}: one kernel for all was measured {_speed(ratio, 'its speed')}"
+    return f"one kernel for all, measured {_speed(ratio, f'the speed of {unfused}')}"
+
+
+def kernels() -> Any:
+    """The Triton module, imported only when needed since that takes a while."""
+    return importlib.import_module("torchweld.triton_kernels.linear_act")
+
+
+def _speed(ratio: float | None, of: str) -> str:
+    return "only at other sizes" if ratio is None else f"at {ratio:.2f}x {of}"
+
+
+def _find_answer(x: torch.Tensor, kind: Kind) -> Answer | None:
+    size = _count_rows(x).bit_length()
+    return asking.engine_for(x.device).find(dict(_with_precision(kind)), size)
+
+
+def _with_precision(kind: Kind) -> Kind:
+    return (*kind, ("float32 as", kernels().precision()))
+
+
+@assume_constant_result
+def _choose_while_compiling(device: torch.device, kind: Kind) -> int | None:
+    """The tile of all answers so far, if they agree, as a constant of the compiled graph."""
+    fields = dict(_with_precision(kind))
+    found = asking.engine_for(device).find_backends(**fields)
+    return _read_tile(asking.reduce_to_one(found, UNFUSED))
+
+
+def _make_question(
+    device: torch.device,
+    kind: Kind,
+    size: int,
+    list_tiles: Callable[[], Sequence[int]],
+    make_contest: Callable[[], Contest],
+) -> Question:
+    contest = functools.cache(make_contest)
+
+    @functools.cache
+    def draw_sample() -> list[torch.Tensor]:
+        rows = max(_LEAST_ROWS, min(ROWS, _PRODUCTS // max(contest().products_a_row, 1)))
+        return [some_rows(t, rows) for t in contest().tensors]
+
+    def prepare(name: str) -> Callable[[], Any]:
+        tile = _read_tile(name)
+        call = contest().unfused if tile is None else contest().fused[tile]
+        return torch.no_grad()(partial(call, *contest().tensors))
+
+    return Question(
+        kind=dict(kind),
+        size=size,
+        device=device,
+        baseline=UNFUSED,
+        contenders=[str(tile) for tile in list_tiles()],
+        run=torch.no_grad()(lambda name: contest().fused[int(name)](*draw_sample())),
+        trusted=torch.no_grad()(lambda: contest().trusted(*draw_sample())),
+        exact=torch.no_grad()(lambda: contest().exact(*draw_sample())),
+        prepare=prepare,
+        serves_untimed=False,
+    )
+
+
+def _read_tile(name: str) -> int | None:
+    return None if name == UNFUSED else int(name)
+
+
+def _count_rows(x: torch.Tensor) -> int:
+    """The number of rows of a GEMM of x."""
+    return x.shape[:-1].numel()

@@ -1,0 +1,1 @@
+"""Cross entropy and log-probabilities, of logits and of a linear layer."""

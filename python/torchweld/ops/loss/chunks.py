@@ -1,0 +1,322 @@
+"""A linear layer's logits in chunks of rows: torch's GEMMs around the row kernels.
+
+The logits of a chunk, which their gradient overwrites, and copies of its rows of the input stay
+within `memory` bytes. Ignored rows are dropped before the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops.loss import rows
+from torchweld.ops.loss.rows import How
+
+# GEMMs of 64 rows are as fast per row as larger ones within a tenth.
+_MULTIPLE = 64
+# The rows of every GEMM with batch_invariant, so that results do not depend on the number of rows.
+_INVARIANT = 64
+
+
+class Layer(NamedTuple):
+    """The linear layer, and how it is computed."""
+
+    input: torch.Tensor  # [n, F]
+    weight: torch.Tensor  # [V, F]
+    bias: torch.Tensor | None  # [V]
+    memory: int
+    logits_dtype: torch.dtype | None  # None: the input's
+    float32_sums: bool
+    batch_invariant: bool
+    widest: int  # the most classes that any of the devices that share the vocabulary has
+
+    def find_dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self.logits_dtype or self.input.dtype
+
+    def is_widened(self) -> bool:
+        """Whether the factors are converted to the logits' dtype."""
+        return self.find_dtype() != self.input.dtype
+
+
+class Needs(NamedTuple):
+    """The gradients that are wanted."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+NO_GRADIENT = Needs(False, False, False)
+
+
+def count_bytes_of_row(layer: Layer, drops: bool, needs: Needs) -> int:
+    """Count the bytes that a row of a chunk takes."""
+    width, features = layer.widest, layer.weight.shape[1]
+    size = layer.input.element_size()
+    copies = int(drops) + int((drops or layer.is_widened()) and needs.input)
+    in_blocks = layer.find_dtype().itemsize if layer.is_widened() else 0
+    return width * layer.find_dtype().itemsize + features * (copies * size + 2 * in_blocks)
+
+
+def _has_blocks(layer: Layer, needs: Needs) -> bool:
+    """Whether blocks of the weight or of its gradient take a part of `memory`."""
+    return layer.is_widened() or (needs.weight and layer.input.element_size() == 2)
+
+
+def _block(layer: Layer) -> int:
+    """Count the rows of the weight that are converted at a time, in an eighth of the memory."""
+    row = max(1, layer.weight.shape[1] * 4)
+    return max(1, min(layer.widest, layer.memory // 8 // row))
+
+
+def find_rows(function: str, layer: Layer, needs: Needs) -> int:
+    """Find the number of rows in a chunk; raises ArgumentError if not even one fits."""
+    row = count_bytes_of_row(layer, True, needs)
+    blocks = layer.memory // 8 if _has_blocks(layer, needs) else 0
+    found = (layer.memory - blocks) // max(row, 1)
+    if found < 1:
+        least = row + -(-row // 7) if blocks or _has_blocks(layer, needs) else row
+        raise ArgumentError(
+            function, "memory", f"{layer.memory}", f"at least {least}, which holds one row"
+        )
+    if layer.batch_invariant:
+        return _INVARIANT
+    every = max(layer.input.shape[0], 1)
+    even = -(-every // -(-every // found))  # as few chunks, of equal sizes
+    multiple = -(-even // _MULTIPLE) * _MULTIPLE
+    return int(min(multiple if multiple <= found else even, every))
+
+
+def keeps_sums(layer: Layer, needs: Needs, rows_of_chunk: int) -> bool:
+    """Whether the weight's gradient is summed in a float32 buffer beside it."""
+    several = layer.input.shape[0] > rows_of_chunk
+    return needs.weight and several and layer.float32_sums and layer.weight.element_size() == 2
+
+
+def find_counted(target: torch.Tensor) -> torch.Tensor | None:
+    """Find the numbers of the rows with a target; None if all rows have one."""
+    if target.shape[1] == 0:
+        return None
+    counted = (target != -1).any(1)
+    return None if bool(counted.all()) else counted.nonzero().squeeze(1)
+
+
+class _Gemms:
+    """The GEMMs of one call, with buffers that its chunks share."""
+
+    def __init__(
+        self, layer: Layer, needs: Needs, each: int, total: torch.Tensor | None = None
+    ) -> None:
+        self.layer, self.needs = layer, needs
+        x, weight = layer.input, layer.weight
+        self._buffer = x.new_empty((each, weight.shape[0]), dtype=layer.find_dtype())
+        self._block = _block(layer)
+        self._given = total is not None
+        self._started = self._given
+        self._sums = not self._given and keeps_sums(layer, needs, each)
+        sums = torch.float32 if self._sums else weight.dtype
+        if total is None and needs.weight:
+            total = torch.empty_like(weight, dtype=sums)
+        self.grad_weight = total
+        self.grad_bias = None
+        if needs.bias and layer.bias is not None:
+            kind = rows.accumulate_type(layer.bias.dtype)
+            self.grad_bias = torch.zeros_like(layer.bias, dtype=kind)
+
+    def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows, in the shared buffer."""
+        layer, count = self.layer, x.shape[0]
+        logits, bias = self._buffer[:count], layer.bias
+        if layer.batch_invariant and count < len(self._buffer):
+            x = torch.cat([x, x.new_zeros(len(self._buffer) - count, x.shape[1])])
+            logits = self._buffer
+        for at in self._blocks() if layer.is_widened() else [slice(None)]:
+            weight, part = layer.weight[at].to(layer.find_dtype()), logits[:, at]
+            if bias is None:
+                torch.mm(x.to(layer.find_dtype()), weight.t(), out=part)
+            else:
+                torch.addmm(
+                    bias[at].to(layer.find_dtype()), x.to(layer.find_dtype()), weight.t(), out=part
+                )
+        return self._buffer[:count]
+
+    def compute_grad_input(self, grad: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the input's gradient of some rows."""
+        layer = self.layer
+        if not layer.is_widened():
+            torch.mm(grad, layer.weight, out=out)
+            return
+        total = grad.new_zeros(out.shape)
+        for at in self._blocks():
+            total.addmm_(grad[:, at], layer.weight[at].to(layer.find_dtype()))
+        out.copy_(total)
+
+    def add_grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Add some rows' part of the gradients of weight and bias."""
+        if self.grad_bias is not None:
+            self.grad_bias += grad.sum(0, dtype=self.grad_bias.dtype)
+        total = self.grad_weight
+        if total is None:
+            return
+        if self.layer.is_widened() or self._sums:
+            for at in self._blocks():
+                part = grad[:, at].t() @ x.to(grad.dtype)
+                if self._started:
+                    total[at] += part
+                else:
+                    total[at] = part
+        elif self._started:
+            total.addmm_(grad.t(), x)
+        else:
+            torch.mm(grad.t(), x, out=total)
+        self._started = True
+
+    def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of weight and bias; None for one that was added to an existing one."""
+        layer, weight, bias = self.layer, self.grad_weight, self.grad_bias
+        if self._given:
+            weight = None
+        elif weight is not None:
+            weight = (weight if self._started else weight.zero_()).to(layer.weight.dtype)
+        return weight, None if bias is None or layer.bias is None else bias.to(layer.bias.dtype)
+
+    def _blocks(self) -> Iterator[slice]:
+        for begin in range(0, self.layer.weight.shape[0], self._block):
+            yield slice(begin, begin + self._block)
+
+
+class _Chunk(NamedTuple):
+    at: slice | torch.Tensor  # its rows
+    x: torch.Tensor
+    target: torch.Tensor
+    how: How
+
+
+def _cut(layer: Layer, target: torch.Tensor, how: How, each: int) -> Iterator[_Chunk]:
+    """Chunks of the rows that count."""
+    counted = find_counted(target)
+    count = layer.input.shape[0] if counted is None else counted.shape[0]
+    for begin in range(0, count, each):
+        at = slice(begin, min(begin + each, count))
+        where = at if counted is None else counted[at]
+        yield _Chunk(where, layer.input[where].contiguous(), target[where], how.take(where))
+
+
+def run_forward(
+    function: str,
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    entropy: bool,
+    smooth: bool,
+    argmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
+    made = _make_results(layer, target, argmax)
+    each = find_rows(function, layer, NO_GRADIENT)
+    gemms = _Gemms(layer, NO_GRADIENT, each)
+    for chunk in _cut(layer, target, how, each):
+        logits = gemms.compute_logits(chunk.x)
+        arguments = (*chunk.how.get_arguments(), entropy, smooth, argmax)
+        _keep(made, chunk.at, rows.FORWARD.run(logits, chunk.target, *arguments))
+    return made
+
+
+def _make_results(
+    layer: Layer, target: torch.Tensor, argmax: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kind, count = rows.accumulate_type(layer.find_dtype()), target.shape[0]
+    statistics = layer.input.new_zeros((count, rows.STATISTICS), dtype=kind)
+    statistics[:, rows.SUM] = 1
+    picked = layer.input.new_zeros(target.shape, dtype=kind)
+    return picked, statistics, target.new_full((count if argmax else 0,), -1)
+
+
+def _keep(
+    made: tuple[torch.Tensor, ...], at: slice | torch.Tensor, found: tuple[torch.Tensor, ...]
+) -> None:
+    for whole, part in zip(made, found, strict=True):
+        if whole.numel():
+            whole[at] = part
+
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Combine = Callable[[Results, torch.Tensor], Results]
+
+
+def run_backward(
+    function: str,
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    statistics: torch.Tensor,
+    coefficients: torch.Tensor,
+    grad_picked: torch.Tensor,
+    needs: Needs,
+    total: torch.Tensor | None = None,
+) -> Gradients:
+    """Compute the gradients from logits that are computed again.
+
+    The weight's gradient is added to `total` if it is given.
+    """
+    each = find_rows(function, layer, needs)
+    gemms = _Gemms(layer, needs, each, total)
+    grad_input = torch.zeros_like(layer.input) if needs.input else None
+    for chunk in _cut(layer, target, how, each):
+        logits = gemms.compute_logits(chunk.x)
+        parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
+        rows.BACKWARD_IN_PLACE.run(logits, chunk.target, *parts, *chunk.how.get_arguments())
+        _take_gradients(gemms, chunk, logits, grad_input)
+    return (grad_input, *gemms.finish())
+
+
+def run_both(
+    function: str,
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    coefficients: torch.Tensor,
+    grad_picked: torch.Tensor,
+    smooth: bool,
+    needs: Needs,
+    combine: Combine | None,
+) -> tuple[Results, Gradients]:
+    """Compute the results of run_forward and the gradients, with one GEMM less than run_backward.
+
+    `combine` turns results of this device's classes into results of the whole vocabulary.
+    """
+    made = _make_results(layer, target, False)
+    each = find_rows(function, layer, needs)
+    gemms = _Gemms(layer, needs, each)
+    grad_input = torch.zeros_like(layer.input) if needs.input else None
+    for chunk in _cut(layer, target, how, each):
+        logits = gemms.compute_logits(chunk.x)
+        parts = (coefficients[chunk.at], grad_picked[chunk.at])
+        arguments = chunk.how.get_arguments()
+        if combine is None:
+            found = rows.BOTH_IN_PLACE.run(logits, chunk.target, *parts, *arguments, smooth, False)
+        else:
+            found = rows.FORWARD.run(logits, chunk.target, *arguments, False, smooth, False)
+            found = combine(found, chunk.target)
+            rows.BACKWARD_IN_PLACE.run(logits, chunk.target, found[1], *parts, *arguments)
+        _keep(made, chunk.at, found)
+        _take_gradients(gemms, chunk, logits, grad_input)
+    return made, (grad_input, *gemms.finish())
+
+
+def _take_gradients(
+    gemms: _Gemms, chunk: _Chunk, grad: torch.Tensor, grad_input: torch.Tensor | None
+) -> None:
+    if grad_input is not None:
+        if isinstance(chunk.at, slice):
+            gemms.compute_grad_input(grad, grad_input[chunk.at])
+        else:
+            part = torch.empty_like(chunk.x)
+            gemms.compute_grad_input(grad, part)
+            grad_input[chunk.at] = part
+    gemms.add_grad_weight(grad, chunk.x)

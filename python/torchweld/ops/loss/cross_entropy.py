@@ -1,0 +1,195 @@
+"""cross_entropy: of logits, in one pass forward and one backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+
+from torchweld import checks
+from torchweld.dispatch import choice
+from torchweld.errors import ArgumentError
+from torchweld.ops.loss import arguments, of_logits, results
+from torchweld.ops.loss import reduction as reductions
+from torchweld.registry import why_not_now
+
+_NAME = "cross_entropy"
+# With fewer logits eager is as fast.
+_SMALL = 2**14
+
+
+@overload
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    temperature: float | torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    inplace: bool = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    temperature: float | torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    temperature: float | torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
+    return_lse: bool,
+    inplace: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    temperature: float | torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
+    return_lse: bool = False,
+    inplace: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """torch.nn.functional.cross_entropy, with sums in float32 and more kinds of loss.
+
+    Logits are scaled, then soft-capped, then divided by the temperature. The loss of a row is
+
+        weight[t] * (1 - label_smoothing) * -log p[t]
+        + label_smoothing / V * sum(weight * -log p) + z_loss * lse^2,
+
+    times its token weight. "mean" divides the sum by the sum of weight[t] * token weight over the
+    rows that are not ignored; with probabilities as the target, by the sum of token weights.
+
+    Args:
+        input: logits, [V], [N, V] or [N, V, *]; float32, bfloat16, float16 (or float64).
+        target: classes, [], [N] or [N, *], or probabilities of input's shape.
+        weight: of the classes, [V]; it gets no gradient.
+        size_average: deprecated in torch; use `reduction`.
+        ignore_index: rows with this target have a loss and a gradient of 0.
+        reduce: deprecated in torch; use `reduction`.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: from 0 to 1.
+        z_loss: factor of the square of the log-sum-exp.
+        softcap: logits become softcap * tanh(logits / softcap).
+        logit_scale: a factor of the logits.
+        temperature: a number, or one a row; it gets no gradient.
+        token_weights: a factor of each row's loss, of target's shape.
+        return_lse: return the log-sum-exp of each row too, float32, 0 in ignored rows.
+        inplace: let the backward pass write the gradient over the logits, which saves as much
+            memory. The logits must be a result that nothing else needs; they cannot be a leaf.
+
+    Returns:
+        The loss in input's dtype, float32 under autocast; with `return_lse` a tuple.
+        On a CPU a target out of range raises an error before anything is written. On a GPU it
+        makes its row NaN; with TORCHWELD_CHECK_TARGETS=1 it raises an error.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    arguments.check_tensor(_NAME, "input", input)
+    if input.ndim == 0:
+        raise ArgumentError(_NAME, "input", "of no dimensions", "[V], [N, V] or [N, V, *]")
+    checks.flag(_NAME, "return_lse", return_lse)
+    checks.flag(_NAME, "inplace", inplace)
+    if inplace and input.is_leaf and input.requires_grad:
+        raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
+    classes = input.shape[0] if input.ndim == 1 else input.shape[1]
+    leading = tuple(input.shape[:1] + input.shape[2:]) if input.ndim > 1 else ()
+
+    def flatten(x: torch.Tensor) -> torch.Tensor:
+        x = x if x.ndim < 3 else x.movedim(1, -1)
+        return x.reshape(math.prod(leading), classes)
+
+    found = reductions.read_target(
+        _NAME, target, input, leading, classes, ignore_index, flatten, tuple(input.shape)
+    )
+    how = arguments.make_how(
+        _NAME,
+        input,
+        classes,
+        leading,
+        weight=weight,
+        probabilities=found.probabilities,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+    )
+    loss = reductions.check_loss(
+        _NAME,
+        input,
+        leading,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        token_weights=token_weights,
+    )
+    factors, count = loss.make_factors(found.classes, how)
+    logits = flatten(input)
+    if _takes_eager(logits, how.probabilities):
+        rows = results.reference(logits, found.classes, how, factors.find_wanted())
+    else:
+        rows = of_logits.find(logits, found.classes, how, factors.find_wanted(), inplace)
+    made = loss.reduce(rows, factors, count)
+    if not checks.autocasts(input.device.type):
+        made = made.to(input.dtype)
+    made = made.reshape(leading) if reduction == "none" else made
+    return (made, rows.lse.reshape(leading)) if return_lse else made
+
+
+def _takes_eager(logits: torch.Tensor, probabilities: torch.Tensor | None) -> bool:
+    """Whether plain torch serves: transforms, and a gradient of the probabilities."""
+    if probabilities is not None and probabilities.requires_grad and torch.is_grad_enabled():
+        return True
+    if why_not_now() is not None:
+        return True
+    small = logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda
+    return small and choice.forced is None and not torch.compiler.is_compiling()

@@ -1,0 +1,262 @@
+"""The results of rows of a linear layer's logits, differentiable, chunk by chunk.
+
+While torch compiles, chunks run inside an op of torch.library: their sizes depend on `memory` and
+on the ignored rows, which a graph does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.library import LIBRARY
+from torchweld.errors import ArgumentError
+from torchweld.ops.loss import chunks, results, rows, sharded
+from torchweld.ops.loss.chunks import Layer, Needs
+from torchweld.ops.loss.results import Factors, Found, Wanted
+from torchweld.ops.loss.rows import How
+from torchweld.ops.loss.sharded import Classes
+
+_LAYER = (
+    "Tensor input, Tensor linear_weight, Tensor? bias, int memory, ScalarType? logits_dtype,"
+    " bool float32_sums, bool batch_invariant, SymInt widest"
+)
+_HOW = (
+    "Tensor target, Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature,"
+    " float scale, float softcap"
+)
+_NEEDS = "bool need_input, bool need_weight, bool need_bias"
+_GRADS = "Tensor coefficients, Tensor grad_picked"
+_LAYERS, _HOWS = 8, 6  # the numbers of arguments in _LAYER and _HOW
+# The ops know no public function: an error about memory was raised before they run.
+_NAME = "linear_rows"
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    LIBRARY.define(f"{name}{schema}")
+    torch.library.register_fake(f"torchweld::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.torchweld, name).default
+
+    def call(*inputs: Any) -> Any:
+        return op(*inputs) if torch.compiler.is_compiling() else run(*inputs)
+
+    return call
+
+
+def _split(inputs: tuple[Any, ...]) -> tuple[Layer, torch.Tensor, How, tuple[Any, ...]]:
+    layer = Layer(*inputs[:_LAYERS])
+    target, *how = inputs[_LAYERS : _LAYERS + _HOWS]
+    # Kernels do not take the last fields; only the caller needs them.
+    known = How(how[0], how[1], how[2], None, how[3], how[4], 0, torch.float32)
+    return layer, target, known, inputs[_LAYERS + _HOWS :]
+
+
+def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    layer, target, how, wanted = _split(inputs)
+    return chunks.run_forward(_NAME, layer, target, how, *wanted)
+
+
+def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    layer, target, _, wanted = _split(inputs)
+    kind, count = rows.accumulate_type(layer.find_dtype()), target.shape[0]
+    return (
+        layer.input.new_empty(target.shape, dtype=kind),
+        layer.input.new_empty((count, rows.STATISTICS), dtype=kind),
+        target.new_empty((count if wanted[-1] else 0,)),
+    )
+
+
+def _present(layer: Layer, grads: chunks.Gradients) -> tuple[torch.Tensor, ...]:
+    """The gradients; an op returns an empty tensor in place of one that is not wanted."""
+    return tuple([layer.input.new_empty(0) if grad is None else grad for grad in grads])
+
+
+def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    layer, target, how, (statistics, coefficients, grad_picked, *needs) = _split(inputs)
+    given = (statistics, coefficients, grad_picked, Needs(*needs))
+    return _present(layer, chunks.run_backward(_NAME, layer, target, how, *given))
+
+
+def _fake_gradients(layer: Layer, needs: Any) -> tuple[torch.Tensor, ...]:
+    sources = (layer.input, layer.weight, layer.bias)
+    made = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        if need and x is not None
+        else None
+        for x, need in zip(sources, needs, strict=True)
+    ]
+    return _present(layer, tuple(made))  # type: ignore[arg-type]
+
+
+def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    return _fake_gradients(Layer(*inputs[:_LAYERS]), inputs[-3:])
+
+
+_run_forward = _define(
+    "linear_rows",
+    f"({_LAYER}, {_HOW}, bool entropy, bool smooth, bool argmax)"
+    " -> (Tensor picked, Tensor statistics, Tensor argmax)",
+    _forward,
+    _fake_forward,
+)
+_run_backward = _define(
+    "linear_rows_backward",
+    f"({_LAYER}, {_HOW}, Tensor statistics, {_GRADS}, {_NEEDS})"
+    " -> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_bias)",
+    _backward,
+    _fake_backward,
+)
+
+
+def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+    """The results by plain torch, with all logits at once."""
+    kind = layer.find_dtype()
+    bias = None if layer.bias is None else layer.bias.to(kind)
+    logits = torch.nn.functional.linear(layer.input.to(kind), layer.weight.to(kind), bias)
+    return results.reference(logits, target, how, wanted)
+
+
+# The arguments of the autograd functions are plain: Dynamo makes no graph of tuples with tensors.
+_LAYER_FIELDS, _HOW_FIELDS = len(Layer._fields), len(How._fields)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        classes: Classes | None,
+        into_grad: bool,
+        target: torch.Tensor,
+        entropy: bool,
+        smooth: bool,
+        argmax: bool,
+        *given: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        layer, how = Layer(*given[:_LAYER_FIELDS]), How(*given[_LAYER_FIELDS:])
+        wanted = Wanted(entropy, smooth, argmax)
+        made = _run_forward(*layer, target, *how.get_arguments(), *wanted)
+        if classes is not None:
+            made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
+        found = results.find(made, target, how, wanted)
+        ctx.classes, ctx.into_grad = classes, into_grad
+        ctx.save_for_backward(*layer[:3], target, made[1], *how.get_tensors())
+        ctx.layer, ctx.numbers = given[3:_LAYER_FIELDS], how.get_numbers()
+        ctx.wanted = (entropy, smooth, argmax)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.argmax)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad[6:9]
+        after = (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        if all(grad is None for grad in grads) or not any(needs):
+            return (*(None,) * 9, *after)
+        x, linear_weight, bias, target, statistics, *tensors = ctx.saved_tensors
+        how = How(*tensors, *ctx.numbers)
+        layer = Layer(x, linear_weight, bias, *ctx.layer)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _refuse_shared(ctx.classes)
+            found = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
+            made = results.differentiate_reference(found, layer[:3], grads)
+        else:
+            given = results.make_coefficients(grads, statistics, target, how)
+            if ctx.into_grad and needs[1] and linear_weight.grad is not None:
+                rest = (statistics, *given, Needs(*needs), linear_weight.grad)
+                gradients = chunks.run_backward(_NAME, layer, target, how, *rest)
+                return (*(None,) * 6, *gradients, *after)
+            arguments = (*layer, target, *how.get_arguments(), statistics, *given, *needs)
+            made = [
+                grad if need else None
+                for grad, need in zip(_run_backward(*arguments), needs, strict=True)
+            ]
+        return (*(None,) * 6, *made, *after)
+
+
+class _Total(torch.autograd.Function):
+    """The weighted sum of the rows' losses, computed together with its gradients, which it keeps.
+
+    Later the gradients are multiplied by one number, so the logits need not be computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        classes: Classes | None,
+        target: torch.Tensor,
+        factors: Factors,
+        *given: Any,
+    ) -> torch.Tensor:
+        layer, how = Layer(*given[:_LAYER_FIELDS]), How(*given[_LAYER_FIELDS:])
+        needs, wanted = Needs(*ctx.needs_input_grad[3:6]), factors.find_wanted()
+        combine = None
+        if classes is not None:
+
+            def combine(made: chunks.Results, target: torch.Tensor) -> chunks.Results:
+                soft = how.probabilities is not None
+                return sharded.combine(classes, made, target, wanted, soft)
+
+        coefficients = factors.make_coefficients(how, target)
+        arguments = (layer, target, how, *coefficients, wanted.smooth, needs, combine)
+        made, grads = chunks.run_both(_NAME, *arguments)
+        found = results.find(made, target, how, wanted)
+        ctx.classes = classes
+        ctx.save_for_backward(*layer[:3], target, *how.get_tensors())
+        ctx.layer, ctx.numbers, ctx.factors = given[3:_LAYER_FIELDS], how.get_numbers(), factors
+        ctx.kept = [*grads]
+        return factors.add_up(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, linear_weight, bias, target, *tensors = ctx.saved_tensors
+        before, after = (None,) * 3, (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        if torch.is_grad_enabled():
+            _refuse_shared(ctx.classes)
+            how = How(*tensors, *ctx.numbers)
+            layer = Layer(x, linear_weight, bias, *ctx.layer)
+            found = find_by_reference(layer, target, how, ctx.factors.find_wanted())
+            total = ctx.factors.add_up(found)
+            return (*before, *results.differentiate_total(total, layer[:3], grad), *after)
+        kept = ctx.kept
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            scaled = [None if of is None else (of * grad).to(of.dtype) for of in kept]
+            return (*before, *scaled, *after)
+        # Nobody else holds the gradients, so scale them in place and return them.
+        ctx.kept = None
+        if grad.device.type != "cpu" or grad != 1:
+            for of in kept:
+                if of is not None:
+                    of.mul_(grad)
+        return (*before, *kept, *after)
+
+
+def _refuse_shared(classes: Classes | None) -> None:
+    """Refuse second derivatives: they need all logits at once, which no device has."""
+    if classes is not None:
+        accepted = "False where devices share the classes of linear_weight"
+        raise ArgumentError("linear_cross_entropy", "create_graph", "True", accepted)
+
+
+def find_total(
+    layer: Layer, target: torch.Tensor, how: How, factors: Factors, classes: Classes | None
+) -> torch.Tensor:
+    """Compute the weighted sum of the rows' losses, and its gradients at once."""
+    return _Total.apply(classes, target, factors, *layer, *how)  # type: ignore[no-any-return]
+
+
+def find(
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    wanted: Wanted,
+    classes: Classes | None,
+    into_grad: bool,
+) -> Found:
+    """Compute the results of rows; the backward pass computes the logits again.
+
+    With `into_grad` the backward pass adds the weight's gradient to an existing one.
+    """
+    return Found(*_Rows.apply(classes, into_grad, target, *wanted, *layer, *how))

@@ -1,0 +1,63 @@
+"""The results of rows of given logits, differentiable: one pass forward, one backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.ops.loss import results, rows
+from torchweld.ops.loss.results import Found, Wanted
+from torchweld.ops.loss.rows import How
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        entropy: bool,
+        smooth: bool,
+        argmax: bool,
+        in_place: bool,
+        *given: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        how, wanted = How(*given), Wanted(entropy, smooth, argmax)
+        made = rows.FORWARD.run(logits, target, *how.get_arguments(), *wanted)
+        found = results.find(made, target, how, wanted)
+        ctx.save_for_backward(logits, target, made[1], *how.get_tensors())
+        ctx.numbers, ctx.in_place = how.get_numbers(), in_place
+        ctx.wanted = (entropy, smooth, argmax)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.argmax)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if all(grad is None for grad in grads) or not ctx.needs_input_grad[0]:
+            return (None,) * (6 + len(How._fields))
+        logits, target, statistics, *tensors = ctx.saved_tensors
+        how = How(*tensors, *ctx.numbers)
+        nothing = (None,) * (5 + len(How._fields))
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            found = results.reference(logits, target, how, Wanted(*ctx.wanted))
+            return (*results.differentiate_reference(found, [logits], grads), *nothing)
+        given = (target, statistics, *results.make_coefficients(grads, statistics, target, how))
+        if ctx.in_place and not compiling and logits.is_contiguous():
+            rows.BACKWARD_IN_PLACE.run(logits, *given, *how.get_arguments())
+            # Other nodes that saved the logits must notice that they changed.
+            torch.autograd.graph.increment_version(logits)
+            return (logits.detach(), *nothing)
+        return (rows.BACKWARD.run(logits, *given, *how.get_arguments()), *nothing)
+
+
+def find(
+    logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
+) -> Found:
+    """Compute the results of rows; with `in_place` the backward pass overwrites the logits."""
+    if not torch.is_grad_enabled() or not logits.requires_grad:
+        made = rows.FORWARD.run(logits.detach(), target, *how.get_arguments(), *wanted)
+        return results.find(made, target, how, wanted)
+    return Found(*_Rows.apply(logits, target, *wanted, in_place, *how))

@@ -1,0 +1,200 @@
+"""The results of rows of logits, from their statistics or by plain torch, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchweld.ops.loss import rows
+from torchweld.ops.loss.rows import How
+
+
+class Wanted(NamedTuple):
+    """The results of a row beside the log-probabilities and the log-sum-exp."""
+
+    entropy: bool = False
+    smooth: bool = False
+    argmax: bool = False
+
+
+class Found(NamedTuple):
+    """Results of rows; a result that was not wanted is empty."""
+
+    log_probabilities: torch.Tensor  # [n, K]; 0 for ignored targets
+    lse: torch.Tensor
+    entropy: torch.Tensor
+    smooth: torch.Tensor  # the sum over the classes of w * -log p
+    soft: torch.Tensor  # the sum over the classes of w * q * -log p
+    argmax: torch.Tensor
+
+
+def find(made: Sequence[torch.Tensor], target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+    """Compute the results from the row kernel's results."""
+    picked, statistics, argmax = made
+    highest, total, _, smooth, dot, mass = statistics.unbind(1)
+    log_sum = total.log()
+    lse = highest + log_sum
+    log_p = (picked - highest.unsqueeze(1)) - log_sum.unsqueeze(1)
+
+    def nothing() -> torch.Tensor:  # an autograd function returns no tensor twice
+        return statistics.new_empty(0)
+
+    return Found(
+        torch.where(target == -1, 0.0, log_p),
+        lse,
+        _entropy(statistics) if wanted.entropy else nothing(),
+        lse * how.get_whole_weight() - smooth if wanted.smooth else nothing(),
+        nothing() if how.probabilities is None else mass * lse - dot,
+        argmax,
+    )
+
+
+def _entropy(statistics: torch.Tensor) -> torch.Tensor:
+    total = statistics[:, rows.SUM]
+    return total.log() - statistics[:, rows.ENTROPY_SUM] / total
+
+
+def make_coefficients(
+    grads: Sequence[torch.Tensor | None], statistics: torch.Tensor, target: torch.Tensor, how: How
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient kernel's coefficients and grad_picked, from the gradients of Found's fields."""
+    kind = statistics.dtype
+    of_log_p, of_lse, of_entropy, of_smooth, of_soft = (
+        None if grad is None or grad.numel() == 0 else grad.to(kind) for grad in grads[:5]
+    )
+    coefficients = statistics.new_zeros(statistics.shape[0], rows.COEFFICIENTS)
+    on_p = coefficients[:, rows.ON_P]
+    if of_log_p is None:
+        grad_picked = statistics.new_zeros(target.shape)
+    else:
+        grad_picked = torch.where(target == -1, 0.0, of_log_p)
+        on_p -= grad_picked.sum(1)
+    if of_lse is not None:
+        on_p += of_lse
+    if of_entropy is not None:
+        coefficients[:, rows.ON_ENTROPY] = -of_entropy
+        # An entropy that nothing depends on may be NaN.
+        on_p -= torch.where(of_entropy == 0, 0.0, of_entropy * _entropy(statistics))
+    if of_smooth is not None:
+        coefficients[:, rows.ON_SMOOTH] = -of_smooth
+        on_p += of_smooth * how.get_whole_weight()
+    if of_soft is not None:
+        coefficients[:, rows.ON_DOT] = -of_soft
+    return coefficients, grad_picked
+
+
+class Factors(NamedTuple):
+    """The factors of the terms of each row's loss, [n]; None: the term is absent."""
+
+    target: torch.Tensor | None  # of -log p of the target
+    smooth: torch.Tensor | None
+    soft: torch.Tensor | None
+    lse_squared: torch.Tensor | None
+
+    def find_wanted(self) -> Wanted:
+        """Find the results that the terms need."""
+        return Wanted(smooth=self.smooth is not None)
+
+    def divide(self, by: torch.Tensor) -> Factors:
+        """The factors of a loss that is divided by a number."""
+        return Factors(*(None if factor is None else factor / by for factor in self))
+
+    def add(self, found: Found) -> torch.Tensor:
+        """The loss of each row."""
+        values = (-found.log_probabilities.sum(1), found.smooth, found.soft, found.lse.square())
+        terms = [
+            value * factor for value, factor in zip(values, self, strict=True) if factor is not None
+        ]
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def add_up(self, found: Found) -> torch.Tensor:
+        """The sum of the rows' losses."""
+        return self.add(found).sum()
+
+    def make_coefficients(
+        self, how: How, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient kernel's coefficients and grad_picked of the sum."""
+        like = next(factor for factor in self if factor is not None)
+        coefficients = like.new_zeros(like.shape[0], rows.COEFFICIENTS)
+        on_p = coefficients[:, rows.ON_P]
+        grad_picked = like.new_zeros(target.shape)
+        if self.target is not None:
+            on_p += self.target
+            grad_picked = torch.where(target == -1, 0.0, -self.target.unsqueeze(1))
+        if self.smooth is not None:
+            on_p += self.smooth * how.get_whole_weight()
+            coefficients[:, rows.ON_SMOOTH] = -self.smooth
+        if self.soft is not None:
+            coefficients[:, rows.ON_DOT] = -self.soft
+        if self.lse_squared is not None:
+            coefficients[:, rows.ON_LSE] = 2 * self.lse_squared
+        return coefficients, grad_picked
+
+
+def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+    """The results by plain torch, which differentiates them any number of times."""
+    ignored = rows.is_ignored(target)
+    # An ignored row gets no gradient, whatever its logits are.
+    u = rows.transform(torch.where(ignored.unsqueeze(1), 0.0, logits), how)
+    log_p = torch.log_softmax(u, 1)
+    inside = (target >= 0) & (target < u.shape[1])
+    absent = torch.where(target == -1, 0.0, torch.nan).to(u.dtype)
+    picked = absent
+    if u.shape[1]:
+        picked = torch.where(inside, log_p.gather(1, torch.where(inside, target, 0)), absent)
+    nothing = u.new_empty(0)
+    entropy = smooth = soft = nothing
+    if wanted.entropy:
+        finite = torch.where(log_p == -torch.inf, 0.0, log_p)
+        entropy = -(log_p.exp() * finite).sum(1)
+    if wanted.smooth:
+        smooth = -(log_p if how.weight is None else log_p * how.weight).sum(1)
+    if how.probabilities is not None:
+        mass = how.probabilities.to(u.dtype)
+        mass = mass if how.weight is None else mass * how.weight
+        soft = -torch.where(mass == 0, 0.0, mass * log_p).sum(1)
+    best = target.new_empty(0)
+    if wanted.argmax and u.shape[1]:
+        best = torch.where(ignored, -1, u.argmax(1))
+    elif wanted.argmax:
+        best = target.new_full((u.shape[0],), -1)
+    made = (torch.logsumexp(u, 1), entropy, smooth, soft)
+    lse, entropy, smooth, soft = (
+        torch.where(ignored, 0.0, result) if result.numel() else result for result in made
+    )
+    return Found(picked, lse, entropy, smooth, soft, best)
+
+
+def differentiate_reference(
+    found: Found, sources: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Compute gradients of the sources, with a graph; None for a source without one."""
+    given = [
+        (result, grad)
+        for result, grad in zip(found, grads, strict=False)
+        if grad is not None and result.requires_grad
+    ]
+    return _differentiate([result for result, _ in given], sources, [grad for _, grad in given])
+
+
+def differentiate_total(
+    total: torch.Tensor, sources: Sequence[torch.Tensor | None], grad: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Compute gradients of one number, as above."""
+    return _differentiate([total], sources, [grad])
+
+
+def _differentiate(
+    given: list[torch.Tensor],
+    sources: Sequence[torch.Tensor | None],
+    grads: list[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    wanted = [x for x in sources if x is not None and x.requires_grad]
+    made: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        given, wanted, grads, create_graph=True, allow_unused=True
+    )
+    by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
+    return [None if x is None else by_id.get(id(x)) for x in sources]

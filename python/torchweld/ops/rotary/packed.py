@@ -1,0 +1,149 @@
+"""rotary_embedding_packed_: queries and keys rotated where they are in a packed projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld import checks
+from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.errors import ArgumentError
+from torchweld.ops.rotary.arguments import prepare
+from torchweld.ops.rotary.checked import DTYPES, check
+from torchweld.ops.rotary.reference import gather, turn
+from torchweld.registry import why_not_now
+
+_NAME = "rotary_embedding_packed_"
+
+
+def rotary_embedding_packed_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    *,
+    heads: int,
+    key_heads: int | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    proportional: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate the queries and keys of a packed projection in place; values stay.
+
+    Nothing is concatenated, and no second qkv exists. There is no kernel: eager's passes run on the
+    queries, then on the keys. Where memory allows, `rotary_embedding_qk` of views is faster. The
+    layer that made qkv does not need its own result in the backward pass; autograd raises an error
+    if something else that needs it has saved it.
+
+    Args:
+        qkv: [*, tokens, (heads + 2 * key_heads) * width], queries, keys and values side by side, of
+            a projection: a leaf that requires grad cannot be written to.
+        cos: as in `rotary_embedding`, which has seq_dim=-3 here.
+        sin: like cos.
+        position_ids: as in `rotary_embedding`.
+        heads: the number of heads of queries.
+        key_heads: that of keys, and of values; None: `heads`.
+        interleaved: as in `rotary_embedding`.
+        rotary_dim: as in `rotary_embedding`.
+        proportional: as in `rotary_embedding`.
+        cu_seqlens: as in `rotary_embedding`.
+
+    Returns:
+        qkv.
+    """
+    checks.dense(_NAME, "qkv", qkv, DTYPES)
+    if is_dtensor(qkv):
+        accepted = "a plain tensor: rotary_embedding_qk takes shards"
+        raise ArgumentError(_NAME, "qkv", "a DTensor", accepted)
+    key_heads = heads if key_heads is None else key_heads
+    for name, value in (("heads", heads), ("key_heads", key_heads)):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(_NAME, name, repr(value), "a number from 1 on")
+    every = heads + 2 * key_heads
+    if qkv.ndim < 2 or qkv.shape[-1] % every or (qkv.shape[-1] > 1 and qkv.stride(-1) != 1):
+        came = f"of shape {list(qkv.shape)} and strides {list(qkv.stride())}"
+        accepted = f"[*, tokens, {every} * width] with adjacent columns"
+        raise ArgumentError(_NAME, "qkv", came, accepted)
+    if qkv.is_leaf and qkv.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(_NAME, "qkv", "a leaf that requires grad", "a projection's result")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if isinstance(table, torch.Tensor) and table.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(_NAME, name, "a table that requires grad", "one without")
+    if reason := why_not_now():
+        raise ArgumentError(
+            _NAME, "qkv", reason, "a call outside: rotary_embedding_qk serves there"
+        )
+    q, k = _split(qkv.detach(), heads, key_heads)
+    prepared = prepare(
+        q,
+        cos,
+        sin,
+        position_ids,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        proportional=proportional,
+        seq_dim=-3,
+        cu_seqlens=cu_seqlens,
+    )
+    check(q, k, *prepared[2:])
+    tables, layout = prepared[2:5], prepared[7:10]
+    result: torch.Tensor = _Packed.apply(qkv, heads, key_heads, *tables, *layout)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _split(qkv: torch.Tensor, heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the queries and the keys, [*, tokens, heads, width]."""
+    rows = qkv.unflatten(-1, (heads + 2 * key_heads, -1))
+    return rows.narrow(-2, 0, heads), rows.narrow(-2, heads, key_heads)
+
+
+def _turn(
+    qkv: torch.Tensor, heads: int, key_heads: int, how: tuple[Any, ...], transposed: bool
+) -> None:
+    cos, sin, positions, rotary_dim, interleaved, proportional = how
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    angles = [gather(table, positions).to(wide) for table in (cos, sin)]
+    layout = (rotary_dim, interleaved, proportional, transposed)
+    for t in _split(qkv, heads, key_heads):
+        t.copy_(turn(t.to(wide), angles[0], angles[1], *layout))
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, heads: int, key_heads: int, *how: Any) -> Any:
+        ctx.save_for_backward(*how[:3])
+        ctx.how = (heads, key_heads, how[3:])
+        ctx.mark_dirty(qkv)
+        _turn(qkv, heads, key_heads, how, False)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        heads, key_heads, layout = ctx.how
+        # A clone, since others may have the gradient; the pass over it is in place.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        how = (*ctx.saved_tensors, *layout)
+        if torch.is_grad_enabled():  # the transpose is linear too
+            grad = _Transposed.apply(grad, heads, key_heads, *how)
+        else:
+            _turn(grad, heads, key_heads, how, True)
+        return (grad, *(None,) * 8)
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, heads: int, key_heads: int, *how: Any) -> Any:
+        ctx.save_for_backward(*how[:3])
+        ctx.how = (heads, key_heads, how[3:])
+        ctx.mark_dirty(grad)
+        _turn(grad, heads, key_heads, how, True)
+        return grad
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        heads, key_heads, layout = ctx.how
+        again = grad.clone(memory_format=torch.contiguous_format)
+        again = _Packed.apply(again, heads, key_heads, *ctx.saved_tensors, *layout)  # type: ignore[no-untyped-call]
+        return (again, *(None,) * 8)

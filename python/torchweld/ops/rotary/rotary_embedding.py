@@ -1,0 +1,179 @@
+"""rotary_embedding: turn pairs of columns by angles, after an optional RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.call import call
+from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.ops.rotary.arguments import check_heads, prepare
+from torchweld.ops.rotary.op import OP
+from torchweld.ops.rotary.over_devices import normalize, shares_heads
+
+
+def rotary_embedding(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    proportional: bool = False,
+    seq_dim: int = -2,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_plus_one: bool = False,
+    norm_rounding: str = "none",
+    norm_across_heads: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate pairs of x's columns: (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    Arithmetic is float32, and the result is rounded once. The backward pass applies the transpose,
+    which is not the inverse if cos and sin contain a factor, as in YaRN.
+
+    Args:
+        x: [*, heads, tokens, width], or [*, tokens, heads, width] with seq_dim=-3; float32,
+            bfloat16, float16 (or float64). Any strides; views are not copied if columns are
+            adjacent.
+        cos: [*, tokens, angles], which broadcasts to x's tokens (the dimension of heads is left
+            out, or 1), or with position_ids a table [rows, angles]. An angle for each pair, or for
+            each column that is rotated; in x's dtype, or float32 beside 16 bits. With sin=None a
+            complex tensor has both.
+        sin: like cos.
+        position_ids: [*, tokens], the rows of cos. On a CPU a row that does not exist is an error.
+            On a GPU nothing waits for a check: the Triton kernel does not read a missing row, and
+            makes the rotated columns NaN; eager torch fails with its device-side assertion.
+        interleaved: True pairs columns 2i and 2i + 1, False i and i + rotary_dim / 2.
+        rotary_dim: the number of leading columns to rotate; others do not change. None: the number
+            of angles if that is x's width, else twice that. A partial rotation with an angle for
+            each column needs it.
+        proportional: True pairs columns i and i + width / 2, as Gemma 4 does.
+        seq_dim: the dimension of tokens, -2 or -3.
+        norm_weight: [width], or [heads * width] across heads, of an RMSNorm before the rotation; in
+            x's dtype, or float32 beside 16 bits.
+        norm_eps: added to the mean square; None: no norm.
+        norm_plus_one: True multiplies by 1 + norm_weight, as Gemma does.
+        norm_rounding: which values of the norm are rounded to x's dtype: "none", "result" (Gemma 3,
+            torch.nn.RMSNorm), or "both" factors and their product (Llama, Qwen3).
+        norm_across_heads: True takes the mean over the heads of a token, as OLMo 2 does. Processes
+            that share the heads of a DTensor exchange one number per token.
+        cu_seqlens: [documents + 1], where packed documents begin among the tokens, and where the
+            last one ends; in place of position_ids. Positions count from 0 in each document, and
+            again behind the last one.
+
+    Returns:
+        A tensor of x's shape, dtype and strides.
+    """
+    heads = -3 if seq_dim == -2 else -2
+    if norm_across_heads is True and shares_heads(x, heads):
+        return _normalize_first(
+            x,
+            heads,
+            (norm_weight, norm_eps, norm_plus_one, norm_rounding),
+            (cos, sin, position_ids),
+            interleaved=interleaved,
+            rotary_dim=rotary_dim,
+            proportional=proportional,
+            seq_dim=seq_dim,
+            cu_seqlens=cu_seqlens,
+        )
+    given = prepare(
+        x,
+        cos,
+        sin,
+        position_ids,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        proportional=proportional,
+        seq_dim=seq_dim,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        norm_plus_one=norm_plus_one,
+        norm_rounding=norm_rounding,
+        norm_across_heads=norm_across_heads,
+        cu_seqlens=cu_seqlens,
+    )
+    y: torch.Tensor = call(OP, *given)[0]
+    return y
+
+
+def _normalize_first(
+    x: torch.Tensor, heads: int, norm: tuple[Any, ...], angles: tuple[Any, ...], **how: Any
+) -> torch.Tensor:
+    """Rotate what is normalised over the heads of several devices, and round once."""
+    weight, eps, plus_one, rounded = norm
+    normalized = normalize(x, weight, eps, plus_one, rounded, heads)
+    cos, sin, positions = angles
+    wide = [
+        t.to(normalized.dtype) if isinstance(t, torch.Tensor) and not t.is_complex() else t
+        for t in (cos, sin)
+    ]
+    return rotary_embedding(normalized, wide[0], wide[1], positions, **how).to(x.dtype)
+
+
+def rotary_embedding_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    proportional: bool = False,
+    seq_dim: int = -2,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_plus_one: bool = False,
+    norm_rounding: str = "none",
+    norm_across_heads: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary_embedding` of queries and keys in one launch.
+
+    Args:
+        q: as x of `rotary_embedding`.
+        k: like q; it may have another number of heads.
+        cos: as in `rotary_embedding`.
+        sin: like cos.
+        position_ids: as in `rotary_embedding`.
+        interleaved: as in `rotary_embedding`.
+        rotary_dim: as in `rotary_embedding`.
+        proportional: as in `rotary_embedding`.
+        seq_dim: as in `rotary_embedding`.
+        q_norm_weight: norm_weight of the queries.
+        k_norm_weight: norm_weight of the keys.
+        norm_eps: as in `rotary_embedding`, of both norms.
+        norm_plus_one: as in `rotary_embedding`.
+        norm_rounding: as in `rotary_embedding`.
+        norm_across_heads: as in `rotary_embedding`.
+        cu_seqlens: as in `rotary_embedding`.
+
+    Returns:
+        The rotated queries and keys.
+    """
+    how: dict[str, Any] = {
+        "interleaved": interleaved,
+        "rotary_dim": rotary_dim,
+        "proportional": proportional,
+        "seq_dim": seq_dim,
+        "norm_eps": norm_eps,
+        "norm_plus_one": norm_plus_one,
+        "norm_rounding": norm_rounding,
+        "norm_across_heads": norm_across_heads,
+        "cu_seqlens": cu_seqlens,
+    }
+    if is_dtensor(q) or is_dtensor(k):  # their numbers of heads are cut in different places
+        rotated_q = rotary_embedding(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)
+        rotated_k = rotary_embedding(k, cos, sin, position_ids, norm_weight=k_norm_weight, **how)
+        return rotated_q, rotated_k
+    check_heads(q, k, seq_dim)
+    x, _, *rest = prepare(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)
+    rest[4] = k_norm_weight
+    results: tuple[torch.Tensor, torch.Tensor] = call(OP, x, k, *rest)
+    return results

@@ -1,0 +1,150 @@
+"""The matrices of a parameter, and the orthogonalisation of whole matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.orthogonal import (
+    QUINTIC,
+    Coefficients,
+    count_operations,
+    orthogonalize,
+    polar_express,
+)
+from torchweld.optim._params import Group
+
+ALGORITHMS = ("standard", "gram", "polar_express")
+ITERATED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Iteration(NamedTuple):
+    """How the matrices of a group are orthogonalised."""
+
+    coefficients: Coefficients
+    gram: bool
+    dtype: torch.dtype
+    eps: float
+    adjust_lr_fn: str | None
+
+    def scale(self, rows: int, columns: int) -> float:
+        """The factor that gives the steps of matrices of any shape a like size."""
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
+
+    def cost(self, rows: int, columns: int) -> float:
+        """The operations that a matrix takes."""
+        return count_operations(rows, columns, len(self.coefficients), self.gram)
+
+
+class Region(NamedTuple):
+    """One matrix in a parameter: its place in the stack, its rows and its columns."""
+
+    place: tuple[int, ...]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows and of columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """The matrix, as a view."""
+        return t[self.place][slice(*self.rows), slice(*self.columns)]
+
+
+def find_iteration(function: str, group: Group) -> Iteration:
+    """Find how this group's matrices are orthogonalised; check its settings."""
+    algorithm, dtype = group.get("algorithm", "standard"), group.get("ns_dtype", torch.bfloat16)
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(function, "algorithm", repr(algorithm), " | ".join(ALGORITHMS))
+    if dtype not in ITERATED:
+        accepted = "torch.bfloat16, float16, float32 or float64"
+        raise ArgumentError(function, "ns_dtype", repr(dtype), accepted)
+    given, steps = group["ns_coefficients"], group["ns_steps"]
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ArgumentError(function, "ns_steps", repr(steps), "an int in [0, 100)")
+    fits = isinstance(given, (tuple, list)) and len(given) > 0
+    each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in given)
+    if not each and not (fits and len(given) == 3 and all(map(_is_number, given))):
+        accepted = "three numbers, or three for each step"
+        raise ArgumentError(function, "ns_coefficients", repr(given), accepted)
+    if each and len(given) != steps:
+        accepted = f"three numbers for each of {steps} steps, as ns_steps says"
+        raise ArgumentError(function, "ns_coefficients", f"three for {len(given)} steps", accepted)
+    coefficients: Any = [tuple(one) for one in given] if each else [tuple(given)] * steps
+    if algorithm == "polar_express":
+        if tuple(given) != QUINTIC:
+            accepted = "the default: polar_express has its own coefficients"
+            raise ArgumentError(function, "ns_coefficients", repr(given), accepted)
+        coefficients = polar_express(steps)
+    eps = float(group["eps"])
+    return Iteration(tuple(coefficients), algorithm == "gram", dtype, eps, group["adjust_lr_fn"])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def find_regions(function: str, shape: Sequence[int], group: Group) -> list[Region]:
+    """Find the matrices of a parameter of this shape: its last two dimensions, packed or not."""
+    *stack, rows, columns = shape
+    size = (rows, columns)[dim := group.get("split_dim", 0)]
+    cuts = _cut(function, size, group.get("split_sizes"), group.get("heads"))
+    packed: Any = [(cut, (0, columns)) if dim == 0 else ((0, rows), cut) for cut in cuts]
+    return [Region(place, *of_one) for place in product(*map(range, stack)) for of_one in packed]
+
+
+def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[int, int]]:
+    """Cut a dimension of packed projections into its parts, and each part into its heads."""
+    parts = [size] if split_sizes is None else list(split_sizes)
+    if sum(parts) != size or min(parts, default=0) < 0:
+        raise ArgumentError(
+            function, "split_sizes", repr(split_sizes), f"sizes that add up to {size}"
+        )
+    counts = [1 if heads is None else heads] * len(parts) if _is_count(heads) else list(heads)
+    if len(counts) != len(parts):
+        accepted = f"a number for each of {len(parts)} parts"
+        raise ArgumentError(function, "heads", repr(heads), accepted)
+    for part, count in zip(parts, counts, strict=True):
+        if not isinstance(count, int) or count < 1 or part % count:
+            raise ArgumentError(function, "heads", repr(heads), f"a divisor of {part}")
+    sizes = [part // count for part, count in zip(parts, counts, strict=True) for _ in range(count)]
+    ends = list(accumulate(sizes))
+    return [(end - of_one, end) for end, of_one in zip(ends, sizes, strict=True)]
+
+
+def _is_count(heads: Any) -> bool:
+    return heads is None or isinstance(heads, int)
+
+
+class Matrix(NamedTuple):
+    """A whole matrix, which its orthogonalisation overwrites."""
+
+    values: torch.Tensor
+    iteration: Iteration
+
+
+def orthogonalize_all(matrices: Iterable[Matrix]) -> None:
+    """Orthogonalise matrices in place, all matrices of a shape together."""
+    alike: dict[Any, list[Matrix]] = {}
+    for one in matrices:
+        values = one.values
+        key = (values.shape, values.dtype, values.device, one.iteration)
+        alike.setdefault(key, []).append(one)
+    for (shape, *_, iteration), some in alike.items():
+        orthogonalize(
+            [one.values for one in some],
+            iteration.coefficients,
+            gram=iteration.gram,
+            dtype=iteration.dtype,
+            eps=iteration.eps,
+            scale=iteration.scale(*shape),
+        )

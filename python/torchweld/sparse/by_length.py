@@ -1,0 +1,62 @@
+"""Layouts by length, for modules whose inputs vary in length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchweld.errors import ArgumentError
+from torchweld.sparse.layout import BlockLayout
+from torchweld.sparse.lists import Lists
+
+# A layout, or a function that makes one from the lengths (queries, keys).
+Source = BlockLayout | Callable[[tuple[int, int]], BlockLayout]
+_CAPACITY = 16
+
+
+@contextmanager
+def _leave_modes() -> Iterator[None]:
+    """Leave the caller's modes and transforms, since later calls run without them."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+        yield
+
+
+class Layouts:
+    """The layouts of a source: one for each pair of lengths and each device.
+
+    Layers share layouts only if they share a Layouts.
+    """
+
+    def __init__(self, source: Source) -> None:
+        if not isinstance(source, BlockLayout) and not callable(source):
+            accepted = "a BlockLayout, or a function from (queries, keys) to one"
+            raise ArgumentError("Layouts", "layout", f"a {type(source).__name__}", accepted)
+        self.source = source
+        self._made: dict[tuple[int, int, torch.device], BlockLayout] = {}
+
+    def of(self, q: torch.Tensor, k: torch.Tensor) -> BlockLayout:
+        """The layout for these queries and keys. Their lengths are the second to last dimension."""
+        key = (q.shape[-2], k.shape[-2], q.device)
+        layout = self._made.get(key)
+        if layout is None:
+            with nullcontext() if torch.compiler.is_dynamo_compiling() else _leave_modes():
+                layout = self._make(key[:2]).to(q.device)
+            if len(self._made) == _CAPACITY:  # ragged batches have many lengths
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = layout
+        if isinstance(q, FakeTensor) and layout.lists and not torch.compiler.is_exporting():
+            fakes = Lists(*[q.fake_mode.from_tensor(t) for t in layout.lists])
+            return dataclasses.replace(layout, lists=fakes)
+        return layout
+
+    def _make(self, lengths: tuple[int, int]) -> BlockLayout:
+        return self.source if isinstance(self.source, BlockLayout) else self.source(lengths)

@@ -1,0 +1,74 @@
+"""A ring and a parameter server from sends: equal to all_reduce, and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from processes import processes
+from torchweld import optim
+from torchweld.distributed import CountCollectives
+from torchweld.distributed.by_hand import (
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    server_step,
+)
+from torchweld.errors import ArgumentError
+
+COUNT = 4
+
+
+def _sum_by_rings(rank: int) -> None:
+    """Whole numbers, whose sums have no rounding."""
+    for shape in ((8, 16), (5, 3), (1,), (0, 4)):
+        x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) * (rank + 1)
+        wanted = x.clone()
+        dist.all_reduce(wanted)
+        with CountCollectives() as counted:
+            found = ring_all_reduce(x)
+        assert torch.equal(found, wanted)
+        each = 4 * -(-x.numel() // COUNT)
+        assert counted.calls == {"send": 2 * (COUNT - 1)}
+        assert counted.bytes == {"send": 2 * (COUNT - 1) * each}
+    x = torch.full((8,), float(rank))
+    with CountCollectives() as first:
+        part = ring_reduce_scatter(x)
+    with CountCollectives() as second:
+        ring_all_gather(part)
+    assert first.bytes == second.bytes == {"send": (COUNT - 1) * x.nbytes // COUNT}
+
+
+def _step_by_a_server(rank: int) -> None:
+    torch.manual_seed(0)
+    layer, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    other.load_state_dict(layer.state_dict())
+    optimizer = optim.AdamW(layer.parameters()) if rank == 0 else None
+    beside = optim.AdamW(other.parameters())
+    size = 4 * sum(p.numel() for p in layer.parameters())
+    for step in range(3):
+        x = torch.full((2, 8), float(rank + step))
+        for module in (layer, other):
+            module.zero_grad()
+            module(x).sum().backward()
+        with CountCollectives() as counted:
+            server_step([*layer.parameters()], optimizer)
+        for p in other.parameters():
+            dist.all_reduce(p.grad)
+            assert p.grad is not None
+            p.grad /= COUNT
+        beside.step()
+        for mine, wanted in zip(layer.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, wanted)
+        # The server sends to all others. A ring's process would send 2 (n - 1) / n of the size.
+        assert counted.bytes == {"send": (COUNT - 1) * size if rank == 0 else size}
+    wrong = None if rank == 0 else beside
+    with pytest.raises(ArgumentError, match=r"optimizer is .*; accepted: one in process 0"):
+        server_step([*layer.parameters()], wrong)
+
+
+@pytest.mark.parametrize("scenario", [_sum_by_rings, _step_by_a_server])
+def test_equals_all_reduce(scenario: object) -> None:
+    with processes(COUNT) as four:
+        four.run("cpu", scenario)  # type: ignore[arg-type]

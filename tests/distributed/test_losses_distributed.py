@@ -1,0 +1,341 @@
+"""The losses of a vocabulary that two and four real processes share equal those of one process."""
+
+# Arguments and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined, union-attr"
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from processes import processes
+from torchweld import functional, nn
+from torchweld.distributed import CountCollectives, tp_plan
+from torchweld.distributed.vocabulary import VocabularyParallel
+from torchweld.errors import ArgumentError
+from transformer import Settings, Transformer
+
+ROWS, FEATURES = 12, 8
+# Sums of so few terms are exact in float64 but for some roundings, of results of at most 20.
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def _make(classes: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(3)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=made, dtype=torch.float64)
+
+    target = torch.randint(0, classes, (ROWS,), generator=made)
+    target[1::4] = -100
+    return {
+        "input": draw(ROWS, FEATURES),
+        "linear_weight": draw(classes, FEATURES),
+        "linear_bias": draw(classes),
+        "target": target,
+        "weight": draw(classes).abs() + 0.1,
+        "token_weights": draw(ROWS).abs(),
+        "temperature": draw(ROWS).abs() + 0.5,
+        "probabilities": draw(ROWS, classes).softmax(1),
+    }
+
+
+def _place(t: torch.Tensor, mesh: Any, at: int | None) -> Any:
+    return distribute_tensor(t, mesh, [Replicate() if at is None else Shard(at)])
+
+
+def _losses(made: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    some = 5 * 8 * (len(made["weight"]) + 3 * FEATURES)  # bytes of 5 rows
+    return [
+        {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "memory": some},
+        {"weight": made["weight"], "label_smoothing": 0.2, "reduction": "sum", "memory": some},
+        {"token_weights": made["token_weights"], "reduction": "none", "logit_scale": 0.5},
+        {"temperature": made["temperature"], "return_lse": True, "z_loss": 0.1},
+        {"target": made["probabilities"], "weight": made["weight"], "label_smoothing": 0.1},
+    ]
+
+
+def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results and the gradients of a sum of them in which each has another factor."""
+    results = results if isinstance(results, tuple) else (results,)
+    floating = [r for r in results if r.is_floating_point()]
+    total = sum((k + 1) * r.sin().sum() for k, r in enumerate(floating))
+    return [*results, *torch.autograd.grad(total, sources)]
+
+
+def _equal_one_process(rank: int, count: int, classes: int) -> None:
+    """With kept and with recomputed gradients, in one chunk and in several."""
+    mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
+    names = ("input", "linear_weight", "linear_bias")
+    one = [made[name].clone().requires_grad_() for name in names]
+    several = torch.stack([made["target"], made["target"].roll(1)], 1)
+    # Rows that devices share are gathered: the vocabulary is what they share here.
+    for rows in (None, 0):
+        shards = [_place(made[name], mesh, 0) for name in names[1:]]
+        shards = [_place(made["input"], mesh, rows), *shards]
+        shards = [t.detach().requires_grad_() for t in shards]
+        calls: list[Any] = []
+        for kw in _losses(made):
+            kw = {"target": made["target"], **kw}
+            calls.append(
+                lambda x, w, b, kw=kw: functional.linear_cross_entropy(x, w, linear_bias=b, **kw)
+            )
+        calls.append(
+            lambda x, w, b: functional.linear_logprobs(
+                x,
+                w,
+                several,
+                linear_bias=b,
+                temperature=0.7,
+                return_entropy=True,
+                return_lse=True,
+                return_argmax=True,
+            )
+        )
+        for call in calls:
+            expected = _differentiate(call(*one), one)
+            found = _differentiate(call(*shards), shards)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), theirs, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "backend"),
+    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu")],
+)
+def test_a_shared_vocabulary(count: int, classes: int, backend: str) -> None:
+    """Uneven too: of 13 words the last of four devices has 1, of 5 it has none."""
+    with processes(count) as group:
+        group.run(backend, _equal_one_process, count, classes)
+
+
+def _counted(rank: int, classes: int) -> None:
+    """Forward: few numbers a row, and never the logits. Backward: the input's gradient."""
+    mesh, made = init_device_mesh("cpu", (2,)), _make(classes)
+    word = 8  # bytes
+    x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    K = 3
+    target = made["target"][:, None].expand(-1, K)
+    for entropy, numbers in ((False, 2 + K), (True, 3 + K)):
+        with CountCollectives() as forward:
+            found = functional.linear_logprobs(x, w, target, return_entropy=entropy)
+        results = found if isinstance(found, tuple) else (found,)
+        assert dict(forward.bytes) == {"all-reduce": ROWS * numbers * word}
+        assert forward.calls["all-reduce"] == 2
+        with CountCollectives() as backward:
+            sum(r.sum() for r in results).backward()
+        assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
+    counted = int((made["target"] != -100).sum())
+    with CountCollectives() as both:  # with kept gradients only rows that count travel
+        loss = functional.linear_cross_entropy(x, w, made["target"], label_smoothing=0.1)
+    assert dict(both.bytes) == {"all-reduce": counted * 4 * word}
+    with CountCollectives() as backward:
+        loss.backward()
+    assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
+
+
+def test_what_travels_is_counted() -> None:
+    with processes(2) as group:
+        group.run("cpu", _counted, 300)
+
+
+def _rows_on_one_dimension(rank: int) -> None:
+    """A mesh of rows and vocabulary: the mean is of the rows of all devices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    made = _make(13)
+    made["target"][:5] = -100  # the devices have different numbers of rows that count
+    x = distribute_tensor(made["input"], mesh, [Shard(0), Replicate()])
+    w = distribute_tensor(made["linear_weight"], mesh, [Replicate(), Shard(0)])
+    one = [made[name].clone().requires_grad_() for name in ("input", "linear_weight")]
+    shards = [t.detach().requires_grad_() for t in (x, w)]
+    for kw in _losses(made)[:4]:
+
+        def run(given: list[Any], kw: Any = kw) -> Any:
+            return functional.linear_cross_entropy(given[0], given[1], made["target"], **kw)
+
+        expected, found = _differentiate(run(one), one), _differentiate(run(shards), shards)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, **CLOSE)
+
+
+def test_rows_and_vocabulary_on_a_mesh() -> None:
+    with processes(4) as group:
+        group.run("cpu", _rows_on_one_dimension)
+
+
+def _refused(rank: int) -> None:
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    target = made["target"]
+
+    def refuse(argument: str, message: str, *given: Any, **kw: Any) -> None:
+        for call in (functional.linear_cross_entropy, functional.linear_logprobs):
+            with pytest.raises(ArgumentError, match=message) as raised:
+                call(*given, **kw)
+            assert raised.value.argument == argument
+
+    refuse("input", "input is a plain tensor; accepted: a DTensor", made["input"], w, target)
+    refuse(
+        "linear_weight",
+        r"placed S\(1\)|Shard\(dim=1\)",
+        x,
+        _place(made["linear_weight"], mesh, 1),
+        target,
+    )
+    part = DTensor.from_local(made["linear_weight"], mesh, [Partial()])
+    refuse("linear_weight", "placed .*P", x, part, target)
+    plain = made["linear_weight"].clone().requires_grad_()
+    refuse("linear_weight", "a plain tensor that requires grad", x, plain, target)
+    bias = made["linear_bias"].clone().requires_grad_()
+    refuse("linear_bias", "a plain tensor that requires grad", x, w, target, linear_bias=bias)
+    refuse("target", r"of shape \[5\]", x, w, target[:5])
+    refuse(r"target[0]", "target.0. is 13; accepted: 0 to 12", x, w, target.clone().fill_(13))
+    other = init_device_mesh("cpu", (2, 1))
+    elsewhere = distribute_tensor(made["linear_weight"], other, [Replicate()] * 2)
+    refuse("linear_weight", "another mesh", x, elsewhere, target)
+    with pytest.raises(ArgumentError, match="input is a DTensor; accepted: a plain tensor"):
+        functional.cross_entropy(x, target.clamp(0, 7))
+    x.requires_grad_()
+    loss = functional.linear_cross_entropy(x, w, target)
+    with pytest.raises(ArgumentError, match="create_graph"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_what_is_refused() -> None:
+    with processes(2) as group:
+        group.run("cpu", _refused)
+
+
+def _sharded_head(rank: int) -> None:
+    """FSDP2 gathers a head once for a call of many chunks, and once for its backward pass."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    head = nn.LinearCrossEntropy(FEATURES, 301, memory=20000)  # one row of gradients is 1204 bytes
+    x = torch.randn(2, 40, FEATURES)
+    target = torch.randint(0, 301, (2, 40))
+    one = x.clone().requires_grad_()
+    loss = head(one, target)
+    loss.backward()
+    wanted = head.weight.grad.clone()
+    head.weight.grad = None
+    fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    mine = x[rank].clone().requires_grad_()
+    with CountCollectives() as count:
+        found = head(mine, target[rank])
+        assert count.calls["all-gather"] == 1
+        found.backward()
+    assert count.calls["all-gather"] == 2
+    assert count.calls["reduce-scatter"] == 1
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)
+    torch.testing.assert_close(mine.grad, one.grad[rank] * 2)
+    with pytest.raises(ArgumentError, match="Of a layer under FSDP2 call the forward"):
+        functional.linear_cross_entropy(mine, head.weight, target[rank])
+
+
+def test_a_head_under_fsdp_is_gathered_once() -> None:
+    with processes(2) as group:
+        group.run("cpu", _sharded_head)
+
+
+class _Model(torch.nn.Module):
+    """Blocks of a transformer, and a head that computes the loss."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.body = Transformer(
+            Settings(vocabulary=61, length=8, width=16, heads=4, layers=1, dropout=0.0)
+        )
+        self.body.norm = self.body.head = None
+        self.lm_head = nn.LinearCrossEntropy(16, 61, label_smoothing=0.1, z_loss=0.01)
+        if tied:
+            assert isinstance(self.body.token, torch.nn.Embedding)
+            self.lm_head.weight = self.body.token.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.body(tokens), labels)
+
+
+def _planned(rank: int, tied: bool) -> None:
+    torch.manual_seed(0)
+    model = _Model(tied)
+    tokens, labels = torch.randint(0, 61, (3, 8)), torch.randint(0, 61, (3, 8))
+    labels[:, 2:4] = -100
+    loss = model(tokens, labels)
+    loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, tp_plan(model))
+    assert model.lm_head.weight.placements == (Shard(0),)
+    with CountCollectives() as count:
+        found = model(tokens, labels)
+    # The embedding, attention and MLP; then the numbers of each row.
+    assert count.calls == {"all-reduce": 3 + 2}
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_shares_the_vocabulary(tied: bool) -> None:
+    with processes(2) as group:
+        group.run("cpu", _planned, tied)
+
+
+def _on_a_ring(rank: int) -> None:
+    """On a mesh of ring and tensor each device has a slice of the tokens; the mean is of all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
+    torch.manual_seed(0)
+    head = nn.LinearCrossEntropy(16, 13)
+    x, labels = torch.randn(3, 8, 16), torch.randint(0, 13, (3, 8))
+    labels[:, :3] = -100
+    one = x.clone().requires_grad_()
+    loss = head(one, labels)
+    loss.backward()
+    wanted = head.weight.grad.clone()
+    head.weight.grad = None
+    style = VocabularyParallel()
+    style.ring = True
+    parallelize_module(head, mesh, style)
+    at = mesh.get_local_rank("ring") * 4
+    mine = x[:, at : at + 4].clone().requires_grad_()
+    found = head(mine, labels[:, at : at + 4])
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(mine.grad, one.grad[:, at : at + 4])
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)
+
+
+def test_a_ring_and_a_shared_vocabulary() -> None:
+    with processes(4) as group:
+        group.run("cpu", _on_a_ring)
+
+
+def _compiled(rank: int) -> None:
+    """fullgraph, with the exchanges in the graph."""
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    x, weight = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    given = [t.detach().requires_grad_() for t in (x, weight)]
+
+    def run(x: Any, weight: Any, target: torch.Tensor) -> Any:
+        return functional.linear_cross_entropy(x, weight, target, label_smoothing=0.1)
+
+    x, weight = given
+    expected = _differentiate(run(x, weight, made["target"]), given)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = _differentiate(compiled(x, weight, made["target"]), given)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), **CLOSE)
+
+
+def test_compiled_whole() -> None:
+    with processes(2) as group:
+        group.run("cpu", _compiled)

@@ -1,0 +1,186 @@
+"""parallelize(): combinations equal one process, and what cannot be is refused by its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+from oracle import TORCH
+from processes import processes
+from torchweld.distributed import Parallel, check_fit, parallelize
+from torchweld.errors import ArgumentError
+from transformer import Settings, Transformer, compute_loss, make_batch
+
+S = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
+MICROBATCHES, ROWS, STEPS = 4, 2, 2
+
+
+def _train(config: Any, offset: int = 0, **given: Any) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    training = parallelize(
+        Transformer(S),
+        config,
+        device="cpu",
+        example=(torch.zeros((ROWS, S.length), dtype=torch.int64),),
+        loss_fn=compute_loss,
+        microbatches=MICROBATCHES,
+        quiet=True,
+        **given,
+    )
+    norms = []
+    for step in range(offset, offset + STEPS):
+        batch = [make_batch(S, ROWS, 10 * step + number) for number in training.own]
+        norms.append(training.step(batch, step)[1].item())
+    return norms, training
+
+
+def _write(rank: int, config: Any, path: str) -> None:
+    norms, training = _train(config)
+    training.save(f"{path}-saved", STEPS)
+    if rank == 0:
+        torch.save(norms, path)
+
+
+def _resume(rank: int, config: Any, path: str) -> None:
+    torch.manual_seed(1)
+    _, training = _train(config, offset=5)
+    assert training.load(f"{path}-saved") == STEPS
+    batch = [make_batch(S, ROWS, 50 + number) for number in training.own]
+    norm = training.step(batch, STEPS)[1].item()
+    if rank == 0:
+        torch.save([norm], path)
+
+
+def _run(count: int, scenario: Callable[..., None], config: Any, path: Path) -> list[float]:
+    with processes(count) as some:
+        some.run(None, scenario, config, str(path))
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The norms of one process's gradients, with its first step after a checkpoint."""
+    path = tmp_path_factory.mktemp("alone") / "norms"
+    return {"steps": _run(1, _write, {}, path), "next": _run(1, _resume, {}, path)}
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"data": "zero1", "checkpoint": "selective"}),
+    (2, {"data": "zero2", "offload": "optimizer"}),
+    (2, {"pipeline": {"size": 2, "schedule": "gpipe"}, "checkpoint": "full"}),
+    (2, {"pipeline": {"size": 2, "schedule": "zbv"}}),
+    (4, {"pipeline": 2, "tensor": {"size": 2, "sequence": True}}),
+    (4, {"data": {"kind": "zero3", "shard": 2}}),
+    (4, {"data": {"kind": "zero2", "shard": 1}, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("count", "config"), CASES, ids=str)
+def test_a_declaration_trains_as_one_process(
+    count: int, config: Any, alone: dict[str, list[float]], tmp_path: Path
+) -> None:
+    """Two steps, and a third one after a checkpoint is loaded into another run."""
+    if TORCH < (2, 12) and "zbv" in str(config):
+        pytest.skip(
+            "torch < 2.12 sends between stages that are neighbours on one rank; gloo cannot"
+        )
+    path = tmp_path / "norms"
+    assert _run(count, _write, config, path) == pytest.approx(alone["steps"], rel=1e-5)
+    assert _run(count, _resume, config, path) == pytest.approx(alone["next"], rel=1e-5)
+
+
+def _sequence(rank: int) -> None:
+    """An nn.Sequential is cut into stages whose parameters keep their names."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(torchweld.nn.MLP(8, 16) for _ in range(4)))
+    names = {name: p.clone() for name, p in model.named_parameters()}
+    x, loss_fn = torch.randn(2, 2, 3, 8), nn.functional.mse_loss
+    pairs = [(rows, rows.flip(0)) for rows in x]
+    whole = torch.stack([loss_fn(model(rows), targets) for rows, targets in pairs]).mean()
+    given = {"device": "cpu", "example": (x[0],), "loss_fn": loss_fn, "microbatches": 2}
+    training = parallelize(model, "pp", quiet=True, **given)
+    mine = dict(training.model.named_parameters())
+    assert len(mine) == len(names) // 2
+    assert all(torch.equal(p, names[name]) for name, p in mine.items())
+    loss, _ = training.step(pairs, 0)
+    torch.testing.assert_close(loss, whole.detach())
+    with pytest.raises(ArgumentError, match="batch is 1 microbatches; accepted: 2"):
+        training.step(pairs[:1], 0)
+
+
+def test_a_sequence_is_cut() -> None:
+    with processes(2) as two:
+        two.run("cpu", _sequence)
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "sizes", "message"),
+    [
+        ({"tensor": 3}, 3, {}, "4 heads in .*; the nearest are 3 or 6"),
+        ({"tensor": 8}, 8, {}, "4 heads in .*; the nearest are 8$"),
+        ({"pipeline": 5}, 5, {}, "layers is 4; accepted: at least one for each of 5 stages"),
+        ({"pipeline": {"size": 3, "schedule": "zbv"}}, 3, {}, "layers is 4; .* 6 stages"),
+        ({"ring": 3}, 3, {"length": 32}, "length is 32; .*; the nearest are 30 or 33"),
+        (
+            {"ring": 2, "tensor": {"size": 2, "sequence": True}},
+            4,
+            {"length": 30},
+            "length is 30; .* 4 processes that share the sequence; the nearest are 28 or 32",
+        ),
+        ({}, 4, {"microbatches": 6}, "microbatches is 6; .* 4 replicas; the nearest are 4 or 8"),
+    ],
+)
+def test_what_does_not_divide_is_named(config: Any, world: int, sizes: Any, message: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(S)
+    with pytest.raises(ArgumentError, match=message):
+        check_fit(model, Parallel.from_config(config, world), **sizes)
+
+
+def test_a_hidden_size_that_does_not_divide_is_named() -> None:
+    with torch.device("meta"):
+        model = Transformer(S)
+        for block in model.blocks.values():
+            block.mlp = torchweld.nn.MLP(32, 50)
+    with pytest.raises(ArgumentError, match=r"50 features in .*; the nearest are 48 or 52"):
+        check_fit(model, Parallel.from_config({"tensor": 4}, 4))
+
+
+def test_tied_parameters_are_named() -> None:
+    with torch.device("meta"):
+        model = Transformer(S)
+    assert model.head is not None
+    assert model.token is not None
+    model.head.weight = model.token.weight
+    with pytest.raises(ArgumentError, match=r"head\.weight is another parameter too"):
+        check_fit(model, Parallel.from_config({"pipeline": 2}, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"lr": 1e-3}}, "optimizer is .*; accepted: a name, or a table"),
+        ({"optimizer": "muon"}, "optimizer is 'muon'; accepted: one of adam"),
+        ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
+        ({"pipeline": {"size": 2, "schedule": "1f2b"}}, "schedule is '1f2b'"),
+        ({"pipeline": {"stages": 2}}, "pipeline is with stages"),
+        ({"checkpoint": "some"}, "checkpoint is 'some'; accepted: one of none, full, selective"),
+        ({"offload": True}, "offload is True"),
+        ({"data": {"kind": "ddp", "shard": 2}}, "shard is 2 with ddp; accepted: with zero2"),
+        ({"data": {"kind": "zero3", "shard": 3}}, "shard is 3 with zero3; .* divisor of 2"),
+        ({"data": {"size": 2}}, "data is with size"),
+        ("nowhere.toml", "config is .*nowhere.toml.*; accepted: a file to read"),
+    ],
+)
+def test_declarations_that_cannot_be_are_named(config: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Parallel.from_config(config, 2)

@@ -1,0 +1,175 @@
+"""Trains small models with an optimizer and with its offloaded version, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchweld import optim
+
+Make = Callable[[list[torch.Tensor]], Any]
+BUCKET = 20000  # bytes: the model has four buckets
+
+
+def small_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A model with matrices, vectors, and a row that is not a multiple of a block."""
+    torch.manual_seed(0)
+    layers = nn.Linear(40, 300), nn.GELU(), nn.Linear(300, 64), nn.LayerNorm(64), nn.Linear(64, 90)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return model(x).float().square().mean()
+
+
+def backward(model: nn.Module, step: int, micro: int = 1, scale: float = 1.0) -> None:
+    for k in range(micro):
+        (loss_of(model, 100 * step + k) * scale).backward()
+
+
+def drained(optimizer: Any) -> None:
+    """Wait for steps that began during the backward, so that tests are deterministic."""
+    if isinstance(optimizer, optim.Offload):
+        optimizer._worker.call(lambda: None)
+
+
+def train(
+    make: Make, dtype: torch.dtype = torch.bfloat16, steps: int = 4, micro: int = 1
+) -> tuple[nn.Module, Any, int]:
+    """The model, its optimizer, and the number of buckets that stepped before step()."""
+    model = small_model(dtype)
+    optimizer = make(list(model.parameters()))
+    ahead = 0
+    for step in range(steps):
+        backward(model, step, micro)
+        drained(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        ahead += getattr(optimizer, "counts", {"ahead": 0})["ahead"]
+    return model, optimizer, ahead
+
+
+def offloaded(make: Make, **arguments: Any) -> Make:
+    settings = {"bucket_bytes": BUCKET, "threads": 1, "undo_bytes": 1 << 30} | arguments
+    return lambda params: optim.Offload(make(params), **settings)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same_run(found: tuple[nn.Module, Any], expected: tuple[nn.Module, Any]) -> None:
+    """Compare parameters, and the keys, dtypes and bits of the state_dicts."""
+    pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    a, b = found[1].state_dict(), expected[1].state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for key, state in b["state"].items():
+        assert list(a["state"][key]) == list(state)
+        for name, value in state.items():
+            assert a["state"][key][name].dtype == value.dtype
+            assert torch.equal(a["state"][key][name], value), (key, name)
+
+
+# --- Writes by others -----------------------------------------------------------------------------
+
+Write = Callable[[nn.Module], Any]
+
+
+def each(model: nn.Module, write: Callable[[Any], Any]) -> None:
+    """Write every parameter, without autograd."""
+    with torch.no_grad():
+        for p in model.parameters():
+            write(p)
+
+
+def part_of(t: Any) -> torch.Tensor:
+    """The tensor, or the local part of a DTensor."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: v.detach() * 0.5 for name, v in model.state_dict().items()})
+
+
+def _replace_twice(p: torch.Tensor) -> None:
+    """Memory that is freed may serve again: the second time at the first address."""
+    for _ in range(2):
+        p.data = p.data * 0.7
+
+
+def _set(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 0.5
+
+
+WRITERS: dict[str, Write] = {
+    "nothing": lambda model: None,
+    "p.mul_": lambda model: each(model, lambda p: p.mul_(0.5)),
+    "p.detach().mul_": lambda model: each(model, lambda p: p.detach().mul_(0.5)),
+    "p.copy_": lambda model: each(model, lambda p: p.copy_(p * 0.5)),
+    "init": lambda model: each(model, lambda p: torch.nn.init.constant_(p, 0.25)),
+    "part of p": lambda model: each(model, lambda p: part_of(p).mul_(0.5)),
+    "foreach": lambda model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.5),
+    "load_state_dict": _load,
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
+    "p.grad.mul_": lambda model: each(model, lambda p: p.grad.mul_(0.5)),
+    "part of p.grad": lambda model: each(model, lambda p: part_of(p.grad).mul_(0.5)),
+    "p.grad.zero_": lambda model: each(model, lambda p: p.grad.zero_()),
+    "p.grad =": lambda model: each(model, _set),
+}
+
+REPLACERS: dict[str, Write] = {
+    "p.data =": lambda model: each(model, lambda p: setattr(p, "data", p.data * 0.5)),
+    "p.data = twice": lambda model: each(model, _replace_twice),
+    "p.grad.data =": lambda model: each(model, lambda p: setattr(p.grad, "data", p.grad * 0.5)),
+}
+
+# These move no version counter.
+UNCOUNTED: dict[str, Write] = {
+    "p.data.clamp_": lambda model: each(model, lambda p: part_of(p).data.clamp_(-0.01, 0.01)),
+    "p.data.copy_": lambda model: each(model, lambda p: part_of(p).data.copy_(part_of(p) * 0.5)),
+    "numpy": lambda model: each(model, lambda p: part_of(p.detach()).numpy().fill(0.25)),
+    "p.grad.data.clamp_": lambda model: each(
+        model, lambda p: part_of(p.grad).data.clamp_(-1e-4, 1e-4)
+    ),
+    "p.grad, numpy": lambda model: each(model, lambda p: part_of(p.grad).numpy().fill(0.25)),
+}
+
+
+def run_with(
+    write: Write, make: Make, shard: Callable[[nn.Module], Any] = lambda model: None
+) -> tuple[nn.Module, Any, int]:
+    """A run in which something writes before a step, and after another one."""
+    model = small_model(torch.float32)
+    shard(model)
+    optimizer = make(list(model.parameters()))
+    undone = 0
+    for step in range(6):
+        backward(model, step)
+        drained(optimizer)
+        if step == 2:
+            write(model)
+        optimizer.step()
+        undone += getattr(optimizer, "counts", {"undone": 0})["undone"]
+        optimizer.zero_grad()
+        if step == 3:
+            write_between(model, write)
+    return model, optimizer, undone
+
+
+def write_between(model: nn.Module, write: Write) -> None:
+    """Write after a step, where gradients are none any more."""
+    kept = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    write(model)
+    for p, grad in zip(model.parameters(), kept, strict=True):
+        p.grad = grad

@@ -1,0 +1,200 @@
+"""Runs optimizers, for their tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchweld import optim
+from torchweld.ops.optimizer.reference import read_param
+
+U = 2.0**-24
+SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))
+# Batches of matrices, a row, a column, an empty tensor, and a vector longer than kVectorRow.
+MATRICES = (*SHAPES, (9000,), (6, 5, 3, 3), (1, 300), (300, 1), (3, 0, 4))
+Optimizer = torch.optim.Optimizer
+
+
+def draw(
+    dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, device: str = "cpu"
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(s, generator=generator) for s in shapes)
+    return [t.to(device, dtype).requires_grad_() for t in drawn]
+
+
+def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+
+
+def draw_grads_by_row(params: list[torch.Tensor], seed: int) -> None:
+    """Rows of different scales: zeros, subnormal, large, and with a non-finite element."""
+    draw_grads(params, seed)
+    for p in params:
+        assert p.grad is not None
+        magnitudes = torch.tensor([1.0, 0.0, 1e-42, 1e-20, 1e15, 1e-3], device=p.device)
+        p.grad *= magnitudes[torch.arange(len(p)) % 6].view(-1, 1)
+        p.grad[7::31, 0] = torch.nan
+        p.grad[11::31, -1] = torch.inf
+
+
+def run(
+    make: Callable[[list[torch.Tensor]], Optimizer],
+    steps: int = 6,
+    dtype: torch.dtype = torch.float32,
+    shapes: Any = SHAPES,
+    device: str = "cpu",
+) -> tuple[list[torch.Tensor], Optimizer]:
+    params = draw(dtype, shapes, device)
+    optimizer = make(params)
+    for seed in range(steps):
+        draw_grads(params, seed)
+        optimizer.step()
+    return params, optimizer
+
+
+def lamb_in_float64(
+    exact: list[torch.Tensor], of_steps: list[list[torch.Tensor]], lr: float, settings: Any
+) -> tuple[list[torch.Tensor], float]:
+    """The paper's algorithm with Apex's and DeepSpeed's variants, and the largest update."""
+    exact = list(exact)
+    beta1, beta2 = settings.get("betas", (0.9, 0.999))
+    eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
+    ms, vs = ([torch.zeros_like(p) for p in exact] for _ in range(2))
+    largest = 1.0
+    for t, grads in enumerate(of_steps, start=1):
+        if limit := settings.get("max_grad_norm"):
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            grads = [g * min(1.0, limit / (norm + 1e-6)) for g in grads]
+        for i, (p, g) in enumerate(zip(exact, grads, strict=True)):
+            g = -g if settings.get("maximize") else g
+            ms[i] = beta1 * ms[i] + (1 - beta1 if settings.get("grad_averaging", True) else 1) * g
+            vs[i] = beta2 * vs[i] + (1 - beta2) * g * g
+            m, v = ms[i], vs[i]
+            if settings.get("bias_correction", True):
+                m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+            u = m / (v.sqrt() + eps) + decay * p
+            ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
+            if clip := settings.get("trust_clip"):
+                ratio = ratio.clamp(*clip)
+            if decay == 0 and not settings.get("always_adapt", True):
+                ratio = torch.tensor(1.0)
+            exact[i] = p - lr * ratio * u
+            if u.numel():
+                largest = max(largest, (lr * ratio * u).abs().max().item())
+    return exact, largest
+
+
+def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Tensor]:
+    """Clones of the parameters and their states."""
+    state = [v for p in params for v in optimizer.state[p].values()]
+    return [t.detach().clone() for t in [*params, *state]]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def assert_a_saved_run_goes_on(
+    make: Callable[[list[torch.Tensor]], Optimizer], dtype: torch.dtype, folder: Path
+) -> Optimizer:
+    """Resume from a file, with the bits of an uninterrupted run; returns the optimizer."""
+    a, first = run(make, dtype=dtype)
+    torch.save([first.state_dict(), a], folder / "saved.pt")
+    state, b = torch.load(folder / "saved.pt", weights_only=True)
+    second = make(b)
+    second.load_state_dict(state)
+    for seed in (20, 21):
+        for params, optimizer in ((a, first), (b, second)):
+            draw_grads(params, seed)
+            optimizer.step()
+    assert same(snapshot(a, first), snapshot(b, second))
+    return second
+
+
+def assert_same_but_for_ties(
+    found: tuple[list[torch.Tensor], Optimizer], expected: Any, masters: Any
+) -> None:
+    """Compare short runs of Adafactor: the same bits, except where sums round at a tie."""
+    for p, e in zip(found[0], expected[0], strict=True):
+        a, b = found[1].state[p], expected[1].state[e]
+        assert list(a) == list(b)
+        for name in a.keys() & {"row_var", "col_var", "variance"}:
+            torch.testing.assert_close(a[name], b[name], rtol=4 * U, atol=0)
+        if masters and p.dtype != torch.float32:
+            entry = "master" if masters is True or p.dtype == torch.float16 else "remainder"
+            values = [read_param(t.detach(), s[entry]) for t, s in ((p, a), (e, b))]
+            torch.testing.assert_close(*values, rtol=8 * U, atol=8 * U * 0.1)
+        else:
+            others = (p != e).float().sum()
+            assert others <= max(1, 0.01 * p.numel()) or p.dtype == torch.float32
+            u = {torch.float32: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[p.dtype]
+            torch.testing.assert_close(p, e, rtol=8 * u, atol=8 * U * 0.1)
+
+
+CODECS = [
+    (dtype, state_dtype, masters)
+    for dtype, state_dtype, masters in itertools.product(
+        [torch.float32, torch.bfloat16, torch.float16],
+        [torch.float32, torch.bfloat16, "8bit"],
+        [False, True, "remainder", "remainder8"],
+    )
+    # Of other dtypes both kinds of remainders are float32 masters, or none.
+    if masters != "remainder8" or dtype == torch.bfloat16
+]
+
+
+class ScheduleFreeAdamW(optim.ScheduleFreeAdamW):
+    """In train mode from the start, as other optimizers are."""
+
+    def __init__(self, params: Any, lr: float = 2.5e-3, **settings: Any) -> None:
+        super().__init__(params, lr, **settings)
+        self.train()
+
+
+# Settings that cover each branch of each rule.
+RULES: list[tuple[Any, dict[str, Any]]] = [
+    (optim.AdamW, {}),
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (optim.SGD, {"weight_decay": 0.1}),
+    (optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": False}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Lion, {"weight_decay": 0.1}),
+    (optim.LAMB, {"weight_decay": 0.1}),
+    (optim.LARS, {"weight_decay": 0.1}),
+    (optim.AdEMAMix, {"weight_decay": 0.1}),
+    (ScheduleFreeAdamW, {"weight_decay": 0.1}),
+    (optim.AdamW, {"cautious": True, "cautious_decay": True, "amsgrad": True}),
+    (optim.Lion, {"weight_decay": 0.1, "cautious": True, "cautious_decay": True}),
+    (optim.AdamW, {"ema_decay": 0.9}),
+]
+
+# One optimizer of each rule, with every setting having an effect.
+BY_RULE: dict[str, Any] = {
+    "adam": lambda p: optim.AdamW(p, weight_decay=0.1),
+    "sgd": lambda p: optim.LARS(p, momentum=0.9, weight_decay=0.1),
+    "lion": lambda p: optim.Lion(p, weight_decay=0.1),
+    "muon": lambda p: optim.Muon(p, ns_dtype=torch.float32),
+    "lamb": lambda p: optim.LAMB(p, eps=1e-3, weight_decay=0.1),
+    "ademamix": lambda p: optim.AdEMAMix(
+        p, betas=(0.9, 0.99, 0.95), alpha_warmup=5, beta3_warmup=5, weight_decay=0.1
+    ),
+    "schedule_free": lambda p: ScheduleFreeAdamW(p, weight_decay=0.1),
+    "adafactor": lambda p: optim.TransformersAdafactor(
+        p, 5.0, (1e-3, 2.0), 0.5, beta1=0.9, weight_decay=0.1, relative_step=False
+    ),
+}
+
+
+def maker(
+    kind: Any, settings: dict[str, Any], state_dtype: Any = torch.float32, masters: Any = False
+) -> Callable[[list[torch.Tensor]], Optimizer]:
+    """Make optimizers that store every matrix this way, even small ones."""
+    stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
+    return lambda params: kind(params, **{"lr": 1e-2} | stored | settings)

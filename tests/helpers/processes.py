@@ -1,0 +1,99 @@
+"""Processes connected by gloo. Tests share them, since starting them is slow."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+import torchweld
+
+SECONDS = 300  # timeout of a scenario
+
+
+def starts() -> Any:
+    """multiprocessing, with processes that fork from one that has imported what takes seconds."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torchweld.distributed", "torch._dynamo", "torch.distributed.fsdp"]
+    )
+    return context
+
+
+class Processes:
+    """A number of processes that all run the same scenarios."""
+
+    def __init__(self, count: int) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        store = f"file://{Path(self._directory.name) / 'store'}"
+        context = starts()
+        self._ends, theirs = zip(*[context.Pipe() for _ in range(count)], strict=True)
+        self._started = [
+            context.Process(target=_serve, args=(rank, count, store, end), daemon=True)
+            for rank, end in enumerate(theirs)
+        ]
+        for process, end in zip(self._started, theirs, strict=True):
+            process.start()
+            end.close()  # so that recv fails if the process dies
+
+    def run(self, backend: str | None, scenario: Callable[..., None], *given: Any) -> None:
+        """Run scenario(rank, *given) in every process, on this backend, and re-raise its error."""
+        for end in self._ends:
+            end.send((backend, scenario, given))
+        at_work: dict[Any, int] = {end: rank for rank, end in enumerate(self._ends)}
+        while at_work:
+            answered: list[Any] = wait(list(at_work), SECONDS)
+            if not answered:
+                raise TimeoutError(
+                    f"ranks {sorted(at_work.values())} did not finish within {SECONDS} s"
+                )
+            for end in answered:
+                rank = at_work.pop(end)
+                if failure := end.recv():
+                    raise AssertionError(f"rank {rank}: {failure}")
+
+    def stop(self) -> None:
+        """Kill them: a process that waits for a failed one never ends."""
+        for process in self._started:
+            process.terminate()
+            process.join()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, count: int, store: str, end: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    while True:
+        backend, scenario, given = end.recv()
+        failure = None
+        torch._dynamo.reset()
+        try:
+            with torchweld.use_backend(backend):
+                scenario(rank, *given)
+        except BaseException:
+            failure = traceback.format_exc()
+        end.send(failure)
+
+
+_kept: dict[int, Processes] = {}
+
+
+@contextmanager
+def processes(count: int) -> Iterator[Processes]:
+    """The processes of the last test, or new ones after a failure."""
+    if count not in _kept:
+        _kept[count] = Processes(count)
+    try:
+        yield _kept[count]
+    except BaseException:
+        _kept.pop(count).stop()
+        raise

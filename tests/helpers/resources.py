@@ -1,0 +1,247 @@
+"""What Triton's kernels take on GPUs that need not be here: registers, shared memory, spills.
+
+It also has how often their matrix products are computed, and whether by slow instructions.
+
+A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
+To compile them all takes minutes, so the results are kept in tests/kept, by version of Triton and
+by a hash of all that a compile depends on. `rows` compiles what is not there, and the fullest case
+of each kernel anyway. `make resources` compiles everything and keeps it; with ARGS=missing only
+what is not kept yet.
+
+The compiler runs in a process of this file, since tests set TRITON_INTERPRET=1, which disables it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import layouts
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPABILITIES = (80, 90, 100)
+TAKEN = ("registers", "shared", "spilled", "repeats", "slow")
+
+# Kernels whose tensors are aligned, whatever views the caller passes.
+NEVER_UNALIGNED = {
+    "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
+    "linear_act._linear_act": "reads copies of such views",
+    "linear_act_persistent._linear_act_persistent": "reads descriptors: such views have none",
+    "attention_forward.attention_forward": "reads copies of such views",
+    "attention_backward.attention_deltas": "reads copies of such views",
+    "attention_backward.attention_query_gradient": "reads copies of such views",
+    "attention_keys.attention_key_gradients": "reads copies of such views",
+    "attention_keys.attention_key_sums": "reads and writes only tensors that were allocated for it",
+}
+
+
+def launches(capability: int) -> Iterator[tuple[str, Any]]:
+    """The cases of every module that are meant for such a GPU."""
+    from torchweld import triton_kernels
+
+    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        cases: Any = getattr(importlib.import_module(module.name), "aot_cases", tuple)
+        takes_capability = bool(getattr(cases, "__annotations__", {}).keys() - {"return"})
+        for case, launch in cases(capability) if takes_capability else cases():
+            if capability >= launch.least_capability:
+                yield case, launch
+
+
+def signature_of(
+    launch: Any, aligned: bool = True
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Types, constants and alignments of a launch, by the rules of Triton's JIT.
+
+    `aligned=False`: of views, of whose addresses and strides Triton knows nothing. Widths stay what
+    they are, since they choose the tile.
+    """
+    import torch
+    from triton.runtime.jit import mangle_type
+
+    types, constants, attributes = {}, {}, {}
+    compiler = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}
+    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    given |= {name: value for name, value in launch.options.items() if name not in compiler}
+    for parameter in launch.kernel.params:
+        name, value = parameter.name, given[parameter.name]
+        is_integer = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_integer and value == 1):
+            types[name], constants[name] = "constexpr", value
+            continue
+        types[name] = mangle_type(value)
+        is_multiple = is_integer and not parameter.do_not_specialize_on_alignment and not value % 16
+        of_a_view = isinstance(value, torch.Tensor) or name.endswith("_stride")
+        if (isinstance(value, torch.Tensor) or is_multiple) and (aligned or not of_a_view):
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+    return types, constants, attributes
+
+
+class Compile:
+    """A launch, for tensors that Triton knows to be aligned or for any."""
+
+    def __init__(self, case: str, launch: Any, aligned: bool) -> None:
+        self.case, self.launch, self.aligned = case, launch, aligned
+        self._file = Path(launch.kernel.fn.__code__.co_filename).resolve()
+        self.kernel = f"{self._file.stem}.{launch.kernel.fn.__name__}"
+        self.signature = signature_of(launch, aligned)
+        given = launch.options if aligned else launch.unaligned_options()
+        self.options = {k: v for k, v in given.items() if k not in self.signature[0]}
+        self.key = hashlib.sha256(self._text().encode()).hexdigest()[:16]
+
+    def _text(self) -> str:
+        """All that the machine code depends on, but for the versions of Triton and of the GPU."""
+        from torchweld.bench import sources
+
+        code = sources.hash_of(sources.find_used([self._file], ROOT), ROOT)
+        return f"{code} {self.kernel} {self.signature} {self.options}"
+
+    def run(self, capability: int) -> dict[str, int]:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        target = GPUTarget("cuda", capability, 32)
+        source = ASTSource(self.launch.kernel, *self.signature)
+        compiled = triton.compile(source, target=target, options=self.options)
+        products = layouts.read(compiled.asm["ttgir"], capability)
+        taken = _of_machine_code(compiled.asm["cubin"])
+        return {**taken, "shared": compiled.metadata.shared, **products}
+
+
+def _of_machine_code(cubin: bytes) -> dict[str, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found, report
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "spilled": stack + local}
+
+
+Taken = dict[str, int]  # registers, shared and spilled bytes, and products as layouts.py has them
+Known = dict[str, Taken]  # by the key of a compile
+
+
+def compiles(capability: int, known: Known) -> Iterator[Compile]:
+    """Every launch; then, for views that are not aligned, the fullest launch with each tile.
+
+    The caller enters what a compile takes into `known` before it asks for the next one.
+    """
+    fullest: dict[str, Compile] = {}
+    for case, launch in launches(capability):
+        each = Compile(case, launch, True)
+        yield each
+        if each.kernel not in NEVER_UNALIGNED and not launch.aligned:
+            tile = {k: v for k, v in launch.options.items() if k != "ACTIVATION"}
+            _keep_fullest(fullest, f"{launch.kernel.fn} {tile}", each, known)
+    for each in fullest.values():
+        yield Compile(f"{each.case}, unaligned", each.launch, False)
+
+
+def _keep_fullest(fullest: dict[str, Compile], at: str, each: Compile, known: Known) -> None:
+    before = fullest.setdefault(at, each)
+    if known[each.key]["registers"] > known[before.key]["registers"]:
+        fullest[at] = each
+
+
+def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
+    """What each compile takes: as it was kept, or as of now, which `now` tells.
+
+    The fullest case of each kernel is compiled in any case.
+    """
+    known, now, found = dict(kept), dict[str, Taken](), list[Compile]()
+    fullest: dict[str, Compile] = {}
+    for each in compiles(capability, known):
+        if each.key not in known:
+            known[each.key] = now[each.key] = each.run(capability)
+        found.append(each)
+        _keep_fullest(fullest, each.kernel, each, known)
+    for each in fullest.values():
+        if each.key not in now:
+            now[each.key] = each.run(capability)
+    return [
+        {
+            "kernel": each.kernel,
+            "case": each.case,
+            "key": each.key,
+            "aligned": each.aligned,
+            "warps": each.options["num_warps"],
+            "kept": kept.get(each.key),
+            "now": now.get(each.key),
+        }
+        for each in found
+    ]
+
+
+# --- What is kept ---------------------------------------------------------------------------------
+
+
+def file() -> Path:
+    import triton
+
+    return ROOT / "tests" / "kept" / f"triton-{triton.__version__}.tsv"
+
+
+def read(capability: int) -> Known:
+    """What was kept for this version of Triton."""
+    if not file().exists():
+        return {}
+    names, *lines = (line.split("\t") for line in file().read_text().splitlines())
+    at = names.index(f"sm_{capability}")
+    return {
+        line[names.index("key")]: dict(zip(TAKEN, map(int, line[at].split()), strict=True))
+        for line in lines
+        if line[at]
+    }
+
+
+def write(by_capability: dict[int, list[dict[str, Any]]]) -> None:
+    """One line for each case, one column for each GPU: the numbers of TAKEN in their order."""
+    cells: dict[tuple[str, ...], dict[int, str]] = {}
+    for capability, found in by_capability.items():
+        for row in found:
+            at = (row["kernel"], row["case"], str(row["warps"]), row["key"])
+            taken = row["now"] or row["kept"]
+            cells.setdefault(at, {})[capability] = " ".join(str(taken[k]) for k in TAKEN)
+    lines = [["kernel", "case", "warps", "key", *(f"sm_{each}" for each in by_capability)]]
+    lines += [[*at, *(cells[at].get(each, "") for each in by_capability)] for at in cells]
+    file().parent.mkdir(exist_ok=True)
+    file().write_text("".join("\t".join(line) + "\n" for line in lines))
+
+
+def in_a_process(capability: int, *arguments: str) -> list[dict[str, Any]]:
+    """`rows`, where the compiler is not disabled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), *arguments]
+    return json.loads(subprocess.check_output(command, env=environment, text=True))
+
+
+def main() -> None:
+    anew = [] if "missing" in sys.argv else ["anew"]
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():
+        capability, anew = int(sys.argv[1]), sys.argv[2:]
+        json.dump(rows(capability, {} if anew else read(capability)), sys.stdout)
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda each: in_a_process(each, *anew), CAPABILITIES)
+        write(dict(zip(CAPABILITIES, found, strict=True)))
+    print(file())
+
+
+if __name__ == "__main__":
+    main()

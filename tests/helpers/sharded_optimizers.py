@@ -1,0 +1,136 @@
+"""Runs optimizers on sharded parameters, and compares them with whole ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from optimizers import U
+from torchweld import optim
+
+# A row of 300 is two blocks, which column shards cut. 65 rows do not divide by two. Some dimensions
+# are shorter than the number of processes.
+SHAPES = ((65, 300), (64, 64), (300,), (1, 5000), (4, 40, 30), (4100, 1), (20, 3, 100), (1, 5, 6))
+CODECS: tuple[dict[str, Any], ...] = (
+    {},
+    {"state_dtype": "8bit"},
+    {"state_dtype": torch.bfloat16, "amsgrad": True},
+    {"state_dtype": "8bit", "master_weights": "remainder"},
+    {"master_weights": True},
+    {"stochastic_rounding": True},
+    {"stochastic_rounding": True, "state_dtype": "8bit"},
+)
+
+
+def drawn(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def dtype_of(settings: dict[str, Any]) -> torch.dtype:
+    narrow = settings.keys() & {"master_weights", "stochastic_rounding"}
+    return torch.bfloat16 if narrow else torch.float32
+
+
+def run(
+    settings: dict[str, Any],
+    place: Callable[[torch.Tensor], torch.Tensor],
+    steps: range,
+    saved: Any = None,
+    kind: Any = optim.AdamW,
+) -> tuple[list[torch.Tensor], Any]:
+    """Run all steps, or resume from a saved state. Returns parameters and optimizer."""
+    dtype = dtype_of(settings)
+    params: list[torch.Tensor] = [
+        torch.nn.Parameter(place(v)) for v in (saved[0] if saved else drawn(0, dtype))
+    ]
+    optimizer = kind(params, 1e-2, **settings)
+    if saved:
+        optimizer.load_state_dict(saved[1])
+    for seed in steps:
+        for p, g in zip(params, drawn(seed, dtype), strict=True):
+            p.grad = place(g * 0.1)
+        optimizer.step()
+    return params, optimizer
+
+
+def whole_of(t: Any) -> Any:
+    if not hasattr(t, "full_tensor"):
+        return t
+    if t.dtype != torch.int16:
+        return t.full_tensor()
+    # Neither gloo nor NCCL can gather these.
+    from torch.distributed.tensor import DTensor
+
+    layout = {"shape": t.shape, "stride": t.stride()}
+    bits = DTensor.from_local(
+        t.to_local().view(torch.float16), t.device_mesh, t.placements, **layout
+    )
+    return bits.full_tensor().view(torch.int16)
+
+
+def assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Compare parameters and states bit for bit."""
+    for p, e in zip(found[0], expected[0], strict=True):
+        assert torch.equal(whole_of(p.detach()), e)
+        for name, value in expected[1].state[e].items():
+            whole = whole_of(found[1].state[p][name])
+            assert whole.dtype == value.dtype
+            assert torch.equal(whole, value), name
+
+
+def placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Shard tensors in these dimensions, or in the last one if they have fewer. None replicates."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        placements = [Replicate() if d is None else Shard(min(d, t.ndim - 1)) for d in dims]
+        # Every rank has the whole tensor, so nothing need be sent.
+        return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+    return place
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[Any]]:
+    """Record the operations of the all-reduces made inside."""
+    made: list[Any] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def record(t: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, **given: Any) -> Any:
+        made.append(op)
+        return all_reduce(t, op, **given)
+
+    torch.distributed.all_reduce = record  # type: ignore[assignment]  # of fewer arguments
+    try:
+        yield made
+    finally:
+        torch.distributed.all_reduce = all_reduce
+
+
+FACTORED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (optim.Adafactor, {"weight_decay": 0.1}),
+    (optim.Adafactor, {"master_weights": True}),
+    (optim.TransformersAdafactor, {"relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+)
+
+
+def assert_near(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
+    """Adafactor's results differ by the order of its float64 sums, which are rounded to float32.
+
+    A step is at most lr times the root mean square of the parameter, times an element's direction
+    relative to the mean one, which is less than 10 here. It takes about ten roundings.
+    """
+    for p, e in zip(found[0], expected[0], strict=True):
+        state, given = found[1].state[p], expected[1].state[e]
+        assert list(state) == list(given)
+        steps, size = given["step"], 10 * 1e-2 * e.float().square().mean().sqrt()
+        values = [(state[name], given[name]) for name in given if name != "master"]
+        for value, whole in values:
+            bound = 4 * steps * U * whole.abs() + (whole.dim() > 0) * steps * U * size
+            assert ((whole_of(value) - whole).abs() <= bound).all()
+        p, e = (s.get("master", t) for s, t in ((state, p), (given, e)))
+        assert ((whole_of(p.detach()) - e).abs() <= 10 * steps * U * (e.abs() + size)).all()

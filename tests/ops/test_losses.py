@@ -1,0 +1,410 @@
+"""cross_entropy, linear_cross_entropy and linear_logprobs against plain torch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+import torchweld
+from torchweld import functional
+from torchweld.errors import ArgumentError
+
+pytestmark = pytest.mark.numbers
+
+LINEAR, LOGITS = functional.linear_cross_entropy, functional.cross_entropy
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager"])
+UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
+# How many of them a result may be off, in the largest element. A probability's relative error is
+# the error of its exponent: three roundings of half a unit (scale, cap, temperature) of at most 12,
+# the largest logit here. Sums, logarithm and products add 8. In 16 bits only what is stored is
+# rounded. What float64 is compared with makes the same roundings, and sums 2100 terms in up to 20.
+ROUNDINGS = {torch.float64: 72, torch.float32: 26, torch.bfloat16: 8}
+
+
+def agree(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == exact.shape
+    exact = exact.detach().double()
+    largest = max(exact.abs().max().item(), 2.0**-30) if exact.numel() else 1.0
+    off = (got.detach().double() - exact).abs().max().item() if exact.numel() else 0.0
+    assert off <= ROUNDINGS[dtype] * UNIT[dtype] * largest, (off / largest, UNIT[dtype])
+
+
+def exact_loss(u: torch.Tensor, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
+    """The documented formula in float64, of logits u in whichever options remain."""
+    kw = dict(kw)
+    u = u * kw.pop("logit_scale", 1.0)
+    if cap := kw.pop("softcap", None):
+        u = cap * torch.tanh(u / cap)
+    temperature = kw.pop("temperature", 1.0)
+    u = u / (temperature.double()[:, None] if torch.is_tensor(temperature) else temperature)
+    z, tokens = kw.pop("z_loss", 0.0), kw.pop("token_weights", None)
+    reduction = kw.pop("reduction", "mean")
+    weight = kw.get("weight")
+    if weight is not None:
+        kw["weight"] = weight.double()
+    soft = target.is_floating_point()
+    target = target.double() if soft else target
+    loss = F.cross_entropy(u, target, reduction="none", **kw)
+    counted = torch.ones(len(u)).double() if soft else (target != -100).double()
+    loss = loss + z * counted * u.logsumexp(1) ** 2
+    each = counted
+    if weight is not None and not soft:
+        each = counted * weight.double()[target.clamp(0)]
+    if tokens is not None:
+        loss, each = loss * tokens.double(), each * tokens.double()
+    if reduction == "none":
+        return loss
+    return loss.sum() / each.sum() if reduction == "mean" else loss.sum()
+
+
+def options(rows: int, classes: int) -> dict[str, dict[str, Any]]:
+    made = torch.Generator().manual_seed(1)
+    weight = torch.rand(classes, generator=made) + 0.1
+    tokens = torch.rand(rows, generator=made)
+    temperature = torch.rand(rows, generator=made) + 0.5
+    return {
+        "plain": {},
+        "sum": {"reduction": "sum"},
+        "none": {"reduction": "none"},
+        "smoothing": {"label_smoothing": 0.1},
+        "all smooth": {"label_smoothing": 1.0, "weight": weight},
+        "weights": {"weight": weight, "label_smoothing": 0.2},
+        "z": {"z_loss": 1e-2, "token_weights": tokens},
+        "caps": {"softcap": 4.0, "logit_scale": 0.5, "temperature": 0.7},
+        "temperatures": {"softcap": 4.0, "temperature": temperature, "reduction": "none"},
+    }
+
+
+NAMES = [*options(1, 1)]
+
+
+def make(rows: int, classes: int, features: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, features, generator=made, dtype=torch.float64)
+    weight = torch.randn(classes, features, generator=made, dtype=torch.float64)
+    bias = torch.randn(classes, generator=made, dtype=torch.float64)
+    weight *= 3 * features**-0.5
+    target = torch.randint(0, classes, (rows,), generator=made)
+    target[1::5] = -100
+    return [x.to(dtype), weight.to(dtype), bias.to(dtype), target]
+
+
+def soften(rows: int, classes: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(2)
+    return torch.rand(rows, classes, generator=made).softmax(1)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("soft", [False, True])
+def test_cross_entropy(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None:
+    """Logits of 2100 columns take more than one block of the kernel."""
+    rows, classes = 6, 2100
+    kw = options(rows, classes)[name]
+    target = soften(rows, classes).to(dtype) if soft else make(rows, classes, 1, dtype)[3]
+    logits = (torch.randn(rows, classes, dtype=torch.float64) * 3).to(dtype)
+    ours, exact = (t.clone().requires_grad_() for t in (logits, logits.double()))
+    with torchweld.use_backend(backend):
+        loss = LOGITS(ours, target, **kw)
+        grad = torch.randn(loss.shape, dtype=torch.float64).to(dtype)
+        loss.backward(grad)
+    wanted = exact_loss(exact, target, kw)
+    wanted.backward(grad.double())
+    assert loss.dtype == dtype
+    assert ours.grad is not None
+    assert exact.grad is not None
+    agree(loss, wanted, dtype)
+    agree(ours.grad, exact.grad, dtype)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("soft", [False, True])
+def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None:
+    """In one chunk and in several that do not divide the rows, with every gradient."""
+    rows, classes, features = 23, 130, 11
+    x, weight, bias, target = make(rows, classes, features, dtype)
+    kw = options(rows, classes)[name]
+    target = soften(rows, classes).to(dtype) if soft else target
+    sources = [t.double().requires_grad_() for t in (x, weight, bias)]
+    wanted = exact_loss(F.linear(*sources), target, kw)
+    grad = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
+    exact = torch.autograd.grad(wanted, sources, grad.double())
+    for memory in (2**20, 9000 if dtype != torch.float64 else 16000):
+        given = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        with torchweld.use_backend(backend):
+            loss = LINEAR(given[0], given[1], target, linear_bias=given[2], memory=memory, **kw)
+            found = torch.autograd.grad(loss, given, grad)
+        agree(loss, wanted, dtype)
+        for got, true in zip(found, exact, strict=True):
+            agree(got, true, dtype)
+
+
+@BACKENDS
+@pytest.mark.parametrize("targets", [None, 1, 3, 64])
+@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
+def test_logprobs(backend: str, dtype: torch.dtype, targets: int | None) -> None:
+    """K targets, duplicates among them, ignored entries and rows; any gradient into any result."""
+    rows, classes, features = 19, 40, 7
+    x, weight, bias, target = make(rows, classes, features, dtype)
+    if targets is not None:
+        target = torch.randint(0, classes, (rows, targets))
+        target[3] = target[7, : targets // 2] = -100
+    sources = [t.double().requires_grad_() for t in (x, weight, bias)]
+    temperature = torch.rand(rows) + 0.5
+    u = 4 * torch.tanh(F.linear(*sources) * 0.5 / 4) / temperature.double()[:, None]
+    log_p = u.log_softmax(1)
+    flat = target.reshape(rows, -1)
+    kept = flat != -100
+    row = kept.any(1)
+    picked = torch.where(kept, log_p.gather(1, flat.clamp(0)), 0).reshape(target.shape)
+    entropy = torch.where(row, -(log_p.exp() * log_p).sum(1), 0)
+    wanted = [picked, entropy, torch.where(row, u.logsumexp(1), 0)]
+    grads = [torch.randn(t.shape) for t in wanted]
+    exact = torch.autograd.grad(wanted, sources, [g.double() for g in grads])
+    for memory in (2**20, 4096):
+        given = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        with torchweld.use_backend(backend):
+            *found, argmax = functional.linear_logprobs(
+                given[0],
+                given[1],
+                target,
+                linear_bias=given[2],
+                temperature=temperature,
+                logit_scale=0.5,
+                softcap=4.0,
+                return_entropy=True,
+                return_lse=True,
+                return_argmax=True,
+                memory=memory,
+            )
+            kind = found[0].dtype
+            made = torch.autograd.grad(found, given, [g.to(kind) for g in grads])
+        for got, true in zip([*found, *made], [*wanted, *exact], strict=True):
+            agree(got, true, dtype)
+        assert (argmax == torch.where(row, u.argmax(1), -1)).float().mean() > 0.9
+        if dtype != torch.bfloat16:
+            assert torch.equal(argmax, torch.where(row, u.argmax(1), -1))
+
+
+def test_a_float32_head_of_16_bits() -> None:
+    """Products of bfloat16 are exact in float32, as in a sampler's head."""
+    x, weight, bias, target = make(9, 300, 16, torch.bfloat16)
+    sources = [t.double().requires_grad_() for t in (x, weight, bias)]
+    wanted = -F.cross_entropy(F.linear(*sources), target, reduction="none")
+    exact = torch.autograd.grad(wanted.sum(), sources)
+    given = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    kw: dict[str, Any] = {"logits_dtype": torch.float32, "memory": 20000}
+    found = functional.linear_logprobs(given[0], given[1], target, linear_bias=given[2], **kw)
+    assert isinstance(found, torch.Tensor)
+    agree(found, wanted, torch.float32)
+    for got, true in zip(torch.autograd.grad(found.sum(), given), exact, strict=True):
+        agree(got, true, torch.bfloat16)
+
+
+@BACKENDS
+def test_what_is_out_of_range_is_named(backend: str) -> None:
+    x, weight, _, target = make(7, 20, 3, torch.float32)
+    target[4], target[5] = 20, -3
+    message = r"target\[4\] is 20; accepted: 0 to 19, or ignore_index, -100"
+    with torchweld.use_backend(backend):
+        for call in (LINEAR, functional.linear_logprobs):
+            with pytest.raises(ArgumentError, match=message):
+                call(x, weight, target)
+        with pytest.raises(ArgumentError, match=message):
+            LOGITS(F.linear(x, weight), target)
+        with pytest.raises(ArgumentError, match=r"target\[4, 0\] is 20"):
+            functional.linear_logprobs(x, weight, target[:, None])
+
+
+@BACKENDS
+def test_all_ignored(backend: str) -> None:
+    """The loss is eager's, the gradients are zero."""
+    x, weight, _, target = make(7, 20, 3, torch.float32)
+    target[:] = -100
+    with torchweld.use_backend(backend):
+        for reduction in ("mean", "sum", "none"):
+            logits = F.linear(x, weight).requires_grad_()
+            wanted = F.cross_entropy(logits, target, reduction=reduction)
+            for linear in (True, False):
+                given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+                if linear:
+                    loss = LINEAR(given[0], given[1], target, reduction=reduction)
+                else:
+                    given = [logits]
+                    loss = LOGITS(logits, target, reduction=reduction)
+                assert isinstance(loss, torch.Tensor)
+                assert torch.equal(loss.nan_to_num(7.0), wanted.nan_to_num(7.0))
+                for grad in torch.autograd.grad(loss.sum(), given):
+                    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@BACKENDS
+def test_infinite_logits(backend: str) -> None:
+    """-inf gives finite gradients, also of entropy; NaN stays in its row."""
+    logits = torch.randn(5, 2100, dtype=torch.float32)
+    logits[0, 5:2000] = -torch.inf
+    logits[1, 3] = torch.nan
+    logits[2, 1:] = -torch.inf
+    target = torch.tensor([1, 1, 0, 4, -100])
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    with torchweld.use_backend(backend):
+        loss = LOGITS(ours, target, reduction="none", z_loss=0.1)
+        assert isinstance(loss, torch.Tensor)
+        loss.sum().backward()
+    wanted = exact_loss(exact, target, {"reduction": "none", "z_loss": 0.1})
+    wanted.sum().backward()
+    assert ours.grad is not None
+    assert exact.grad is not None
+    assert loss.isnan().tolist() == [False, True, False, False, False]
+    whole = [0, 2, 3, 4]
+    agree(loss[whole], wanted[whole], torch.float32)
+    agree(ours.grad[whole], exact.grad[whole], torch.float32)
+    x = torch.eye(3).requires_grad_()
+    bias = torch.tensor([0.0, -torch.inf, 1.0, -torch.inf])
+    entropy = functional.linear_logprobs(
+        x, torch.randn(4, 3), torch.tensor([0, 2, 0]), linear_bias=bias, return_entropy=True
+    )[1]
+    entropy.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().max() > 0
+
+
+def test_memory_below_a_row_is_refused() -> None:
+    x, weight, _, target = make(7, 50, 8, torch.float32)
+    with pytest.raises(ArgumentError, match=r"memory is 100; accepted: at least (\d+)") as caught:
+        LINEAR(x, weight, target, memory=100)
+    least = int(str(caught.value).split("at least ")[1].split(",")[0])
+    assert torch.isclose(LINEAR(x, weight, target, memory=least), LINEAR(x, weight, target))
+    with pytest.raises(ArgumentError, match="memory"):
+        LINEAR(x, weight, target, memory=least - 1)
+
+
+def _derive(function: Any, *given: torch.Tensor) -> None:
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+def test_derivatives_in_float64() -> None:
+    """First and second, of kept and of recomputed gradients."""
+    x, weight, bias, target = make(5, 6, 3, torch.float64)
+    given = [t.requires_grad_() for t in (x, weight, bias)]
+    several = torch.tensor([[1, 1, -100]] * 3 + [[-100] * 3] + [[0, 5, 2]])
+    with torchweld.use_backend("cpu"):
+        for kw in (
+            {"label_smoothing": 0.1, "z_loss": 0.1},
+            {"reduction": "none", "softcap": 2.0, "weight": torch.rand(6).double()},
+        ):
+            _derive(lambda x, w, b, kw=kw: LINEAR(x, w, target, linear_bias=b, **kw), *given)
+            _derive(
+                lambda z, kw=kw: LOGITS(z, target, **kw), F.linear(*given).detach().requires_grad_()
+            )
+        _derive(
+            lambda x, w, b: functional.linear_logprobs(
+                x, w, several, linear_bias=b, temperature=0.7, return_entropy=True, return_lse=True
+            ),
+            *given,
+        )
+
+
+def test_kept_gradients_under_a_scale_and_twice() -> None:
+    """A loss scale multiplies them; a retained graph gives them again."""
+    x, weight, _, target = make(5, 60, 8, torch.float32)
+    given = [x.requires_grad_(), weight.requires_grad_()]
+    loss = LINEAR(given[0], given[1], target)
+    assert isinstance(loss, torch.Tensor)
+    wanted = torch.autograd.grad(F.cross_entropy(F.linear(*given), target), given)
+    once = torch.autograd.grad(loss * 1024.0, given, retain_graph=True)
+    twice = torch.autograd.grad(loss, given)
+    for scaled, plain, true in zip(once, twice, wanted, strict=True):
+        agree(scaled / 1024.0, true, torch.float32)
+        agree(plain, true, torch.float32)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, given)
+
+
+def test_a_frozen_factor_gets_no_gradient() -> None:
+    x, weight, bias, target = make(5, 60, 8, torch.float32)
+    for kept in (x, weight, bias):
+        kept.requires_grad_()
+        for reduction in ("mean", "none"):
+            loss = LINEAR(x, weight, target, linear_bias=bias, reduction=reduction)
+            assert isinstance(loss, torch.Tensor)
+            (got,) = torch.autograd.grad(loss.sum(), kept)
+            plain = F.cross_entropy(F.linear(x, weight, bias), target, reduction=reduction)
+            (true,) = torch.autograd.grad(plain.sum(), kept)
+            agree(got, true, torch.float32)
+        kept.requires_grad_(False)
+
+
+def test_in_place() -> None:
+    """The gradient takes the logits' memory, and whoever else saved them is told."""
+    base = torch.randn(40, 512, requires_grad=True)
+    target = torch.randint(0, 512, (40,))
+    logits = base * 1
+    kept = logits.exp()
+    pointer = logits.data_ptr()
+    logits.retain_grad()
+    loss = LOGITS(logits, target, inplace=True)
+    assert isinstance(loss, torch.Tensor)
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert grad.data_ptr() == pointer
+    (true,) = torch.autograd.grad(F.cross_entropy(base, target), base)
+    agree(grad, true, torch.float32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, logits)
+    del kept
+    with pytest.raises(ArgumentError, match="leaf"):
+        LOGITS(base, target, inplace=True)
+
+
+@pytest.mark.lane
+@pytest.mark.parametrize("name", ["mean", "none", "logits", "logprobs"])
+def test_compiled_whole_with_ignored_rows(name: str) -> None:
+    x, weight, _, target = make(70, 300, 16, torch.float32)
+
+    def run(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> Any:
+        if name == "logprobs":
+            return functional.linear_logprobs(x, weight, target, return_entropy=True)[1]
+        if name == "logits":
+            return LOGITS(F.linear(x, weight), target, z_loss=0.1, label_smoothing=0.1)
+        return LINEAR(x, weight, target, reduction=name, softcap=5.0)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        results = []
+        calls: tuple[Any, ...] = (run, compiled)
+        for call in calls:
+            value = call(*given, target)
+            results.append([value, *torch.autograd.grad(value.sum(), given)])
+        for got, true in zip(*results, strict=True):
+            agree(got, true, torch.float32)
+        target = target.roll(1)
+        target[:30] = -100
+
+
+def test_autocast_and_checkpoint() -> None:
+    x, weight, _, target = make(70, 300, 16, torch.float32)
+    given = [x.requires_grad_(), weight.requires_grad_()]
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return LINEAR(x, weight, target)
+
+    plain = torch.autograd.grad(run(*given), given)
+    again = torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False)
+    for got, true in zip(torch.autograd.grad(again, given), plain, strict=True):
+        assert torch.equal(got, true)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = run(*given)
+        eager = F.cross_entropy(F.linear(*given), target)
+    assert loss.dtype == eager.dtype == torch.float32
+    for got, true in zip(torch.autograd.grad(loss, given), plain, strict=True):
+        assert got.dtype == torch.float32
+        agree(got, true, torch.bfloat16)

@@ -1,0 +1,313 @@
+"""The losses on torch's own samples, the memory they take, and properties of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import types
+import unittest
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torchweld
+from torchweld import functional
+from torchweld.errors import ArgumentError
+from torchweld.ops.loss import chunks, rows
+
+pytestmark = [pytest.mark.numbers, pytest.mark.lane]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_expecttest() -> Iterator[None]:
+    """The samples are made without this package, which torch's module of them imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        stub = types.ModuleType("expecttest")
+        stub.__dict__.update(TestCase=unittest.TestCase, ACCEPT=False)
+        patch.setitem(sys.modules, "expecttest", stub)
+        yield
+
+
+def _samples(name: str) -> list[Any]:
+    opinfo = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    # Its import forbids to set the flags of torch.backends, also to other tests.
+    torch.backends.__dict__["__allow_nonbracketed_mutation_flag"] = True
+    found = [
+        op for op in opinfo.op_db if op.name.endswith(f"functional.{name}") and op.name[:2] == "nn"
+    ]
+    if not found:
+        pytest.skip(f"this torch has no {name}")
+    many = itertools.chain.from_iterable(
+        op.sample_inputs("cpu", torch.float64, requires_grad=True) for op in found
+    )
+    return [*itertools.islice(many, 400)]
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_torchs_samples(name: str, backend: str) -> None:
+    """Results and gradients of every sample are torch's."""
+    ours, theirs = getattr(functional, name), getattr(F, name, None)
+    count = 0
+    for sample in _samples(name):
+        tensors = [sample.input, *sample.args, *sample.kwargs.values()]
+        wanted = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+        weight = sample.kwargs.get("weight")
+        if weight is not None and weight.requires_grad:
+            # torch gives class weights no gradient either; ours refuses what asks for one.
+            sample.kwargs["weight"] = weight.detach()
+            wanted = [t for t in wanted if t is not weight]
+        assert theirs is not None
+        with torchweld.use_backend(backend):
+            found = ours(sample.input, *sample.args, **sample.kwargs)
+        sample.kwargs.pop("options", None)
+        true = theirs(sample.input, *sample.args, **sample.kwargs)
+        torch.testing.assert_close(found, true, rtol=1e-10, atol=1e-12, equal_nan=True)
+        if not true.requires_grad:
+            continue
+        grad = torch.randn_like(true)
+        pairs = zip(
+            torch.autograd.grad(found, wanted, grad, allow_unused=True),
+            torch.autograd.grad(true, wanted, grad, allow_unused=True),
+            strict=True,
+        )
+        for got, exact in pairs:
+            if exact is not None:
+                torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+        count += 1
+    assert count > 10
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes of storages that operators made and that still live, at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, torch.Tensor):
+                self._follow(t.untyped_storage(), given)
+        return made
+
+    def _follow(self, storage: Any, given: set[int]) -> None:
+        key = storage._cdata
+        if key in given or key in self.live:
+            return
+        self.live[key] = storage.nbytes()
+        self.peak = max(self.peak, sum(self.live.values()))
+        weakref.finalize(storage, self.live.pop, key, None)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "parameter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory(dtype: torch.dtype, accumulate: str) -> None:
+    """At the peak it takes at most what is stated beside inputs, results and gradients."""
+    count, classes, features = 700, 5000, 64
+    x = torch.randn(count, features).to(dtype).requires_grad_()
+    weight = torch.randn(classes, features).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (count,))
+    memory = 2**21
+    with _Peak() as mode:
+        loss = functional.linear_cross_entropy(
+            x, weight, target, memory=memory, accumulate=accumulate
+        )
+        loss.backward()
+    gradients = sum(t.numel() * t.element_size() for t in (x, weight))
+    sums = 4 * weight.numel() if dtype == torch.bfloat16 and accumulate == "float32" else 0
+    of_rows = count * 4 * 24  # statistics, coefficients and targets
+    assert mode.peak > gradients + memory // 2  # the trace sees something
+    assert mode.peak <= (memory + sums) * 1.01 + gradients + of_rows
+
+
+_RESIDENT = """
+import resource, sys, torch
+from torch.nn import functional as F
+from torchweld import functional
+
+def measure():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+x = torch.randn(16, 512).bfloat16().requires_grad_()
+weight = torch.full((128256, 512), 0.01, dtype=torch.bfloat16).requires_grad_()
+target = torch.arange(16)
+F.cross_entropy(F.linear(x[:2], weight.detach()[:100]), target[:2]).backward()
+before = measure()
+if sys.argv[1] == "ours":
+    how = {"memory": 2**25, "accumulate": "parameter"}
+    loss = functional.linear_cross_entropy(x, weight, target, **how)
+else:
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = F.linear_cross_entropy(x, weight, target, options=options)
+grads = torch.autograd.grad(loss, (x, weight))
+print((measure() - before) * 1024 - sum(grad.nbytes for grad in grads))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
+def test_resident_memory_is_a_tenth_of_torchs() -> None:
+    """Of a 16-bit head of 128256 words, where torch has a copy and a sum of it in float32."""
+    taken = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", _RESIDENT, which],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for which in ("ours", "torch")
+    ]
+    assert taken[1] > 4 * 128256 * 512  # the trace sees at least one of them
+    assert taken[0] <= 0.1 * taken[1]
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=strategies.data())
+def test_chunks_change_nothing(data: strategies.DataObject) -> None:
+    """Any pattern of ignored rows, K, width and chunk: equal to one chunk by plain torch."""
+    count = data.draw(strategies.integers(0, 40))
+    classes = data.draw(strategies.sampled_from([1, 2, 17, 2047, 2049]))
+    several = data.draw(strategies.sampled_from([1, 2, 5, 64]))
+    memory = data.draw(strategies.sampled_from([2**17, 2**18, 2**22]))
+    made = torch.Generator().manual_seed(data.draw(strategies.integers(0, 99)))
+    target = torch.randint(0, classes, (count, several), generator=made)
+    target[torch.rand(count, several, generator=made) < data.draw(strategies.floats(0, 1))] = -100
+    x = torch.randn(count, 3, generator=made, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(classes, 3, generator=made, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(classes, dtype=torch.float64)
+    bias[1::3] = -torch.inf
+    results = []
+    for backend, bytes_ in (("cpu", memory), ("eager", 2**26)):
+        with torchweld.use_backend(backend):
+            log_p, entropy = functional.linear_logprobs(
+                x, weight, target, linear_bias=bias, return_entropy=True, memory=bytes_
+            )
+            finite = torch.where(log_p == -torch.inf, 0, log_p)
+            total = (finite * torch.arange(several)).sum() + (entropy * entropy).sum()
+            grads = torch.autograd.grad(total, (x, weight))
+        assert all(grad.isfinite().all() for grad in grads)
+        results.append([log_p, entropy, *grads])
+    for got, true in zip(*results, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_invariant(dtype: torch.dtype) -> None:
+    """A single row has the bits that it has among 7 and among 200."""
+    x, weight = torch.randn(200, 48).to(dtype), torch.randn(777, 48).to(dtype)
+    target = torch.randint(0, 777, (200,))
+    found = [
+        functional.linear_logprobs(x[:n], weight, target[:n], batch_invariant=True)[:1]
+        for n in (1, 7, 200)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("softcap", -1.0, "softcap is -1.0; accepted: a number > 0"),
+        ("temperature", 0.0, "temperature is 0.0"),
+        ("temperature", torch.ones(3), "temperature is of shape"),
+        ("logit_scale", 0.0, "logit_scale is 0.0"),
+        ("logits_dtype", torch.float16, "logits_dtype is"),
+        ("memory", 1.5, "memory is 1.5"),
+        ("accumulate", "bf16", "accumulate is 'bf16'"),
+        ("linear_bias", torch.ones(3), "linear_bias is of shape"),
+        ("linear_weight", torch.ones(4, 5), "linear_weight is of shape"),
+        ("target", torch.ones(5), "target is"),
+        ("target", torch.ones(4, dtype=torch.int64), "target is of shape"),
+    ],
+)
+def test_what_is_refused(name: str, value: Any, message: str) -> None:
+    given = {
+        "input": torch.randn(5, 6),
+        "linear_weight": torch.randn(4, 6),
+        "target": torch.zeros(5, dtype=torch.int64),
+        name: value,
+    }
+    with pytest.raises(ArgumentError, match=message):
+        functional.linear_logprobs(**given)
+    with pytest.raises(ArgumentError, match=message):
+        functional.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("width", [1, 37, 5000])
+@pytest.mark.parametrize("targets", [0, 1, 3])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_interpreter_equals_the_reference(width: int, targets: int, softcap: float) -> None:
+    """Triton's kernels are the reference's equal, in the interpreter."""
+    pytest.importorskip("triton")
+    count = 4
+    logits = torch.randn(count, width) * 3
+    if width > 1:
+        logits[0, ::2] = -torch.inf
+    target = torch.randint(0, width, (count, targets))
+    target[1] = -1
+    target[2, :1] = width  # out of range
+    target[3] = rows.ELSEWHERE
+    weight, q = torch.rand(width) + 0.1, torch.rand(count, width) if targets != 1 else None
+    how = (weight if targets else None, q, torch.rand(count) + 0.5, 0.7, softcap)
+    given = (*how, True, True, True)
+    forward, in_place = rows.FORWARD, rows.BOTH_IN_PLACE
+    assert forward.reference is not None
+    assert in_place.reference is not None
+    assert rows.BACKWARD.reference is not None
+    found = forward.overload("triton")(logits, target, *given)
+    true = forward.reference(logits, target, *given)
+    close = {"rtol": 3e-5, "atol": 3e-5, "equal_nan": True}
+    for got, exact in zip(found, true, strict=True):
+        torch.testing.assert_close(got, exact, **close)
+    coefficients, picked = torch.randn(count, 5), torch.randn(count, targets)
+    arguments = (logits, target, true[1], coefficients, picked, *how)
+    got = rows.BACKWARD.overload("triton")(*arguments)
+    exact = rows.BACKWARD.reference(*arguments)
+    torch.testing.assert_close(got, exact, **close)
+    results = []
+    for run in (in_place.overload("triton"), in_place.reference):
+        over = logits.clone()
+        run(over, target, coefficients, picked, *how, True, True)
+        results.append(over)
+    torch.testing.assert_close(*results, **close)
+    if softcap == 0:
+        assert torch.equal(found[2], true[2])
+
+
+def test_the_table_of_memory_is_current() -> None:
+    """docs/losses.md says what the code computes."""
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    found = re.findall(r"\| (\d+) x (\d+), (\w+) \| (\d+) MiB \| (\d+) \| (\d+)", page)
+    assert len(found) == 4
+    for classes, features, name, *said in found:
+        dtype = getattr(torch, name)
+        x = torch.empty(16384, int(features), dtype=dtype, device="meta")
+        weight = torch.empty(int(classes), int(features), dtype=dtype, device="meta")
+        layer = chunks.Layer(x, weight, None, 2**28, None, True, False, int(classes))
+        needs = (True, True, False)
+        each = chunks.find_rows("", layer, chunks.Needs(*needs))
+        kept = chunks.keeps_sums(layer, chunks.Needs(*needs), each)
+        mib = 16384 * int(classes) * dtype.itemsize / 2**20
+        wanted = [mib, each, 4 * weight.numel() / 2**20 if kept else 0]
+        assert [float(number) for number in said] == pytest.approx(wanted, abs=0.5)

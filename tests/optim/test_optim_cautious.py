@@ -1,0 +1,157 @@
+"""Cautious steps and cautious weight decay: the papers in float64, and what is measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from optimizers import U, draw, draw_grads, run, same, snapshot
+from torchweld import optim
+
+SHAPES = ((7,), (33, 70), (16, 256), (40, 30))
+Params = list[torch.Tensor]
+
+
+def _steps(kind: str, steps: int, lr: float, decay: float, masks: bool, spares: bool) -> Params:
+    """The rule, with the mask of Liang et al. and the decay of Chen et al., in float64."""
+    params = [p.detach().double() for p in draw(shapes=SHAPES)]
+    m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    drawn = draw(shapes=SHAPES)
+    for t in range(1, steps + 1):
+        draw_grads(drawn, t - 1)
+        for i, g in enumerate([d.grad.double() for d in drawn if d.grad is not None]):
+            if kind == "Lion":
+                u = (0.9 * m[i] + 0.1 * g).sign()
+                m[i] = 0.99 * m[i] + 0.01 * g
+            else:
+                m[i] = 0.9 * m[i] + 0.1 * g
+                v[i] = 0.999 * v[i] + 0.001 * g * g
+                u = m[i] / (1 - 0.9**t) / ((v[i] / (1 - 0.999**t)).sqrt() + 1e-8)
+            if masks:
+                mask = (u * g > 0).double()
+                u = u * mask / mask.mean().clamp(min=1e-3)
+            p = params[i]
+            decayed = p * (1 - lr * decay)
+            params[i] = (torch.where(u * p >= 0, decayed, p) if spares else decayed) - lr * u
+    return params
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("kind", ["AdamW", "Lion"])
+@pytest.mark.parametrize(("masks", "spares"), [(True, False), (False, True), (True, True)])
+def test_fifty_steps(kind: str, masks: bool, spares: bool, backend: str) -> None:
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "cautious": masks, "cautious_decay": spares}
+    make = getattr(optim, kind)
+    params, _ = run(lambda p: make(p, **settings), 50, shapes=SHAPES)
+    exact = _steps(kind, 50, 1e-2, 0.1, masks, spares)
+    # A step moves by 1e-2 over the least share of a tensor's elements, some half, with twenty
+    # roundings; an element whose sign turns on a rounding differs by a step or by a decay.
+    bound = 50 * (1e-2 * 4 * 20 * U + 2 * 5 * U)
+    off = torch.cat([((p - e).abs() > bound).flatten() for p, e in zip(params, exact, strict=True)])
+    assert off.sum() <= 2
+    plain = _steps(kind, 50, 1e-2, 0.1, False, False)
+    assert max((p - e).abs().max() for p, e in zip(params, plain, strict=True)) > 100 * bound
+
+
+def test_signs_of_tiny_numbers() -> None:
+    """Products of the authors' code underflow; here every element moves."""
+    p = torch.zeros(4, 4).requires_grad_()
+    p.grad = torch.full((4, 4), 1e-30)
+    optim.AdamW([p], lr=1.0, cautious=True, eps=1e-38).step()
+    assert (p < 0).all()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
+def test_muon_moves_where_the_gradient_agrees(state_dtype: Any) -> None:
+    """A step beside one without the mask: zeros, and the rest divided by its share."""
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "ns_dtype": torch.float32}
+    settings |= {"state_dtype": state_dtype, "min_quantized_size": 0}
+    shapes = SHAPES[1:]
+    for steps in (0, 2):
+        moved = []
+        for masks in (False, True):
+            params, optimizer = run(lambda p: optim.Muon(p, **settings), steps, shapes=shapes)
+            before = [p.detach().clone() for p in params]
+            optimizer.param_groups[0]["cautious"] = masks
+            draw_grads(params, 5)
+            optimizer.step()
+            moved.append([q - p.detach() for p, q in zip(params, before, strict=True)])
+        grads = [p.grad for p in params if p.grad is not None]
+        for plain, masked, g in zip(*moved, grads, strict=True):
+            mask = plain * g > 0
+            expected = plain * mask / mask.double().mean()
+            torch.testing.assert_close(masked, expected.float(), rtol=1e-4, atol=4 * 2.0**-22)
+            assert 0.5 < mask.float().mean() < 1
+
+
+def test_muon_spares_what_its_step_moves_away_from_zero() -> None:
+    shapes, results = SHAPES[1:], []
+    for settings in ({}, {"cautious_decay": True}, {"weight_decay": 0.0}):
+        make: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.5, "ns_dtype": torch.float32}
+        params, _ = run(lambda p, s=make | settings: optim.Muon(p, **s), 1, shapes=shapes)
+        results.append([p.detach() for p in params])
+    for start, decayed, spared, plain in zip(draw(shapes=shapes), *results, strict=True):
+        u = start.detach() - plain
+        assert torch.equal(spared, torch.where(u * start < 0, plain, decayed))
+
+
+def test_groups_have_their_own(backend: str) -> None:
+    """Groups that differ share no batch, and the keys of a plain group are torch's."""
+    shapes = [(16, 32)] * 4
+    params, apart = draw(shapes=shapes), draw(shapes=shapes)
+    flags: list[dict[str, Any]] = [{}, {"cautious": True}, {"cautious_decay": True}, {}]
+    both = zip(params, flags, strict=True)
+    together = optim.AdamW([{"params": [p], **flag} for p, flag in both], weight_decay=0.1)
+    single = [
+        optim.AdamW([p], weight_decay=0.1, **flag) for p, flag in zip(apart, flags, strict=True)
+    ]
+    for seed in range(4):
+        for some in (params, apart):
+            draw_grads(some, seed)
+        for optimizer in (together, *single):
+            optimizer.step()
+    assert same([p.detach() for p in params], [p.detach() for p in apart])
+    assert "cautious" not in together.param_groups[0]
+    assert together.param_groups[1]["cautious"] is True
+    again = optim.AdamW(draw(shapes=shapes), cautious=True)
+    again.load_state_dict(torch.optim.AdamW(draw(shapes=shapes)).state_dict())
+    assert again.param_groups[0]["cautious"] is True
+
+
+def test_the_authors_first_step() -> None:
+    """At the first step all agree, and the mask does nothing."""
+    results = [run(lambda p, c=c: optim.AdamW(p, cautious=c), 1) for c in (False, True)]
+    assert same(snapshot(*results[0]), snapshot(*results[1]))
+
+
+def test_nothing_agrees() -> None:
+    """The share counts as at least 1/1000: no division by zero."""
+    p = torch.ones(100, 20).requires_grad_()
+    optimizer = optim.Lion([p], lr=1.0, cautious=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad = torch.full_like(p, -0.05)  # the momentum of 0.01 outweighs a tenth of it
+    before = p.detach().clone()
+    optimizer.step()
+    assert torch.equal(p, before)
+    p.grad[0, 0] = 1.0
+    optimizer.step()
+    assert math.isclose((before - p.detach())[0, 0].item(), 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "match"),
+    [
+        (optim.SGD, {"cautious": True}, "cautious.*Muon"),
+        (optim.LAMB, {"cautious_decay": True}, "cautious_decay"),
+        (optim.Lion, {"cautious": 1}, "cautious"),
+        (optim.Adam, {"cautious_decay": True}, "decoupled"),
+    ],
+)
+def test_what_is_refused(make: Any, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(torchweld.ArgumentError, match=match):
+        make([{"params": draw(), **settings}])

@@ -1,0 +1,347 @@
+"""Muon: its rule in float64, torch's class, orthogonality against the SVD, and its groups."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from optimizers import U, draw, draw_grads, same, snapshot
+from torchweld import optim
+from torchweld.ops.optimizer.orthogonal import QUINTIC, orthogonalize, polar_express
+from torchweld.optim._matrices import Matrix, find_iteration, find_regions, orthogonalize_all
+
+SHAPES = ((16, 16), (12, 40), (40, 12), (1, 9), (9, 1), (12, 40))
+COEFFICIENTS = {"standard": [QUINTIC] * 5, "gram": [QUINTIC] * 5, "polar_express": polar_express(5)}
+
+
+def _polar_of(x: torch.Tensor, coefficients: Any) -> torch.Tensor:
+    """The iteration's polynomial of the singular values, in float64."""
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.norm().clamp(min=1e-7)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ vt
+
+
+def _steps_in_float64(
+    start: list[torch.Tensor],
+    algorithm: str,
+    steps: int,
+    lr: float,
+    nesterov: bool,
+    moonlight: bool,
+) -> list[torch.Tensor]:
+    """The algorithm of the paper, with torch's average of gradients."""
+    params = [p.detach().double() for p in start]
+    buffers = [torch.zeros_like(p) for p in params]
+    grads = draw(shapes=[p.shape for p in start])
+    for seed in range(steps):
+        draw_grads(grads, seed)
+        for i, (p, g) in enumerate(zip(params, [g.grad for g in grads], strict=True)):
+            assert g is not None
+            buffers[i] = 0.95 * buffers[i] + 0.05 * g.double()
+            u = 0.05 * g.double() + 0.95 * buffers[i] if nesterov else buffers[i]
+            rows, columns = p.shape
+            ratio = 0.2 * max(rows, columns) ** 0.5 if moonlight else max(1, rows / columns) ** 0.5
+            params[i] = p * (1 - lr * 0.1) - lr * ratio * _polar_of(u, COEFFICIENTS[algorithm])
+    return params
+
+
+def _train(kind: Any, steps: int, shapes: Any = SHAPES, **settings: Any) -> Any:
+    params = draw(shapes=shapes)
+    optimizer = kind(params, lr=0.02, **settings)
+    for seed in range(steps):
+        draw_grads(params, seed)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("algorithm", COEFFICIENTS)
+@pytest.mark.parametrize(("nesterov", "moonlight"), [(True, False), (False, True)])
+def test_fifty_steps_beside_float64_and_torch(
+    algorithm: str, nesterov: bool, moonlight: bool, backend: str
+) -> None:
+    """In float32 the rule's numbers; in bfloat16 no farther from them than torch's class."""
+    settings: dict[str, Any] = {"nesterov": nesterov}
+    settings["adjust_lr_fn"] = "match_rms_adamw" if moonlight else None
+    exact = _steps_in_float64(draw(shapes=SHAPES), algorithm, 50, 0.02, nesterov, moonlight)
+
+    def off(params: Any) -> float:
+        errors = [(p.double() - e).flatten() for p, e in zip(params, exact, strict=True)]
+        return torch.cat(errors).square().mean().sqrt().item()
+
+    narrow, _ = _train(optim.Muon, 50, algorithm=algorithm, **settings)
+    if algorithm != "polar_express" and nesterov:  # else torch's overwrites its momentum in bf16
+        theirs, _ = _train(torch.optim.Muon, 50, **settings)
+        # Errors of Gram matrices are multiplied by the squares of the later steps' factors.
+        assert off(narrow) <= (1.1 if algorithm == "standard" else 3) * off(theirs)
+    wide, _ = _train(optim.Muon, 50, algorithm=algorithm, ns_dtype=torch.float32, **settings)
+    # Fifty steps of at most 0.02 * 2 a matrix of unit rows. A product's roundings grow by the slope
+    # at zero, 485 for five steps of Jordan's, on the smallest singular values only.
+    assert off(wide) <= 50**0.5 * 0.02 * 2 * 485 * 4 * U
+    assert off(wide) < off(narrow)
+
+
+@pytest.mark.parametrize("algorithm", COEFFICIENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("condition", [10.0, 1e7])
+@pytest.mark.parametrize("shape", [(48, 48), (32, 128), (128, 32), (512, 520)], ids=str)
+def test_orthogonality(
+    algorithm: str, dtype: torch.dtype, condition: float, shape: tuple[int, int]
+) -> None:
+    """Singular values no worse than those of torch's iteration, in the SVD of float64."""
+    if shape[0] == 512 and (condition > 10 or dtype == torch.float16):
+        return
+    generator = torch.Generator().manual_seed(3)
+    n = min(shape)
+    u, _ = torch.linalg.qr(torch.randn(shape[0], n, generator=generator, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(shape[1], n, generator=generator, dtype=torch.float64))
+    s = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
+    x = (u * s @ v.T).float()
+    ours = x.clone()
+    orthogonalize(
+        *([ours], COEFFICIENTS[algorithm]), gram=algorithm == "gram", dtype=dtype, eps=1e-7, scale=1
+    )
+    peer = torch.optim._muon._zeropower_via_newtonschulz(x, QUINTIC, 5, 1e-7)  # type: ignore[attr-defined]
+    assert ours.isfinite().all()
+
+    def worst(t: torch.Tensor) -> tuple[float, float]:
+        s = torch.linalg.svdvals(t.double())
+        t = t.double() if shape[0] >= shape[1] else t.double().T
+        gram = t.T @ t - torch.eye(n, dtype=torch.float64)
+        return s.max().item(), gram.norm().item()
+
+    # Runs of the same polynomial differ by roundings of bfloat16 in five steps, on Gram matrices
+    # twice. Rounding raises small singular values: the polynomial's own are nearer to zero.
+    own = worst(_polar_of(x, COEFFICIENTS[algorithm]))
+    room = 1 + (2 if algorithm == "gram" else 1) * 5 * 2.0**-8
+    for found, of_peer, exact in zip(worst(ours), worst(peer), own, strict=True):
+        assert found <= max(of_peer, exact) * room
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gram", [False, True])
+def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, gram: bool) -> None:
+    """What makes every number of devices agree: a matrix's bits are its own."""
+    for rows, columns, count in ((24, 40, 9), (520, 530, 2)):
+        drawn = draw(shapes=[(rows, columns)] * count)
+        together = [d.detach().clone() for d in drawn]
+        settings: Any = {"gram": gram, "dtype": dtype, "eps": 1e-7, "scale": 1.5}
+        orthogonalize(together, [QUINTIC] * 3, **settings)
+        for d, found in zip(drawn, together, strict=True):
+            single = d.detach().clone()
+            orthogonalize([single], [QUINTIC] * 3, **settings)
+            assert torch.equal(single, found)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
+@pytest.mark.parametrize("masters", [False, True, "remainder"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codecs_have_the_references_bits(state_dtype: Any, masters: Any, dtype: Any) -> None:
+    """The kernel and the eager reference, with both halves of the step."""
+    results = []
+    for name in ("cpu", "eager"):
+        params = draw(dtype, shapes=(*SHAPES, (3, 8, 10)))
+        with torchweld.use_backend(name):
+            optimizer = optim.Muon(
+                *(params, 0.02),
+                state_dtype=state_dtype,
+                master_weights=masters,
+                min_quantized_size=0,
+            )
+            for seed in range(4):
+                draw_grads(params, seed)
+                optimizer.step()
+        results.append(snapshot(params, optimizer))
+    assert same(*results)
+
+
+def test_states_are_torchs_both_ways() -> None:
+    ours, mine = _train(optim.Muon, 3)
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    peer = torch.optim.Muon(theirs, lr=0.02)
+    peer.load_state_dict(copy.deepcopy(mine.state_dict()))
+    assert peer.state_dict()["state"].keys() == mine.state_dict()["state"].keys()
+    again = optim.Muon([p.detach().clone().requires_grad_() for p in ours], lr=0.02)
+    fresh = [group.keys() for group in again.state_dict()["param_groups"]]
+    assert fresh == [group.keys() for group in peer.state_dict()["param_groups"]]
+    again.load_state_dict(copy.deepcopy(peer.state_dict()))
+    for optimizer in (mine, again, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        params = optimizer.param_groups[0]["params"]
+        draw_grads(params, 9)
+        optimizer.step()
+        expected = ours if optimizer is mine else params
+        assert same(
+            list(map(torch.Tensor.detach, params)), list(map(torch.Tensor.detach, expected))
+        )
+    assert all(
+        torch.equal(p, q) for p, q in zip(again.param_groups[0]["params"], ours, strict=True)
+    )
+
+
+def test_states_are_there_before_the_first_step() -> None:
+    optimizer = optim.Muon(draw(shapes=SHAPES), state_dtype="8bit", min_quantized_size=0)
+    keys = [list(state) for state in optimizer.state_dict()["state"].values()]
+    assert keys == [["momentum_buffer_codes", "momentum_buffer_absmax"]] * len(SHAPES)
+
+
+def test_packed_projections_are_matrices_of_their_own() -> None:
+    """Heads, sizes and stacks: the bits of separate parameters."""
+    p, q, stack = draw(shapes=[(32, 12), (12, 30), (3, 8, 10)])
+    apart = [*p.detach().split([8, 8, 8, 4, 4]), *q.detach().split(10, 1), *stack.detach()]
+    apart = [one.clone().requires_grad_() for one in apart]
+    settings: Any = {"lr": 0.02, "ns_dtype": torch.float32}
+    packed = optim.Muon(
+        [
+            {"params": [p], "heads": (2, 1, 2), "split_sizes": (16, 8, 8)},
+            {"params": [q], "heads": 3, "split_dim": 1},
+            {"params": [stack]},
+        ],
+        **settings,
+    )
+    single = optim.Muon(apart, **settings)
+    for seed in range(3):
+        draw_grads([p, q, stack], seed)
+        grads = [g for t in (p, q, stack) if (g := t.grad) is not None]
+        pieces = [*grads[0].split([8, 8, 8, 4, 4]), *grads[1].split(10, 1), *grads[2]]
+        for one, piece in zip(apart, pieces, strict=True):
+            one.grad = piece.clone()
+        packed.step()
+        single.step()
+    assert torch.equal(p, torch.cat(apart[:5]))
+    assert torch.equal(q, torch.cat(apart[5:8], 1))
+    assert torch.equal(stack, torch.stack(apart[8:]))
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.block = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        self.conv = torch.nn.Conv1d(8, 8, 3)
+        self.norm = torch.nn.LayerNorm(8)
+        self.lm_head = torch.nn.Linear(8, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.block(self.embed(x)))
+        return self.lm_head(x + self.conv(x.mT.unsqueeze(0))[0].mean(1))
+
+
+@pytest.mark.parametrize("rest", ["adamw", "lion"])
+def test_groups_of_a_model(rest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hidden matrices go to Muon and the others to a step with their own optimizer's bits."""
+    torch.manual_seed(0)
+    model = _Model()
+    twin = copy.deepcopy(model)
+    groups = optim.muon_groups(model, rest=rest, lr=1e-3, weight_decay=0.1)
+    printed = capsys.readouterr().out
+    assert "muon: 256 elements in 2 parameters: block.0.weight, block.1.weight" in printed
+    assert f"{rest}: " in printed
+    optimizer = optim.Muon(groups, lr=0.02, max_grad_norm=1.0)
+    named = dict(twin.named_parameters())
+    hidden = ["block.0.weight", "block.1.weight"]
+    others = [p for name, p in named.items() if name not in hidden]
+    kind = {"adamw": optim.AdamW, "lion": optim.Lion}[rest]
+    pair = optim.Muon([named[n] for n in hidden], lr=0.02), kind(others, lr=1e-3, weight_decay=0.1)
+    for _ in range(3):
+        for of in (model, twin):
+            of.zero_grad()
+            of(torch.arange(11)).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        for each in pair:
+            each.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # Clipping rounds a gradient once; Lion's signs and small singular values may turn on it.
+        torch.testing.assert_close(p, q, rtol=0, atol=3 * 0.02 * 2.0**-6)
+    with pytest.raises(torchweld.ArgumentError, match=r"include.*vector"):
+        optim.muon_groups(model, include=["norm.weight"], verbose=False)
+    asked = optim.muon_groups(model, include=["lm_head.weight"], verbose=False)
+    assert any(name == "lm_head.weight" for name, _ in asked[0]["params"])
+
+
+def test_a_scaler_and_a_skipped_step() -> None:
+    ours, mine = _train(optim.Muon, 2)
+    before = [t.clone() for t in snapshot(ours, mine)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.ones(()))
+    twin = copy.deepcopy(mine)
+    twins = twin.param_groups[0]["params"]
+    draw_grads(twins, 7)
+    for p, q in zip(ours, twins, strict=True):
+        assert q.grad is not None
+        p.grad = q.grad * 256
+    twin.step()
+    scaler.step(mine)
+    assert all(torch.equal(p, q) for p, q in zip(ours, twins, strict=True))
+    after = snapshot(ours, mine)
+    assert not same(before, after)
+    assert ours[0].grad is not None
+    ours[0].grad[0, 0] = torch.inf
+    scaler.update()
+    scaler.step(mine)
+    assert same(after, snapshot(ours, mine))
+
+
+def test_offloaded_steps_have_the_same_bits() -> None:
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = _Model()
+        optimizer: Any = optim.Muon(optim.muon_groups(model, verbose=False), lr=0.02)
+        if offloads:
+            optimizer = optim.Offload(optimizer, bucket_bytes=512)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(11)).square().sum().backward()
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert same(*results)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"algorithm": "newton"}, "algorithm.*standard"),
+        ({"ns_dtype": torch.int8}, "ns_dtype"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"ns_coefficients": [QUINTIC] * 3}, "5 steps"),
+        ({"ns_coefficients": (3, -4, 2), "algorithm": "polar_express"}, "ns_coefficients"),
+        ({"heads": 5}, "heads.*divisor of 12"),
+        ({"split_sizes": (5, 5)}, "split_sizes.*12"),
+        ({"heads": (2, 2)}, "heads"),
+        ({"split_dim": 2}, "split_dim"),
+        ({"differentiable": True}, "differentiable"),
+        ({"state_dtype": torch.float16}, "state_dtype"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(torchweld.ArgumentError, match=match):
+        optim.Muon(draw(shapes=[(12, 8)]), **settings)
+
+
+def test_what_groups_are_refused() -> None:
+    optimizer = optim.Muon(draw(shapes=[(12, 8)]))
+    (vector,) = draw(shapes=[(8,)])
+    with pytest.raises(ValueError, match="only supports 2D"):
+        optimizer.add_param_group({"params": [vector]})
+    with pytest.raises(torchweld.ArgumentError, match="rule"):
+        optimizer.add_param_group({"params": [vector], "rule": "sgd"})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_regions_and_iterations_of_empty_matrices() -> None:
+    group = optim.Muon(draw(shapes=[(4, 4)])).param_groups[0]
+    iteration = find_iteration("Muon", group)
+    empty = torch.empty(0, 3)
+    (region,) = find_regions("Muon", empty.shape, group)
+    orthogonalize_all([Matrix(region.of(empty), iteration)])
+    assert find_regions("Muon", (2, 0, 3), group)[1].place == (1,)
+    zeros = torch.zeros(3, 5)
+    orthogonalize_all([Matrix(zeros, iteration)])
+    assert not zeros.any()

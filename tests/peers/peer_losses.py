@@ -1,0 +1,166 @@
+"""The loss of transformers' language models after fuse(): training, options, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_models import build, tokens
+from transformers.trainer_pt_utils import LabelSmoother
+
+import torchweld
+from torchweld.fusion.patterns.loss import CausalLoss
+
+WORDS = 32000
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def _make(name: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, head_dim=8)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, WORDS, (2, 24), generator=generator)
+    labels = ids.clone()
+    labels[0, :9] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _train(model: Any, steps: int = 20) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(**_batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_losses_of_20_steps_are_eagers(name: str) -> None:
+    """With 32000 words, and labels that are ignored."""
+    model = _make(name)
+    fused: Any = torchweld.fuse(copy.deepcopy(model))
+    assert CausalLoss in type(fused).__mro__
+    assert fused(**_batch()).logits is None
+    eager, ours = _train(model), _train(fused)
+    assert eager[-1] < eager[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(eager, ours, strict=True)) <= 1e-4
+
+
+def _differentiate(model: Any, **given: Any) -> list[torch.Tensor]:
+    loss = model(**given).loss
+    return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(7)},
+        {"shift_labels": tokens()["labels"].roll(-1, 1)},
+        {"ignore_index": 5},
+        {"logits_to_keep": 0, "use_cache": False},
+    ],
+    ids=str,
+)
+def test_options_are_eagers(name: str, more: dict[str, Any]) -> None:
+    model = build(name)
+    expected = _differentiate(model, **tokens(), **more)
+    for mine, theirs in zip(
+        _differentiate(torchweld.fuse(model), **tokens(), **more), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_soft_cap_is_taken_along() -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**{**SIZES, "vocab_size": 101}, head_dim=8)
+    model = transformers.Gemma2ForCausalLM(config)
+    assert config.final_logit_softcapping
+    given = {key: value % 101 for key, value in _batch().items()}
+    expected = _differentiate(model, **given)
+    fused = torchweld.fuse(model)
+    assert fused(**given).logits is None
+    for mine, theirs in zip(_differentiate(fused, **given), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_where_they_are_wanted() -> None:
+    """In evaluation, without labels and without gradients; the Trainer's smoothing needs them."""
+    model = build("llama")
+    fused = torchweld.fuse(copy.deepcopy(model))
+    labels = tokens()["labels"]
+    ids = {"input_ids": tokens()["input_ids"]}
+    assert fused._get_name() == type(fused).__name__ == "LlamaForCausalLM"
+    smoother = LabelSmoother(0.1)
+    expected = smoother(model(**ids), labels, shift_labels=True)
+    torch.testing.assert_close(smoother(fused(**ids), labels, shift_labels=True), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(**tokens()).logits, model(**tokens()).logits)
+    fused.eval()
+    torch.testing.assert_close(fused(**tokens()).loss, model.eval()(**tokens()).loss)
+    assert isinstance(fused(**tokens(), return_dict=False), tuple)
+
+
+def test_bfloat16_has_a_float32_loss() -> None:
+    model = build("llama").bfloat16()
+    fused = torchweld.fuse(copy.deepcopy(model))
+    exact = build("llama").double()(**tokens()).loss
+    plain, ours = model(**tokens()).loss, fused(**tokens()).loss
+    assert plain.dtype == ours.dtype == torch.float32
+    assert abs(ours - exact) <= 2 * abs(plain - exact) + 1e-3
+
+
+def test_it_compiles_whole() -> None:
+    model = build("llama")
+    expected = _differentiate(model, **tokens())
+    compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="aot_eager")
+    for mine, theirs in zip(_differentiate(compiled, **tokens()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def _other_loss(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:
+    return logits.float().square().mean()
+
+
+def test_another_loss_is_left_alone_with_the_reason() -> None:
+    """Before fuse() as after it."""
+    model = build("llama")
+    fused = torchweld.fuse(copy.deepcopy(model))
+    for each in (model, fused):
+        each.loss_function = _other_loss
+    torch.testing.assert_close(fused(**tokens()).loss, model(**tokens()).loss)
+    (row,) = [row for row in torchweld.explain_fusion(model) if row.what == "LlamaForCausalLM"]
+    assert row.reason == "its loss function is _other_loss, not ForCausalLMLoss"
+
+
+def test_a_hooked_head_is_left_alone_with_the_reason() -> None:
+    """A hook would see a loss in place of logits."""
+    model = build("llama")
+    fused = torchweld.fuse(copy.deepcopy(model))
+    seen: list[Any] = []
+    for each in (model, fused):
+        each.lm_head.register_forward_hook(lambda *given: seen.append(given[2].shape))
+        each(**tokens())
+    assert seen[0] == seen[1]
+    (row,) = [row for row in torchweld.explain_fusion(model) if row.what == "LlamaForCausalLM"]
+    assert "lm_head has forward hooks" in row.reason

@@ -1,0 +1,416 @@
+"""Public functions and modules take torch's arguments: names, order, kinds and defaults.
+
+`FUNCTIONS` and `MODULES` name the counterparts in torch, and every difference with its reason. An
+argument of ours that torch lacks is no difference if it is taken only by keyword.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as theirs
+
+import torchweld
+from torchweld import distributed, functional, nn
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+Differences = Mapping[str, str]
+
+
+def _many(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+NO_INPLACE = {"inplace": "the result always has memory of its own"}
+DROPOUT = {
+    "p": "0 by default, and by keyword, since many ops drop nothing",
+    "training": "by keyword beside p",
+    **NO_INPLACE,
+}
+RESIDUAL = {"residual": "the other summand"}
+STATISTICS = _many("running_mean running_var", "batch norm's, after the linear layer's")
+LAST = _many("dim _stacklevel dtype", "softmax goes over the last dimension, in the input's dtype")
+NORM = {
+    **RESIDUAL,
+    "normalized_shape": "by keyword, since weight has that shape",
+    "weight": "no default, since it usually gives normalized_shape",
+    "eps": "by keyword, since normalized_shape is",
+}
+APPROXIMATE = {"approximate": "by keyword, as torch's parser takes it"}
+
+FUNCTIONS: list[tuple[Callable[..., Any], Callable[..., Any], Differences]] = [
+    (functional.layer_norm, theirs.layer_norm, {}),
+    (functional.rms_norm, theirs.rms_norm, {}),
+    (functional.batch_norm_act, theirs.batch_norm, {}),
+    (
+        functional.normalize_act,
+        theirs.batch_norm,
+        _many("running_mean running_var mean var", "these statistics are never updated")
+        | _many("training momentum", "it never computes statistics"),
+    ),
+    (functional.cross_entropy, theirs.cross_entropy, {}),
+    (functional.softmax_dropout, theirs.softmax, {**LAST, "mask": "masked before the softmax"}),
+    (functional.softmax_dropout, theirs.dropout, {**DROPOUT, "mask": "of the softmax"}),
+    (functional.linear_act, theirs.linear, {}),
+    (functional.linear_gelu, theirs.linear, {}),
+    (
+        functional.linear_batch_norm_act,
+        theirs.linear,
+        {"bias": "no default, since the statistics follow it"}
+        | STATISTICS
+        | _many("bn_weight bn_bias training momentum eps", "batch norm's, in its order"),
+    ),
+    (
+        functional.linear_batch_norm_act,
+        theirs.batch_norm,
+        _many("weight bias", "the linear layer's")
+        | _many("bn_weight bn_bias", "batch norm's weight and bias"),
+    ),
+    (functional.bias_act, theirs.gelu, {**APPROXIMATE, "bias": "added before the activation"}),
+    (
+        functional.bias_dropout_add,
+        theirs.dropout,
+        {**DROPOUT, **RESIDUAL, "bias": "added before the dropout"},
+    ),
+    (functional.dropout_add_layer_norm, theirs.layer_norm, NORM),
+    (functional.dropout_add_rms_norm, theirs.rms_norm, NORM),
+    (
+        functional.dropout_add_layer_norm,
+        theirs.dropout,
+        {**DROPOUT, **RESIDUAL, **_many("weight bias", "the norm's")},
+    ),
+    (
+        functional.dropout_add_rms_norm,
+        theirs.dropout,
+        {**DROPOUT, **RESIDUAL, "weight": "the norm's"},
+    ),
+    (
+        functional.block_sparse_attention,
+        theirs.scaled_dot_product_attention,
+        _many("query key value q k v", "named as in FlashAttention, with its meaning of causal")
+        | {
+            "attn_mask": "the layout is the mask",
+            "layout": "stands at the place of the mask",
+            "dropout_p": "by keyword, as p in every function",
+            "is_causal": "`causal` is another mask if lengths differ: bottom right",
+            "scale": "by keyword, since attn_mask is missing",
+            "enable_gqa": "fewer heads of keys need no switch",
+        },
+    ),
+]
+NO_COUNTERPART = {
+    "average_one_bit": "torch has no 1-bit quantiser",
+    "dequantize_one_bit": "torch has no 1-bit quantiser",
+    "dequantize_8bit": "torch has no quantiser of this map",
+    "gated_act": "torch.nn.functional.glu takes one tensor",
+    "gated_mlp": "torch has no function for it",
+    "linear_logprobs": "torch has no function for it",
+    "mlp": "torch has no function for it",
+    "quantize_one_bit": "torch has no 1-bit quantiser",
+    "quantize_8bit": "torch has no quantiser of this map",
+    "rotary_embedding": "torch has no released function for it",
+    "rotary_embedding_packed_": "torch has no function for it",
+    "rotary_embedding_qk": "torch has no released function for it",
+    "BlockSparseAttention": "torch has no attention module without projections",
+    "QuickGELU": "torch has no module for it",
+    "ReLUSquared": "torch has no module for it",
+    "RotaryEmbedding": "torch has no released module for it",
+}
+# Functions that do not begin with `input`.
+OTHER_FIRST = {
+    "average_one_bit": "bits: from quantize_one_bit",
+    "block_sparse_attention": "q, k and v",
+    "dequantize_one_bit": "bits: from quantize_one_bit",
+    "dequantize_8bit": "codes: from quantize_8bit",
+    "gated_act": "gate and up: neither is the only input",
+    "rotary_embedding": "x, as in the function that is proposed for torch",
+    "rotary_embedding_packed_": "qkv: all three",
+    "rotary_embedding_qk": "q and k",
+}
+
+LAYERS = {"out_features": "the last layer's, None being in_features", "hidden_features": "between"}
+BATCH_NORM = {
+    "num_features": "out_features",
+    **_many("in_features out_features", "the linear layer's"),
+    "bias": "the linear layer's",
+    **_many("eps momentum affine track_running_stats", "by keyword, after torch.nn.Linear's"),
+}
+# Differences of constructors, then of forwards.
+MODULES: list[tuple[Any, Any, Differences, Differences]] = [
+    (nn.LayerNorm, torch.nn.LayerNorm, {}, {}),
+    (nn.RMSNorm, torch.nn.RMSNorm, {}, {}),
+    (nn.LinearAct, torch.nn.Linear, {}, {}),
+    (nn.LinearGELU, torch.nn.Linear, {}, {}),
+    (nn.LinearBatchNormAct, torch.nn.Linear, {}, {}),
+    (nn.LinearBatchNormAct, torch.nn.BatchNorm1d, BATCH_NORM, {}),
+    (nn.MLP, torch.nn.Linear, LAYERS, {}),
+    (
+        nn.GatedMLP,
+        torch.nn.Linear,
+        {**LAYERS, "bias": "none by default, as in Llama, Mistral, Qwen and Gemma"},
+        {},
+    ),
+    (nn.DropoutAddLayerNorm, torch.nn.LayerNorm, {}, RESIDUAL),
+    (nn.DropoutAddRMSNorm, torch.nn.RMSNorm, {}, {**RESIDUAL, **_many("x input", "torch's is x")}),
+    (
+        nn.SoftmaxDropout,
+        torch.nn.Dropout,
+        {"p": "0 by default", **NO_INPLACE, **_many("scale causal", "the softmax's")},
+        {"mask": "of the softmax"},
+    ),
+    (
+        nn.BiasDropoutAdd,
+        torch.nn.Dropout,
+        {"p": "0 by default", **NO_INPLACE},
+        {**RESIDUAL, "bias": "of the previous layer"},
+    ),
+    (nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss, {}, {}),
+    (nn.GELU, torch.nn.GELU, {}, {}),
+    (nn.ReLU, torch.nn.ReLU, {}, {}),
+    (nn.SiLU, torch.nn.SiLU, {}, {}),
+    (nn.Sigmoid, torch.nn.Sigmoid, {}, {}),
+    (nn.Tanh, torch.nn.Tanh, {}, {}),
+    (
+        nn.BlockSparseMultiheadAttention,
+        torch.nn.MultiheadAttention,
+        {},
+        {"need_weights": "False by default: weights are never made, and True is refused"},
+    ),
+]
+
+if hasattr(theirs, "linear_cross_entropy"):
+    FUNCTIONS.append((functional.linear_cross_entropy, theirs.linear_cross_entropy, {}))
+    of_module = {
+        "out_features": "a loss for each of several positions goes through the function",
+        "options": "the chunks follow from `memory`",
+    }
+    MODULES.append((nn.LinearCrossEntropy, torch.nn.LinearCrossEntropyLoss, of_module, {}))
+else:
+    since = dict.fromkeys(("linear_cross_entropy", "LinearCrossEntropy"), "torch has it since 2.13")
+    NO_COUNTERPART.update(since)
+
+
+def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters by name, without self; of torch's builtins as their docstring has them."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        head = (function.__doc__ or "").strip().split(" -> ")[0]
+        scope: dict[str, Any] = {}
+        exec(f"def {head}: pass", scope)
+        signature = inspect.signature(scope[function.__name__])
+    parameters = signature.parameters.values()
+    return {p.name: p for p in parameters if p.name != "self" and p.kind not in VARIADIC}
+
+
+def _differences(ours: Callable[..., Any], torchs: Callable[..., Any]) -> set[str]:
+    """The names that are missing, or differ in default, in kind or in order."""
+    mine, other = _signature(ours), _signature(torchs)
+    found = {name for name in other if name not in mine}
+    found |= {name for name, p in mine.items() if name not in other and p.kind is not KEYWORD}
+    shared = [name for name in mine if name in other]
+    for name in shared:
+        if mine[name].kind is not other[name].kind or mine[name].default != other[name].default:
+            found.add(name)
+    in_order = [name for name in shared if name not in found and mine[name].kind is not KEYWORD]
+    assert in_order == [name for name in other if name in in_order], "another order"
+    return found
+
+
+def _compare(ours: Callable[..., Any], torchs: Callable[..., Any], listed: Differences) -> None:
+    found = _differences(ours, torchs)
+    assert found <= set(listed)
+    # Torch of other versions lacks some.
+    known = {*_signature(ours), *_signature(torchs)}
+    assert not {name for name in listed if name in known} - found, "no longer a difference"
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "listed"),
+    FUNCTIONS,
+    ids=[f"{ours.__name__}-{torchs.__name__}" for ours, torchs, _ in FUNCTIONS],
+)
+def test_functions_take_torchs_arguments(
+    ours: Callable[..., Any], torchs: Callable[..., Any], listed: Differences
+) -> None:
+    _compare(ours, torchs, listed)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "constructor", "forward"),
+    MODULES,
+    ids=[f"{ours.__name__}-{torchs.__name__}" for ours, torchs, *_ in MODULES],
+)
+def test_modules_take_torchs_arguments(
+    ours: Any, torchs: Any, constructor: Differences, forward: Differences
+) -> None:
+    _compare(ours, torchs, constructor)
+    _compare(ours.forward, torchs.forward, forward)
+
+
+def test_everything_public_is_compared() -> None:
+    compared = {ours.__name__ for ours, *_ in (*FUNCTIONS, *MODULES)}
+    assert compared | set(NO_COUNTERPART) == {*functional.__all__, *nn.__all__}
+    assert not compared & set(NO_COUNTERPART)
+
+
+def test_one_name_at_one_place() -> None:
+    """What several functions take, they take alike."""
+    by_keyword = {"p", "dropout_p", "training", "seed", "shard", "activation", "approximate"}
+    for name in functional.__all__:
+        parameters = _signature(getattr(functional, name))
+        first = next(iter(parameters))
+        assert (first == "input") is (name not in OTHER_FIRST)
+        batch_norms = {"training"} if "running_mean" in parameters else set()
+        for shared in by_keyword.intersection(parameters) - batch_norms:
+            assert parameters[shared].kind is KEYWORD
+        # Suffixes tell weights and biases of several layers apart.
+        assert not any(parameter in ("w1", "w2", "b1", "b2") for parameter in parameters)
+    assert list(_signature(functional.mlp))[:5:2] == ["input", "up_bias", "down_bias"]
+    assert {"up_weight", "down_weight"} <= {*_signature(functional.mlp)}
+    assert {"up_weight", "down_weight"} <= {*_signature(functional.gated_mlp)}
+    for attention in (functional.block_sparse_attention, distributed.ring_attention):
+        assert list(_signature(attention))[:4] == ["q", "k", "v", "layout"]
+    for name in nn.__all__:
+        constructor = _signature(getattr(nn, name))
+        for shared in {"activation", "recompute"}.intersection(constructor):
+            assert constructor[shared].kind is KEYWORD
+
+
+def test_only_the_public_is_exported() -> None:
+    assert not hasattr(nn, "Activation")
+    assert torchweld.random.__all__ == ["Shard", "make_mask", "seed"]
+
+
+# --- Calls by keyword -----------------------------------------------------------------------------
+
+torch.manual_seed(0)
+X, W, B = torch.randn(6, 8), torch.rand(8) + 0.5, torch.randn(8)
+SQUARE = torch.randn(8, 8)
+IDENTITY = {"activation": "identity"}
+STATS = {"running_mean": B, "running_var": W}
+# Torch's function, ours, the call site that both take unchanged, and what only ours or only
+# torch's needs beside it.
+CALLS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "layer_norm": (
+        theirs.layer_norm,
+        functional.layer_norm,
+        {"input": X, "normalized_shape": [8], "weight": W, "bias": B, "eps": 1e-3},
+        {},
+        {},
+    ),
+    "layer_norm of defaults": (
+        theirs.layer_norm,
+        functional.layer_norm,
+        {"normalized_shape": (8,), "input": X},
+        {},
+        {},
+    ),
+    "rms_norm": (
+        theirs.rms_norm,
+        functional.rms_norm,
+        {"input": X, "normalized_shape": [8], "weight": W, "eps": 1e-3},
+        {},
+        {},
+    ),
+    "batch_norm": (
+        theirs.batch_norm,
+        functional.batch_norm_act,
+        {"input": X, **STATS, "weight": W, "bias": B, "training": False, "eps": 1e-3},
+        IDENTITY,
+        {},
+    ),
+    "linear": (
+        theirs.linear,
+        functional.linear_act,
+        {"input": X, "weight": SQUARE, "bias": B},
+        IDENTITY,
+        {},
+    ),
+    "softmax": (theirs.softmax, functional.softmax_dropout, {"input": X}, {}, {"dim": -1}),
+    "dropout": (
+        theirs.dropout,
+        functional.bias_dropout_add,
+        {"input": X, "p": 0.5, "training": False},
+        {"bias": None, "residual": torch.zeros_like(X)},
+        {},
+    ),
+    "gelu": (
+        theirs.gelu,
+        functional.bias_act,
+        {"input": X, "approximate": "tanh"},
+        {"activation": "gelu"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_by_keyword_works_unchanged(name: str) -> None:
+    torchs, ours, call, only_ours, only_torchs = CALLS[name]
+    expected = torchs(**call, **only_torchs)
+    torch.testing.assert_close(ours(**call, **only_ours), expected, rtol=1e-5, atol=1e-5)
+    for backend in ("cpu", "eager"):
+        with torchweld.use_backend(backend):
+            torch.testing.assert_close(ours(**call, **only_ours), expected, rtol=1e-5, atol=1e-5)
+
+
+_SIZES = {"in_features": 8, "out_features": 8, "bias": True, "device": "cpu", "dtype": X.dtype}
+# Torch's module, ours, and the arguments that both are made and called with.
+BUILT: dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
+    "LayerNorm": (torch.nn.LayerNorm, nn.LayerNorm, (8, 1e-3), {}, {}),
+    "RMSNorm": (torch.nn.RMSNorm, nn.RMSNorm, (8, 1e-3), {}, {}),
+    "DropoutAddLayerNorm": (torch.nn.LayerNorm, nn.DropoutAddLayerNorm, (8, 1e-3), {}, {}),
+    "DropoutAddLayerNorm by place": (
+        torch.nn.LayerNorm,
+        nn.DropoutAddLayerNorm,
+        (8, 1e-3, True, False, "cpu", torch.float32),
+        {},
+        {},
+    ),
+    "DropoutAddRMSNorm": (torch.nn.RMSNorm, nn.DropoutAddRMSNorm, (8, 1e-3), {}, {}),
+    "Linear": (torch.nn.Linear, nn.LinearAct, (), _SIZES, IDENTITY),
+    "Linear by place": (
+        torch.nn.Linear,
+        nn.LinearAct,
+        (8, 8, False, "cpu", torch.float32),
+        {},
+        IDENTITY,
+    ),
+    "GELU": (torch.nn.GELU, nn.GELU, (), {"approximate": "tanh"}, {}),
+    "ReLU": (torch.nn.ReLU, nn.ReLU, (), {"inplace": False}, {}),
+    "SiLU": (torch.nn.SiLU, nn.SiLU, (), {"inplace": False}, {}),
+    "Sigmoid": (torch.nn.Sigmoid, nn.Sigmoid, (), {}, {}),
+    "Tanh": (torch.nn.Tanh, nn.Tanh, (), {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_module_is_made_and_called_as_torchs(name: str) -> None:
+    torchs, ours, by_place, call, only_ours = BUILT[name]
+    reference, module = torchs(*by_place, **call), ours(*by_place, **call, **only_ours)
+    module.load_state_dict(reference.state_dict())
+    argument = next(iter(_signature(type(reference).forward)))  # x in RMSNorm
+    mine = next(iter(_signature(type(module).forward)))
+    expected = reference(**{argument: X})
+    torch.testing.assert_close(module(**{mine: X}), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_multihead_attention_by_keyword() -> None:
+    call: dict[str, Any] = {"embed_dim": 8, "num_heads": 2, "dropout": 0.0, "batch_first": True}
+    layout = torchweld.sparse.BlockLayout.dense((6, 6), block=16)
+    reference = torch.nn.MultiheadAttention(**call)
+    module = nn.BlockSparseMultiheadAttention(**call, layout=layout)
+    module.load_state_dict(reference.state_dict())
+    padding = torch.tensor([[False] * 5 + [True]])
+    given = {"query": X[None], "key": X[None], "value": X[None], "key_padding_mask": padding}
+    found, weights = module(**given, need_weights=False, attn_mask=None)
+    assert weights is None
+    expected, _ = reference(**given, need_weights=False, attn_mask=None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,42 @@
+"""Every function of the package has types: mypy sees to it, but for modules with Triton's kernels.
+
+A kernel's parameters are what Triton makes of them. mypy exempts only whole modules, so here the
+other functions of those modules are looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "triton_kernels"
+
+
+def _without_types(source: str) -> list[str]:
+    """The functions that are no kernels and lack the type of a parameter or of the result."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        given = node.args
+        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        untyped = [a for a in every if a and a.annotation is None and a.arg != "self"]
+        if untyped or node.returns is None:
+            found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_only_kernels_have_no_types(path: Path) -> None:
+    assert _without_types(path.read_text()) == []
+
+
+def test_a_missing_type_is_found() -> None:
+    kernel = "@triton.jit(do_not_specialize=['n'])\ndef kernel(x, n):\n    pass\n"
+    assert _without_types(kernel) == []
+    assert _without_types(f"{kernel}def one(x: int, *rest) -> int:\n    return x\n") == ["one"]
+    assert _without_types("def two(x: int):\n    return x\n") == ["two"]

@@ -1,0 +1,513 @@
+"""The engine that chooses: its decisions, records and messages, whatever goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchweld.dispatch.engine import asking, files
+from torchweld.dispatch.engine.asking import Engine
+from torchweld.dispatch.engine.question import Question
+from torchweld.dispatch.engine.store import SHIPPED_VARIABLE, Store, shipped_files, write
+from trying import CONDITIONS
+
+BACKENDS = ("cuda", "triton")
+MIXED = ("cuda/triton", "triton/cuda")
+EAGER = "eager"
+ONE = torch.ones(4096, dtype=torch.float64)
+
+
+class Script:
+    """A question about scripted kernels."""
+
+    def __init__(
+        self,
+        name: str = "layer_norm",
+        wrong: Sequence[str] = (),
+        ms: Mapping[str, float] | None = None,
+        error: Exception | None = None,
+        fails: Mapping[str, Exception] | None = None,
+        mixed: Sequence[str] = (),
+        size: int = 0,
+        **fields: Any,
+    ) -> None:
+        self.ms, self.wrong, self.error, self.fails = ms or {}, wrong, error, fails or {}
+        self.judged: list[str] = []
+        self.timed: list[str] = []
+        given: dict[str, Any] = {"prepare": self._prepare, **fields}
+        self.question = Question(
+            kind={"op": name},
+            size=size,
+            device=torch.device("cpu"),
+            baseline=EAGER,
+            contenders=BACKENDS,
+            mixed=mixed,
+            run=self._run,
+            trusted=lambda: {"y": ONE},
+            exact=lambda: {"y": ONE},
+            **given,
+        )
+
+    def _run(self, backend: str) -> dict[str, torch.Tensor]:
+        self.judged.append(backend)
+        if self.error is not None:
+            raise self.error
+        return {"y": ONE + (backend in self.wrong)}
+
+    def _prepare(self, backend: str) -> Callable[[], Any]:
+        def call() -> float:
+            if backend in self.fails:
+                raise self.fails[backend]
+            self.timed.append(backend)
+            return self.ms[backend]
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted calls return the milliseconds that they take."""
+    monkeypatch.setattr(asking, "has_trials", lambda device: True)
+    monkeypatch.setattr(
+        asking, "take_times", lambda calls: {name: call() for name, call in calls.items()}
+    )
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return _engine(tmp_path)
+
+
+def _engine(folder: Path) -> Engine:
+    """That of a new process."""
+    return Engine(Store(folder / "answers.json"), CONDITIONS)
+
+
+def _ask(engine: Engine, script: Script, how: str = "time") -> str:
+    answer = engine.ask(script.question, how)
+    return EAGER if answer is None else answer.backend
+
+
+FAST = {"cuda": 1.0, "triton": 2.0, EAGER: 3.0}
+
+
+def test_a_wrong_kernel_is_refused_with_one_warning(engine: Engine) -> None:
+    script = Script(wrong=["cuda"], ms={"triton": 1.0, EAGER: 2.0})
+    with pytest.warns(RuntimeWarning) as told:
+        chosen = [_ask(engine, script) for _ in range(3)]
+    assert chosen == ["triton"] * 3
+    (warning,) = told
+    message = str(warning.message)
+    assert all(word in message for word in ("cuda", "layer_norm", "wrong result: y is off by 1"))
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ({"cuda": 3.0, "triton": 2.5, EAGER: 2.0}, EAGER),
+        ({"cuda": 3.0, "triton": 1.0, EAGER: 2.0}, "triton"),
+        ({"cuda": 0.9, "triton": 1.0, EAGER: 2.0}, "cuda"),
+        ({"cuda": 1.99, "triton": 5.0, EAGER: 2.0}, EAGER),  # within the lead
+        ({"cuda": 1.95, "triton": 5.0, EAGER: 2.0}, "cuda"),
+    ],
+)
+def test_a_contender_needs_a_lead(ms: dict[str, float], chosen: str, engine: Engine) -> None:
+    assert _ask(engine, Script(ms=ms)) == chosen
+
+
+@pytest.mark.parametrize(("wrong", "chosen"), [([], "cuda/triton"), (["cuda"], "triton")])
+def test_a_direction_is_chosen_for_itself(
+    wrong: list[str], chosen: str, engine: Engine, tmp_path: Path
+) -> None:
+    """Among kernels right in both directions, whose mixtures need no judging; it is kept."""
+    ms = {"cuda": 2.0, "triton": 1.5, "cuda/triton": 1.0, "triton/cuda": 1.2, EAGER: 3.0}
+    script = Script(wrong=wrong, ms=ms, mixed=MIXED)
+    with pytest.warns(RuntimeWarning) if wrong else contextlib.nullcontext():
+        assert _ask(engine, script) == chosen
+    assert script.judged == [*BACKENDS]
+    again = Script(wrong=wrong, ms=ms, mixed=MIXED)
+    assert _ask(_engine(tmp_path), again) == chosen
+    assert again.judged == again.timed == []
+
+
+@pytest.mark.parametrize(
+    ("how", "judged", "chosen"),
+    [("off", 0, EAGER), ("kept", 0, EAGER), ("check", 2, "cuda"), ("time", 2, "triton")],
+)
+def test_modes(how: str, judged: int, chosen: str, engine: Engine) -> None:
+    script = Script(
+        ms={"cuda": 3.0, "triton": 1.0, EAGER: 2.0}, mixed=MIXED if how != "time" else ()
+    )
+    assert _ask(engine, script, how) == chosen
+    assert len(script.judged) == judged
+    assert bool(script.timed) == (how == "time")
+
+
+@pytest.mark.parametrize("how", ["check", "time"])
+def test_what_is_only_checked_is_not_timed(how: str, engine: Engine) -> None:
+    script = Script(wrong=["cuda"], prepare=None)
+    with pytest.warns(RuntimeWarning, match="cuda for layer_norm is not used"):
+        assert _ask(engine, script, how) == "triton"
+    assert script.timed == []
+
+
+def test_what_must_be_timed_does_not_serve_unless_it_is(engine: Engine) -> None:
+    """Such a question has no answer for the mode that only checks."""
+    script = Script(ms=FAST, serves_untimed=False)
+    assert _ask(engine, script, "check") == EAGER
+    assert script.judged == []
+    assert _ask(engine, script, "time") == "cuda"
+
+
+def test_the_environment() -> None:
+    assert asking.read_mode({}) == "time"
+    assert [asking.read_mode({asking.VARIABLE: m}) for m in asking.MODES] == [*asking.MODES]
+    with pytest.warns(UserWarning, match="accepted: off, kept, check, time"):
+        assert asking.read_mode({asking.VARIABLE: "always"}) == "time"
+
+
+def test_a_capture_tries_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(ms=FAST)
+    with monkeypatch.context() as capture:
+        capture.setattr(asking, "is_capturing", lambda device: True)
+        with pytest.warns(RuntimeWarning, match="nothing is tried while a graph is captured"):
+            assert [_ask(engine, script) for _ in range(2)] == [EAGER] * 2
+    assert script.judged == []
+    assert _ask(engine, script) == "cuda"
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+def test_a_right_result_is_right_at_every_size(engine: Engine) -> None:
+    """Contenders are judged once, and wrong ones stay refused; times are taken at each size."""
+    scripts = [Script(wrong=["triton"], ms={"cuda": 1.0, EAGER: 2.0}, size=n) for n in (10, 12)]
+    with pytest.warns(RuntimeWarning) as told:
+        assert [_ask(engine, script) for script in scripts] == ["cuda", "cuda"]
+    assert len(told) == 1
+    assert [script.judged for script in scripts] == [[*BACKENDS], []]
+    assert all("cuda" in script.timed for script in scripts)
+    assert "triton" not in scripts[1].timed
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.sampled_from([*BACKENDS, EAGER]), min_size=1),
+    st.integers(-1, 10),
+)
+def test_a_size_between_two_that_agree_needs_no_trial(known: dict[int, str], size: int) -> None:
+    def times(fastest: str) -> dict[str, float]:
+        return {name: 1.0 if name == fastest else 9.0 for name in (*BACKENDS, EAGER)}
+
+    with TemporaryDirectory() as folder:
+        engine = _engine(Path(folder))
+        asked = {n: Script(ms=times(backend), size=n) for n, backend in known.items()}
+        answered = {}
+        for n in sorted(known, key=lambda n: (n % 3, n)):
+            answered[n] = _ask(engine, asked[n])
+        script = Script(ms=times(EAGER), size=size)
+        before = [n for n in answered if asked[n].timed]  # tried, and so in the file
+        below, above = [n for n in before if n < size], [n for n in before if n > size]
+        chosen = _ask(engine, script)
+        if size in before:
+            assert chosen == answered[size]
+        elif below and above and answered[max(below)] == answered[min(above)]:
+            assert chosen == answered[max(below)]
+            assert not script.timed
+        else:
+            assert script.timed
+            assert chosen == EAGER
+
+
+# --- Whatever goes wrong --------------------------------------------------------------------------
+
+ERRORS = (
+    None,
+    None,
+    torch.OutOfMemoryError("none left"),
+    RuntimeError("unspecified launch failure"),
+)
+CALLS: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
+    st.builds(
+        dict,
+        name=st.sampled_from(["a", "b", "c"]),
+        how=st.sampled_from(asking.MODES),
+        capturing=st.booleans(),
+        error=st.sampled_from(ERRORS),
+        fails=st.dictionaries(
+            st.sampled_from([*BACKENDS, EAGER]), st.sampled_from(ERRORS[2:]), max_size=1
+        ),
+        restarted=st.booleans(),
+        damaged=st.booleans(),
+    ),
+    max_size=20,
+)
+KERNELS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        name: st.builds(
+            dict,
+            wrong=st.lists(st.sampled_from(BACKENDS), unique=True),
+            mixed=st.sampled_from([(), MIXED]),
+            ms=st.fixed_dictionaries(dict.fromkeys((*BACKENDS, *MIXED, EAGER), st.floats(0.1, 9))),
+        )
+        for name in "abc"
+    }
+)
+
+
+@given(CALLS, KERNELS)
+def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
+    """No exception and no wrong kernel; if nothing goes wrong, the fastest right kernel."""
+    patch = pytest.MonkeyPatch()
+    with TemporaryDirectory() as folder, warnings.catch_warnings(), patch.context() as patched:
+        warnings.simplefilter("ignore")
+        place = Path(folder)
+        engine = _engine(place)
+        for call in calls:
+            if call["damaged"]:
+                (place / "answers.json").write_text('{"answers": [{"kind": {"op": "a"}, "answ')
+            if call["restarted"]:
+                engine = _engine(place)
+            patched.setattr(asking, "is_capturing", lambda _, c=call["capturing"]: c)
+            kernel = kernels[call["name"]]
+            script = Script(call["name"], error=call["error"], fails=call["fails"], **kernel)
+            chosen = _ask(engine, script, call["how"])
+            assert not set(chosen.split("/")) & set(kernel["wrong"])
+            assert not asking._trial.locked()
+        patched.setattr(asking, "is_capturing", lambda _: False)
+        for name, kernel in kernels.items():
+            (place / "answers.json").unlink(missing_ok=True)
+            chosen = _ask(_engine(place), Script(name, **kernel))
+            ms, right = kernel["ms"], [n for n in BACKENDS if n not in kernel["wrong"]]
+            right += [n for n in kernel["mixed"] if len(right) == 2]
+            best = min(right, key=lambda n: ms[n], default=EAGER)
+            assert chosen == (best if ms[best] * asking.LEAD < ms[EAGER] else EAGER)
+
+
+@given(
+    st.sampled_from(["", "{", "[]", '{"answers": 3}', '{"answers": [3, {}, {"kind": 1}]}', "\x00"])
+)
+def test_a_damaged_file_is_put_aside_or_made_anew(text: str) -> None:
+    with TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        file = Path(folder) / "answers.json"
+        file.write_text(text)
+        assert _ask(_engine(Path(folder)), Script(ms=FAST)) == "cuda"
+        (entry,) = _engine(Path(folder)).entries()
+        assert (entry.answer.backend, entry.answer.why) == ("cuda", "time")
+        aside = file.with_suffix(".damaged")
+        assert aside.exists() == (len(told) == 1)
+        assert not aside.exists() or aside.read_text() == text
+
+
+@pytest.mark.parametrize("key", ["backend", "why", "right", "faults", "ms"])
+def test_an_entry_of_another_form_is_not_read(key: str, tmp_path: Path) -> None:
+    """It may be of another version; the others of the file are read."""
+    for name in ("layer_norm", "rms_norm"):
+        _ask(_engine(tmp_path), Script(name, ms=FAST))
+    file = tmp_path / "answers.json"
+    content = json.loads(file.read_text())
+    value = content["answers"][0]["answer"].pop(key)
+    file.write_text(json.dumps(content))
+    (entry,) = _engine(tmp_path).entries()
+    assert entry.kind == {"op": "rms_norm"}
+    content["answers"][0]["answer"] |= {key: value, "backend": 3}
+    file.write_text(json.dumps(content))
+    assert len(_engine(tmp_path).entries()) == 1
+
+
+def test_want_of_memory_is_kept_for_the_process_only(engine: Engine, tmp_path: Path) -> None:
+    script = Script(error=torch.OutOfMemoryError("none left"))
+    with pytest.warns(RuntimeWarning, match="could not be tried: OutOfMemoryError"):
+        assert [_ask(engine, script) for _ in range(3)] == [EAGER] * 3
+    assert script.judged == ["cuda"]
+    assert _ask(_engine(tmp_path), Script(ms=FAST)) == "cuda"
+
+
+def test_no_trial_takes_more_than_its_part_of_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_free_memory", lambda device: 2**30)
+    script = Script(ms=FAST, bytes=2**30)
+    with pytest.warns(RuntimeWarning, match="a trial takes 1024 MB, and 1024 MB are free"):
+        assert _ask(engine, script) == EAGER
+    assert script.judged == []
+    assert _ask(engine, Script("other", ms=FAST, bytes=2**29)) == "cuda"
+
+
+def test_a_call_without_memory_is_no_contender(engine: Engine) -> None:
+    """The baseline's too: dense attention, for example. It is no fault of the call's."""
+    out = torch.OutOfMemoryError("none left")
+    of_library = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    ms = {"cuda": 3.0, "triton": 2.0}
+    assert _ask(engine, Script("a", ms=ms, fails={EAGER: out})) == "triton"
+    assert _ask(engine, Script("b", ms=FAST, fails={"cuda": out})) == "triton"
+    assert _ask(engine, Script("c", ms=FAST, fails={"cuda": of_library})) == "triton"
+    assert all(not entry.answer.faults for entry in engine.entries())
+
+
+def test_a_kernel_that_fails_on_the_whole_is_refused(engine: Engine) -> None:
+    """It was right on the sample."""
+    script = Script(ms=FAST, fails={"cuda": RuntimeError("an illegal memory access")})
+    with pytest.warns(RuntimeWarning, match="cuda for layer_norm is not used: RuntimeError"):
+        assert _ask(engine, script) == "triton"
+    (entry,) = engine.entries()
+    assert entry.answer.right == ["triton"]
+    assert str(entry.answer.why_not("cuda")).endswith("an illegal memory access")
+
+
+def test_a_read_only_home_is_each_process_for_itself(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(files, "hold_lock", refuse)
+    monkeypatch.setattr(files, "write", refuse)
+    script = Script(ms=FAST)
+    assert [_ask(engine, script) for _ in range(2)] == ["cuda"] * 2
+    assert script.judged == [*BACKENDS]
+
+
+# --- Questions inside a trial ---------------------------------------------------------------------
+
+
+def test_a_question_inside_a_trial_is_answered_before_it_is_timed(engine: Engine) -> None:
+    """The baseline serves while contenders are judged; they are timed as they will serve."""
+    inner = Script("inner", ms=FAST)
+    seen: list[tuple[str, str]] = []
+
+    class Outer(Script):
+        def _run(self, backend: str) -> dict[str, torch.Tensor]:
+            seen.append(("judged", _ask(engine, inner)))
+            return super()._run(backend)
+
+        def _prepare(self, backend: str) -> Callable[[], Any]:
+            call = super()._prepare(backend)
+
+            def asks() -> Any:
+                seen.append(("timed", _ask(engine, inner)))
+                return call()
+
+            return asks
+
+    assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
+    assert seen[:2] == [("judged", EAGER)] * 2
+    assert seen[2:5] == [("timed", EAGER)] * 3  # the first run of each call
+    assert seen[5:] == [("timed", "cuda")] * 3
+    assert _ask(engine, inner) == "cuda"
+
+
+def test_other_threads_take_the_baseline_during_a_trial(engine: Engine) -> None:
+    """A trial's backward runs in a thread of autograd's, which must not wait for the trial."""
+    inner, chosen = Script("inner", ms=FAST), []
+
+    class Outer(Script):
+        def _run(self, backend: str) -> dict[str, torch.Tensor]:
+            thread = threading.Thread(target=lambda: chosen.append(_ask(engine, inner)))
+            thread.start()
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+            return super()._run(backend)
+
+    assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
+    assert chosen == [EAGER] * 2
+    assert _ask(engine, inner) == "cuda"
+
+
+# --- Files that are shipped -----------------------------------------------------------------------
+
+
+def test_a_shipped_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache is empty; what was found on this machine comes first."""
+    tuned = _engine(tmp_path / "tuned")
+    assert _ask(tuned, Script(ms=FAST)) == "cuda"
+    shipped = tmp_path / "shipped.json"
+    write(shipped, tuned.entries())
+    monkeypatch.setenv(SHIPPED_VARIABLE, str(shipped))
+    fresh = Engine(Store(tmp_path / "fresh" / "answers.json", shipped_files()), CONDITIONS)
+    script = Script(ms={"cuda": 9.0, "triton": 1.0, EAGER: 3.0})
+    assert _ask(fresh, script, "kept") == "cuda"
+    assert script.judged == []
+    assert _ask(_engine(tmp_path / "fresh"), script) == "triton"
+    assert _ask(fresh, script) == "triton"
+    other = Engine(Store(tmp_path / "none.json", shipped_files()), {"device": "another GPU"})
+    assert _ask(other, Script(ms=FAST), "kept") == EAGER
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _rank(folder: Path, rank: int, dies: bool, names: Sequence[str]) -> None:
+    """A process with a clock of its own, and so with other times; one that is interrupted ends."""
+    engine, draw = _engine(folder), random.Random(rank)
+
+    def clock(calls: Mapping[str, Any]) -> dict[str, float]:
+        if dies:
+            os._exit(9)
+        return {name: draw.random() for name in calls}
+
+    asking.take_times = clock  # type: ignore[assignment]
+    ms = dict.fromkeys((*BACKENDS, EAGER), 1.0)
+    chosen = {name: _ask(engine, Script(name, ms=ms)) for name in names}
+    (folder / f"{rank}.told").write_text(json.dumps(chosen))
+
+
+def test_processes_choose_alike(tmp_path: Path) -> None:
+    """One cache, real processes, some of which die in the middle of a trial; no answer is lost."""
+    names = [f"class {n}" for n in range(12)]
+    ranks = []
+    for rank in range(6):
+        order = random.Random(rank).sample(names, len(names))
+        ranks.append(FORK.Process(target=_rank, args=(tmp_path, rank, rank in (1, 3), order)))
+        ranks[-1].start()
+    for process in ranks:
+        process.join(timeout=60)
+    assert all(ranks[rank].exitcode == 0 for rank in (0, 2, 4, 5))
+    chosen = [json.loads((tmp_path / f"{rank}.told").read_text()) for rank in (0, 2, 4, 5)]
+    assert all(of_rank == chosen[0] for of_rank in chosen)
+    kept = {entry.kind["op"]: entry.answer.backend for entry in _engine(tmp_path).entries()}
+    assert kept == chosen[0]
+    assert len(set(kept.values())) > 1  # else all may have been the baseline
+    left = {f.name for f in tmp_path.iterdir() if f.suffix != ".told"}
+    assert left == {"answers.json", "answers.lock"}
+
+
+def test_a_process_that_waits_too_long_asks_again(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting another time. It takes what the slow process finds."""
+    monkeypatch.setattr(asking, "PATIENCE", 0.05)
+    waited: list[float | None] = []
+    locked = files.hold_lock
+
+    def remember(file: Path, seconds: float | None = None) -> Any:
+        waited.append(seconds)
+        return locked(file, seconds)
+
+    monkeypatch.setattr(files, "hold_lock", remember)
+    script = Script(ms=FAST)
+    with (
+        locked(tmp_path / "answers.lock"),
+        pytest.warns(RuntimeWarning, match="another process has been trying for 0.05 s"),
+    ):
+        assert [_ask(engine, script) for _ in range(3)] == [EAGER] * 3
+    assert waited == [0.05, 0.0, 0.0]
+    assert _ask(_engine(tmp_path), Script(ms={"cuda": 9.0, "triton": 1.0, EAGER: 2.0})) == "triton"
+    assert _ask(engine, script) == "triton"
+    assert script.judged == []

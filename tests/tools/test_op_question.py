@@ -1,0 +1,590 @@
+"""The trial at first use: CPU kernels stand for a GPU's, and made-up times for its clock."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchweld
+from torchweld.dispatch import bare, choice, op_question
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import call, is_too_small, run_checkpointed
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.judge import ROWS, Judge
+from torchweld.dispatch.op_question import make_question
+from torchweld.ops import quantize_8bit, quantize_one_bit
+from torchweld.ops.optimizer import batch, sum_of_squares
+from torchweld.random import Shard
+from torchweld.registry import EAGER, OPS, Op, materialize
+from torchweld.sparse import BlockLayout
+from torchweld.sparse.lists import token_mask
+from trying import Trials, forget, try_on_cpu
+
+LAYER_NORM = OPS["layer_norm"]
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
+    """The test sets the milliseconds that a clock would find."""
+    return try_on_cpu(monkeypatch, tmp_path, cpu=1.0, eager=2.0)
+
+
+def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:
+    with FakeTensorMode():
+        for op in OPS.values():
+            at_hand, on_gpu = (torch.empty(8, 8, device=device) for device in ("cpu", "cuda"))
+            rest = [None] * len(op.forward_signature.arguments[1:])
+            assert is_too_small(op, [at_hand, *rest]) is (op.small > 64)
+            assert not is_too_small(op, [on_gpu, *rest])
+
+
+@pytest.mark.targets(composites=True)
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_pass(
+    op: Op, kind: torch.dtype, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a part of the rows, and without a trace in torch's random numbers or the inputs."""
+    monkeypatch.setattr(op_question, "ROWS", 24)
+    inputs = materialize(op.sized((7, 11), (64,)), kind, requires_grad=train)
+    before = torch.get_rng_state()
+    question = make_question(op, inputs)
+    assert question.kind["direction"] == ("full" if train else "fwd")
+    judge = Judge(question.exact(), question.trusted())
+    assert judge.find_fault(question.run("cpu")) is None
+    sample = op.take_sample(inputs, 24)
+    assert sample[0].shape[:-1].numel() <= 24 or op.check_only
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(v.grad is None for v in inputs if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_planted_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning; the call has eager's result, and `explain` says why."""
+    x = torch.randn(1024, 2048)
+    kernel = LAYER_NORM.kernels["cpu"]
+    forward = kernel.forward
+
+    def wrong(*inputs: Any) -> Any:
+        y, *rest = forward(*inputs)
+        return y * 1.01, *rest
+
+    monkeypatch.setattr(kernel, "forward", wrong)
+    given = (x, [2048], None, None, 1e-5)
+    with pytest.warns(RuntimeWarning, match="cpu for layer_norm, fwd, float32, width 2048"):
+        assert torch.equal(call(LAYER_NORM, *given), LAYER_NORM.reference(*given))
+    for _ in range(2):  # a second warning would be an error
+        assert torch.equal(call(LAYER_NORM, *given), LAYER_NORM.reference(*given))
+    reasons = torchweld.explain("layer_norm", x, [2048]).reasons
+    assert "at its first use here: wrong result: y is off by" in reasons["cpu"]
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [(1.0, "cpu"), (3.0, EAGER)])
+def test_a_planted_slow_kernel_is_not_chosen(ms: float, chosen: str, trials: Trials) -> None:
+    trials.ms["cpu"] = ms
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == chosen
+    trials.ms["cpu"] = 4.0 - ms  # found once
+    assert choice.choose(LAYER_NORM, given) == chosen
+    # Another class: a gradient is wanted.
+    wanted = (given[0].clone().requires_grad_(), *given[1:])
+    assert choice.choose(LAYER_NORM, wanted) == ("cpu" if chosen == EAGER else EAGER)
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_kernel_that_raises_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*inputs: Any) -> Any:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(LAYER_NORM.kernels["cpu"], "forward", failing)
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    with pytest.warns(RuntimeWarning, match="no kernel image"):
+        assert torch.equal(call(LAYER_NORM, *given), LAYER_NORM.reference(*given))
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_transform_leaves_no_verdict() -> None:
+    """No kernel can serve inside torch.func; outside, kernels can and are tried."""
+    x = torch.randn(8, 128, 2048)
+    norm = torchweld.functional.layer_norm
+    torch.func.vmap(lambda x: norm(x, [2048]))(x)
+    assert choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5)) == "cpu"
+    torch.func.vmap(lambda x: norm(x, [2048]))(x)
+
+
+@pytest.mark.usefixtures("trials")
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_compiled_graph_takes_what_is_proven(
+    slow: bool, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At trace time, on numbers of its own; or from what served such calls before."""
+    monkeypatch.setattr(choice, "is_on_gpu", lambda x: True)
+    trials.ms["cpu"] = 3.0 if slow else 1.0
+    ran = []
+    kernel = LAYER_NORM.kernels["cpu"]
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *given: (ran.append(1), forward(*given))[1])
+    traced = []
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        name = choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5))
+        traced.append(name)
+        return x + 1
+
+    before = torch.get_rng_state()
+    chosen(torch.randn(1024, 2048))
+    del before
+    assert set(traced) == {EAGER if slow else "cpu"}
+    assert ran
+    tried = len(ran)
+    torch.compiler.reset()
+    chosen(torch.randn(32, 2048))
+    assert len(ran) == tried, "it is tried once"
+
+
+@pytest.mark.usefixtures("trials")
+@pytest.mark.parametrize(("kept_as", "chosen"), [(torch.float32, EAGER), (torch.bfloat16, "cpu")])
+def test_a_compiled_graph_takes_what_served_its_dtype(
+    kept_as: torch.dtype, chosen: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another size, too; a verdict on another dtype says nothing, and the op is tried."""
+    trials.ms["cpu"] = 3.0
+    given = (torch.randn(1024, 512, dtype=kept_as), [512], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == EAGER
+    trials.ms["cpu"] = 1.0
+    assert op_question.choose_while_compiling("layer_norm", None, torch.float32, "fwd") == chosen
+
+
+@pytest.mark.usefixtures("trials")
+def test_dtypes_are_tried_apart(trials: Trials) -> None:
+    """A verdict on bfloat16 says nothing of float16, which has a trial and a verdict of its own."""
+    given = {
+        dtype: (torch.randn(1024, 2048, dtype=dtype), [2048], None, None, 1e-5)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    for dtype, (ms, chosen) in zip(given, ((3.0, EAGER), (1.0, "cpu"), (3.0, EAGER)), strict=True):
+        trials.ms["cpu"] = ms
+        assert choice.choose(LAYER_NORM, given[dtype]) == chosen
+    kept = {entry.kind["dtype"]: entry.answer for entry in trials.engine.entries()}
+    assert kept.keys() == {str(dtype).removeprefix("torch.") for dtype in given}
+    assert len({op_question.class_of(LAYER_NORM, each) for each in given.values()}) == 3
+    assert all(answer.why == "time" for answer in kept.values())
+
+
+def test_a_linear_layers_class_has_its_features() -> None:
+    """Both GEMMs of layers that widen the same rows differently take a time of their own."""
+    x, op = torch.randn(8, 64), OPS["linear_act"]
+
+    def of(features: int, rows: int = 8) -> tuple[tuple[Any, ...], str]:
+        given = (x[:rows], torch.randn(features, 64), None, "gelu", "tanh")
+        return op_question.class_of(op, given), str(make_question(op, given))
+
+    for at in (0, 1):
+        assert of(256)[at] != of(1024)[at]
+        assert of(256)[at] == of(256)[at]
+        assert of(256)[at] != of(256, 2)[at]
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_warm_call_does_not_ask_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == "cpu"
+    monkeypatch.setattr(op_question, "class_of", lambda *_: pytest.fail("it asks"))
+    assert choice.choose(LAYER_NORM, (torch.randn(1024, 2048), *given[1:])) == "cpu"
+
+
+@pytest.mark.usefixtures("trials")
+def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
+    torchweld.warmup(lambda: call(LAYER_NORM, *given))
+    monkeypatch.setattr(asking, "is_capturing", lambda _: True)  # a warning would be an error
+    assert choice.choose(LAYER_NORM, given) == "cpu"
+
+
+# --- Apart from the caller ------------------------------------------------------------------------
+
+
+def _train(context: Callable[[Callable[..., Any]], Callable[..., Any]]) -> torch.Tensor:
+    """The gradient of a norm that is first used inside a context."""
+    x = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    norm = torch.nn.Parameter(torch.ones(2048))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torchweld.functional.layer_norm(x, [2048], norm).square()
+
+    context(block)(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _selective(block: Callable[..., Any]) -> Callable[..., Any]:
+    keep = partial(checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return partial(checkpoint.checkpoint, block, use_reentrant=False, context_fn=keep)
+
+
+CONTEXTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "checkpoint": lambda block: partial(checkpoint.checkpoint, block, use_reentrant=False),
+    "reentrant checkpoint": lambda block: partial(checkpoint.checkpoint, block, use_reentrant=True),
+    "selective checkpoint": _selective,
+    "recompute": lambda block: partial(run_checkpointed, block),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_first_use_inside_a_checkpoint(name: str, trials: Trials) -> None:
+    """The trial's own saved tensors are not the checkpoint's, which would call the op again."""
+    begin = time.monotonic()
+    found = _train(CONTEXTS[name])
+    assert time.monotonic() - begin < asking.PATIENCE / 2, "it waited for its own lock"
+    assert trials.timed, "it was tried"
+    with torchweld.use_backend("cpu"):
+        torch.testing.assert_close(found, _train(lambda block: block))
+
+
+class _Seen(TorchDispatchMode):
+    """The elements of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.elements += sum(t.numel() for t in as_tuple(found) if isinstance(t, torch.Tensor))
+        return found
+
+
+class _SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_hooks_of_the_caller_see_no_trial(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second first use, with everything the caller may have on, shows what a warm one shows."""
+
+    def watch() -> tuple[Any, ...]:
+        packed: list[int] = []
+        given = torch.randn(1024, 2048).requires_grad_()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (packed.append(t.numel()), t)[1], lambda t: t
+        )
+        with (
+            _Seen() as seen,
+            _SeenFunctions() as functions,
+            FlopCounterMode(display=False) as flops,
+            hooks,
+        ):
+            torchweld.functional.layer_norm(given, [2048]).sum().backward()
+        return packed, seen.elements, len(functions.called), flops.get_total_flops()
+
+    cold = watch()
+    assert len(trials.timed) == 1
+    forget(monkeypatch)
+    warm = watch()
+    assert len(trials.timed) == 1
+    assert cold == warm
+
+
+def test_a_trial_in_inference_mode(trials: Trials) -> None:
+    """And the later training, which is a class of its own."""
+    x = torch.randn(1024, 2048)
+    with torch.inference_mode():
+        torchweld.functional.layer_norm(torch.randn(1024, 2048), [2048])
+        torchweld.functional.layer_norm(x, [2048])
+    x.requires_grad_()
+    torchweld.functional.layer_norm(x, [2048]).sum().backward()
+    assert len(trials.timed) == 2
+    assert [answer.backend for answer in trials.answers()] == ["cpu"] * 2
+
+
+# --- Samples --------------------------------------------------------------------------------------
+
+ATTENTION = OPS["block_sparse_attention"]
+
+
+def _attention(
+    queries: int, keys: int, heads: int = 4, key_heads: int = 2, **kwargs: Any
+) -> tuple[Any, ...]:
+    """A call's inputs, with full, partial and absent blocks that differ by head."""
+    lengths = (queries, keys)
+    layout = BlockLayout.sliding_window(lengths, window_size=(100, 30), block=32)
+    q = torch.randn(2, heads, queries, 16, requires_grad=True)
+    k, v = (torch.randn(2, key_heads, keys, 16, requires_grad=True) for _ in range(2))
+    return tuple(ATTENTION.inputs(q, k, v, layout, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: _attention(5000, 5000),
+        lambda: _attention(3000, 3000, 8, 1, causal=True),
+        lambda: _attention(1, 4500),
+        lambda: _attention(700, 5000, causal=True, dropout_p=0.2, seed=3),
+        lambda: _attention(2100, 2100, 4, 4, sinks=torch.randn(4), softcap=4.0),
+        lambda: _attention(2100, 2100, alibi_slopes=torch.rand(2, 4)),
+        lambda: _attention(2100, 2100, key_padding_mask=torch.rand(2, 2100) > 0.9),
+        lambda: _attention(2100, 2100, 8, 2, shard=Shard((2, 16, 2100, 16), (0, 8, 0, 0))),
+    ],
+)
+def test_attention_of_many_tokens_is_checked(given: Callable[[], Any], trials: Trials) -> None:
+    """And serves without being timed against dense eager attention."""
+    inputs = given()
+    sample = ATTENTION.take_sample(inputs, 4093)
+    assert sample[0].numel() < 2**20
+    ATTENTION.check(*sample)
+    assert choice.choose(ATTENTION, inputs) == "cpu"
+    (answer,) = trials.answers()
+    assert (answer.why, answer.faults, answer.right) == ("check", {}, ["cpu"])
+
+
+def test_a_sample_of_attention_has_its_layouts_blocks() -> None:
+    """Windows at both ends, of the first and the last key head and sequence."""
+    inputs = _attention(3000, 2800, 6, 3)
+    whole = token_mask(inputs[5], inputs[6], inputs[9], 32, 3000, 2800)
+    sample = ATTENTION.take_sample(inputs, 4093)
+    assert [x.shape[:3] for x in sample[:3]] == [(2, 4, 509), (2, 2, 509), (2, 2, 509)]
+    rows = token_mask(sample[5], sample[6], sample[9], 32, 509, 509)
+    columns = token_mask(sample[7], sample[8], sample[9], 32, 509, 509)
+    last_query, last_key = 2491 // 32 * 32, 2291 // 32 * 32
+    lines, keys = (slice(first, first + 509) for first in (last_query, last_key))
+    assert torch.equal(rows[:1], whole[:1, :, :509, :509])
+    assert torch.equal(rows[1:], whole[:1, :, lines, keys])
+    assert rows[1].any()
+    # A mask's bits are those of its block as it stands, so that only blocks can be compared.
+    of_rows, of_columns = (
+        torch.nn.functional.max_pool2d(x[:, 0].float(), 32, ceil_mode=True) for x in (rows, columns)
+    )
+    assert torch.equal(of_columns, of_rows.mT)
+    assert torch.equal(sample[0][1], inputs[0][1, [0, 1, 4, 5], lines])
+    assert torch.equal(sample[1][1], inputs[1][1, [0, 2], keys])
+
+
+def test_a_row_of_several_dimensions_is_not_cut(trials: Trials) -> None:
+    x = torch.randn(4, 5000, 8, requires_grad=True)
+    given = (x, [5000, 8], None, None, 1e-5)
+    assert choice.choose(LAYER_NORM, given) == "cpu"
+    assert trials.answers()[0].faults == {}
+    long = (torch.randn(20000, 3, 8), [3, 8], None, None, 1e-5)
+    assert LAYER_NORM.take_sample(long, ROWS)[0].shape == (ROWS, 3, 8)
+    assert ROWS % 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("direction", ["fwd", "full"])
+def test_a_compiled_attention_takes_a_kernel(
+    dtype: torch.dtype, direction: str, trials: Trials
+) -> None:
+    """What stands for its arguments is what a kernel can serve."""
+    name = ATTENTION.name
+    assert op_question.choose_while_compiling(name, None, dtype, direction) == "cpu"
+    assert not trials.timed
+
+
+@pytest.mark.targets(composites=True)
+def test_what_stands_in_while_compiling_is_served_by_every_kernel(op: Op) -> None:
+    """Else a compiled model would never take it."""
+    with FakeTensorMode():
+        given = materialize(op.stand_in, torch.float32)
+        assert all(
+            op.why_refused(backend, given) is None for backend in op.backends if backend != "cuda"
+        )
+
+
+# --- Times ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_clock_times_the_op_alone(train: bool, trials: Trials) -> None:
+    """No random numbers are drawn in it, and the first run of each call is not timed."""
+    drawn: list[str] = []
+
+    class Drawn(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            drawn.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def watch(calls: Any) -> None:
+        with Drawn():
+            for call in calls.values():
+                call()
+
+    trials.run = watch
+    x = torch.randn(1024, 2048, requires_grad=train)
+    assert choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5)) == "cpu"
+    assert any("layer_norm" in name for name in drawn)
+    assert not any("rand" in name or "empty" in name for name in drawn)
+    assert any("backward" in name for name in drawn) == train
+
+
+def test_a_size_between_two_that_agree_is_not_timed(trials: Trials) -> None:
+    for rows in (64, 4096, 512):
+        given = (torch.randn(rows, 256), [256], None, None, 1e-5)
+        assert choice.choose(LAYER_NORM, given) == "cpu"
+    assert len(trials.timed) == 2
+
+
+def test_the_parts_of_a_composite_are_chosen_before_it_is_timed(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner: list[str] = []
+
+    def fused(backend: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        given = (torch.randn(256, 512), [512], None, None, 1e-5)
+        inner.append(choice.choose(LAYER_NORM, given))
+        return linear_act.reference(x, *rest)
+
+    linear_act = OPS["linear_act"]
+    monkeypatch.setitem(linear_act.__dict__, "fused", fused)
+    x, w = torch.randn(300, 64), torch.randn(128, 64)
+    choice.choose(linear_act, (x, w, None, "gelu", "none"))
+    assert inner
+    assert set(inner) == {EAGER}
+    assert [sorted(names) for names in trials.timed] == [["cpu", EAGER]] * 2
+    assert choice.choose(LAYER_NORM, (torch.randn(256, 512), [512], None, None, 1e-5)) == "cpu"
+    assert len(trials.timed) == 2
+
+
+# --- Bare ops -------------------------------------------------------------------------------------
+
+
+def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
+    """A call of each bare op that is tried at its first use, on rows with odd ends."""
+    x = torch.randn(3, 700)
+    codes, absmax = quantize_8bit.quantize_reference(x, True)
+    error, size, block = torch.randn_like(x), x.numel(), 64
+    new_error = torch.empty_like(x)
+    bits, scale = quantize_one_bit.quantize_reference(x, error, new_error, block)
+    both = torch.stack([bits, bits]), torch.stack([scale, 2 * scale])
+    return {
+        "quantize_8bit": (quantize_8bit._QUANTIZE, (x, True)),
+        "dequantize_8bit": (quantize_8bit._DEQUANTIZE, (codes, absmax, True, torch.bfloat16)),
+        "quantize_one_bit": (quantize_one_bit._QUANTIZE, (x, error, error, block)),  # in place
+        "average_one_bit": (quantize_one_bit._MEAN, (*both, None, torch.empty(size), size, block)),
+        "dequantize_one_bit": (
+            quantize_one_bit._DEQUANTIZE,
+            (bits, scale, [3, 700], block, torch.float32),
+        ),
+        "sum_of_squares": (sum_of_squares._OP, ([x.bfloat16(), error.bfloat16()],)),
+    }
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    """Copies of the arguments; arguments that are one tensor stay one."""
+    return copy.deepcopy(list(inputs))
+
+
+@pytest.mark.parametrize("name", _bare_calls())
+@pytest.mark.parametrize("wrong", ["nothing", "results", "writes", "all"])
+def test_bare_ops_are_tried_once(
+    name: str, wrong: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong kernel is refused with one warning. Arguments are written to once, by who serves."""
+    op, inputs = _bare_calls()[name]
+    kernel, written = op.overload("cpu"), "(a!)" in str(op.overload("cpu")._schema)
+    if wrong == "writes" and not written:
+        pytest.skip("it writes to no argument")
+    runs = []
+
+    def planted(*given: Any) -> Any:
+        runs.append(given)
+        found = as_tuple(kernel(*given))
+        if wrong == "writes":
+            names = [argument.name for argument in kernel._schema.arguments]
+            given[names.index("new_error")].add_(0.01)
+        if wrong == "results":
+            found = (found[0] ^ 1 if found[0].dtype == torch.uint8 else found[0] * 1.01, *found[1:])
+        if wrong == "all":
+            raise RuntimeError("no kernel image")
+        return found if len(found) > 1 else found[0]
+
+    monkeypatch.setitem(op._overloads, "cpu", planted)
+    expected_inputs, mine = _copies(inputs), _copies(inputs)
+    expected = as_tuple(op.reference(*expected_inputs))
+    expects = pytest.warns(RuntimeWarning, match=f"cpu for {name},")
+    with expects if wrong != "nothing" else contextlib.nullcontext():
+        found = as_tuple(op.run(*mine))
+    assert len(runs) == (2 if wrong == "nothing" else 1)
+    numbers = [*found, *mine], [*expected, *expected_inputs]
+    for one, other in zip(*numbers, strict=True):
+        if not isinstance(one, torch.dtype):
+            torch.testing.assert_close(one, other)
+    again = _copies(inputs)
+    op.run(*again)  # a second warning would be an error
+    assert len(runs) == (3 if wrong == "nothing" else 1)
+
+
+def _large_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
+    """Calls whose copies would not fit beside a model, on the scale of this test."""
+    x = torch.randn(700, 801)
+    flat = x.flatten()
+    error = torch.randn_like(x)
+    codes, absmax = quantize_8bit.quantize_reference(x, True)
+    coded = quantize_8bit.quantize_reference(flat, True)
+    block = 4096
+    bits, scale = quantize_one_bit.quantize_reference(x, None, torch.empty_like(x), block)
+    many = [torch.randn(n) for n in (100_000, 3, 60_000, 200_000)]
+    ranks = torch.stack([bits, bits]), torch.stack([scale, scale])
+    return {
+        "rows": (quantize_8bit._QUANTIZE, (x, True)),
+        "a vector": (quantize_8bit._QUANTIZE, (flat, True)),
+        "codes": (quantize_8bit._DEQUANTIZE, (codes, absmax, True, torch.bfloat16)),
+        "a vector's codes": (quantize_8bit._DEQUANTIZE, (*coded, True, torch.float32)),
+        "one bit": (quantize_one_bit._QUANTIZE, (x, error, error, block)),
+        "one scale": (
+            quantize_one_bit._QUANTIZE,
+            (x, None, error, quantize_one_bit.whole(x.numel())),
+        ),
+        "a mean": (
+            quantize_one_bit._MEAN,
+            (*ranks, None, torch.empty(x.numel()), x.numel(), block),
+        ),
+        "bits": (
+            quantize_one_bit._DEQUANTIZE,
+            (bits, scale, list(x.shape), block, torch.float32),
+        ),
+        "a list": (sum_of_squares._OP, (many,)),
+        "one tensor": (sum_of_squares._OP, ([torch.randn(10**6)],)),
+    }
+
+
+@pytest.mark.parametrize("name", _large_calls())
+def test_bare_ops_are_checked_on_a_part(
+    name: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (quantize_8bit, quantize_one_bit):
+        monkeypatch.setattr(module, "_SAMPLED", 2**16 - 24)
+    for module in (batch, sum_of_squares):
+        monkeypatch.setattr(module, "MOST_SAMPLED", 2**16)
+    op, inputs = _large_calls()[name]
+    sample = op._sample(*inputs)
+    sizes = [sum(t.numel() for t in bare._tensors(given)) for given in (sample, inputs)]
+    assert 2**12 < sizes[0] < sizes[1] / 2
+    if name == "one bit":
+        assert sample[1] is sample[2], "what was one tensor still is"
+    op.run(*_copies(inputs))
+    (answer,) = trials.answers()
+    assert (answer.backend, answer.why, answer.faults) == ("cpu", "check", {})

@@ -1,0 +1,175 @@
+"""The tiles of attention's kernels, and into how many pieces long lines are divided.
+
+One product feeds the next, so that Triton gives every warp 16 whole rows of both. A tile therefore
+takes `4 * max(rows // 64, 1)` warps: with more, several warps compute the same rows. The tiles here
+do not, and spill no registers; docs/notebook/attention-tiles.md has what they take on each GPU, and
+tests/tools/test_triton_aot.py compiles them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+
+class Tile(NamedTuple):
+    """What a program has of queries and of keys: its own, and as many as it takes at a time."""
+
+    own: int
+    taken: int
+    warps: int
+    stages: int
+
+
+Tiles = tuple[Tile, ...]
+
+
+class Choice(NamedTuple):
+    """A kernel's tiles for blocks of 128 and for smaller ones: the first that is no longer counts.
+
+    `heavy` are those for calls with random numbers, biases or bits of masks, which take registers.
+    """
+
+    light: Tiles
+    heavy: Tiles
+
+
+def _same(*tiles: Tile) -> Choice:
+    return Choice(tiles, tiles)
+
+
+_WIDE, _NARROW = (
+    (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+)
+_SCORES = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)
+_SMALL = Tile(32, 32, 4, 1)
+# The kernels, and the sums of keys, of values or of both that a launch has. By the generation of
+# the GPU and the padded head. From sm_90 on a group of four warps computes 64 rows at once.
+FORWARD, QUERIES, KEYS, VALUES, BOTH = "forward", "queries", "keys", "values", "both"
+_TILES: dict[int, dict[str, dict[int, Choice]]] = {
+    80: {
+        FORWARD: {
+            64: _same(*_SCORES),
+            128: Choice((_SCORES[0], Tile(64, 32, 4, 2)), (Tile(128, 32, 8, 2), _SCORES[1])),
+            256: _same(Tile(32, 32, 4, 2)),
+        },
+        QUERIES: {
+            64: Choice(_WIDE, _NARROW),
+            128: Choice(_WIDE, _NARROW),
+            256: _same(Tile(32, 32, 4, 2)),
+        },
+        KEYS: {128: Choice(_NARROW, _NARROW[1:]), 256: _same(_SMALL)},
+        VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
+        BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)))},
+    },
+    90: {
+        FORWARD: {
+            64: _same(*_SCORES),
+            128: _same(*_SCORES),
+            256: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+        },
+        QUERIES: {
+            64: Choice(_WIDE, _NARROW),
+            128: Choice(_WIDE, _NARROW),
+            256: Choice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
+        },
+        KEYS: {
+            128: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+            256: Choice((_SMALL,), (Tile(16, 32, 4, 1),)),
+        },
+        VALUES: {
+            128: _same(*_NARROW),
+            256: Choice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
+        },
+        BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)))},
+    },
+    100: {
+        FORWARD: {64: _same(*_SCORES), 128: _same(*_SCORES), 256: _same(*_NARROW)},
+        QUERIES: {64: Choice(_WIDE, _NARROW), 128: Choice(_WIDE, _NARROW), 256: _same(*_NARROW)},
+        KEYS: {128: _same(*_NARROW), 256: _same(_SMALL)},
+        VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
+        BOTH: {64: _same(*_NARROW)},
+    },
+}
+# Up to this width the sums of keys and of values fit the registers together.
+BOTH_SUMS = 64
+
+
+def generation_of(capability: tuple[int, int]) -> int:
+    """Whose tiles a GPU takes. Consumer GPUs have the instructions and shared memory of sm_80."""
+    return {9: 90, 10: 100}.get(capability[0], 80)
+
+
+def tile_of(
+    generation: int,
+    kernel: str,
+    width: int,
+    block: int,
+    line: int,
+    *,
+    wide: bool,
+    heavy: bool,
+    biased: bool,
+) -> Tile:
+    """The tile for a padded head, a block, and lines of so many tokens on average.
+
+    `wide`: elements are of float32; `biased`: the places of each pair's bias take registers.
+    """
+    tiles = _TILES[generation][kernel][max(width, 64)][int(heavy)]
+    own, taken, warps, stages = next((t for t in tiles if t.own <= block), tiles[-1])
+    of_keys = kernel in (KEYS, VALUES, BOTH)
+    if wide:
+        own, taken, warps, stages = min(own, 32), 32, 8, 1
+    if biased:
+        # The gradients of keys, two sums of products, would spill with four warps.
+        own, taken, warps, stages = min(own, 32), 32, *((8, 2) if of_keys else (4, 3))
+    if block < own:
+        own, warps = block, max(warps * block // own, 4)
+    # A walk's last tile is half empty on average: short walks take smaller ones.
+    while taken > 32 and 4 * taken > line:
+        taken //= 2
+    return Tile(own, taken, warps, stages)
+
+
+class Pieces(NamedTuple):
+    """How many pieces lines have beyond their first, and a piece's fewest entries of all heads."""
+
+    extras: int
+    least: int
+
+
+LEAST_TOKENS = 2048  # of a piece; attention_keys.py has the costs
+_PROGRAMS = 2  # of a processor
+
+
+def divide(
+    planes: int,
+    lines: int,
+    walked: int,
+    group: int,
+    block: int,
+    own: int,
+    processors: int,
+    *,
+    has_table: bool,
+    per_head: bool,
+) -> Pieces | None:
+    """For `lines` lines, of at most `walked` tokens for each of a group's heads; None: as a whole.
+
+    `per_head`: heads that share keys have layouts of their own.
+    """
+    least = triton.cdiv(LEAST_TOKENS, block)
+    longest = group * triton.cdiv(walked, block)
+    programs = planes * lines * (block // own)
+    if not programs or longest <= least:
+        return None
+    wanted = triton.cdiv(_PROGRAMS * processors, programs)
+    if per_head:  # in whole heads
+        pieces = min(wanted, group, longest // least)
+        return Pieces(lines * (pieces - 1), least) if pieces > 1 else None
+    if not has_table:  # all lines are equally long
+        pieces = min(wanted, longest // least)
+        return Pieces(lines * (pieces - 1), least) if pieces > 1 else None
+    return Pieces(max(lines // 2, lines * (wanted - 1), 1), least)
