@@ -19,9 +19,9 @@ class Differentiable:
     name: str
     forward_signature: Signature
     backward_signature: Signature
-    # Names of the forward's results that the function returns with a gradient.
+    # Names of the forward op's results that the function returns with a gradient.
     public: Sequence[str]
-    # Maps the backward's arguments to its results in eager torch, for second derivatives.
+    # Maps the backward op's arguments to its results in eager torch, for second derivatives.
     eager_backward: Callable[..., Any]
     # The next two are documented in Op.
     unsaved: Callable[..., Collection[str]] | None = None
@@ -44,8 +44,8 @@ class Differentiable:
 def exports_a_derivative() -> bool:
     """Whether torch.export is tracing a program that may be trained later.
 
-    Its tracer runs autograd functions but records only their forwards, and so drops their
-    backwards: the recorded ops need derivatives of their own.
+    Its tracer runs autograd functions but records only their forward passes, and so
+    drops their backward passes: the recorded ops need derivatives of their own.
     """
     # torch.compiler.is_exporting() returns this flag, but Dynamo in torch 2.11 assumes True.
     return torch.compiler._is_exporting_flag and torch.is_grad_enabled()
@@ -71,7 +71,7 @@ _NODES: dict[str, tuple[Differentiable, Any]] = {}
 
 
 def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Function]:
-    """Make one class for each backend, so that a backward runs on its forward's backend.
+    """Make one class for each backend, so that a backward pass runs on its forward pass's backend.
 
     `kernel` is a Kernel, or has the same `forward`, `backward`, `public` and `backend`. Results
     that it returns beside the public ones get no gradient.
@@ -82,7 +82,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     types_of = dict(zip(inputs, op.forward_signature.types, strict=True))
     public = op.public
-    # Zeros take the place of a missing gradient where the backward cannot do without it.
+    # Zeros take the place of a missing gradient where the backward op cannot do without it.
     kinds = dict(zip(wanted, op.backward_signature.types, strict=True))
     wants_all = len(public) > 1 and any("Optional" not in kinds[f"grad_{name}"] for name in public)
 
@@ -97,7 +97,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
     plain_at = [inputs.index(name) for name in plain]
     typed_at = [inputs.index(name) for name in typed]
 
-    # The sources of the backward's arguments, and the position of each input's gradient.
+    # The sources of the backward op's arguments, and the position of each input's gradient.
     sources = {name: ("saved", at) for at, name in enumerate(saved)}
     sources |= {name: ("kept", at) for at, name in enumerate(plain)}
     sources |= {f"{name}_dtype": ("kept", len(plain) + at) for at, name in enumerate(typed)}
@@ -108,21 +108,21 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
         gradients.index(f"grad_{name}") if f"grad_{name}" in gradients else None for name in inputs
     ]
 
-    def forward(ctx: Any, *given: Any) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
         op, kernel = _NODES[node]
-        made = as_tuple(kernel.forward(*given))
-        every = (*given, *made)
+        made = as_tuple(kernel.forward(*arguments))
+        every = (*arguments, *made)
         to_save = [every[at] for at in saved_at]
         if op.unsaved is not None:
-            unsaved = op.unsaved(*given)
+            unsaved = op.unsaved(*arguments)
             to_save = [
                 None if name in unsaved else value
                 for name, value in zip(saved, to_save, strict=True)
             ]
         ctx.save_for_backward(*to_save)
-        ctx.kept = [given[at] for at in plain_at] + [given[at].dtype for at in typed_at]
+        ctx.kept = [arguments[at] for at in plain_at] + [arguments[at].dtype for at in typed_at]
         ctx.same = {
-            name: source for name, (source, when) in op.same_gradient.items() if when(*given)
+            name: source for name, (source, when) in op.same_gradient.items() if when(*arguments)
         }
         ctx.late = None
         returned = kernel.public(made)
@@ -140,8 +140,13 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
             return late
         needs = ctx.needs_input_grad
         asked = _list_asked(inputs, needs, ctx.same) if ctx.same else needs
-        found = {"saved": ctx.saved_tensors, "kept": ctx.kept, "grad": grads, "need": asked}
-        arguments = [found[kind][at] for kind, at in arguments_from]
+        values_by_kind = {
+            "saved": ctx.saved_tensors,
+            "kept": ctx.kept,
+            "grad": grads,
+            "need": asked,
+        }
+        arguments = [values_by_kind[kind][at] for kind, at in arguments_from]
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:
             made = op.eager_backward(*arguments)  # its graph gives second derivatives
@@ -176,11 +181,11 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
 # not use for the second.
 
 
-def _leave_over(ctx: Any, grads: tuple[Any, ...], found: list[Any]) -> None:
+def _leave_over(ctx: Any, grads: tuple[Any, ...], gradients: list[Any]) -> None:
     unused = {
-        i: found[i]
+        i: gradients[i]
         for i, goes_on in enumerate(list_reached(ctx))
-        if not goes_on and found[i] is not None
+        if not goes_on and gradients[i] is not None
     }
     ctx.late = (grads, unused) if unused else None
 
@@ -219,11 +224,11 @@ def _list_asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> li
 
 
 def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """Make a differentiable backward from the reference (create_graph=True)."""
+    """Make a differentiable backward function from the reference (create_graph=True)."""
 
     def backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
         values = dict(zip(op.backward_signature.arguments, arguments, strict=True))
-        given = [values[name] for name in op.forward_signature.arguments]
+        inputs = [values[name] for name in op.forward_signature.arguments]
         names = [name.removeprefix("grad_") for name in op.backward_signature.results]
         needed = [
             name
@@ -232,8 +237,8 @@ def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ..
         ]
         grads = [values[f"grad_{name}"] for name in op.public]
         sources = [values[name] for name in needed]
-        found = torch.autograd.grad(op.reference(*given), sources, grads, create_graph=True)
-        by_name = dict(zip(needed, found, strict=True))
+        gradients = torch.autograd.grad(op.reference(*inputs), sources, grads, create_graph=True)
+        by_name = dict(zip(needed, gradients, strict=True))
         return tuple([by_name.get(name) for name in names])
 
     return backward

@@ -75,10 +75,12 @@ class BareOp:
         inputs = self._sample(*inputs)
 
         def run(backend: str) -> Results:
-            given = _clone(inputs)
+            copies = _clone(inputs)
             with torch.no_grad():
-                found = [*as_tuple(self._serving(backend)(*given))]
-            return {f"tensor {at}": t for at, t in enumerate(found + _tensors(given)) if t.numel()}
+                results = [*as_tuple(self._serving(backend)(*copies))]
+            return {
+                f"tensor {at}": t for at, t in enumerate(results + _tensors(copies)) if t.numel()
+            }
 
         return Question(
             kind={"op": self.name, "arguments": [_in_json(_word(value)) for value in inputs]},

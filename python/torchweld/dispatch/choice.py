@@ -106,8 +106,8 @@ def _choose_on_gpu(op: Choosable, inputs: Sequence[Any]) -> str:
         return op_question.choose_on_gpu(op, inputs)
     if torch.compiler.is_compiling():
         direction = op_question.find_direction(inputs)
-        found = op_question.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
-        return found if found == EAGER or op.why_not(found, inputs) is None else EAGER
+        backend = op_question.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
+        return backend if backend == EAGER or op.why_not(backend, inputs) is None else EAGER
     return EAGER
 
 

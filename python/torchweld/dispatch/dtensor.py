@@ -52,13 +52,14 @@ def run_on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any
         keeps = dim is not None and dim % rank < rows
         placements.append(move_placement(placement, dim % rank) if keeps else Replicate())
     if "whole" in names:
-        found = _find_offsets(x.shape, mesh, placements)
-        if found is None:  # the op takes a shard that is a range, so strided ones become one
+        shard_offsets = _find_offsets(x.shape, mesh, placements)
+        if shard_offsets is None:
+            # The op takes a shard that is a range, so strided shards become whole dimensions.
             dims = [find_sharded_dim(placement) for placement in placements]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            found = _find_offsets(x.shape, mesh, placements)
-        assert found is not None
-        offsets = found
+            shard_offsets = _find_offsets(x.shape, mesh, placements)
+        assert shard_offsets is not None
+        offsets = shard_offsets
 
     def local(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or name == "seed":
@@ -85,14 +86,14 @@ def run_on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any
             value = value.redistribute(mesh, own)
         return value.to_local(grad_placements=grad)
 
-    given = {name: local(name, value) for name, value in zip(names, inputs, strict=True)}
-    if "whole" in given:
-        if given["whole"]:
+    local_inputs = {name: local(name, value) for name, value in zip(names, inputs, strict=True)}
+    if "whole" in local_inputs:
+        if local_inputs["whole"]:
             raise ArgumentError(op.name, "shard", "given with a DTensor", "one of the two")
-        given["whole"], given["offset"] = list(x.shape), offsets
-    results = run(op, list(given.values()))
+        local_inputs["whole"], local_inputs["offset"] = list(x.shape), offsets
+    results = run(op, list(local_inputs.values()))
 
-    local_rows = given[names[0]].shape[0] if rank else 0
+    local_rows = local_inputs[names[0]].shape[0] if rank else 0
 
     def whole(result: torch.Tensor) -> Any:
         if result.ndim == 1 < rank and result.shape[0] == 0 < local_rows:

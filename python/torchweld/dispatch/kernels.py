@@ -21,8 +21,8 @@ from torchweld.registry import BACKENDS, Op
 def define(op: Op) -> None:
     """Make the kernels of a declared op, one for each backend that it has sources for.
 
-    GPU backends share one schema, so that each backward can read what any forward saved: a trial
-    may find the forward of one backend and the backward of another fastest.
+    GPU backends share one schema, so that each backward pass can read what any forward pass saved: a
+    trial may find the forward pass of one backend and the backward pass of another fastest.
     """
     for backend in op.sources:
         op.kernels[backend] = Kernel(op, backend, *_overloads(op, backend))
@@ -96,17 +96,17 @@ def _fake_backward(op: Op) -> Callable[..., Any]:
     optional = {name for name, kind in types if "Optional" in kind}
 
     def fake(*inputs: Any) -> Any:
-        given = dict(zip(op.backward_signature.arguments, inputs, strict=True))
+        arguments = dict(zip(op.backward_signature.arguments, inputs, strict=True))
         first = op.public[0]
-        flowing = given[f"grad_{first}"] if given.get(first) is None else given[first]
+        flowing = arguments[f"grad_{first}"] if arguments.get(first) is None else arguments[first]
 
         def gradient(name: str) -> torch.Tensor:
-            value = given.get(name)
-            absent = name in given and value is None and name in optional
-            if absent or not given.get(f"need_{name}", True):
+            value = arguments.get(name)
+            absent = name in arguments and value is None and name in optional
+            if absent or not arguments.get(f"need_{name}", True):
                 return flowing.new_empty(0)
             like = flowing if value is None else value
-            dtype = given.get(f"{name}_dtype", like.dtype)
+            dtype = arguments.get(f"{name}_dtype", like.dtype)
             return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
         results = op.backward_signature.results

@@ -125,14 +125,14 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     Machine code runs on later minor versions, PTX on everything later, and code for 9.0a only on
     9.0.
     """
-    found = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
+    if match is None:
         return False
-    built_for = int(found[1]), int(found[2])
-    if found[3] == "a":
+    built_for = int(match[1]), int(match[2])
+    if match[3] == "a":
         return built_for == capability
     same_major = built_for[0] == capability[0]
-    return built_for <= capability and (same_major or (found[4] is not None and not found[3]))
+    return built_for <= capability and (same_major or (match[4] is not None and not match[3]))
 
 
 def _try(library: str, load: Callable[[], T], hint: str) -> T | None:

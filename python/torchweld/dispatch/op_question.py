@@ -57,14 +57,14 @@ def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, dir
     """
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     like = {"op": name, "direction": direction, "dtype": _word(dtype)}
-    found = asking.engine_for(device).find_backends(**like)
-    if not found:
+    backends = asking.engine_for(device).find_backends(**like)
+    if not backends:
         op, train = OPS[name], direction == "full"
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
-            given = materialize(op.stand_in, dtype, device, requires_grad=train)
+            inputs = materialize(op.stand_in, dtype, device, requires_grad=train)
             with torch.set_grad_enabled(train):
-                found = {choose_on_gpu(op, given)}
-    return asking.reduce_to_one(found, EAGER)
+                backends = {choose_on_gpu(op, inputs)}
+    return asking.reduce_to_one(backends, EAGER)
 
 
 def find_direction(inputs: Sequence[Any]) -> str:
@@ -158,14 +158,14 @@ class _Runs:
         """Results and gradients by name, detached from the user's graph."""
         with torch.set_grad_enabled(self._train):
             results = as_tuple(_run(self._op, backend, inputs))
-            found = {name: r.detach() for name, r in zip(self._op.public, results, strict=True)}
+            by_name = {name: r.detach() for name, r in zip(self._op.public, results, strict=True)}
             if not self._train:
-                return found
+                return by_name
             names = self._op.forward_signature.arguments
             leaves = [name for name, v in zip(names, inputs, strict=True) if _is_leaf(v)]
             flowing = [_draw_gradient(result) for result in results]
             gradients = torch.autograd.grad(results, list(filter(_is_leaf, inputs)), flowing)
-        return found | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+        return by_name | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
     def prepare(self, backend: str) -> Callable[[], Any]:
         """Make a call of only the op, on all rows; incoming gradients are drawn once, untimed."""

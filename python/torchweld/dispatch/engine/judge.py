@@ -48,12 +48,12 @@ class Judge:
                 most = max(most, _UNITS * unit * _find_largest(value))
             self._bounds[name] = rms, most
 
-    def find_fault(self, found: Results) -> str | None:
+    def find_fault(self, results: Results) -> str | None:
         """The fault in the results; None if there is none."""
         for name, exact in self._exact.items():
-            if found[name].shape != exact.shape:
-                return f"wrong result: {name} has shape {list(found[name].shape)}"
-            errors = _errors(found[name], exact)
+            if results[name].shape != exact.shape:
+                return f"wrong result: {name} has shape {list(results[name].shape)}"
+            errors = _errors(results[name], exact)
             for kind, error, bound in zip(("RMS", "max"), errors, self._bounds[name], strict=True):
                 if not error <= bound:  # also if the error is NaN
                     return f"wrong result: {name} is off by {error:.2g} ({kind}), not {bound:.2g}"
@@ -103,11 +103,11 @@ def _find_largest(value: torch.Tensor) -> float:
     return value.double().nan_to_num(0, 0, 0).abs().max().item()
 
 
-def _errors(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+def _errors(result: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """The RMS error and the largest error; NaN and infinity must be where the exact ones are."""
-    found = found.double()
-    same = (found == exact) | (found.isnan() & exact.isnan())
-    error = torch.where(same, 0.0, found - exact)
+    result = result.double()
+    same = (result == exact) | (result.isnan() & exact.isnan())
+    error = torch.where(same, 0.0, result - exact)
     return error.square().mean().sqrt().item(), error.abs().max().item()
 
 

@@ -49,18 +49,18 @@ class Recent:
         """Keep a call's backend, unless an argument is a misaligned tensor or a custom object."""
         at = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
         others = tuple(i for i in range(len(inputs)) if i not in at)
-        given: list[torch.Tensor] = [inputs[i] for i in at]
-        if _guards is None or not all(map(_is_aligned, given)):
+        tensors: list[torch.Tensor] = [inputs[i] for i in at]
+        if _guards is None or not all(map(_is_aligned, tensors)):
             return
         if not all(_is_plain(inputs[i]) for i in others):
             return
-        sizes: list[Any] = [list(t.shape) for t in given]
-        strides: list[Any] = [list(t.stride()) for t in given]
+        sizes: list[Any] = [list(t.shape) for t in tensors]
+        strides: list[Any] = [list(t.stride()) for t in tensors]
         exact = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-        device = given[0].device.type
+        device = tensors[0].device.type
         autocast = torch.is_autocast_enabled(device)
         is_like = _comparison(at, tuple(i for i in at if inputs[i].numel() > 1), others)(
-            _guards.TensorGuards(*given, **exact).check,
+            _guards.TensorGuards(*tensors, **exact).check,
             tuple(inputs[i] for i in others),
             torch.is_grad_enabled(),
             (device, torch.get_autocast_dtype(device)) if autocast else None,

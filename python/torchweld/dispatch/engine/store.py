@@ -39,11 +39,11 @@ class Store:
 
     def entries(self, conditions: Key) -> list[Entry]:
         """Every answer under these conditions."""
-        found: dict[str, Entry] = {}
+        by_identity: dict[str, Entry] = {}
         for path in (*self._shipped, self.file):
-            found |= {_identity(entry): entry for entry in self._entries_of(path)}
-        found |= self._memory
-        return [entry for entry in found.values() if entry.conditions == conditions]
+            by_identity |= {_identity(entry): entry for entry in self._entries_of(path)}
+        by_identity |= self._memory
+        return [entry for entry in by_identity.values() if entry.conditions == conditions]
 
     def answers(self, conditions: Key, kind: Key) -> dict[int, Answer]:
         """The answers of a kind, by size."""
@@ -59,8 +59,8 @@ class Store:
         entry = entry._replace(conditions=_as_kept(entry.conditions), kind=_as_kept(entry.kind))
         self._memory[_identity(entry)] = entry
         with contextlib.suppress(OSError):  # otherwise only this process has the answer
-            found = {_identity(e): e for e in self._entries_of(self.file)}
-            write(self.file, [*(found | {_identity(entry): entry}).values()])
+            by_identity = {_identity(e): e for e in self._entries_of(self.file)}
+            write(self.file, [*(by_identity | {_identity(entry): entry}).values()])
 
     def _entries_of(self, path: Path) -> list[Entry]:
         """The entries of a file, read again only after it has changed."""
@@ -90,11 +90,11 @@ def write(path: Path, entries: Sequence[Entry]) -> None:
 def _read(path: Path) -> Iterator[Entry]:
     """The valid entries of a file."""
     listed = files.read(path).get("answers")
-    for given in listed if isinstance(listed, list) else ():
+    for record in listed if isinstance(listed, list) else ():
         with contextlib.suppress(TypeError, KeyError, AttributeError):
-            answer = Answer(**given["answer"])
-            if isinstance(answer.backend, str) and isinstance(given["kind"], dict):
-                yield Entry(given["conditions"], given["kind"], given["size"], answer)
+            answer = Answer(**record["answer"])
+            if isinstance(answer.backend, str) and isinstance(record["kind"], dict):
+                yield Entry(record["conditions"], record["kind"], record["size"], answer)
 
 
 def _identity(entry: Entry) -> str:
