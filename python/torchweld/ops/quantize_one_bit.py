@@ -113,8 +113,8 @@ def average_one_bit(
     dtype = torch.float32 if error is None else error.dtype
     new_error = torch.empty(size, dtype=dtype, device=bits.device)
     with torch.no_grad():
-        found = mean_into(bits, scale, error, new_error, size, block)
-    return *found, new_error
+        result = mean_into(bits, scale, error, new_error, size, block)
+    return *result, new_error
 
 
 def bytes_of(size: int) -> int:
@@ -267,10 +267,10 @@ _SAMPLED = 2**22 - 24
 
 def _take_elements(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The first elements of flattened tensors; a tensor that occurs twice is cut once."""
-    found: dict[int, torch.Tensor] = {}
+    cuts: dict[int, torch.Tensor] = {}
 
     def take(t: torch.Tensor) -> torch.Tensor:
-        return found.setdefault(id(t), t.flatten()[:_SAMPLED])
+        return cuts.setdefault(id(t), t.flatten()[:_SAMPLED])
 
     return [None if t is None else take(t) for t in tensors]
 

@@ -48,10 +48,10 @@ def softmax_dropout(
     Returns:
         A tensor of input's shape and dtype.
     """
-    given = _inputs(input, mask, scale, causal, p, training, seed, shard)
+    inputs = _inputs(input, mask, scale, causal, p, training, seed, shard)
     if isinstance(mask, torch.Tensor) and mask.requires_grad and torch.is_grad_enabled():
-        return _with_gradient_of_mask(*given)
-    return call(OP, *given)
+        return _with_gradient_of_mask(*inputs)
+    return call(OP, *inputs)
 
 
 def _inputs(

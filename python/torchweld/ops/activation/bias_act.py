@@ -95,11 +95,11 @@ def _terms(
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [(shape, "gelu", "none") for shape in activations.SHAPES]
-    found += [
+    cases = [(shape, "gelu", "none") for shape in activations.SHAPES]
+    cases += [
         (shape, *kind) for shape in activations.SHAPES_OF_ALL for kind in activations.KINDS[1:]
     ]
-    with_bias = [(activation(*s), parameter(s[-1]), *kind) for s, *kind in found]
+    with_bias = [(activation(*s), parameter(s[-1]), *kind) for s, *kind in cases]
     return (*with_bias, *((activation(5, 48), None, *kind) for kind in activations.KINDS))
 
 

@@ -81,9 +81,9 @@ def _arguments(shape: tuple[int, ...], *kind: str) -> tuple[Any, ...]:
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [_arguments(shape, "silu", "none") for shape in activations.SHAPES]
+    samples = [_arguments(shape, "silu", "none") for shape in activations.SHAPES]
     kinds = [kind for kind in activations.KINDS if kind[0] != "silu"]
-    return (*found, *(_arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in kinds))
+    return (*samples, *(_arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in kinds))
 
 
 OP = Op(

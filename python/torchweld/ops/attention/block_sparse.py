@@ -155,8 +155,8 @@ def block_sparse_attention(
         A tensor [batch, heads, queries, value_dim] of q's dtype; with `return_lse` also a float32
         tensor [batch, heads, queries], -inf where a query sees nothing.
     """
-    given = (q, k, v, layout, scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
-    inputs = _inputs(*given, dropout_p, training, seed, shard)
+    settings = (scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
+    inputs = _inputs(q, k, v, layout, *settings, dropout_p, training, seed, shard)
     y, lse = call(OP, *inputs)
     return (y, lse) if return_lse else y
 
@@ -363,8 +363,8 @@ def _check_bias(q: Any, k: Any, bias: Any, row: int) -> None:
     if rest != last or batch not in batches or heads not in (1, shape[1]):
         raise ArgumentError(name, "bias", f"of shape {list(bias.shape)}", accepted)
     if row and row < keys < shape[2]:
-        got = f"on a plane, with {shape[2]} queries and {keys} keys"
-        raise ArgumentError(name, "bias", got, "no more queries than keys")
+        actual = f"on a plane, with {shape[2]} queries and {keys} keys"
+        raise ArgumentError(name, "bias", actual, "no more queries than keys")
 
 
 def _check_shard(q: Any, seed: Any, whole: Any, offset: Any) -> None:
@@ -414,20 +414,20 @@ def _check_lists(
             lines.ndim == 4 and lines.shape[0] in (1, shape[0]) and lines.shape[1] in (1, shape[1])
         )
         if not fits or [*lines.shape[2:]] != [n, 4]:
-            got = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
+            actual = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
             accepted = f"one of {shape[0]} or 1, {shape[1]} or 1, and {n}"
-            raise ArgumentError(name, "layout", got, accepted)
+            raise ArgumentError(name, "layout", actual, accepted)
     for entries in (row_entries, column_entries):
         checks.shaped(name, "layout", entries, [entries.shape[0], 2], "entries [blocks, 2]")
     bits = [masks.shape[0], block * words_of(block)]
     checks.shaped(name, "layout", masks, bits, "masks [masks, words]")
 
 
-def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
+def _refuses(backend: str, arguments: Mapping[str, Any]) -> str | None:
     if backend == "triton":
         for name in ("q", "v"):
-            if given[name].shape[-1] > 256:
-                return f"heads of {given[name].shape[-1]} are wider than 256"
+            if arguments[name].shape[-1] > 256:
+                return f"heads of {arguments[name].shape[-1]} are wider than 256"
     return None
 
 

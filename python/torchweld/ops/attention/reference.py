@@ -205,7 +205,7 @@ def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict
     cross = (relative * g).sum(-1, keepdim=True)
     grad_bias = relative * (g + inner) + weights * cross
     grad_z = grad_bias * slope
-    found = {
+    bounds = {
         "y": (relative * factor @ v.abs()).view(shapes["y"]),
         "lse": (lse.abs().unsqueeze(-1) + 1 + shared).view(shapes["q"][:-1]),
         "grad_q": (grad_z @ k.abs() * abs(scale)).view(shapes["q"]),
@@ -213,10 +213,10 @@ def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict
     grad_k, grad_v = grad_z.mT @ q.abs() * abs(scale), (relative * factor).mT @ grad_y
     for name, grad in (("k", grad_k), ("v", grad_v)):
         grad = grad.unflatten(1, (key_heads, heads // max(key_heads, 1))).sum(2)
-        found[f"grad_{name}"] = grad.view(shapes[name])
+        bounds[f"grad_{name}"] = grad.view(shapes[name])
     if bias is not None and added is not None:
-        (found["grad_bias"],) = torch.autograd.grad(added, bias, grad_bias)
+        (bounds["grad_bias"],) = torch.autograd.grad(added, bias, grad_bias)
     if sinks is not None:
         wide = sink * (1 + of_sink + shared)
-        found["grad_sinks"] = (wide * inner + sink * cross).sum((0, 2), keepdim=True)[0]
-    return found
+        bounds["grad_sinks"] = (wide * inner + sink * cross).sum((0, 2), keepdim=True)[0]
+    return bounds

@@ -200,16 +200,17 @@ def normalize_training(
     offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The result in training on this backend; `offset` only enters the running mean."""
-    given = (x, running_mean, running_var, weight, bias, True, momentum, eps, process_group, *kind)
+    columns = (running_mean, running_var, weight, bias)
+    arguments = (x, *columns, True, momentum, eps, process_group, *kind)
     if exports_a_derivative():  # no single op covers the exchange and the update
-        return reference(OP, x if offset is None else x + offset, *given[1:])
+        return reference(OP, x if offset is None else x + offset, *arguments[1:])
     training = _TRAINING[backend]
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     ):
-        y, mean, var, count = training.function.apply(*given)
+        y, mean, var, count = training.function.apply(*arguments)
     else:
-        y, mean, var, count = training.forward(*given)
+        y, mean, var, count = training.forward(*arguments)
     if x.numel() > 0 or process_group is not None:
         mean = mean if offset is None else mean + offset
         _track(running_mean, running_var, mean, var, count, momentum)
@@ -348,8 +349,8 @@ def _backward_reference(
     y = reference(OP, x, None, None, weight, bias, True, 0.0, eps, group, *kind)
     needs = {0: (x, need_input), 1: (weight, need_weight), 2: (bias, need_bias)}
     wanted = {at: value for at, (value, need) in needs.items() if need and value is not None}
-    found = torch.autograd.grad(y, list(wanted.values()), grad_y, create_graph=True)
-    by_position = dict(zip(wanted, found, strict=True))
+    gradients = torch.autograd.grad(y, list(wanted.values()), grad_y, create_graph=True)
+    by_position = dict(zip(wanted, gradients, strict=True))
     return tuple([by_position.get(at) for at in needs])
 
 
@@ -445,12 +446,14 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [_arguments(shape, True, "gelu", "none", tracked=shape != (5, 7)) for shape in _SHAPES]
-    found += [
+    samples = [
+        _arguments(shape, True, "gelu", "none", tracked=shape != (5, 7)) for shape in _SHAPES
+    ]
+    samples += [
         _arguments(s, True, *kind) for s in ((5, 7), (256, 67)) for kind in activations.KINDS[1:]
     ]
-    found += [_arguments(s, False, "gelu", "none") for s in ((1, 5), (5, 7), (256, 67), (0, 64))]
-    return (*found, _arguments((6, 10), True, "silu", "none", affine=False))
+    samples += [_arguments(s, False, "gelu", "none") for s in ((1, 5), (5, 7), (256, 67), (0, 64))]
+    return (*samples, _arguments((6, 10), True, "silu", "none", affine=False))
 
 
 _RESULTS = ("y", "grad_input", "grad_weight", "grad_bias")

@@ -36,10 +36,10 @@ def unlike(x: torch.Tensor, *columns: torch.Tensor | None) -> bool:
 
 def are_running(x: torch.Tensor, shape: Sequence[int], *running: torch.Tensor | None) -> bool:
     """Whether running statistics are given and fit; no kernel checks this."""
-    given = [t for t in running if t is not None]
-    return len(given) == len(running) and all(
-        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is given[0].dtype
-        for t in given
+    tensors = [t for t in running if t is not None]
+    return len(tensors) == len(running) and all(
+        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is tensors[0].dtype
+        for t in tensors
     )
 
 
@@ -102,9 +102,9 @@ def reference(
         rows_of(x), running_mean, running_var, weight, bias, training, momentum, eps
     )
     if training:
-        for given, updated in zip(running, (running_mean, running_var), strict=True):
-            if given is not None and updated is not None and given is not updated:
-                given.copy_(updated)
+        for original, updated in zip(running, (running_mean, running_var), strict=True):
+            if original is not None and updated is not None and original is not updated:
+                original.copy_(updated)
     # torch returns a contiguous tensor, but its fake has x's strides.
     return activations.activate(op, z, activation, approximate).contiguous().view(x.shape)
 
@@ -128,14 +128,15 @@ def check_columns(
 ) -> None:
     """Check pairs of tensors of this shape; each may be None, and a pair has one dtype."""
     for pair in pairs:
-        given = {name: value for name, value in pair.items() if value is not None}
-        for name, value in given.items():
+        tensors = {name: value for name, value in pair.items() if value is not None}
+        for name, value in tensors.items():
             checks.dense(op.name, name, value, checks.parameters_beside(x), "input")
             checks.like(op.name, name, value, x, "input")
             checks.shaped(op.name, name, value, shape, meaning)
-        if len({value.dtype for value in given.values()}) > 1:
-            first, second = given
-            actual, accepted = f"of {given[second].dtype}", f"that of {first}, {given[first].dtype}"
+        if len({value.dtype for value in tensors.values()}) > 1:
+            first, second = tensors
+            actual = f"of {tensors[second].dtype}"
+            accepted = f"that of {first}, {tensors[first].dtype}"
             raise ArgumentError(op.name, second, actual, accepted)
     checks.epsilon(op.name, eps)
     activations.check(op.name, *kind)

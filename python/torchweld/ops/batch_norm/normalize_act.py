@@ -105,12 +105,12 @@ def _arguments(shape: tuple[int, ...], *kind: str) -> tuple[Any, ...]:
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [_arguments(shape, "gelu", "none") for shape in activations.SHAPES]
-    found += [
+    samples = [_arguments(shape, "gelu", "none") for shape in activations.SHAPES]
+    samples += [
         _arguments(s, *kind) for s in activations.SHAPES_OF_ALL for kind in activations.KINDS[1:]
     ]
     x, mean, var, weight, bias, *rest = _arguments((5, 48), "silu", "none")
-    return (*found, *((x, mean, var, w, b, *rest) for w in (None, weight) for b in (None, bias)))
+    return (*samples, *((x, mean, var, w, b, *rest) for w in (None, weight) for b in (None, bias)))
 
 
 _RESULTS = ("y", "grad_input", "grad_weight", "grad_bias")

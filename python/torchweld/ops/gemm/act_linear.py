@@ -122,18 +122,18 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients that this run of the graph needs."""
     z, bias, weight, _, activated = ctx.saved_tensors
     to_z, to_bias, to_weight, to_weight_bias, *_ = goes_on = list_reached(ctx)
-    found: list[torch.Tensor | None] = [None] * len(goes_on)
+    gradients: list[torch.Tensor | None] = [None] * len(goes_on)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     size = (rows.shape[0], z.shape[-1])
     buffer = None
     if to_weight:
         if activated is None:
             activated = buffer = _activate(z, bias, *ctx.kind)
-        found[2] = gemm.weight_gradient(rows, activated.view(size))
+        gradients[2] = gemm.weight_gradient(rows, activated.view(size))
     if to_weight_bias:
-        found[3] = rows.sum(0)
+        gradients[3] = rows.sum(0)
     if to_bias and not to_z and ctx.late is not None and ctx.late[0] is grad:
-        found[1] = ctx.late[1]  # from the run that needed z
+        gradients[1] = ctx.late[1]  # from the run that needed z
     elif to_z or to_bias:
         need_bias = ctx.needs_input_grad[1]
         if ctx.algorithm is None:
@@ -141,10 +141,10 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         else:
             in_one = torch.ops.torchweld.act_linear_backward.cuda
             grad_z, grad_bias = in_one(grad, weight, z, *ctx.kind, ctx.algorithm, need_bias)
-        found[0], found[1] = grad_z, grad_bias if to_bias else None
+        gradients[0], gradients[1] = grad_z, grad_bias if to_bias else None
         if need_bias and not to_bias and torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.late = (grad, grad_bias)
-    return tuple(found)
+    return tuple(gradients)
 
 
 def _unfused(
@@ -180,8 +180,8 @@ def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...
     y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
-    found = dict(zip(needs, wanted, strict=True))
-    return tuple([found.get(at) for at in range(len(ctx.needs_input_grad))])
+    by_position = dict(zip(needs, wanted, strict=True))
+    return tuple([by_position.get(at) for at in range(len(ctx.needs_input_grad))])
 
 
 # --- Choice ---------------------------------------------------------------------------------------
@@ -201,12 +201,12 @@ def choose_algorithm(
 
     None: z needs no gradient, or torch's GEMM and a pass are faster.
     """
-    given = (x, w1, b1, w2, b2)
-    if not gemm.wants_gradient(x, w1, b1) or _why_not(*given) is not None:
+    tensors = (x, w1, b1, w2, b2)
+    if not gemm.wants_gradient(x, w1, b1) or _why_not(*tensors) is not None:
         return None
 
     def contest() -> Contest:
-        return _make_contest(*given, activation, approximate)
+        return _make_contest(*tensors, activation, approximate)
 
     def algorithms() -> Sequence[int]:
         return [epilogue.cublaslts_algorithm(gemm.find_dtype(x))]

@@ -119,13 +119,13 @@ def linear_and_act(
     """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
     if activation == "identity":
         return gemm.linear(x, weight, bias)
-    given = (x, weight, bias, activation, approximate)
-    if (tile := choose_tile_for(backend, *given)) is not None:
-        return _join(_in_one_kernel(backend, *given, tile), activation, approximate)
-    if backend == "cpu" and _onednn_activates(*given):
+    arguments = (x, weight, bias, activation, approximate)
+    if (tile := choose_tile_for(backend, *arguments)) is not None:
+        return _join(_in_one_kernel(backend, *arguments, tile), activation, approximate)
+    if backend == "cpu" and _onednn_activates(*arguments):
         algorithm = approximate if activation == "gelu" else ""
         return gemm.onednn(x, weight, bias, _ONEDNN[activation], algorithm)
-    return layers.run_in_two_steps(backend, *given)
+    return layers.run_in_two_steps(backend, *arguments)
 
 
 def _onednn_activates(
@@ -180,9 +180,9 @@ def run_unjoined(
 
     For callers with their own node for the activation.
     """
-    given = (x, weight, bias, activation, approximate)
-    if (tile := choose_tile_for(backend, *given)) is not None:
-        return _in_one_kernel(backend, *given, tile)
+    arguments = (x, weight, bias, activation, approximate)
+    if (tile := choose_tile_for(backend, *arguments)) is not None:
+        return _in_one_kernel(backend, *arguments, tile)
     z = linear(x, weight, None if bias is None else bias.detach())
     y = layers.act(backend, z.detach(), None, activation, approximate)
     return Unjoined(y, z, None if bias is None else bias.to(z.dtype))
@@ -214,8 +214,8 @@ def _in_one_kernel(
     how = (activation, approximate)
     if not gemm.wants_gradient(x, weight, bias):
         return Unjoined(kernel(backend)(x, weight, bias, *how, tile, False)[0], None, None)
-    given = None if bias is None else bias.detach()
-    z, y = _Linear.apply(x, weight, given, backend, *how, tile)
+    detached_bias = None if bias is None else bias.detach()
+    z, y = _Linear.apply(x, weight, detached_bias, backend, *how, tile)
     return Unjoined(y, z, bias)
 
 
@@ -286,8 +286,8 @@ class _Activation:
         )
 
     @staticmethod
-    def forward(*given: Any) -> Any:
-        y = given[-1]
+    def forward(*arguments: Any) -> Any:
+        y = arguments[-1]
         return torch.ops.aten._unsafe_view(y, y.shape)  # a node must not return its input
 
     @staticmethod
@@ -301,11 +301,11 @@ _ACTIVATION = _Activation()
 # --- Choice ---------------------------------------------------------------------------------------
 
 
-def why_not_epilogue(backend: str, given: Mapping[str, Any]) -> str | None:
+def why_not_epilogue(backend: str, arguments: Mapping[str, Any]) -> str | None:
     """Why cuBLASLt's epilogues cannot serve the op's arguments at all."""
     if backend != "cuda":
         return None
-    kind = given.get("activation", "gelu"), given.get("approximate", "tanh")
+    kind = arguments.get("activation", "gelu"), arguments.get("approximate", "tanh")
     if kind[0] == "relu":
         return "cuBLASLt's relu makes 0 of NaN; torch's keeps it"
     if kind != ("gelu", "tanh"):
@@ -326,10 +326,10 @@ def choose_tile_for(
     """The tile for one kernel; None: no kernel can serve, or two steps are faster."""
     if backend not in ONE_KERNEL or why_not(backend, x, weight, bias) is not None:
         return None
-    given = (x, weight, bias, activation, approximate)
+    arguments = (x, weight, bias, activation, approximate)
     tiles = partial(list_tiles, backend, x, weight)
-    contest = partial(_make_contest, backend, *given)
-    return fused_choice.choose_tile(x, _kind(backend, *given), tiles, contest)
+    contest = partial(_make_contest, backend, *arguments)
+    return fused_choice.choose_tile(x, _kind(backend, *arguments), tiles, contest)
 
 
 def explain(
@@ -356,14 +356,14 @@ def why_not(
         return "inside torch.export: its two nodes would lose their derivative"
     if reason := gemm.why_not_fused(x, weight, bias):
         return reason
-    given = [t for t in (x, weight, bias) if t is not None]
-    if any(t.device != x.device or t.dtype not in _DTYPES for t in given):
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if any(t.device != x.device or t.dtype not in _DTYPES for t in tensors):
         return "the tensors are on several devices, or of an unsupported dtype"
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return "input and weight are of different dtypes"
     if weight.shape[1] >= _LONGEST_ROW:
         return f"more than {_LONGEST_ROW} input features"
-    if backend == "cuda" and (reason := _why_not_cublaslt(weight, given)):
+    if backend == "cuda" and (reason := _why_not_cublaslt(weight, tensors)):
         return reason
     # While compiling nothing is timed, and the number of rows must not become a guard.
     if not torch.compiler.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
@@ -371,11 +371,11 @@ def why_not(
     return None
 
 
-def _why_not_cublaslt(weight: torch.Tensor, given: Iterable[torch.Tensor]) -> str | None:
+def _why_not_cublaslt(weight: torch.Tensor, tensors: Iterable[torch.Tensor]) -> str | None:
     if any(size == 0 or size % _MULTIPLE for size in weight.shape):
         return f"cuBLASLt serves numbers of features that are multiples of {_MULTIPLE}"
     # While compiling there are no addresses yet; the op leaves a misaligned one to torch.
-    if not torch.compiler.is_compiling() and any(t.data_ptr() % _ALIGNMENT for t in given):
+    if not torch.compiler.is_compiling() and any(t.data_ptr() % _ALIGNMENT for t in tensors):
         return f"cuBLASLt serves addresses that are multiples of {_ALIGNMENT} bytes"
     return None
 

@@ -94,8 +94,8 @@ def _with_precision(kind: Kind) -> Kind:
 def _choose_while_compiling(device: torch.device, kind: Kind) -> int | None:
     """The tile of all answers so far, if they agree, as a constant of the compiled graph."""
     fields = dict(_with_precision(kind))
-    found = asking.engine_for(device).find_backends(**fields)
-    return _read_tile(asking.reduce_to_one(found, UNFUSED))
+    answers = asking.engine_for(device).find_backends(**fields)
+    return _read_tile(asking.reduce_to_one(answers, UNFUSED))
 
 
 def _make_question(

@@ -140,8 +140,8 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [_arguments(*s, "silu", "none") for s in _SHAPES]
-    return (*found, *(_arguments(*_SHAPES[2], *kind) for kind in activations.KINDS))
+    samples = [_arguments(*s, "silu", "none") for s in _SHAPES]
+    return (*samples, *(_arguments(*_SHAPES[2], *kind) for kind in activations.KINDS))
 
 
 _RESULTS = ("y", "grad_input", "grad_gate_weight", "grad_up_weight", "grad_down_weight")

@@ -73,9 +73,9 @@ def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
-    given = [t for t in (x, weight, bias) if t is not None]
+    tensors = [t for t in (x, weight, bias) if t is not None]
     return (
-        all(t.is_cpu and t.dtype is x.dtype for t in given)
+        all(t.is_cpu and t.dtype is x.dtype for t in tensors)
         and why_not_fused(x, weight, bias) is None
         and x.ndim > 1
         and 0 not in (*x.shape, *weight.shape)
@@ -84,8 +84,8 @@ def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why torch's GEMM has to run, which also raises any error."""
-    given = [t for t in (x, weight, bias) if t is not None]
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given):
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "a tensor is of a subclass"
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         return "the sizes of input and weight do not match"
@@ -117,17 +117,17 @@ class LinearNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, (x, weight) = grads[0], ctx.saved_tensors
         to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
-        found: list[Any] = [None] * len(goes_on)
+        gradients: list[Any] = [None] * len(goes_on)
         if grad is None:
-            return tuple(found)
+            return tuple(gradients)
         rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
         if to_x:
-            found[0] = grad @ weight
+            gradients[0] = grad @ weight
         if to_weight:
-            found[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
+            gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
         if to_bias:
-            found[2] = rows.sum(0)
-        return tuple(found)
+            gradients[2] = rows.sum(0)
+        return tuple(gradients)
 
 
 class _OneDNN(LinearNode):

@@ -144,8 +144,8 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int], ...] = (
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [(*layers.arguments(*shape), "gelu", "none") for shape in _SHAPES]
-    found += [
+    samples = [(*layers.arguments(*shape), "gelu", "none") for shape in _SHAPES]
+    samples += [
         (*layers.arguments(*shape), *kind)
         for shape in _SHAPES[1:6]
         for kind in activations.KINDS[1:]
@@ -155,7 +155,7 @@ def _samples() -> tuple[tuple[Any, ...], ...]:
         for shape in _SHAPES[1:3]
         for kind in activations.KINDS
     ]
-    return (*found, *without)
+    return (*samples, *without)
 
 
 _RESULTS = ("y", "grad_input", "grad_weight", "grad_bias")

@@ -102,17 +102,17 @@ def _fused(
     *how: Any,
 ) -> torch.Tensor:
     training, momentum, eps, group, *kind = how
-    given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
-    if not layers.fits(x, weight, bias) or not checks.all_dense(x, *given[3:]):
-        _check(*given, *how)
+    tensors = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
+    if not layers.fits(x, weight, bias) or not checks.all_dense(x, *tensors[3:]):
+        _check(*tensors, *how)
     if not training:
         if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
-            _check(*given, *how)
+            _check(*tensors, *how)
         mean, var = batch_norms.present(running_mean), batch_norms.present(running_var)
         return _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind)
     z = gemm.linear(x, weight)
     if not batch_norm_act.is_training(z, running_mean, running_var, group):
-        _check(*given, *how)
+        _check(*tensors, *how)
     if bias is not None:  # its gradient is zero, not absent
         like = next(t for t in (bn_bias, bn_weight, bias) if t is not None)
         alike = bias.to(like.dtype)
@@ -139,11 +139,11 @@ def _evaluated(
     z = gemm.linear(x, weight, bias if trained else None)
     if bias is not None and not trained:  # subtracted from the mean instead of added to z
         mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
-    given = (z, mean, var, bn_weight, bn_bias, eps, *kind)
+    arguments = (z, mean, var, bn_weight, bn_bias, eps, *kind)
     if backend == "cpu" and not trained and layers.may_overwrite(z):
-        torch.ops.torchweld.normalize_act_.cpu(*given)
+        torch.ops.torchweld.normalize_act_.cpu(*arguments)
         return z
-    return run_on(normalize_act.OP, backend, given)
+    return run_on(normalize_act.OP, backend, arguments)
 
 
 def _reference(
@@ -156,14 +156,14 @@ def _reference(
     bn_bias: torch.Tensor | None,
     *how: Any,
 ) -> torch.Tensor:
-    given = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
+    tensors = (x, weight, bias, running_mean, running_var, bn_weight, bn_bias)
     training, _, eps, group, *_ = how
     if not layers.fits(x, weight, bias) or not eps >= 0:
-        _check(*given, *how)
+        _check(*tensors, *how)
     z = linear(x, weight, bias)
     wrong = training and not batch_norm_act.is_training(z, running_mean, running_var, group)
-    if wrong or batch_norms.unlike(z, *given[3:]):
-        _check(*given, *how)
+    if wrong or batch_norms.unlike(z, *tensors[3:]):
+        _check(*tensors, *how)
     return batch_norm_act.reference(OP, z, running_mean, running_var, bn_weight, bn_bias, *how)
 
 
@@ -208,15 +208,15 @@ def _terms(
     x, weight = x.abs(), weight.abs()
     size = linear(x, weight) + shift.abs()
     mean, var = (None, None) if training else (running_mean, running_var)
-    found = batch_norms.terms(z, size, mean, var, bn_weight, bn_bias, eps, tuple(kind), grad_y)
-    grad_z = found["grad_input"]
+    terms = batch_norms.terms(z, size, mean, var, bn_weight, bn_bias, eps, tuple(kind), grad_y)
+    grad_z = terms["grad_input"]
     return {
-        "y": found["y"],
+        "y": terms["y"],
         "grad_input": grad_z @ weight,
         "grad_weight": layers.outer(grad_z, x),
         "grad_bias": grad_z.sum_to_size(grad_z.shape[-1:]),
-        "grad_bn_weight": found["grad_weight"],
-        "grad_bn_bias": found["grad_bias"],
+        "grad_bn_weight": terms["grad_weight"],
+        "grad_bn_bias": terms["grad_bias"],
     }
 
 
@@ -243,19 +243,19 @@ def _samples() -> tuple[tuple[Any, ...], ...]:
     """
     gelu, *others = [kind for kind in activations.KINDS if kind[0] != "relu"]
     shapes = (((8,), 3, 5), ((24,), 5, 7), ((2, 9), 31, 13), ((256,), 67, 127), ((17,), 7, 8193))
-    found = [
+    samples = [
         _arguments(rows, width, features, True, *gelu, tracked=features != 7)
         for rows, width, features in (*shapes, ((0,), 8, 5))
     ]
-    found += [_arguments(*shapes[3], True, *kind) for kind in others[:2]]
+    samples += [_arguments(*shapes[3], True, *kind) for kind in others[:2]]
     evaluated = (((1,), 3, 5), ((3,), 5, 4096), *shapes, ((0,), 8, 5))
-    found += [
+    samples += [
         _arguments(rows, width, features, False, *gelu, bias=True)
         for rows, width, features in evaluated
     ]
-    found.append(_arguments(*shapes[3], False, "silu", "none"))
+    samples.append(_arguments(*shapes[3], False, "silu", "none"))
     # Last, so that a new activation does not change the seeds of the others.
-    return (*found, *(_arguments(*shapes[3], True, *kind) for kind in others[2:]))
+    return (*samples, *(_arguments(*shapes[3], True, *kind) for kind in others[2:]))
 
 
 _RESULTS = ("y", "grad_input", "grad_weight", "grad_bias", "grad_bn_weight", "grad_bn_bias")

@@ -238,12 +238,12 @@ _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 
 
 def _samples() -> tuple[tuple[Any, ...], ...]:
-    found = [arguments(*s, "gelu", "none") for s in _SHAPES]
-    found += [arguments(*_SHAPES[2], *kind) for kind in activations.KINDS[1:]]
-    found += [arguments(*s, "gelu", "none", recompute=True) for s in _SHAPES[1:3]]
+    samples = [arguments(*s, "gelu", "none") for s in _SHAPES]
+    samples += [arguments(*_SHAPES[2], *kind) for kind in activations.KINDS[1:]]
+    samples += [arguments(*s, "gelu", "none", recompute=True) for s in _SHAPES[1:3]]
     x, up_weight, _, down_weight, *_ = arguments(*_SHAPES[1])
     return (
-        *found,
+        *samples,
         *((x, up_weight, None, down_weight, None, "gelu", "tanh", lean) for lean in (False, True)),
     )
 

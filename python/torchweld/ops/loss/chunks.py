@@ -77,8 +77,8 @@ def find_rows(function: str, layer: Layer, needs: Needs) -> int:
     """Find the number of rows in a chunk; raises ArgumentError if not even one fits."""
     row = count_bytes_of_row(layer, True, needs)
     blocks = layer.memory // 8 if _has_blocks(layer, needs) else 0
-    found = (layer.memory - blocks) // max(row, 1)
-    if found < 1:
+    most = (layer.memory - blocks) // max(row, 1)
+    if most < 1:
         least = row + -(-row // 7) if blocks or _has_blocks(layer, needs) else row
         raise ArgumentError(
             function, "memory", f"{layer.memory}", f"at least {least}, which holds one row"
@@ -86,9 +86,9 @@ def find_rows(function: str, layer: Layer, needs: Needs) -> int:
     if layer.batch_invariant:
         return _INVARIANT
     every = max(layer.input.shape[0], 1)
-    even = -(-every // -(-every // found))  # as few chunks, of equal sizes
+    even = -(-every // -(-every // most))  # as few chunks, of equal sizes
     multiple = -(-even // _MULTIPLE) * _MULTIPLE
-    return int(min(multiple if multiple <= found else even, every))
+    return int(min(multiple if multiple <= most else even, every))
 
 
 def keeps_sums(layer: Layer, needs: Needs, rows_of_chunk: int) -> bool:
@@ -237,9 +237,9 @@ def _make_results(
 
 
 def _keep(
-    made: tuple[torch.Tensor, ...], at: slice | torch.Tensor, found: tuple[torch.Tensor, ...]
+    made: tuple[torch.Tensor, ...], at: slice | torch.Tensor, parts: tuple[torch.Tensor, ...]
 ) -> None:
-    for whole, part in zip(made, found, strict=True):
+    for whole, part in zip(made, parts, strict=True):
         if whole.numel():
             whole[at] = part
 
@@ -299,12 +299,14 @@ def run_both(
         parts = (coefficients[chunk.at], grad_picked[chunk.at])
         arguments = chunk.how.get_arguments()
         if combine is None:
-            found = rows.BOTH_IN_PLACE.run(logits, chunk.target, *parts, *arguments, smooth, False)
+            chunk_results = rows.BOTH_IN_PLACE.run(
+                logits, chunk.target, *parts, *arguments, smooth, False
+            )
         else:
-            found = rows.FORWARD.run(logits, chunk.target, *arguments, False, smooth, False)
-            found = combine(found, chunk.target)
-            rows.BACKWARD_IN_PLACE.run(logits, chunk.target, found[1], *parts, *arguments)
-        _keep(made, chunk.at, found)
+            chunk_results = rows.FORWARD.run(logits, chunk.target, *arguments, False, smooth, False)
+            chunk_results = combine(chunk_results, chunk.target)
+            rows.BACKWARD_IN_PLACE.run(logits, chunk.target, chunk_results[1], *parts, *arguments)
+        _keep(made, chunk.at, chunk_results)
         _take_gradients(gemms, chunk, logits, grad_input)
     return made, (grad_input, *gemms.finish())
 

@@ -149,7 +149,7 @@ def cross_entropy(
         x = x if x.ndim < 3 else x.movedim(1, -1)
         return x.reshape(math.prod(leading), classes)
 
-    found = reductions.read_target(
+    labels = reductions.read_target(
         _NAME, target, input, leading, classes, ignore_index, flatten, tuple(input.shape)
     )
     how = arguments.make_how(
@@ -158,7 +158,7 @@ def cross_entropy(
         classes,
         leading,
         weight=weight,
-        probabilities=found.probabilities,
+        probabilities=labels.probabilities,
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
@@ -172,12 +172,12 @@ def cross_entropy(
         z_loss=z_loss,
         token_weights=token_weights,
     )
-    factors, count = loss.make_factors(found.classes, how)
+    factors, count = loss.make_factors(labels.classes, how)
     logits = flatten(input)
     if _takes_eager(logits, how.probabilities):
-        rows = results.reference(logits, found.classes, how, factors.find_wanted())
+        rows = results.reference(logits, labels.classes, how, factors.find_wanted())
     else:
-        rows = of_logits.find(logits, found.classes, how, factors.find_wanted(), inplace)
+        rows = of_logits.find(logits, labels.classes, how, factors.find_wanted(), inplace)
     made = loss.reduce(rows, factors, count)
     if not checks.autocasts(input.device.type):
         made = made.to(input.dtype)

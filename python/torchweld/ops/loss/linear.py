@@ -12,7 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, sharded
 from torchweld.ops.loss import reduction as reductions
 from torchweld.ops.loss.chunks import Layer, Needs
-from torchweld.ops.loss.results import Found, Wanted
+from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.loss.sharded import Classes
 from torchweld.registry import why_not_now
@@ -200,7 +200,7 @@ def linear_cross_entropy(
     )
     leading, own = tuple(input.shape[:-1]), linear_weight.shape[0]
     classes = own if shared is None else shared.whole
-    found = reductions.read_target(
+    labels = reductions.read_target(
         name,
         target,
         input,
@@ -216,7 +216,7 @@ def linear_cross_entropy(
         classes,
         leading,
         weight=weight,
-        probabilities=found.probabilities,
+        probabilities=labels.probabilities,
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
@@ -231,12 +231,12 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weights=token_weights,
     )
-    factors, count = loss.make_factors(found.classes, how)
+    factors, count = loss.make_factors(labels.classes, how)
     needs = _find_needs(layer)
     chunks.find_rows(name, layer, needs)
     add_up, wrap = (_keep, _keep) if place is None else (place.add_up, place.wrap)
     count = add_up(count) if reduction == "mean" else count
-    target = found.classes
+    target = labels.classes
     if shared is not None:
         target, how = sharded.take_classes(shared, target), sharded.take_weights(shared, how)
     kind = None if checks.autocasts(input.device.type) else input.dtype
@@ -433,7 +433,7 @@ def _make_layer(
         arguments.check_tensor(function, "linear_bias", bias, dtypes, "input")
         checks.like(function, "linear_bias", bias, input, "input")
         checks.shaped(function, "linear_bias", bias, weight.shape[:1], "one a class")
-    given = weight
+    original = weight
     if autocasts and input.dtype != torch.float64:
         kind = torch.get_autocast_dtype(device)
         input, weight = input.to(kind), weight.to(kind)
@@ -449,7 +449,7 @@ def _make_layer(
         raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int")
     of_logits = None if logits_dtype == input.dtype else logits_dtype
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    if accumulate == "grad" and not (given is weight and given.is_leaf and _is_plain(shared)):
+    if accumulate == "grad" and not (original is weight and original.is_leaf and _is_plain(shared)):
         accepted = (
             "'float32' or 'parameter' but for a plain weight that is a leaf, of the input's dtype, "
             "in code that is not compiled"
@@ -536,7 +536,7 @@ def _find(
     wanted: Wanted,
     shared: Classes | None,
     into_grad: bool,
-) -> Found:
+) -> RowResults:
     if not _takes_eager(how):
         return of_linear.find(layer, target, how, wanted, shared, into_grad)
     if shared is not None:

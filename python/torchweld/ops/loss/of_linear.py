@@ -15,7 +15,7 @@ from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
 from torchweld.ops.loss.chunks import Layer, Needs
-from torchweld.ops.loss.results import Factors, Found, Wanted
+from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.loss.sharded import Classes
 
@@ -76,8 +76,8 @@ def _present(layer: Layer, grads: chunks.Gradients) -> tuple[torch.Tensor, ...]:
 
 def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, (statistics, coefficients, grad_picked, *needs) = _split(inputs)
-    given = (statistics, coefficients, grad_picked, Needs(*needs))
-    return _present(layer, chunks.run_backward(_NAME, layer, target, how, *given))
+    rest = (statistics, coefficients, grad_picked, Needs(*needs))
+    return _present(layer, chunks.run_backward(_NAME, layer, target, how, *rest))
 
 
 def _fake_gradients(layer: Layer, needs: Any) -> tuple[torch.Tensor, ...]:
@@ -111,7 +111,7 @@ _run_backward = _define(
 )
 
 
-def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     """The results by plain torch, with all logits at once."""
     kind = layer.find_dtype()
     bias = None if layer.bias is None else layer.bias.to(kind)
@@ -133,21 +133,21 @@ class _Rows(torch.autograd.Function):
         entropy: bool,
         smooth: bool,
         argmax: bool,
-        *given: Any,
+        *fields: Any,
     ) -> tuple[torch.Tensor, ...]:
-        layer, how = Layer(*given[:_LAYER_FIELDS]), How(*given[_LAYER_FIELDS:])
+        layer, how = Layer(*fields[:_LAYER_FIELDS]), How(*fields[_LAYER_FIELDS:])
         wanted = Wanted(entropy, smooth, argmax)
         made = _run_forward(*layer, target, *how.get_arguments(), *wanted)
         if classes is not None:
             made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
-        found = results.find(made, target, how, wanted)
+        row_results = results.find(made, target, how, wanted)
         ctx.classes, ctx.into_grad = classes, into_grad
         ctx.save_for_backward(*layer[:3], target, made[1], *how.get_tensors())
-        ctx.layer, ctx.numbers = given[3:_LAYER_FIELDS], how.get_numbers()
+        ctx.layer, ctx.numbers = fields[3:_LAYER_FIELDS], how.get_numbers()
         ctx.wanted = (entropy, smooth, argmax)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found.argmax)
-        return tuple(found)
+        ctx.mark_non_differentiable(row_results.argmax)
+        return tuple(row_results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -160,15 +160,15 @@ class _Rows(torch.autograd.Function):
         layer = Layer(x, linear_weight, bias, *ctx.layer)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _refuse_shared(ctx.classes)
-            found = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
-            made = results.differentiate_reference(found, layer[:3], grads)
+            row_results = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
+            made = results.differentiate_reference(row_results, layer[:3], grads)
         else:
-            given = results.make_coefficients(grads, statistics, target, how)
+            coefficients = results.make_coefficients(grads, statistics, target, how)
             if ctx.into_grad and needs[1] and linear_weight.grad is not None:
-                rest = (statistics, *given, Needs(*needs), linear_weight.grad)
+                rest = (statistics, *coefficients, Needs(*needs), linear_weight.grad)
                 gradients = chunks.run_backward(_NAME, layer, target, how, *rest)
                 return (*(None,) * 6, *gradients, *after)
-            arguments = (*layer, target, *how.get_arguments(), statistics, *given, *needs)
+            arguments = (*layer, target, *how.get_arguments(), statistics, *coefficients, *needs)
             made = [
                 grad if need else None
                 for grad, need in zip(_run_backward(*arguments), needs, strict=True)
@@ -188,9 +188,9 @@ class _Total(torch.autograd.Function):
         classes: Classes | None,
         target: torch.Tensor,
         factors: Factors,
-        *given: Any,
+        *fields: Any,
     ) -> torch.Tensor:
-        layer, how = Layer(*given[:_LAYER_FIELDS]), How(*given[_LAYER_FIELDS:])
+        layer, how = Layer(*fields[:_LAYER_FIELDS]), How(*fields[_LAYER_FIELDS:])
         needs, wanted = Needs(*ctx.needs_input_grad[3:6]), factors.find_wanted()
         combine = None
         if classes is not None:
@@ -202,12 +202,12 @@ class _Total(torch.autograd.Function):
         coefficients = factors.make_coefficients(how, target)
         arguments = (layer, target, how, *coefficients, wanted.smooth, needs, combine)
         made, grads = chunks.run_both(_NAME, *arguments)
-        found = results.find(made, target, how, wanted)
+        row_results = results.find(made, target, how, wanted)
         ctx.classes = classes
         ctx.save_for_backward(*layer[:3], target, *how.get_tensors())
-        ctx.layer, ctx.numbers, ctx.factors = given[3:_LAYER_FIELDS], how.get_numbers(), factors
+        ctx.layer, ctx.numbers, ctx.factors = fields[3:_LAYER_FIELDS], how.get_numbers(), factors
         ctx.kept = [*grads]
-        return factors.add_up(found)
+        return factors.add_up(row_results)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -217,8 +217,8 @@ class _Total(torch.autograd.Function):
             _refuse_shared(ctx.classes)
             how = How(*tensors, *ctx.numbers)
             layer = Layer(x, linear_weight, bias, *ctx.layer)
-            found = find_by_reference(layer, target, how, ctx.factors.find_wanted())
-            total = ctx.factors.add_up(found)
+            row_results = find_by_reference(layer, target, how, ctx.factors.find_wanted())
+            total = ctx.factors.add_up(row_results)
             return (*before, *results.differentiate_total(total, layer[:3], grad), *after)
         kept = ctx.kept
         if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -254,9 +254,9 @@ def find(
     wanted: Wanted,
     classes: Classes | None,
     into_grad: bool,
-) -> Found:
+) -> RowResults:
     """Compute the results of rows; the backward pass computes the logits again.
 
     With `into_grad` the backward pass adds the weight's gradient to an existing one.
     """
-    return Found(*_Rows.apply(classes, into_grad, target, *wanted, *layer, *how))
+    return RowResults(*_Rows.apply(classes, into_grad, target, *wanted, *layer, *how))

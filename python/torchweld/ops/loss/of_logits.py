@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchweld.ops.loss import results, rows
-from torchweld.ops.loss.results import Found, Wanted
+from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
 
 
@@ -21,17 +21,17 @@ class _Rows(torch.autograd.Function):
         smooth: bool,
         argmax: bool,
         in_place: bool,
-        *given: Any,
+        *fields: Any,
     ) -> tuple[torch.Tensor, ...]:
-        how, wanted = How(*given), Wanted(entropy, smooth, argmax)
+        how, wanted = How(*fields), Wanted(entropy, smooth, argmax)
         made = rows.FORWARD.run(logits, target, *how.get_arguments(), *wanted)
-        found = results.find(made, target, how, wanted)
+        row_results = results.find(made, target, how, wanted)
         ctx.save_for_backward(logits, target, made[1], *how.get_tensors())
         ctx.numbers, ctx.in_place = how.get_numbers(), in_place
         ctx.wanted = (entropy, smooth, argmax)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found.argmax)
-        return tuple(found)
+        ctx.mark_non_differentiable(row_results.argmax)
+        return tuple(row_results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -42,22 +42,22 @@ class _Rows(torch.autograd.Function):
         nothing = (None,) * (5 + len(How._fields))
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:
-            found = results.reference(logits, target, how, Wanted(*ctx.wanted))
-            return (*results.differentiate_reference(found, [logits], grads), *nothing)
-        given = (target, statistics, *results.make_coefficients(grads, statistics, target, how))
+            row_results = results.reference(logits, target, how, Wanted(*ctx.wanted))
+            return (*results.differentiate_reference(row_results, [logits], grads), *nothing)
+        arguments = (target, statistics, *results.make_coefficients(grads, statistics, target, how))
         if ctx.in_place and not compiling and logits.is_contiguous():
-            rows.BACKWARD_IN_PLACE.run(logits, *given, *how.get_arguments())
+            rows.BACKWARD_IN_PLACE.run(logits, *arguments, *how.get_arguments())
             # Other nodes that saved the logits must notice that they changed.
             torch.autograd.graph.increment_version(logits)
             return (logits.detach(), *nothing)
-        return (rows.BACKWARD.run(logits, *given, *how.get_arguments()), *nothing)
+        return (rows.BACKWARD.run(logits, *arguments, *how.get_arguments()), *nothing)
 
 
 def find(
     logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
-) -> Found:
+) -> RowResults:
     """Compute the results of rows; with `in_place` the backward pass overwrites the logits."""
     if not torch.is_grad_enabled() or not logits.requires_grad:
         made = rows.FORWARD.run(logits.detach(), target, *how.get_arguments(), *wanted)
         return results.find(made, target, how, wanted)
-    return Found(*_Rows.apply(logits, target, *wanted, in_place, *how))
+    return RowResults(*_Rows.apply(logits, target, *wanted, in_place, *how))

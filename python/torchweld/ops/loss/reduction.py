@@ -10,7 +10,7 @@ import torch
 from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import arguments, rows
-from torchweld.ops.loss.results import Factors, Found
+from torchweld.ops.loss.results import Factors, RowResults
 from torchweld.ops.loss.rows import How
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -49,13 +49,13 @@ class Loss(NamedTuple):
 
     def reduce(
         self,
-        found: Found,
+        row_results: RowResults,
         factors: Factors,
         count: torch.Tensor,
         add_up: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     ) -> torch.Tensor:
         """Compute the loss of each row, or one number; `add_up` adds the sums of other devices."""
-        loss = factors.add(found)
+        loss = factors.add(row_results)
         if self.reduction == "none":
             return loss
         total = add_up(loss.sum())

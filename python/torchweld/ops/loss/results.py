@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
     argmax: bool = False
 
 
-class Found(NamedTuple):
+class RowResults(NamedTuple):
     """Results of rows; a result that was not wanted is empty."""
 
     log_probabilities: torch.Tensor  # [n, K]; 0 for ignored targets
@@ -30,7 +30,9 @@ class Found(NamedTuple):
     argmax: torch.Tensor
 
 
-def find(made: Sequence[torch.Tensor], target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+def find(
+    made: Sequence[torch.Tensor], target: torch.Tensor, how: How, wanted: Wanted
+) -> RowResults:
     """Compute the results from the row kernel's results."""
     picked, statistics, argmax = made
     highest, total, _, smooth, dot, mass = statistics.unbind(1)
@@ -41,7 +43,7 @@ def find(made: Sequence[torch.Tensor], target: torch.Tensor, how: How, wanted: W
     def nothing() -> torch.Tensor:  # an autograd function returns no tensor twice
         return statistics.new_empty(0)
 
-    return Found(
+    return RowResults(
         torch.where(target == -1, 0.0, log_p),
         lse,
         _entropy(statistics) if wanted.entropy else nothing(),
@@ -59,7 +61,7 @@ def _entropy(statistics: torch.Tensor) -> torch.Tensor:
 def make_coefficients(
     grads: Sequence[torch.Tensor | None], statistics: torch.Tensor, target: torch.Tensor, how: How
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient kernel's coefficients and grad_picked, from the gradients of Found's fields."""
+    """The gradient kernel's coefficients and grad_picked, from the gradients of the fields."""
     kind = statistics.dtype
     of_log_p, of_lse, of_entropy, of_smooth, of_soft = (
         None if grad is None or grad.numel() == 0 else grad.to(kind) for grad in grads[:5]
@@ -101,17 +103,22 @@ class Factors(NamedTuple):
         """The factors of a loss that is divided by a number."""
         return Factors(*(None if factor is None else factor / by for factor in self))
 
-    def add(self, found: Found) -> torch.Tensor:
+    def add(self, row_results: RowResults) -> torch.Tensor:
         """The loss of each row."""
-        values = (-found.log_probabilities.sum(1), found.smooth, found.soft, found.lse.square())
+        values = (
+            -row_results.log_probabilities.sum(1),
+            row_results.smooth,
+            row_results.soft,
+            row_results.lse.square(),
+        )
         terms = [
             value * factor for value, factor in zip(values, self, strict=True) if factor is not None
         ]
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
-    def add_up(self, found: Found) -> torch.Tensor:
+    def add_up(self, row_results: RowResults) -> torch.Tensor:
         """The sum of the rows' losses."""
-        return self.add(found).sum()
+        return self.add(row_results).sum()
 
     def make_coefficients(
         self, how: How, target: torch.Tensor
@@ -134,7 +141,7 @@ class Factors(NamedTuple):
         return coefficients, grad_picked
 
 
-def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> Found:
+def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     """The results by plain torch, which differentiates them any number of times."""
     ignored = rows.is_ignored(target)
     # An ignored row gets no gradient, whatever its logits are.
@@ -165,19 +172,21 @@ def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Want
     lse, entropy, smooth, soft = (
         torch.where(ignored, 0.0, result) if result.numel() else result for result in made
     )
-    return Found(picked, lse, entropy, smooth, soft, best)
+    return RowResults(picked, lse, entropy, smooth, soft, best)
 
 
 def differentiate_reference(
-    found: Found, sources: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
+    row_results: RowResults,
+    sources: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Compute gradients of the sources, with a graph; None for a source without one."""
-    given = [
+    pairs = [
         (result, grad)
-        for result, grad in zip(found, grads, strict=False)
+        for result, grad in zip(row_results, grads, strict=False)
         if grad is not None and result.requires_grad
     ]
-    return _differentiate([result for result, _ in given], sources, [grad for _, grad in given])
+    return _differentiate([result for result, _ in pairs], sources, [grad for _, grad in pairs])
 
 
 def differentiate_total(
@@ -188,13 +197,13 @@ def differentiate_total(
 
 
 def _differentiate(
-    given: list[torch.Tensor],
+    outputs: list[torch.Tensor],
     sources: Sequence[torch.Tensor | None],
     grads: list[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     wanted = [x for x in sources if x is not None and x.requires_grad]
     made: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        given, wanted, grads, create_graph=True, allow_unused=True
+        outputs, wanted, grads, create_graph=True, allow_unused=True
     )
     by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
     return [None if x is None else by_id.get(id(x)) for x in sources]

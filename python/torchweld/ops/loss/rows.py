@@ -109,28 +109,28 @@ def _forward_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     how = How(weight, probabilities, inverse_temperature, None, scale, softcap, 0, torch.float32)
     u = transform(logits, how)
-    found = u.new_zeros(u.shape[0], STATISTICS)
+    statistics = u.new_zeros(u.shape[0], STATISTICS)
     if u.shape[1]:
-        found[:, HIGHEST] = u.amax(1)
+        statistics[:, HIGHEST] = u.amax(1)
     else:
-        found[:, HIGHEST] = -torch.inf
-    highest = found[:, HIGHEST]
+        statistics[:, HIGHEST] = -torch.inf
+    highest = statistics[:, HIGHEST]
     x = u - torch.where(highest == -torch.inf, 0, highest).unsqueeze(1)
     e = x.exp()
-    found[:, SUM] = e.sum(1)
+    statistics[:, SUM] = e.sum(1)
     if entropy:
-        found[:, ENTROPY_SUM] = torch.where(e == 0, 0, e * x).sum(1)
+        statistics[:, ENTROPY_SUM] = torch.where(e == 0, 0, e * x).sum(1)
     weight, mass = _weigh(how, u)
     if smooth:
-        found[:, SMOOTH] = (u * weight).sum(1)
+        statistics[:, SMOOTH] = (u * weight).sum(1)
     if mass is not None:
-        found[:, DOT] = torch.where(mass == 0, 0, mass * u).sum(1)
-        found[:, MASS] = mass.sum(1)
+        statistics[:, DOT] = torch.where(mass == 0, 0, mass * u).sum(1)
+        statistics[:, MASS] = mass.sum(1)
     ignored = is_ignored(target)
-    found[ignored] = torch.eye(STATISTICS, dtype=u.dtype, device=u.device)[SUM]
+    statistics[ignored] = torch.eye(STATISTICS, dtype=u.dtype, device=u.device)[SUM]
     best = u.argmax(1) if argmax and u.shape[1] else target.new_full((u.shape[0],), -1)
     best = torch.where(ignored, -1, best)
-    return _pick(u, target), found, best if argmax else target.new_empty(0)
+    return _pick(u, target), statistics, best if argmax else target.new_empty(0)
 
 
 def _backward_reference(
@@ -192,9 +192,9 @@ def _both_in_place_reference(
     argmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     how = (weight, probabilities, inverse_temperature, scale, softcap)
-    found = _forward_reference(logits, target, *how, False, smooth, argmax)
-    logits.copy_(_backward_reference(logits, target, found[1], coefficients, grad_picked, *how))
-    return found
+    results = _forward_reference(logits, target, *how, False, smooth, argmax)
+    logits.copy_(_backward_reference(logits, target, results[1], coefficients, grad_picked, *how))
+    return results
 
 
 def _fake(logits: torch.Tensor, target: torch.Tensor, argmax: bool) -> tuple[torch.Tensor, ...]:

@@ -52,7 +52,7 @@ def _reduce(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
 
 def combine(
     own: Classes,
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     target: torch.Tensor,
     wanted: Wanted,
     soft: bool,
@@ -62,7 +62,7 @@ def combine(
     Devices exchange, for each row, the largest logit; then the sum of exponentials, the targets'
     logits and the other sums that are wanted; then the class of the largest logit, if wanted.
     """
-    picked, statistics, argmax = found
+    picked, statistics, argmax = made
     mine = statistics[:, rows.HIGHEST]
     highest = _reduce(mine, "max", own.group)
     # Where both are -inf, their difference is NaN.
@@ -206,13 +206,13 @@ def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place
         group = mesh.get_group(shared).group_name
         classes = Classes(group, begin, min(each, whole - begin), whole, each)
     of_weight = tuple(on_weight)
-    given = (
+    parts = (
         _to_local(function, "input", input, mesh, of_rows, on_input),
         _to_local(function, "linear_weight", weight, mesh, of_weight, of_classes),
         _to_local(function, "linear_bias", bias, mesh, of_weight, of_classes),
     )
     leading = tuple(input.shape[:-1])
-    return Place(function, mesh, tuple(of_rows), leading, shared, classes), given
+    return Place(function, mesh, tuple(of_rows), leading, shared, classes), parts
 
 
 def _replicate(mesh: Any) -> list[Any]:

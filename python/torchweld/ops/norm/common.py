@@ -52,13 +52,13 @@ MEASURED_ON_GPU = ((4096, 1024), (32768, 4096), (16384, 8192), (4096, 65536))
 
 def samples(parameters: int, *tail: Any) -> tuple[tuple[Any, ...], ...]:
     """Arguments (x, normalized_shape, parameters..., tail...) over SHAPES, then without some."""
-    found: list[tuple[Any, ...]] = []
+    cases: list[tuple[Any, ...]] = []
     for leading, shape in SHAPES:
         present = [parameter(*shape)] * parameters
-        found.append((activation(*leading, *shape), list(shape), *present, *tail))
+        cases.append((activation(*leading, *shape), list(shape), *present, *tail))
     for subset in itertools.product([None, parameter(48)], repeat=parameters):
-        found.append((activation(5, 48), [48], *subset, *tail))
-    return tuple(found)
+        cases.append((activation(5, 48), [48], *subset, *tail))
+    return tuple(cases)
 
 
 def sized(
@@ -153,13 +153,13 @@ def check(
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
         accepted = f"the last dimensions of input, whose shape is {list(x.shape)}"
         raise ArgumentError(op.name, "normalized_shape", list(shape), accepted)
-    given = {name: value for name, value in parameters.items() if value is not None}
-    for name, value in given.items():
+    tensors = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in tensors.items():
         checks.dense(op.name, name, value, checks.parameters_beside(x), "input")
         checks.like(op.name, name, value, x, "input")
         checks.shaped(op.name, name, value, shape, "normalized_shape")
-    if len({value.dtype for value in given.values()}) > 1:
-        actual = " and ".join(f"{value.dtype}" for value in given.values())
+    if len({value.dtype for value in tensors.values()}) > 1:
+        actual = " and ".join(f"{value.dtype}" for value in tensors.values())
         raise ArgumentError(op.name, "bias", f"of another dtype than weight: {actual}", "the same")
     checks.epsilon(op.name, eps)
 

@@ -55,9 +55,9 @@ def _check(x: Any, normalized_shape: Any, weight: Any, eps: Any) -> None:
     norms.check(OP, x, normalized_shape, 0.0 if eps is None else eps, weight=weight)
 
 
-def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
+def _refuses(backend: str, arguments: Mapping[str, Any]) -> str | None:
     """torch's rms_norm keeps channels_last; the kernels write packed rows."""
-    x = given.get("input")
+    x = arguments.get("input")
     if not isinstance(x, torch.Tensor) or x.is_contiguous():
         return None
     kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)

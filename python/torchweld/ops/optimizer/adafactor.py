@@ -86,11 +86,11 @@ class _Factored(Rule):
         device = batch.params[0].device
         task.sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         task.whole_sizes = _whole_sizes(batch)
-        room, found = iter(task.sums.split(sizes)), [[], [], []]  # type: ignore[var-annotated]
+        room, parts_by_pass = iter(task.sums.split(sizes)), [[], [], []]  # type: ignore[var-annotated]
         for of_one, p in zip(counts, batch.wholes, strict=True):
-            for parts, of_pass in zip(found, of_one, strict=True):
+            for parts, of_pass in zip(parts_by_pass, of_one, strict=True):
                 parts += [Part(next(room), p, dims) for _, dims in of_pass]
-        return found
+        return parts_by_pass
 
     def _finish(self, task: Task) -> Iterable[Part]:
         self.step(task)

@@ -140,8 +140,8 @@ def _read_state(task: Task, signed: Sequence[bool]) -> Results:
     """Parameters, moments and counts after the step, each flattened into one tensor."""
     batch, count = task.batch, len(task.batch.params)
     every = [read(task, i, signed) for i in range(count)]
-    found: dict[str, Tensors] = {"params": [p for p, _, _ in every]}
+    by_name: dict[str, Tensors] = {"params": [p for p, _, _ in every]}
     for k in range(len(batch.moments) // count):
-        found[f"moment {k + 1}"] = [moments[k] for _, _, moments in every]
-    found["steps"] = batch.steps
-    return {name: torch.cat([t.detach().flatten() for t in some]) for name, some in found.items()}
+        by_name[f"moment {k + 1}"] = [moments[k] for _, _, moments in every]
+    by_name["steps"] = batch.steps
+    return {name: torch.cat([t.detach().flatten() for t in some]) for name, some in by_name.items()}

@@ -152,9 +152,9 @@ class Rule:
             stored = moments[:-1] if self.has_companion else moments
             new = zip(batch.new_absmaxes[i::count], sound_only(stored), strict=True)
             for absmax, moment in new:
-                found = absmax_reference(moment, batch.edges[i])
+                value = absmax_reference(moment, batch.edges[i])
                 skip = None if task.found_inf is None else task.found_inf != 0
-                absmax.copy_(found if skip is None else torch.where(skip, absmax, found))
+                absmax.copy_(value if skip is None else torch.where(skip, absmax, value))
 
     def measure(self, task: Task) -> None:
         """Sum the squares of each parameter and of its step, for an adaptive rule.
@@ -183,14 +183,14 @@ class Rule:
         if kernel is None:
             return False
         device = batch.params[0].device
-        given = (task.lr, task.ratios, task.grad_factor, task.found_inf, task.average_rate)
-        numbers = [_readable(t, device) for t in given]
+        scalars = (task.lr, task.ratios, task.grad_factor, task.found_inf, task.average_rate)
+        numbers = [_readable(t, device) for t in scalars]
         if steps:
             # Before the kernel, which evicts a thousand tensors from the cache.
             batch.count_versions()
         try:
-            given = (task.sums, task.settings_of_each, task.whole_sizes, *task.settings)
-            kernel(*batch.lists(), *numbers, *given)
+            rest = (task.sums, task.settings_of_each, task.whole_sizes, *task.settings)
+            kernel(*batch.lists(), *numbers, *rest)
         except RuntimeError:
             # torch resolves negated inputs but not negated outputs; nothing is written yet.
             if not any(map(torch.is_neg, [*batch.params, *batch.moments])):

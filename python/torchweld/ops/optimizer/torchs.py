@@ -58,7 +58,7 @@ def _by_rate(lr: torch.Tensor, count: int) -> dict[float, Sequence[int]]:
     """The indices of the parameters with each learning rate."""
     if lr.numel() == 1:
         return {lr.item(): range(count)}
-    found: dict[float, list[int]] = {}
+    indices: dict[float, list[int]] = {}
     for i, rate in enumerate(lr.tolist()):
-        found.setdefault(rate, []).append(i)
-    return dict(found)
+        indices.setdefault(rate, []).append(i)
+    return dict(indices)

@@ -184,18 +184,18 @@ def gradients(
     rstd = (wide.square().mean(dims, keepdim=True) + eps).rsqrt()
     x_hat = wide * rstd
     g = grad if parameters[0] is None else grad * parameters[0].to(kind)
-    found = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+    total = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
     if centered:
-        found = found - g.mean(dims, keepdim=True)
-    found = found * rstd
+        total = total - g.mean(dims, keepdim=True)
+    total = total * rstd
     if grad_z is not None:
-        found = found + grad_z
-    grad_input = drop(found, *dropping).to(input_dtype)
+        total = total + grad_z
+    grad_input = drop(total, *dropping).to(input_dtype)
     sums = [
         None if value is None else (term.sum(rows) if rows else term).to(value.dtype)
         for value, term in zip(parameters, (grad * x_hat, grad), strict=False)
     ]
-    return grad_input, found.to(z.dtype), *sums
+    return grad_input, total.to(z.dtype), *sums
 
 
 def check(
@@ -254,9 +254,9 @@ def _terms(
     z, size = kept(x.double()), kept(x.double().abs())
     if residual is not None:
         z, size = z + residual, size + residual.double().abs()
-    found = norms.terms(z, size, normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
-    grad = found["grad_input"] + grad_z.double().abs()
-    return found | {"z": size, "grad_residual": grad, "grad_input": kept(grad)}
+    terms = norms.terms(z, size, normalized_shape, weight, *bias, grad_y=grad_y, centered=centered)
+    grad = terms["grad_input"] + grad_z.double().abs()
+    return terms | {"z": size, "grad_residual": grad, "grad_input": kept(grad)}
 
 
 def numerics(centered: bool) -> Numerics:
@@ -289,20 +289,20 @@ def _arguments(
 
 def samples(parameters: int, eps: float | None) -> tuple[tuple[Any, ...], ...]:
     """The norms' shapes, with and without dropout; absent arguments; a shard; a wide y."""
-    found = [
+    cases = [
         _arguments(leading, shape, [parameter(*shape)] * parameters, p, eps)
         for (leading, shape), p in zip(norms.SHAPES, itertools.cycle((0.1, 0.0, 0.5)))
     ]
     for with_residual, p, rows in ((False, 0.25, 110), (True, 0.25, 5), (True, 0.0, 5)):
-        for given in itertools.product([None, parameter(48)], repeat=parameters):
-            found.append(_arguments((rows,), (48,), given, p, eps, with_residual=with_residual))
+        for subset in itertools.product([None, parameter(48)], repeat=parameters):
+            cases.append(_arguments((rows,), (48,), subset, p, eps, with_residual=with_residual))
     part = [parameter(4, 5)] * parameters
     shard = ((2, 6, 9, 4, 5), (0, 3, 5, 0, 0))
-    found.append(_arguments((2, 2, 4), (4, 5), part, 0.3, eps, whole=shard[0], offset=shard[1]))
+    cases.append(_arguments((2, 2, 4), (4, 5), part, 0.3, eps, whole=shard[0], offset=shard[1]))
     wide = [parameter(96)] * parameters
-    found += [_arguments((110,), (96,), wide, p, eps, wide_y=True) for p in (0.0, 0.1)]
-    found.append(_arguments((110,), (96,), wide, 0.1, eps, with_residual=False, wide_y=True))
-    return tuple(found)
+    cases += [_arguments((110,), (96,), wide, p, eps, wide_y=True) for p in (0.0, 0.1)]
+    cases.append(_arguments((110,), (96,), wide, 0.1, eps, with_residual=False, wide_y=True))
+    return tuple(cases)
 
 
 def sized(

@@ -109,13 +109,13 @@ def dropout_add_rms_norm(
     Returns:
         y; z, of the wider of input's and residual's dtypes.
     """
-    given = _inputs(
+    inputs = _inputs(
         input, residual, weight, p, eps, training, seed, shard, normalized_shape, y_dtype
     )
-    if residual is None and not OP.draws(given):
-        z, y = input, common.alone(rms_norm.OP, given[-1], input, given[2], (weight,), eps)
+    if residual is None and not OP.draws(inputs):
+        z, y = input, common.alone(rms_norm.OP, inputs[-1], input, inputs[2], (weight,), eps)
     else:
-        z, y = call(OP, *given)
+        z, y = call(OP, *inputs)
     return (y, z) if return_residual else y
 
 

@@ -57,8 +57,8 @@ def prepare(
         position_ids = find_positions(cu_seqlens, x, x.shape[seq_dim])
     if position_ids is not None:
         if not isinstance(position_ids, torch.Tensor):
-            came = f"a {type(position_ids).__name__}"
-            raise ArgumentError(NAME, "position_ids", came, "a tensor")
+            actual = f"a {type(position_ids).__name__}"
+            raise ArgumentError(NAME, "position_ids", actual, "a tensor")
         if position_ids.ndim == x.ndim - 2:
             position_ids = position_ids.unsqueeze(heads_at)
         elif seq_dim == -3 and position_ids.ndim < x.ndim - 2:

@@ -40,8 +40,8 @@ def check(
         checks.dense(NAME, name, table, checks.beside(x), "x")
         checks.like(NAME, name, table, x, "x")
     if sin.shape != cos.shape or sin.dtype is not cos.dtype:
-        came = f"of shape {list(sin.shape)} and {sin.dtype}"
-        raise ArgumentError(NAME, "sin", came, f"cos's, {list(cos.shape)} and {cos.dtype}")
+        actual = f"of shape {list(sin.shape)} and {sin.dtype}"
+        raise ArgumentError(NAME, "sin", actual, f"cos's, {list(cos.shape)} and {cos.dtype}")
     shared = _check_angles(x, cos, positions)
     _check_width(x, cos, rotary_dim, interleaved, proportional)
     if key is not None:
@@ -56,21 +56,21 @@ def _check_angles(x: torch.Tensor, cos: torch.Tensor, positions: Any) -> Sequenc
         if not 1 <= cos.ndim <= rank:
             accepted = f"at least one and at most x's, {rank}"
             raise ArgumentError(NAME, "cos", f"of {cos.ndim} dimensions", accepted)
-        sizes, name, given = list(cos.shape[:-1]), "cos", cos
+        sizes, name, tensor = list(cos.shape[:-1]), "cos", cos
     else:
         checks.dense(NAME, "position_ids", positions, [torch.int64, torch.int32])
         checks.like(NAME, "position_ids", positions, x, "x")
         if cos.ndim != 2:
-            came = f"of {cos.ndim} dimensions"
-            raise ArgumentError(NAME, "cos", came, "a row for each position: two dimensions")
-        sizes, name, given = list(positions.shape), "position_ids", positions
+            actual = f"of {cos.ndim} dimensions"
+            raise ArgumentError(NAME, "cos", actual, "a row for each position: two dimensions")
+        sizes, name, tensor = list(positions.shape), "position_ids", positions
         check_positions(positions, cos.shape[0])
     sizes = [1] * (rank - 1 - len(sizes)) + sizes
     if len(sizes) != rank - 1 or any(
         size not in (1, whole) for size, whole in zip(sizes, x.shape, strict=False)
     ):
         accepted = f"one that broadcasts to x's rows, {list(x.shape[:-1])}"
-        raise ArgumentError(NAME, name, f"of shape {list(given.shape)}", accepted)
+        raise ArgumentError(NAME, name, f"of shape {list(tensor.shape)}", accepted)
     return sizes
 
 
@@ -83,8 +83,8 @@ def check_positions(positions: torch.Tensor, rows: int) -> None:
     bad = ((positions < 0) | (positions >= rows)).flatten().nonzero()
     if bad.numel():
         at = int(bad[0])
-        came = f"{int(positions.flatten()[at])} at element {at}"
-        raise ArgumentError(NAME, "position_ids", came, f"from 0 to {rows - 1}, a row of cos")
+        actual = f"{int(positions.flatten()[at])} at element {at}"
+        raise ArgumentError(NAME, "position_ids", actual, f"from 0 to {rows - 1}, a row of cos")
 
 
 def _check_width(
@@ -100,8 +100,8 @@ def _check_width(
         accepted = f"{rotary_dim // 2} or {rotary_dim}, for rotary_dim={rotary_dim}"
         raise ArgumentError(NAME, "cos", f"of last size {cos.shape[-1]}", accepted)
     if proportional and (interleaved or width % 2):
-        came = "True with " + ("interleaved pairs" if interleaved else f"{width} columns")
-        raise ArgumentError(NAME, "proportional", came, "False, or halves of an even width")
+        actual = "True with " + ("interleaved pairs" if interleaved else f"{width} columns")
+        raise ArgumentError(NAME, "proportional", actual, "False, or halves of an even width")
 
 
 def _check_key(x: torch.Tensor, key: Any, shared: Sequence[int], heads: int | None) -> None:
@@ -132,9 +132,9 @@ def check_norm(
     checks.flag(NAME, "norm_plus_one", plus_one)
     if rounded not in ROUNDED:
         raise ArgumentError(NAME, "norm_rounding", repr(rounded), " or ".join(ROUNDED))
-    given = [("norm_weight", weight, x), ("k_norm_weight", key_weight, key)]
+    weights = [("norm_weight", weight, x), ("k_norm_weight", key_weight, key)]
     if norm_eps is None:
-        for name, value, _ in given:
+        for name, value, _ in weights:
             if value is not None:
                 raise ArgumentError(NAME, name, "given without norm_eps", "both or neither")
         if heads is not None:
@@ -145,7 +145,7 @@ def check_norm(
     if heads is not None and (not -x.ndim <= heads <= -2 or shared[heads + x.ndim] != 1):
         accepted = f"a dimension of x, {list(x.shape)}, along which angles are shared"
         raise ArgumentError(NAME, "norm_across_heads", f"dimension {heads}", accepted)
-    for name, value, of in given:
+    for name, value, of in weights:
         if value is None:
             continue
         if of is None:

@@ -124,14 +124,14 @@ def _backward_reference(
         if y.requires_grad and y.shape == grad.shape
     ]
     wanted = [t for t in tensors if t is not None and t.requires_grad]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [y for y, _ in pairs],
         wanted,
         [grad for _, grad in pairs],
         create_graph=True,
         allow_unused=True,
     )
-    by_tensor = {id(t): g for t, g in zip(wanted, found, strict=True)}
+    by_tensor = {id(t): g for t, g in zip(wanted, gradients, strict=True)}
     return tuple([None if t is None else by_tensor.get(id(t)) for t in tensors])
 
 
@@ -153,10 +153,10 @@ def _unsaved(
     return ("x", "k", "rstd", "k_rstd") if eps is None else ()
 
 
-def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
-    cos, sin, x = given.get("cos"), given.get("sin"), given.get("x")
+def _refuses(backend: str, arguments: Mapping[str, Any]) -> str | None:
+    cos, sin, x = arguments.get("cos"), arguments.get("sin"), arguments.get("x")
     if backend == "triton":
-        if given.get("heads") is not None:
+        if arguments.get("heads") is not None:
             return "a norm across heads has a kernel only on the CPU"
         if x is not None and x.shape and x.shape[-1] > _WIDEST_ON_GPU:
             return f"rows of {x.shape[-1]} are wider than {_WIDEST_ON_GPU}"
@@ -167,7 +167,7 @@ def _refuses(backend: str, given: Mapping[str, Any]) -> str | None:
     if isinstance(x, torch.Tensor):
         if x.ndim > 4:
             return f"x has {x.ndim} dimensions, and kernels take four"
-        angles = given.get("positions")
+        angles = arguments.get("positions")
         lead = cos.shape[:-1] if angles is None else angles.shape
         if len(lead) == 3 and 1 not in lead:
             return "every row has its own angles, which eager serves"
@@ -248,11 +248,11 @@ def _sample_rows(inputs: Sequence[Any], rows: int) -> Sequence[Any]:
     """Take some rows. Positions are looked up first, since a table has other rows."""
     from torchweld.registry import take_rows
 
-    given = list(inputs)
-    if given[4] is not None:
-        given[2], given[3] = (gather(t, given[4]) for t in given[2:4])
-        given[4] = None
-    return take_rows(given, rows, _columns(*given), ())
+    arguments = list(inputs)
+    if arguments[4] is not None:
+        arguments[2], arguments[3] = (gather(t, arguments[4]) for t in arguments[2:4])
+        arguments[4] = None
+    return take_rows(arguments, rows, _columns(*arguments), ())
 
 
 def _terms(
@@ -279,15 +279,15 @@ def _terms(
         ]
         return torch.maximum(*one) if v.numel() else v
 
-    found: dict[str, torch.Tensor] = {}
+    terms: dict[str, torch.Tensor] = {}
     for prefix, t, w, grad in (("", x, weight, grad_y), ("k_", key, key_weight, grad_k_y)):
         name = prefix[:-1] or "x"
         if t is None:
-            found |= {f"{prefix}y": grad.double(), f"grad_{name}": grad.double()}
+            terms |= {f"{prefix}y": grad.double(), f"grad_{name}": grad.double()}
             continue
         value, g = t.detach().double(), turned(grad.double().abs(), True)
         if eps is None:
-            found |= {f"{prefix}y": turned(value.abs(), False), f"grad_{name}": g}
+            terms |= {f"{prefix}y": turned(value.abs(), False), f"grad_{name}": g}
             continue
         dims = [-1] if heads is None else [heads, -1]
         rstd = value.square().mean(dims, keepdim=True).add(eps).rsqrt()
@@ -299,7 +299,7 @@ def _terms(
             if heads is not None:
                 scale = scale.view(t.shape[heads], *[1] * (-heads - 2), t.shape[-1])
         projected = (g * scale * x_hat).mean(dims, keepdim=True) * x_hat
-        found |= {
+        terms |= {
             f"{prefix}y": turned(x_hat * scale, False),
             f"grad_{name}": rstd * (g * scale + projected),
         }
@@ -307,8 +307,8 @@ def _terms(
             kept = {t.ndim - 1} | ({t.ndim + heads} if heads is not None else set())
             summed = [d for d in range(t.ndim) if d not in kept]
             parts = g * x_hat
-            found[f"grad_{prefix}norm_weight"] = (parts.sum(summed) if summed else parts).flatten()
-    return found
+            terms[f"grad_{prefix}norm_weight"] = (parts.sum(summed) if summed else parts).flatten()
+    return terms
 
 
 def _signs(sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,13 +342,13 @@ def sample(
     if key_heads is not None:
         key_shape[-3 if heads is None else heads] = key_heads
     sizes = [width * (1 if heads is None else s[heads]) for s in (shape, key_shape)]
-    given = weights and eps is not None
+    has_weights = weights and eps is not None
     return (
         activation(*shape),
         activation(*key_shape) if has_key else None,
         *(table, table, None),
-        parameter(sizes[0]) if given else None,
-        parameter(sizes[1]) if given and has_key else None,
+        parameter(sizes[0]) if has_weights else None,
+        parameter(sizes[1]) if has_weights and has_key else None,
         *(rotated, interleaved, proportional, eps, plus_one, "none", heads),
     )
 

@@ -65,8 +65,8 @@ def _take_weight(x: Any, weight: Any, heads: int, cut: list[int | None]) -> torc
     mesh = x.device_mesh
     if not is_dtensor(weight):
         if weight.requires_grad and torch.is_grad_enabled():
-            came, accepted = "a plain tensor that requires grad", "a DTensor, as x is"
-            raise ArgumentError(NAME, "norm_weight", came, accepted)
+            actual, accepted = "a plain tensor that requires grad", "a DTensor, as x is"
+            raise ArgumentError(NAME, "norm_weight", actual, accepted)
         whole = weight
     else:
         grads = [Replicate() if at is None else Partial() for at in cut]

@@ -63,9 +63,9 @@ def rotary_embedding_packed_(
             raise ArgumentError(_NAME, name, repr(value), "a number from 1 on")
     every = heads + 2 * key_heads
     if qkv.ndim < 2 or qkv.shape[-1] % every or (qkv.shape[-1] > 1 and qkv.stride(-1) != 1):
-        came = f"of shape {list(qkv.shape)} and strides {list(qkv.stride())}"
+        actual = f"of shape {list(qkv.shape)} and strides {list(qkv.stride())}"
         accepted = f"[*, tokens, {every} * width] with adjacent columns"
-        raise ArgumentError(_NAME, "qkv", came, accepted)
+        raise ArgumentError(_NAME, "qkv", actual, accepted)
     if qkv.is_leaf and qkv.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(_NAME, "qkv", "a leaf that requires grad", "a projection's result")
     for name, table in (("cos", cos), ("sin", sin)):

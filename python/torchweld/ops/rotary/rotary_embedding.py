@@ -81,7 +81,7 @@ def rotary_embedding(
             seq_dim=seq_dim,
             cu_seqlens=cu_seqlens,
         )
-    given = prepare(
+    inputs = prepare(
         x,
         cos,
         sin,
@@ -97,7 +97,7 @@ def rotary_embedding(
         norm_across_heads=norm_across_heads,
         cu_seqlens=cu_seqlens,
     )
-    y: torch.Tensor = call(OP, *given)[0]
+    y: torch.Tensor = call(OP, *inputs)[0]
     return y
 
 
