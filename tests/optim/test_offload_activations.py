@@ -133,10 +133,10 @@ def test_bytes_of_activations(stay: int) -> None:
     forward(model, optimizer, 0).backward()  # measures the sizes
     pair = 2 * ONE  # the piece that the backward reads, and the next one
     optimizer._activations.keep(stay * ONE + pair * (0 < stay < len(SAVED)))
-    traffic = optimizer._transfers.fetched  # type: ignore[attr-defined]
+    traffic = optimizer._transfers.fetched_bytes  # type: ignore[attr-defined]
     loss = forward(model, optimizer, 1)
     leaving = SAVED[stay:]
-    assert optimizer._transfers.fetched - traffic == sum(leaving)  # type: ignore[attr-defined]
+    assert optimizer._transfers.fetched_bytes - traffic == sum(leaving)  # type: ignore[attr-defined]
     # Nothing else references these tensors: the last one is the input of the square.
     assert model.alive() == optimizer.memory()["device"]["activations"] == stay * ONE
     alive = [not storage.expired() for storage, _ in model.made]
@@ -419,13 +419,13 @@ def test_shared_memory_leaves_once() -> None:
     optimizer = offload_of(model, transfers=transfers)
     x = torch.ones(ROWS, 3 * WIDTH, requires_grad=True)
     dataset = torch.ones(100, ROWS, WIDTH)
-    before = transfers.fetched
+    before = transfers.fetched_bytes
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     with optimizer.activations(least_bytes=ROWS * WIDTH):
         a, b, c = (x * 1).chunk(3, 1)
         loss = (a * b * c).sum() + (a[0] * dataset[3]).sum() + (a @ weight.t()).sum()
     products = ROWS * WIDTH * 4  # a * b, which the product with c has saved
-    assert transfers.fetched - before == x.nbytes + products
+    assert transfers.fetched_bytes - before == x.nbytes + products
     loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad[:, 2 * WIDTH :], torch.ones(ROWS, WIDTH))

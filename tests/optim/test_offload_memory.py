@@ -101,7 +101,10 @@ def test_traffic() -> None:
     optimizer = after_a_backward(torch.bfloat16, {"master_weights": True}, transfers=transfers)
     optimizer.step()
     made = 1  # the parameter's copy when the optimizer is made
-    assert (transfers.fetched, transfers.given) == (2 * COUNT * (3 + made), 2 * COUNT * 3)
+    assert (transfers.fetched_bytes, transfers.given_bytes) == (
+        2 * COUNT * (3 + made),
+        2 * COUNT * 3,
+    )
 
 
 def test_undo_has_a_limit() -> None:

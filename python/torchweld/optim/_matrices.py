@@ -68,22 +68,24 @@ def find_iteration(function: str, group: Group) -> Iteration:
     if dtype not in ITERATED:
         accepted = "torch.bfloat16, float16, float32 or float64"
         raise ArgumentError(function, "ns_dtype", repr(dtype), accepted)
-    given, steps = group["ns_coefficients"], group["ns_steps"]
+    numbers, steps = group["ns_coefficients"], group["ns_steps"]
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ArgumentError(function, "ns_steps", repr(steps), "an int in [0, 100)")
-    fits = isinstance(given, (tuple, list)) and len(given) > 0
-    each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in given)
-    if not each and not (fits and len(given) == 3 and all(map(_is_number, given))):
+    fits = isinstance(numbers, (tuple, list)) and len(numbers) > 0
+    each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in numbers)
+    if not each and not (fits and len(numbers) == 3 and all(map(_is_number, numbers))):
         accepted = "three numbers, or three for each step"
-        raise ArgumentError(function, "ns_coefficients", repr(given), accepted)
-    if each and len(given) != steps:
+        raise ArgumentError(function, "ns_coefficients", repr(numbers), accepted)
+    if each and len(numbers) != steps:
         accepted = f"three numbers for each of {steps} steps, as ns_steps says"
-        raise ArgumentError(function, "ns_coefficients", f"three for {len(given)} steps", accepted)
-    coefficients: Any = [tuple(one) for one in given] if each else [tuple(given)] * steps
+        raise ArgumentError(
+            function, "ns_coefficients", f"three for {len(numbers)} steps", accepted
+        )
+    coefficients: Any = [tuple(one) for one in numbers] if each else [tuple(numbers)] * steps
     if algorithm == "polar_express":
-        if tuple(given) != QUINTIC:
+        if tuple(numbers) != QUINTIC:
             accepted = "the default: polar_express has its own coefficients"
-            raise ArgumentError(function, "ns_coefficients", repr(given), accepted)
+            raise ArgumentError(function, "ns_coefficients", repr(numbers), accepted)
         coefficients = polar_express(steps)
     eps = float(group["eps"])
     return Iteration(tuple(coefficients), algorithm == "gram", dtype, eps, group["adjust_lr_fn"])

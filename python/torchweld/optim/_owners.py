@@ -162,29 +162,31 @@ class Owners:
 
     def _send(
         self,
-        given: Sequence[Sequence[_View]],
-        taken: Sequence[Sequence[_View]],
+        sources: Sequence[Sequence[_View]],
+        targets: Sequence[Sequence[_View]],
         group: Any,
         rank: int,
         like: torch.Tensor | None,
     ) -> None:
-        """Copy the views given to each device into the views taken from it.
+        """Send each device its `sources`; write what each device sends into its `targets`.
 
-        Views of this device are copied here. `like` has the dtype and device of the messages; None:
-        no device sends any.
+        This device's own views are copied here. `like` has the dtype and device of the messages;
+        None: no device sends any.
         """
-        for from_, to in zip(given[rank], taken[rank], strict=True):
+        for from_, to in zip(sources[rank], targets[rank], strict=True):
             to.write(from_.read())
         if like is None:
             return
-        sizes = [sum(v.size for v in views) * (i != rank) for i, views in enumerate(given)]
-        room = [sum(v.size for v in views) * (i != rank) for i, views in enumerate(taken)]
-        sending = [v.read().flatten() for i, views in enumerate(given) if i != rank for v in views]
+        sizes = [sum(v.size for v in views) * (i != rank) for i, views in enumerate(sources)]
+        room = [sum(v.size for v in views) * (i != rank) for i, views in enumerate(targets)]
+        sending = [
+            v.read().flatten() for i, views in enumerate(sources) if i != rank for v in views
+        ]
         packed = torch.cat(sending) if sending else like.new_empty(0)
         received = like.new_empty(sum(room))
         dist.all_to_all_single(received, packed, room, sizes, group=group)
         self.sent += packed.numel() * packed.element_size()
-        arrived = [v for i, views in enumerate(taken) if i != rank for v in views]
+        arrived = [v for i, views in enumerate(targets) if i != rank for v in views]
         for view, values in zip(arrived, received.split([v.size for v in arrived]), strict=True):
             view.write(values)
 

@@ -115,8 +115,8 @@ class Muon(FusedOptimizer, _TorchsMuon):
             raise ArgumentError(type(self).__name__, "differentiable", "True", "False")
         for name in ("foreach", "fused", "differentiable"):
             arguments.pop(name)
-        given = {name: arguments.pop(name) for name in _OPTIONS}
-        asked = {name: value for name, value in given.items() if value != _OPTIONS[name]}
+        options = {name: arguments.pop(name) for name in _OPTIONS}
+        asked = {name: value for name, value in options.items() if value != _OPTIONS[name]}
         super().__init__(options=asked, **arguments)
         self._owners = Owners()
 
@@ -292,17 +292,17 @@ _HEADS = ("head", "lm_head", "classifier", "output", "unembed", "score", "embed_
 
 def _find_others(model: torch.nn.Module) -> set[torch.Tensor]:
     """Find the weights of embeddings, convolutions and heads."""
-    found: set[torch.Tensor] = set()
+    others: set[torch.Tensor] = set()
     last: torch.nn.Module | None = None
     for name, module in model.named_modules():
         is_other = isinstance(
             module, (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
         )
         if is_other or name.rpartition(".")[2] in _HEADS:
-            found |= set(module.parameters(recurse=False))
+            others |= set(module.parameters(recurse=False))
         if isinstance(module, torch.nn.Linear):
             last = module
     # The last linear layer is a head only if it stands outside the blocks that repeat.
     if last is not None and any(last is child for child in model.children()):
-        found |= set(last.parameters(recurse=False))
-    return found
+        others |= set(last.parameters(recurse=False))
+    return others

@@ -143,14 +143,14 @@ class Bucket:
 
     def __init__(
         self,
-        given: FusedOptimizer,
+        optimizer: FusedOptimizer,
         ranges: list[tuple[int, list[torch.Tensor]]],
         first_number: int,
         states: States,
         transfers: Transfers,
         undo: Undo,
     ) -> None:
-        self._given, self._states = given, states
+        self._optimizer, self._states = optimizer, states
         self._transfers, self._undo = transfers, undo
         self._first_number = first_number
         self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
@@ -229,8 +229,8 @@ class Bucket:
 
     def _new_stepper(self) -> FusedOptimizer:
         groups = [{"params": [m.twin for m in members]} for _, members in self._ranges]
-        codecs = {m.twin: self._given._codec_of(m.param) for m in self.members}
-        return make_stepper(self._given, groups, self._first_number, self._states, codecs)
+        codecs = {m.twin: self._optimizer._codec_of(m.param) for m in self.members}
+        return make_stepper(self._optimizer, groups, self._first_number, self._states, codecs)
 
     # --- Gradients ----------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class Bucket:
         groups = self._stepper.param_groups
         before = [_copy_settings(group) for group in groups]
         for group, (at, _) in zip(groups, self._ranges, strict=True):
-            settings = _copy_settings(self._given.param_groups[at])
+            settings = _copy_settings(self._optimizer.param_groups[at])
             if self.home == HOST:  # on the device, do not wait for a learning rate there
                 settings = {key: _copy_to_host(value) for key, value in settings.items()}
             params = group["params"]
@@ -487,15 +487,15 @@ class Bucket:
 
 
 def make_stepper(
-    given: FusedOptimizer,
+    optimizer: FusedOptimizer,
     groups: list[Group],
     first_number: int,
     states: States,
     codecs: dict[torch.Tensor, Any],
 ) -> FusedOptimizer:
-    """Make an optimizer like `given` for other parameters, without checks and hooks."""
-    new = object.__new__(type(given))
-    new.__dict__.update(given.__dict__)
+    """Make a copy of `optimizer` for other parameters, without checks and hooks."""
+    new = object.__new__(type(optimizer))
+    new.__dict__.update(optimizer.__dict__)
     new.param_groups, new._first_number, new._codecs_of = groups, first_number, codecs
     new.state = states  # type: ignore[assignment]
     return new

@@ -202,7 +202,7 @@ class SimulatedTransfers:
 
     def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
         self._capacity, self._others = capacity, others
-        self.fetched = self.given = 0  # bytes
+        self.fetched_bytes = self.given_bytes = 0
         self.pinned: dict[int, int] = {}
 
     def pin(self, buffer: torch.Tensor) -> None:
@@ -214,13 +214,13 @@ class SimulatedTransfers:
     def fetch(self, copies: Copies, after: Arrival | None = None) -> Arrival:
         for source, target in copies:
             target.copy_(source)
-            self.fetched += source.nbytes
+            self.fetched_bytes += source.nbytes
         return _Arrived()
 
     def give(self, copies: Copies, after: Arrival | None = None) -> Arrival:
         for source, target in copies:
             target.copy_(source)
-            self.given += source.nbytes
+            self.given_bytes += source.nbytes
         return _Arrived()
 
     def join(self) -> None:

@@ -120,7 +120,7 @@ class Offload(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Both optimizers share their groups, so that schedulers of either work, and their states.
-        self._given, self.state = optimizer, optimizer.state
+        self._optimizer, self.state = optimizer, optimizer.state
         self.param_groups = optimizer.param_groups
         self.placement, self._releases = placement, release_gradients
         self._delay = _WARM_UP if delayed_update is True else delayed_update
@@ -159,7 +159,7 @@ class Offload(torch.optim.Optimizer):
         if not self._is_made:
             return super().add_param_group(param_group)
         self.synchronize()
-        self._given.add_param_group(param_group)
+        self._optimizer.add_param_group(param_group)
         self._add_members(len(self.param_groups) - 1)
         return None
 
@@ -235,7 +235,7 @@ class Offload(torch.optim.Optimizer):
         bucket.send(self._releases)
         for m in bucket.members:
             m.sum_sent()
-        factor = self._expected.predict_factor(self._given.max_grad_norm is not None)
+        factor = self._expected.predict_factor(self._optimizer.max_grad_norm is not None)
         if not self._delays and factor is not None:
             step = functools.partial(bucket.step_early, factor)
             bucket.task = self._worker.submit(step)
@@ -290,7 +290,7 @@ class Offload(torch.optim.Optimizer):
             with self._lend_scaler_numbers():
                 self._advance()
                 if not self._releases:
-                    self._given._unscale()
+                    self._optimizer._unscale()
         except BaseException:
             self._rewind()  # so that the step can be tried again
             raise
@@ -308,12 +308,12 @@ class Offload(torch.optim.Optimizer):
         """Pass the numbers that GradScaler has set to the original optimizer."""
         names = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
         for name in names:
-            setattr(self._given, name, getattr(self, name))
+            setattr(self._optimizer, name, getattr(self, name))
         try:
             yield
         finally:
             for name in names:
-                delattr(self._given, name)
+                delattr(self._optimizer, name)
 
     def _advance(self) -> None:
         hosts = [bucket for bucket in self._store.list_on_host() if not bucket.is_finished()]
@@ -365,9 +365,9 @@ class Offload(torch.optim.Optimizer):
 
     def _compute_factor(self) -> torch.Tensor | None:
         """Compute the factor of gradients, from the norm of all of them if it is clipped."""
-        if not self._releases or self._given.max_grad_norm is None:
-            factor = self._given._gradient_factor()
-            self.grad_norm = self._given.grad_norm
+        if not self._releases or self._optimizer.max_grad_norm is None:
+            factor = self._optimizer._gradient_factor()
+            self.grad_norm = self._optimizer.grad_norm
             return factor
         for bucket in self._store.list_on_host():
             bucket.wait_for_gradients()
@@ -450,7 +450,7 @@ class Offload(torch.optim.Optimizer):
         """
         self.synchronize()
         self._rewind()
-        return save_with_hooks(self, self._given.state_dict)
+        return save_with_hooks(self, self._optimizer.state_dict)
 
     @untraced
     def load_state_dict(self, state_dict: State) -> None:

@@ -31,8 +31,8 @@ class Store:
     The original optimizer and the buckets' optimizers share the dicts of states.
     """
 
-    def __init__(self, given: FusedOptimizer, transfers: Transfers, undo_bytes: int) -> None:
-        self._given, self._transfers = given, transfers
+    def __init__(self, optimizer: FusedOptimizer, transfers: Transfers, undo_bytes: int) -> None:
+        self._optimizer, self._transfers = optimizer, transfers
         self._undo = Undo(undo_bytes)
         self._states: States = defaultdict(dict)
         self.buckets: list[Bucket] = []
@@ -42,11 +42,11 @@ class Store:
         """Divide the parameters of group `at` into buckets of at most `nbytes`."""
         new = []
         number = len(self.members)
-        for run in _split_into_runs(self._given.param_groups[at]["params"], nbytes):
+        for run in _split_into_runs(self._optimizer.param_groups[at]["params"], nbytes):
             where = self._states, self._transfers, self._undo
-            new.append(Bucket(self._given, [(at, run)], number, *where))
+            new.append(Bucket(self._optimizer, [(at, run)], number, *where))
             number += len(run)
-            self._states |= {p: self._given.state[p] for p in run if p in self._given.state}
+            self._states |= {p: self._optimizer.state[p] for p in run if p in self._optimizer.state}
         try:
             for bucket in new:
                 bucket.move(HOST if on_host else DEVICE)
@@ -70,16 +70,16 @@ class Store:
         """Make an optimizer over all parameters, each where it is stepped."""
         groups = [
             {**group, "params": [self.members[p][1].twin for p in group["params"]]}
-            for group in self._given.param_groups
+            for group in self._optimizer.param_groups
         ]
-        codecs = {m.twin: self._given._codec_of(p) for p, (_, m) in self.members.items()}
-        return make_stepper(self._given, groups, 0, self._states, codecs)
+        codecs = {m.twin: self._optimizer._codec_of(p) for p, (_, m) in self.members.items()}
+        return make_stepper(self._optimizer, groups, 0, self._states, codecs)
 
     def share_states(self) -> None:
         """Share new states with the original optimizer."""
         for p, (_, m) in self.members.items():
-            if m.twin in self._states and p not in self._given.state:
-                self._given.state[p] = self._states[m.twin]
+            if m.twin in self._states and p not in self._optimizer.state:
+                self._optimizer.state[p] = self._states[m.twin]
 
     def refresh(self) -> None:
         """Copy the parameters to the host, in case something else has written them."""
@@ -93,8 +93,8 @@ class Store:
         whole.load_state_dict(state_dict)
         self._states.clear()
         self._states |= whole.state
-        self._given.state.clear()
-        for group, loaded in zip(self._given.param_groups, whole.param_groups, strict=True):
+        self._optimizer.state.clear()
+        for group, loaded in zip(self._optimizer.param_groups, whole.param_groups, strict=True):
             params = group["params"]
             group.clear()
             group.update(loaded, params=params)
