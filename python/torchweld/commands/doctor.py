@@ -64,13 +64,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _versions() -> Facts:
-    found = versions()
-    cuda = f"built for CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
+    numbers = versions()
+    cuda = f"built for CUDA {numbers['cuda']}" if numbers["cuda"] else "built without CUDA"
     return [
-        ("torchweld", str(found["torchweld"])),
-        ("torch", f"{found['torch']}, {cuda}"),
-        ("triton", found["triton"] or "not installed; CUDA builds of torch bring it"),
-        ("python", str(found["python"])),
+        ("torchweld", str(numbers["torchweld"])),
+        ("torch", f"{numbers['torch']}, {cuda}"),
+        ("triton", numbers["triton"] or "not installed; CUDA builds of torch bring it"),
+        ("python", str(numbers["python"])),
         ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),
         ("libc", " ".join(platform.libc_ver()) or "unknown"),
     ]
@@ -96,11 +96,11 @@ def _gpus() -> Facts:
     answer = subprocess.run(query, capture_output=True, text=True, check=False)
     if answer.returncode:
         return [("none", f"nvidia-smi: {answer.stdout.strip() or answer.stderr.strip()}")]
-    found: Facts = []
+    gpus: Facts = []
     for at, line in enumerate(answer.stdout.strip().splitlines()):
         name, driver, capability = (part.strip() for part in line.split(","))
-        found.append((f"GPU {at}", f"{name}, sm_{capability.replace('.', '')}, driver {driver}"))
-    return found + _seen_by_torch()
+        gpus.append((f"GPU {at}", f"{name}, sm_{capability.replace('.', '')}, driver {driver}"))
+    return gpus + _seen_by_torch()
 
 
 def _seen_by_torch() -> Facts:
@@ -151,8 +151,8 @@ def _answers_here() -> Facts:
 
 def _variables() -> Facts:
     """The environment variables of torchweld that are set."""
-    found = [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
-    return found or [("none set", f"of {', '.join(VARIABLES)}")]
+    settings = [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
+    return settings or [("none set", f"of {', '.join(VARIABLES)}")]
 
 
 def _in_force() -> str:

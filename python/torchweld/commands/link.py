@@ -57,10 +57,10 @@ def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
     ]
 
 
-def verdict(found: list[Choice]) -> str:
+def verdict(ways: list[Choice]) -> str:
     """Which choice pays, and by how much."""
-    plain = found[0]
-    best = min((choice for choice in found if choice.is_adam), key=lambda choice: choice.step)
+    plain = ways[0]
+    best = min((choice for choice in ways if choice.is_adam), key=lambda choice: choice.step)
     gain = plain.step / best.step
     if gain < PAYS:
         return "None pays: the exchange is hidden behind the computation, or nearly so."
@@ -74,22 +74,22 @@ def show(link: Link, parameters: float, computing: float, batch: int) -> None:
         f"latency {link.latency * 1e3:.3g} ms; {parameters / 1e6:.4g} M parameters, "
         f"{computing * 1e3:.4g} ms of computation per step"
     )
-    found = choices(link, parameters, computing)
-    print(table(found, batch * link.ranks).plain())
-    print(verdict(found))
+    ways = choices(link, parameters, computing)
+    print(table(ways, batch * link.ranks).plain())
+    print(verdict(ways))
 
 
-def table(found: list[Choice], batch: int) -> Table:
+def table(ways: list[Choice], batch: int) -> Table:
     """A table with a row for each choice."""
     shown = Table(["gradients", "Adam's loss", "MB a step", "ms a step", "samples/s", "gain"], 2)
-    for choice in found:
+    for choice in ways:
         shown.add(
             choice.name,
             "in as many steps" if choice.is_adam else "in more steps",
             f"{choice.sent / 1e6:.4g}",
             f"{choice.step * 1e3:.4g}",
             f"{batch / choice.step:.4g}",
-            f"{found[0].step / choice.step:.2f}",
+            f"{ways[0].step / choice.step:.2f}",
         )
     return shown
 
@@ -107,9 +107,9 @@ def run(options: argparse.Namespace) -> int:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if has_gpu else "gloo")
     try:
-        found = measure_link()
+        link = measure_link()
         if dist.get_rank() == 0:
-            show(found, options.parameters, options.step_ms / 1e3, options.batch)
+            show(link, options.parameters, options.step_ms / 1e3, options.batch)
     finally:
         dist.destroy_process_group()
     return 0

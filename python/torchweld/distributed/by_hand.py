@@ -23,8 +23,8 @@ def ring_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     parts = [part.clone() for part in _split(x, count)]
     for turn in range(count - 1):
-        sent, got = (rank - turn) % count, (rank - turn - 1) % count
-        parts[got] += _pass_on(parts[sent], group)
+        outgoing, incoming = (rank - turn) % count, (rank - turn - 1) % count
+        parts[incoming] += _pass_on(parts[outgoing], group)
     return parts[(rank + 1) % count]
 
 

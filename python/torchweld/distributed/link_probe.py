@@ -39,15 +39,15 @@ def measure_link(group: Any = None) -> Link:
 
     def seconds(size: int, times: int) -> float:
         message = torch.zeros(wire.size, size, dtype=torch.uint8, device=device)
-        found = []
+        durations = []
         for _ in range(times):
             wire.gather(message[0, :8]).wait()  # a barrier
             began = time.perf_counter()
             received = wire.to_all(message).wait()
             received[-1, -1].item()
-            found.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
         # The slowest rank's numbers, the same on every rank.
-        median = torch.tensor([sorted(found)[times // 2]], dtype=torch.float64, device=device)
+        median = torch.tensor([sorted(durations)[times // 2]], dtype=torch.float64, device=device)
         return wire.gather(median).wait().max().item()
 
     latency = seconds(8, 21)
@@ -63,10 +63,10 @@ def _time_quantising(device: torch.device) -> float:
     """Seconds per element on this process: two quantisations and the dequantisation."""
     x = torch.ones(1 << 22, device=device)
     error = torch.zeros_like(x)
-    found = []
+    durations = []
     for _ in range(3):
         began = time.perf_counter()
         bits, scale = quantize_into(x, error, error, x.numel())
         dequantize_one_bit(bits, scale, x.numel())[-1].item()
-        found.append(time.perf_counter() - began)
-    return 2 * min(found) / x.numel()
+        durations.append(time.perf_counter() - began)
+    return 2 * min(durations) / x.numel()

@@ -165,10 +165,11 @@ class Parallel:
                 if others[name] != value:
                     accepted = f"{value!r} with {schedule}, whose stages keep versions of weights"
                     raise ArgumentError("Parallel", name, repr(others[name]), accepted)
-        given = tuple(sorted((key, value) for key, value in optimizer.items() if key != "name"))
+        settings = tuple(sorted((key, value) for key, value in optimizer.items() if key != "name"))
+        with_settings = (optimizer["name"], settings)
         return cls(
             *(pipeline, size, replicas, data, mode, sequence, ring),
-            *(schedule, checkpoint, offload, (optimizer["name"], given), accumulate, depth, shard),
+            *(schedule, checkpoint, offload, with_settings, accumulate, depth, shard),
         )
 
     @property
@@ -233,8 +234,8 @@ class Parallel:
 
     def optimizer_factory(self) -> Callable[[Any], Any]:
         """Return a function from parameters to the declared optimizer, without offload."""
-        name, given = self.optimizer
-        return partial(getattr(optim, OPTIMIZERS[name]), **dict(given))
+        name, settings = self.optimizer
+        return partial(getattr(optim, OPTIMIZERS[name]), **dict(settings))
 
 
 def _check_grid(
@@ -245,9 +246,9 @@ def _check_grid(
         raise ArgumentError("Parallel", "depth", str(depth), "1 from on, above it in mode 2.5d")
     grid.find_side(mode, size, depth)
     if others > 1 or data != "ddp" or sequence:
-        given = f"{others} other processes, data {data!r} and sequence {sequence}"
+        actual = f"{others} other processes, data {data!r} and sequence {sequence}"
         accepted = "a grid of all processes, with data 'ddp' and without sequence"
-        raise ArgumentError("Parallel", f"tensor in {mode}", f"with {given}", accepted)
+        raise ArgumentError("Parallel", f"tensor in {mode}", f"with {actual}", accepted)
     if optimizer["name"] not in GRID_OPTIMIZERS:
         accepted = f"one of {', '.join(GRID_OPTIMIZERS)} in {mode}"
         raise ArgumentError("Parallel", "optimizer", repr(optimizer["name"]), accepted)

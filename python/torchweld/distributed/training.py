@@ -121,8 +121,8 @@ class Training:
         self._numbers = parallel.assign_stages(self.mesh.get_local_rank("pipeline"))
         parts = [self._make_part(model, number) for number in self._numbers]
         flow = self._find_flow(parts, example) if parallel.pipeline > 1 else {}
-        given = flow[self._numbers[0]] if flow else example
-        self.memory = self._estimate(parts, given)
+        inputs = flow[self._numbers[0]] if flow else example
+        self.memory = self._estimate(parts, inputs)
         wrapped = [parallel.wrap(part, self.mesh) for part in parts]
         self.model = wrapped[0] if len(wrapped) == 1 else join(wrapped)
         self.seeds = LayerSeeds(
@@ -192,8 +192,8 @@ class Training:
         if p.stashes:
             made[0].optimizer = self.optimizer
         schedule: Any = _SCHEDULES[p.schedule]
-        given = made[0] if p.stages == p.pipeline else made
-        return schedule(given, len(self.own), loss_fn=self._loss_fn)
+        local_stages = made[0] if p.stages == p.pipeline else made
+        return schedule(local_stages, len(self.own), loss_fn=self._loss_fn)
 
     def _make_optimizer(self) -> Any:
         optimizer = self.parallel.make_optimizer(self.model, self.mesh)
@@ -302,8 +302,8 @@ class Training:
         inputs, targets = (torch.cat(rows) for rows in zip(*batch, strict=True))
         losses: list[torch.Tensor] = []
         is_last = self.parallel.stages - 1 in self._numbers
-        given = (inputs,) if 0 in self._numbers else ()
-        self._schedule.step(*given, target=targets if is_last else None, losses=losses)
+        arguments = (inputs,) if 0 in self._numbers else ()
+        self._schedule.step(*arguments, target=targets if is_last else None, losses=losses)
         loss = torch.stack(losses).mean().detach() if is_last else inputs.new_zeros(()).float()
         dist.all_reduce(loss, group=self.mesh.get_group("pipeline"))
         return loss

@@ -35,8 +35,8 @@ class VocabularyParallel(Style):
     def _forward(self, forward: Any, mesh: DeviceMesh, input: Any, target: Any) -> Any:
         rows = self.place_rows(Replicate())
         check_rank("VocabularyParallel", input, rows)
-        given = [
+        inputs = [
             x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, rows, run_check=False)
             for x in (input, target)
         ]
-        return forward(*given).to_local()
+        return forward(*inputs).to_local()
