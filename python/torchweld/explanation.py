@@ -46,8 +46,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     op = OPS[name]
     bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    inputs = _inputs(op, given)
+    arguments = dict(bound.arguments)
+    inputs = _inputs(op, arguments)
     op.check(*inputs)
     chosen = choose_automatically(op, inputs)
     reasons = {}
@@ -66,10 +66,10 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     return Explanation(name, chosen, reasons, detail)
 
 
-def _inputs(op: Op, given: dict[str, Any]) -> Sequence[Any]:
+def _inputs(op: Op, arguments: dict[str, Any]) -> Sequence[Any]:
     """The forward's arguments from the public function's, without drawing a seed."""
     if op.inputs is None:
-        return [given[argument] for argument in op.forward_signature.arguments]
-    if "seed" in given and given["seed"] is None:
-        given["seed"] = 0
-    return op.inputs(**given)
+        return [arguments[argument] for argument in op.forward_signature.arguments]
+    if "seed" in arguments and arguments["seed"] is None:
+        arguments["seed"] = 0
+    return op.inputs(**arguments)

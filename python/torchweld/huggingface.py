@@ -151,8 +151,8 @@ def _compute_bias(
     past_seen_tokens: Any = 0,
 ) -> Any:
     if query_length != key_length or not isinstance(past_seen_tokens, int) or past_seen_tokens:
-        given = (query_length, key_length, device, past_seen_tokens)
-        return type(module).compute_bias(module, *given)
+        arguments = (query_length, key_length, device, past_seen_tokens)
+        return type(module).compute_bias(module, *arguments)
     return _relative_bias(module, buckets)
 
 
@@ -294,12 +294,12 @@ def mask(
     others = [part for part in _split(mask_function) if not _is_plain(part)]
     packed = [part for part in others if getattr(part, "__code__", None) is _PACKED]
     if len(others) > 1 or packed != others:
-        got = "one of prefixes, images or chunks"
+        actual = "one of prefixes, images or chunks"
         accepted = (
             "causal and bidirectional masks, sliding windows and packed sequences; put others "
             "into the layout by BlockLayout.from_mask_fn"
         )
-        raise ArgumentError(NAME, "mask_function", got, accepted)
+        raise ArgumentError(NAME, "mask_function", actual, accepted)
     keys = None if attention_mask is None else attention_mask[:, -kv_length:].bool()
     if not packed:
         return keys
@@ -372,9 +372,9 @@ def attention(
     """The function that transformers calls: inputs [batch, heads, length, head_dim]."""
     layouts, state = getattr(module, _LAYOUTS, (None, None))
     if layouts is None or state is None:
-        got = f"{type(module).__name__} without a layout"
+        actual = f"{type(module).__name__} without a layout"
         accepted = "a model that was given to torchweld.huggingface.set_layout"
-        raise ArgumentError(NAME, "module", got, accepted)
+        raise ArgumentError(NAME, "module", actual, accepted)
     for name, extra in kwargs.items():
         if name not in _WITHOUT_EFFECT and extra is not None and extra is not False:
             accepted = "None: attention over a layout does not take it"
@@ -387,8 +387,8 @@ def attention(
         # Swin's, which has its bias of relative positions in it.
         position_bias, attention_mask = attention_mask.to(query.dtype), None
     if attention_mask is not None and attention_mask.ndim == 4 and not is_part:
-        got = f"of shape {list(attention_mask.shape)}"
-        raise ArgumentError(NAME, "attention_mask", got, "[batch, keys], 1 where a key counts")
+        actual = f"of shape {list(attention_mask.shape)}"
+        raise ArgumentError(NAME, "attention_mask", actual, "[batch, keys], 1 where a key counts")
     if is_part and (attention_mask is None or attention_mask.ndim == 4):
         if position_bias is not None:
             attention_mask = _add_to_mask(position_bias, attention_mask, query, key)

@@ -21,8 +21,8 @@ from torchweld.registry import BACKENDS, Op
 def define(op: Op) -> None:
     """Make the kernels of a declared op, one for each backend that it has sources for.
 
-    GPU backends share one schema, so that each backward pass can read what any forward pass saved: a
-    trial may find the forward pass of one backend and the backward pass of another fastest.
+    GPU backends share one schema, so that each backward pass can read what any forward pass saved:
+    a trial may find the forward pass of one backend and the backward pass of another fastest.
     """
     for backend in op.sources:
         op.kernels[backend] = Kernel(op, backend, *_overloads(op, backend))

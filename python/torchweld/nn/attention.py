@@ -173,9 +173,9 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         bias = None if attn_mask is None else self._added(attn_mask, q, k)
         if key_padding_mask is not None and key_padding_mask.is_floating_point():
             if key_padding_mask.shape != (k.shape[0], k.shape[2]):
-                got = f"of shape {list(key_padding_mask.shape)}"
+                actual = f"of shape {list(key_padding_mask.shape)}"
                 accepted = f"[batch, keys], {[k.shape[0], k.shape[2]]}"
-                raise ArgumentError(type(self).__name__, "key_padding_mask", got, accepted)
+                raise ArgumentError(type(self).__name__, "key_padding_mask", actual, accepted)
             added = key_padding_mask.to(q.dtype)[:, None, None]
             bias = added if bias is None else bias + added
             key_padding_mask = None
@@ -199,9 +199,9 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         shapes = ((queries, keys), (batch * heads, queries, keys))
         known = mask.dtype == torch.bool or mask.is_floating_point()
         if not known or tuple(mask.shape) not in shapes:
-            got = f"a {mask.dtype} tensor of shape {list(mask.shape)}"
+            actual = f"a {mask.dtype} tensor of shape {list(mask.shape)}"
             accepted = f"booleans or numbers {list(shapes[0])} or {list(shapes[1])}"
-            raise ArgumentError(type(self).__name__, "attn_mask", got, accepted)
+            raise ArgumentError(type(self).__name__, "attn_mask", actual, accepted)
         if mask.dtype == torch.bool:
             mask = q.new_zeros(mask.shape).masked_fill(mask, -torch.inf)
         mask = mask.to(q.dtype)

@@ -39,8 +39,8 @@ def traffic(op: Op, inputs: Sequence[Any], direction: str) -> Traffic:
     """
     if direction == "full":
         return traffic(op, inputs, "fwd") + traffic(op, inputs, "bwd")
-    given = dict(zip(op.forward_signature.arguments, inputs, strict=True))
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    arguments = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     outputs = results(op, inputs)
     if direction == "fwd":
         return Traffic(_bytes(tensors.values()), _bytes(outputs.values()))

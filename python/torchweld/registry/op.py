@@ -195,9 +195,9 @@ class Op:
         if self.refuses is None:
             return None
         names = self.forward_signature.arguments  # the doctor passes fewer inputs
-        given = dict(zip(names, inputs, strict=False))
+        arguments = dict(zip(names, inputs, strict=False))
         for part in parts(backend):
-            if reason := self.refuses(part, given):
+            if reason := self.refuses(part, arguments):
                 return reason
         return None
 

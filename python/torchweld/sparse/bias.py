@@ -42,19 +42,19 @@ class BlockBias:
         """
         name, places = "BlockBias", bucket_of_distance
         if table.ndim != 2 or not table.is_floating_point():
-            got = f"a {table.dtype} tensor of shape {list(table.shape)}"
-            raise ArgumentError(name, "table", got, "numbers [heads, buckets]")
+            actual = f"a {table.dtype} tensor of shape {list(table.shape)}"
+            raise ArgumentError(name, "table", actual, "numbers [heads, buckets]")
         if (
             places.dtype not in _INTEGERS
             or places.ndim not in (1, 2)
             or any(n % 2 == 0 for n in places.shape)
         ):
-            got = f"a {places.dtype} tensor of shape {list(places.shape)}"
+            actual = f"a {places.dtype} tensor of shape {list(places.shape)}"
             accepted = "integers [2 n - 1] or [2 h - 1, 2 w - 1]"
-            raise ArgumentError(name, "bucket_of_distance", got, accepted)
+            raise ArgumentError(name, "bucket_of_distance", actual, accepted)
         if table.device != places.device:
-            got, accepted = f"on {places.device}", f"the device of table, {table.device}"
-            raise ArgumentError(name, "bucket_of_distance", got, accepted)
+            actual, accepted = f"on {places.device}", f"the device of table, {table.device}"
+            raise ArgumentError(name, "bucket_of_distance", actual, accepted)
         if not torch.compiler.is_compiling() and not places.is_meta:
             low, high = (int(n) for n in places.aminmax())
             if low < 0 or high >= table.shape[1]:
@@ -81,9 +81,9 @@ class BlockBias:
         row = 0 if places.ndim == 1 else (places.shape[1] + 1) // 2
         if 0 < row < keys:
             if first_query or first_key or queries > keys:
-                got = "a bias on a plane"
+                actual = "a bias on a plane"
                 accepted = "a bias on a line for parts of a sequence, or more queries than keys"
-                raise ArgumentError("BlockBias", "bias", got, accepted)
+                raise ArgumentError("BlockBias", "bias", actual, accepted)
             index = self._on_plane(keys, row)
         else:
             row = max(keys, 1)

@@ -27,10 +27,10 @@ def take_block_mask(
     block = _choose_block(block_mask, block)
     lengths, partial, full = _find_blocks(block_mask, block)
     counts = {"batch_size": batch_size, "num_heads": num_heads}
-    for (name, given), own in zip(counts.items(), partial.shape[:2], strict=True):
-        if own > 1 and given not in (None, own):
-            raise ArgumentError("BlockLayout", name, repr(given), f"{own}, as in block_mask")
-        counts[name] = own if own > 1 else given
+    for (name, count), own in zip(counts.items(), partial.shape[:2], strict=True):
+        if own > 1 and count not in (None, own):
+            raise ArgumentError("BlockLayout", name, repr(count), f"{own}, as in block_mask")
+        counts[name] = own if own > 1 else count
     some = kind.from_blocks(partial, block=block, seq_len=lengths)
     evaluated = kind.from_mask_fn(
         block_mask.mask_mod,

@@ -129,8 +129,8 @@ class BlockLayout:
                 or begin % self.block
                 or (end % self.block and end != length)
             ):
-                got, accepted = f"{begin} to {end}", f"multiples of {self.block} up to {length}"
-                raise ArgumentError("BlockLayout.part", name, got, accepted)
+                actual, accepted = f"{begin} to {end}", f"multiples of {self.block} up to {length}"
+                raise ArgumentError("BlockLayout.part", name, actual, accepted)
         lengths = (queries[1] - queries[0], keys[1] - keys[0])
         grid = Grid(*lengths, self.block, self.device)
         key = ("part", self.key, queries, keys)
@@ -150,8 +150,8 @@ class BlockLayout:
         ranges, sizes = [], (self.batch, self.heads)
         for name, size, (begin, end) in zip(("batch", "heads"), sizes, (batch, heads), strict=True):
             if not 0 <= begin <= end or (size > 1 and end > size):
-                got, accepted = f"{begin} to {end}", f"a range of {size}"
-                raise ArgumentError("BlockLayout.of_heads", name, got, accepted)
+                actual, accepted = f"{begin} to {end}", f"a range of {size}"
+                raise ArgumentError("BlockLayout.of_heads", name, actual, accepted)
             ranges.append((begin, end) if size > 1 else (0, 1))
         (b, b_end), (h, h_end) = ranges
         counts = (b_end - b, h_end - h)
@@ -273,8 +273,8 @@ class BlockLayout:
             blocks = 3 if num_sliding_window_blocks is None else num_sliding_window_blocks
             return cls._from_draft(builders.build_sliding_window(grid, blocks, attention))
         if num_sliding_window_blocks is not None:
-            got = f"given with num_sliding_window_blocks={num_sliding_window_blocks}"
-            raise ArgumentError("BlockLayout", "window_size", got, "one of the two")
+            actual = f"given with num_sliding_window_blocks={num_sliding_window_blocks}"
+            raise ArgumentError("BlockLayout", "window_size", actual, "one of the two")
         return cls._from_draft(builders.build_token_window(grid, window_size, attention))
 
     @classmethod

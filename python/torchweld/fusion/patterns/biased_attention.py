@@ -80,11 +80,11 @@ def _attend(
     tensors = (attention_mask, position_bias)
     unserved |= not all(isinstance(x, torch.Tensor | None) for x in tensors)
     if unserved or query.device.type != "cpu" or (causal and query.shape[2] != key.shape[2]):
-        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         if position_bias is not None:
-            given["position_bias"] = position_bias
+            options["position_bias"] = position_bias
         attended: tuple[torch.Tensor, None] = otherwise(
-            module, query, key, value, attention_mask, **given, **kwargs
+            module, query, key, value, attention_mask, **options, **kwargs
         )
         return attended
     y = functional.block_sparse_attention(

@@ -127,17 +127,17 @@ class CausalLoss(Weld):
 
     def weld_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, as transformers' ForCausalLMLoss computes it."""
-        given = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
-        logits = given["logits"]
+        arguments = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+        logits = arguments["logits"]
         if not isinstance(logits, Deferred):
             return self.loss_function(*args, **kwargs)
         head: Any = getattr(self, self.weld_head_name)
-        if not _is_known(self.loss_function) or given["vocab_size"] != head.weight.shape[0]:
-            return self.loss_function(**given | {"logits": logits.compute(head)})
-        ignored, count = given.get("ignore_index", -100), given.get("num_items_in_batch")
-        target = given.get("shift_labels")
+        if not _is_known(self.loss_function) or arguments["vocab_size"] != head.weight.shape[0]:
+            return self.loss_function(**arguments | {"logits": logits.compute(head)})
+        ignored, count = arguments.get("ignore_index", -100), arguments.get("num_items_in_batch")
+        target = arguments.get("shift_labels")
         if target is None:
-            target = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+            target = torch.nn.functional.pad(arguments["labels"], (0, 1), value=ignored)[..., 1:]
         target = target.to(logits.x.device).reshape(logits.x.shape[:-1])
         scale, cap = logits.read_scale_and_cap()
         options = {"ignore_index": ignored, "logit_scale": scale, "softcap": cap}
@@ -234,9 +234,9 @@ class _Outputs:
 class _Body(torch.nn.Module):
     """Returns given hidden states in the place of the model's body, whose numbers it has."""
 
-    def __init__(self, given: list[torch.Tensor], real: Any) -> None:
+    def __init__(self, hidden_states: list[torch.Tensor], real: Any) -> None:
         super().__init__()
-        self.given = given
+        self.hidden_states = hidden_states
         numbers = (bool, int, float)
         vars(self).update({k: v for k, v in vars(real).items() if isinstance(v, numbers)})
 
@@ -246,7 +246,7 @@ class _Body(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        return _Outputs(self.given[0])
+        return _Outputs(self.hidden_states[0])
 
 
 class _Scope(torch.nn.Module):
@@ -259,7 +259,7 @@ class _Scope(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> list[Any]:
         for part in self.model.modules():
             if isinstance(part, _Body):
-                part.given[:] = [x]
+                part.hidden_states[:] = [x]
         places = torch.arange(x[..., 0].numel(), device=x.device).reshape(x.shape[:-1])
         labels = (places * 7 + 3) % _WORDS
         labels = torch.where(places % 3 == 1, -100, labels)

@@ -68,25 +68,25 @@ class RotaryAttention(Weld):
             q, k = (part(x, weld_applies=True) for part, x in zip(inner, (q, k), strict=True))
             norm = {}
         # transformers' angles are one a column: their number is that of the columns to rotate.
-        given: dict[str, Any] = {"rotary_dim": cos.shape[-1]}
-        given["seq_dim"] = -3 if unsqueeze_dim in (2, -2) else -2
+        options: dict[str, Any] = {"rotary_dim": cos.shape[-1]}
+        options["seq_dim"] = -3 if unsqueeze_dim in (2, -2) else -2
         dtype = q.dtype
         if norm:
             eps = norm["eps"]
-            given["norm_eps"] = getattr(inner[0], eps) if isinstance(eps, str) else eps
-            given["norm_plus_one"] = norm["offset"]
+            options["norm_eps"] = getattr(inner[0], eps) if isinstance(eps, str) else eps
+            options["norm_plus_one"] = norm["offset"]
             dtype = RULES[norm["rule"]](dtype, weights[0].dtype)
         if not self.weld_keeps_dtype:
             dtype = torch.promote_types(dtype, cos.dtype)
         if norm:
             fits = weights[0].dtype in (dtype, torch.float32)
             weights = weights if fits else [weight.to(dtype) for weight in weights]
-            given["q_norm_weight"], given["k_norm_weight"] = weights
+            options["q_norm_weight"], options["k_norm_weight"] = weights
         if cos.dtype not in (dtype, torch.float32) or dtype == torch.float64:
             cos, sin = cos.to(dtype), sin.to(dtype)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        given["interleaved"] = self.weld_interleaved
-        return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **given)
+        options["interleaved"] = self.weld_interleaved
+        return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **options)
 
 
 class RotatedNorm(Weld):
