@@ -423,7 +423,6 @@ def attention(
         dropout_p=dropout,
         training=module.training,
     )
-    assert isinstance(y, torch.Tensor)
     return y.transpose(1, 2).contiguous(), None
 
 

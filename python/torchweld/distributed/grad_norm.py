@@ -42,7 +42,6 @@ def grad_norm(
         squares[key] += grad.detach().float().square().sum() / getattr(parameter, COPIES, 1)
     total = torch.zeros((), device=device)
     for groups, square in squares.items():
-        assert isinstance(square, torch.Tensor)
         for shared in groups:
             dist.all_reduce(square, group=shared)
         total += square

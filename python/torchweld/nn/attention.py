@@ -54,7 +54,7 @@ class BlockSparseAttention(torch.nn.Module):
         bias: torch.Tensor | BlockBias | None = None,
     ) -> torch.Tensor:
         """q [batch, heads, queries, head_dim], k and v [batch, key heads, keys, ...]."""
-        y = functional.block_sparse_attention(
+        return functional.block_sparse_attention(
             q,
             k,
             v,
@@ -69,8 +69,6 @@ class BlockSparseAttention(torch.nn.Module):
             dropout_p=self.dropout,
             training=self.training,
         )
-        assert isinstance(y, torch.Tensor)
-        return y
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, causal={self.causal}"

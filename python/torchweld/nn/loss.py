@@ -16,7 +16,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = functional.cross_entropy(
+        return functional.cross_entropy(
             input,
             target,
             self.weight,
@@ -24,8 +24,6 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
         )
-        assert isinstance(loss, torch.Tensor)
-        return loss
 
 
 class LinearCrossEntropy(torch.nn.Linear):
@@ -68,7 +66,7 @@ class LinearCrossEntropy(torch.nn.Linear):
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        loss = functional.linear_cross_entropy(
+        return functional.linear_cross_entropy(
             input,
             self.weight,
             target,
@@ -82,5 +80,3 @@ class LinearCrossEntropy(torch.nn.Linear):
             logit_scale=self.logit_scale,
             memory=self.memory,
         )
-        assert isinstance(loss, torch.Tensor)
-        return loss

@@ -45,7 +45,6 @@ def find_offset(p: torch.Tensor, number: int) -> torch.Tensor:
     if not is_dtensor(p):
         return _make_offset(number, 0, p.shape)
     first = _find_part(p.shape, p.device_mesh, p.placements).first  # type: ignore[attr-defined]
-    assert first is not None
     return _make_offset(number, first, p.shape)
 
 

@@ -94,7 +94,6 @@ def make_block_mask(layout: Any) -> BlockMask:
         every = layout.kinds() > 0
         layout = layout.from_blocks(every, block=block, seq_len=lengths)
     lists = layout.lists
-    assert lists is not None
     kinds = kinds_of(lists.rows, lists.row_entries, lists.columns.shape[2])
 
     def order(of_kind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

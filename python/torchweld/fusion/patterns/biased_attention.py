@@ -97,7 +97,6 @@ def _attend(
         bias=_make_bias(query, attention_mask, position_bias),
         dropout_p=dropout,
     )
-    assert isinstance(y, torch.Tensor)
     return y.transpose(1, 2).contiguous(), None
 
 

@@ -67,7 +67,7 @@ class RotaryAttention(Weld):
             # A plan's replicated weights: the modules know where their gradients are added.
             q, k = (part(x, weld_applies=True) for part, x in zip(inner, (q, k), strict=True))
             norm = {}
-        # transformers' angles are one a column: their number is that of the columns to rotate.
+        # transformers has an angle for each column to rotate.
         options: dict[str, Any] = {"rotary_dim": cos.shape[-1]}
         options["seq_dim"] = -3 if unsqueeze_dim in (2, -2) else -2
         dtype = q.dtype
@@ -134,9 +134,12 @@ def _rotates_partly(module: torch.nn.Module, inputs: tuple[Any, ...], device: to
 def _keeps_dtype(forward: Any) -> bool:
     """Whether the function of a forward's file returns 16 bits where the angles have 32."""
     x, angles = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(1, 1, 8)
+    rotate = inspect.unwrap(forward).__globals__.get(_ROTATES)
+    if rotate is None:
+        return False
     try:
-        result = inspect.unwrap(forward).__globals__[_ROTATES](x, x, angles, angles)[0]
-    except Exception:
+        result = rotate(x, x, angles, angles)[0]
+    except Exception:  # the file's function may raise anything for arguments that it does not take
         return False
     return isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16
 
