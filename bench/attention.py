@@ -17,13 +17,13 @@ def dense(functional: Any) -> Callable[..., Any]:
     """Attention to every key. The difference to its time is the gain of a layout."""
 
     def attention(*arguments: Any) -> Any:
-        given = dict(zip(_NAMES, arguments, strict=True))
+        by_name = dict(zip(_NAMES, arguments, strict=True))
         y = functional.scaled_dot_product_attention(
             *arguments[:3],
-            dropout_p=given["p"],
-            is_causal=given["causal"],
-            scale=given["scale"],
-            enable_gqa=given["group"] > 1,
+            dropout_p=by_name["p"],
+            is_causal=by_name["causal"],
+            scale=by_name["scale"],
+            enable_gqa=by_name["group"] > 1,
         )
         return y, y.new_zeros(y.shape[:-1], dtype=torch.float32)
 
@@ -58,19 +58,19 @@ def flex(module: Any) -> Callable[..., Any]:
     made: dict[int, Any] = {}
 
     def attention(*arguments: Any) -> Any:
-        given = dict(zip(_NAMES, arguments, strict=True))
-        key = id(given["rows"])
+        by_name = dict(zip(_NAMES, arguments, strict=True))
+        key = id(by_name["rows"])
         if key not in made:
-            made[key] = block_mask(module, given)
-        on_cpu = given["q"].device.type == "cpu"  # FlexAttention returns no log-sum-exp there
-        found = compiled(
+            made[key] = block_mask(module, by_name)
+        on_cpu = by_name["q"].device.type == "cpu"  # FlexAttention returns no log-sum-exp there
+        result = compiled(
             *arguments[:3],
             block_mask=made[key],
-            scale=given["scale"],
-            enable_gqa=given["group"] > 1,
+            scale=by_name["scale"],
+            enable_gqa=by_name["group"] > 1,
             return_lse=not on_cpu,
         )
-        return (found, None) if on_cpu else found
+        return (result, None) if on_cpu else result
 
     return attention
 
@@ -79,11 +79,11 @@ def flex(module: Any) -> Callable[..., Any]:
 _JOINED = 128
 
 
-def block_mask(module: Any, given: dict[str, Any]) -> Any:
+def block_mask(module: Any, by_name: dict[str, Any]) -> Any:
     """A BlockMask of a layout without partial blocks, and of the causal mask."""
-    rows, entries, block = given["rows"], given["row_entries"], given["block"]
-    queries, keys = given["q"].shape[-2], given["k"].shape[-2]
-    lines, columns = rows.shape[2], given["columns"].shape[2]
+    rows, entries, block = by_name["rows"], by_name["row_entries"], by_name["block"]
+    queries, keys = by_name["q"].shape[-2], by_name["k"].shape[-2]
+    lines, columns = rows.shape[2], by_name["columns"].shape[2]
     ordered = rows.gather(2, rows[..., :1].argsort(2).expand(rows.shape))
     begin, end = ordered[..., 1:2], ordered[..., 3:4]
     at = begin + torch.arange(columns, device=rows.device, dtype=torch.int32)
@@ -91,12 +91,12 @@ def block_mask(module: Any, given: dict[str, Any]) -> Any:
     partner = entries[:, 0][at.clamp(max=len(entries) - 1).long()]
     there = torch.zeros(*rows.shape[:2], lines, columns + 1, dtype=torch.bool, device=rows.device)
     there.scatter_(3, torch.where(present, partner, columns).long(), value=True)
-    there, causal, shift = there[..., :columns], given["causal"], keys - queries
+    there, causal, shift = there[..., :columns], by_name["causal"], keys - queries
     one = [int(n > 1) for n in rows.shape[:2]]
 
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
-        found = there[b * one[0], h * one[1], q // block, k // block]
-        return found & (q + shift >= k) if causal else found
+        is_present = there[b * one[0], h * one[1], q // block, k // block]
+        return is_present & (q + shift >= k) if causal else is_present
 
     if causal:
         row = torch.arange(lines, device=rows.device)[:, None] * block

@@ -175,15 +175,15 @@ def cases(
     sizes: Sequence[float] | None = None,
 ) -> list[Case]:
     """The cases to measure: all shapes of each op, or only the shapes of these sizes."""
-    found = []
+    cases = []
     for op in ops:
         arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu
         if sizes is not None:
             ordered = sorted(arguments, key=_elements)
             arguments = tuple(ordered[int(size * len(ordered))] for size in sizes)
-        for given in arguments:
-            found += [Case(op, given, dtype, device) for dtype in dtypes if dtype in op.dtypes]
-    return found
+        for sample in arguments:
+            cases += [Case(op, sample, dtype, device) for dtype in dtypes if dtype in op.dtypes]
+    return cases
 
 
 def _elements(arguments: Sequence[Any]) -> int:

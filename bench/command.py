@@ -240,14 +240,14 @@ def _measure(options: argparse.Namespace) -> Report:
     names = _names(options)
     try:
         if device == "cuda":
-            given = Job("", plan, [name_dtype(d) for d in dtypes], sizes, None, options.quick, True)
-            _in_processes(given, names, report)
+            job = Job("", plan, [name_dtype(d) for d in dtypes], sizes, None, options.quick, True)
+            _in_processes(job, names, report)
         else:
             wanted = jobs.list_cases(names, device, dtypes, sizes, quick=options.quick)
             clock = clock_for(device)
             for at in progress(wanted):
-                for found in jobs.measure_case(wanted[at], plan, clock):
-                    report.results += found
+                for results in jobs.measure_case(wanted[at], plan, clock):
+                    report.results += results
             for op in [OPS[name] for name in names if name in OPS]:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
@@ -257,19 +257,19 @@ def _measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _in_processes(given: Job, names: Sequence[str], report: Report) -> None:
+def _in_processes(job: Job, names: Sequence[str], report: Report) -> None:
     """Measure each op, with all its backends, in its own process."""
     wanted = []
     for op in names:
         served = recording.gpu_backends(recording.PROVEN[op]) if op in recording.PROVEN else []
-        backends = [b for b in served if b in given.plan.backends]
-        wanted.append(replace(given, op=op, plan=replace(given.plan, backends=backends)))
+        backends = [b for b in served if b in job.plan.backends]
+        wanted.append(replace(job, op=op, plan=replace(job.plan, backends=backends)))
     for at in progress(wanted):
-        found = jobs.run_apart(wanted[at])
-        report.results += [result for results in found.results for result in results]
-        if found.fault:
-            report.results += jobs.refuse_all(wanted[at], found)
-        report.overheads += found.overheads
+        outcome = jobs.run_apart(wanted[at])
+        report.results += [result for results in outcome.results for result in results]
+        if outcome.fault:
+            report.results += jobs.refuse_all(wanted[at], outcome)
+        report.overheads += outcome.overheads
 
 
 def _names(options: argparse.Namespace) -> list[str]:

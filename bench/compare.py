@@ -59,13 +59,13 @@ def run(arguments: Sequence[str]) -> int:
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         print(f"torchweld bench compare: not a file that --json wrote: {error}", file=sys.stderr)
         return 2
-    found = list(changes(before.results, after.results))
-    if not found:
+    cases = list(changes(before.results, after.results))
+    if not cases:
         print("torchweld bench compare: the runs have no case in common", file=sys.stderr)
         return 2
     table = Table(["op", "case", "dtype", "dir", "contender", "before", "after", "change", ""], 5)
-    lost = [c for c in found if c.slower(options.tolerance)]
-    for change in sorted(found, key=lambda c: c.ratio):
+    lost = [c for c in cases if c.slower(options.tolerance)]
+    for change in sorted(cases, key=lambda c: c.ratio):
         slower = change in lost
         verdict = "slower" if slower else "faster" if _gained(change, options.tolerance) else ""
         if verdict or options.all:
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     if table.rows:
         table.show()
     only = [f"{len(a - b)} only {when}" for a, b, when in _alone(before.results, after.results)]
-    print(f"{len(found)} cases in both, {', '.join(only)}; {len(lost)} became slower")
+    print(f"{len(cases)} cases in both, {', '.join(only)}; {len(lost)} became slower")
     print("before and after: speed over eager, which was timed in the same run")
     return 1 if lost else 0
 

@@ -128,17 +128,17 @@ def contenders(
     """Eager and the requested contenders that can take part, and why the others cannot."""
     plain = op.plain or op.reference
     judged = op.plain is None or not op.draws(inputs)
-    found = [Contender(EAGER, plain, judged=judged)]
+    contenders = [Contender(EAGER, plain, judged=judged)]
     absent: dict[str, str] = {}
     for backend in [b for b in op.sources if b in backends]:
         if reason := op.why_not(backend, inputs):
             absent[backend] = reason
         else:
-            found.append(Contender(backend, partial(call, op), backend))
+            contenders.append(Contender(backend, partial(call, op), backend))
     for name in rivals:
         if name == COMPILE:
             torch.compiler.reset()  # compile each shape from scratch, as if it came first
-            found.append(Contender(name, torch.compile(plain), judged=judged))
+            contenders.append(Contender(name, torch.compile(plain), judged=judged))
         elif name not in PEERS:
             continue  # a peer of the optimizers
         elif reason := PEERS[name].why_missing():
@@ -152,5 +152,5 @@ def contenders(
         else:
             module = importlib.import_module(PEERS[name].module)
             function = PEERS[name].functions[op.name](module)
-            found.append(Contender(name, function, judged=PEERS[name].judged))
-    return found, absent
+            contenders.append(Contender(name, function, judged=PEERS[name].judged))
+    return contenders, absent

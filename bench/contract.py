@@ -74,7 +74,7 @@ def run_contract(root: Path, targets: set[Target], limit: Limit | None = None) -
     limit = limit or Limit()
     ops = sorted(target for target in targets if target[0] in OPS)
     rules = sorted(targets - set(ops))
-    found: queue.Queue[Verdict | None] = queue.Queue()
+    verdicts: queue.Queue[Verdict | None] = queue.Queue()
 
     def test_op(target: Target) -> None:
         name, backend = target
@@ -82,16 +82,16 @@ def run_contract(root: Path, targets: set[Target], limit: Limit | None = None) -
         others = [op for op in OPS if op != name and op.endswith(name)]
         words = " and not ".join(f"{op}-gpu-{backend}" for op in (name, *others))
         for outcome in _run_tests(root, ["-k", words, "tests"], limit):
-            found.put(Verdict(*target, outcome.fault()))
+            verdicts.put(Verdict(*target, outcome.fault()))
 
     def test_rules(file: Path) -> None:
         for outcome in _run_rules(root, file, limit):
             for rule, backend in _find_concerned(outcome, rules):
-                found.put(Verdict(rule, backend, outcome.fault()))
+                verdicts.put(Verdict(rule, backend, outcome.fault()))
 
     def end_after(jobs: Sequence[Future[None]]) -> None:
         wait(jobs)
-        found.put(None)
+        verdicts.put(None)
 
     # Compilers on the CPU take most of the time.
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
@@ -99,7 +99,7 @@ def run_contract(root: Path, targets: set[Target], limit: Limit | None = None) -
         if rules:
             jobs += [pool.submit(test_rules, file) for file in sorted(root.glob(_OF_RULES))]
         threading.Thread(target=end_after, args=(jobs,)).start()
-        yield from iter(found.get, None)
+        yield from iter(verdicts.get, None)
     for job in jobs:
         job.result()
 
@@ -143,14 +143,14 @@ def _run_tests(root: Path, selected: Sequence[str], limit: Limit) -> Iterator[Ou
         end.start()
         running = None
         for line in tests.stdout:
-            found = _LINE.match(line.rstrip("\n"))
-            if found is None or not _GPU.search(found["test"]):
+            match = _LINE.match(line.rstrip("\n"))
+            if match is None or not _GPU.search(match["test"]):
                 sys.stderr.write(line)
                 continue
-            running = found["test"] if found["outcome"] is None else None
-            if found["outcome"] in _COUNTED:
-                passed = _COUNTED[found["outcome"]]
-                yield Outcome(found["test"], passed)
+            running = match["test"] if match["outcome"] is None else None
+            if match["outcome"] in _COUNTED:
+                passed = _COUNTED[match["outcome"]]
+                yield Outcome(match["test"], passed)
                 if not passed:
                     sys.stderr.write(line)
         end.cancel()

@@ -103,13 +103,13 @@ class Setting:
             logits = model(tokens[:, :-1])
             return cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
-        found = []
+        learners = []
         for name in names:
             torch.manual_seed(seed)
             plain = GPT(WIDTH[self.device], self.dropout).to(self.device)
             model, optimizer = CONTENDERS[name](plain)
-            found.append(Learner(name, model, optimizer, loss, self.autocast))
-        return found
+            learners.append(Learner(name, model, optimizer, loss, self.autocast))
+        return learners
 
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
@@ -212,18 +212,18 @@ def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> 
 
 def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, Any]]:
     """Time the learners, and print the table."""
-    found = measure(learners, seconds=TIMED, at_most=50)
-    for row in found:
+    rows = measure(learners, seconds=TIMED, at_most=50)
+    for row in rows:
         row["tokens_per_second"] = 1e3 * BATCH * LENGTH / row["total"]
     print(f"\n{setting}")
-    table(found, **{"tokens/s": lambda row: f"{row['tokens_per_second']:.0f}"}).show()
-    return found
+    table(rows, **{"tokens/s": lambda row: f"{row['tokens_per_second']:.0f}"}).show()
+    return rows
 
 
 def _measure_words(device: str) -> list[dict[str, Any]]:
     """Time the head and the loss of a real vocabulary, which bytes are not, and print the table."""
-    given = losses.make(WORDS, BATCH * LENGTH, WIDTH[device], torch.float32, device)
-    ways = losses.contenders(*given)
+    inputs = losses.make(WORDS, BATCH * LENGTH, WIDTH[device], torch.float32, device)
+    ways = losses.contenders(*inputs)
     ways = {name: ways[name] for name in (EAGER, "linear_cross_entropy")}
     print(f"\nhead and loss of {WORDS} words, float32")
     shown = Table(["", "ms", "x", "peak MB"], numbers_from=1)

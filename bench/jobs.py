@@ -89,7 +89,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class JobOutcome:
     """A job's results until its process ended, and the fault if it ended early.
 
     A process that the system killed for lack of memory is no fault of a kernel.
@@ -101,30 +101,30 @@ class Found:
     is_shortage: bool = False
 
 
-def run_apart(job: Job, seconds: float = SECONDS) -> Found:
+def run_apart(job: Job, seconds: float = SECONDS) -> JobOutcome:
     """Run the job in its own process."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told"
-        told.touch()
+        log = Path(folder) / "log"
+        log.touch()
         command = [sys.executable, "-m", "torchweld.bench.jobs", json.dumps(asdict(job))]
         fault, killed = None, False
         try:
-            status = subprocess.run([*command, str(told)], timeout=seconds, check=False).returncode
+            status = subprocess.run([*command, str(log)], timeout=seconds, check=False).returncode
             if status:
                 fault = f"its process ended with status {status}"
                 # No kernel's fault sends this signal; the system does when memory runs out.
                 killed = status == -signal.SIGKILL
         except subprocess.TimeoutExpired:
             fault = f"it took longer than {seconds:g} s"
-        lines = [json.loads(line) for line in told.read_text().splitlines() if line.endswith("}")]
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
     results = [[Result(**r) for r in line["results"]] for line in lines if "results" in line]
     overheads = [Overhead(**o) for line in lines for o in line.get("overheads", [])]
-    return Found(results, overheads, fault, killed)
+    return JobOutcome(results, overheads, fault, killed)
 
 
-def refuse_all(job: Job, found: Found) -> list[Result]:
+def refuse_all(job: Job, outcome: JobOutcome) -> list[Result]:
     """A result without times for each backend of a job whose process ended early."""
-    return _without_times(job, "absent" if found.is_shortage else "refused", found.fault)
+    return _without_times(job, "absent" if outcome.is_shortage else "refused", outcome.fault)
 
 
 def _without_times(job: Job, status: str, reason: str | None) -> list[Result]:
@@ -134,11 +134,11 @@ def _without_times(job: Job, status: str, reason: str | None) -> list[Result]:
     ]
 
 
-def main(given: str, told: str) -> None:
+def main(job_json: str, path: str) -> None:
     """Run a job in this process, and write a line of JSON after every case and direction."""
-    values: dict[str, Any] = json.loads(given)
+    values: dict[str, Any] = json.loads(job_json)
     job = Job(**values | {"plan": Plan(**values["plan"])})
-    with Path(told).open("a") as file:
+    with Path(path).open("a") as file:
         for what, entries in measure_here(job):
             print(json.dumps({what: [asdict(e) for e in entries]}), file=file, flush=True)
 

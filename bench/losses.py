@@ -138,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.dtype or ("float32", "bfloat16"):
         for vocabulary in options.vocabulary or VOCABULARIES:
             dtype = getattr(torch, name)
-            given = make(vocabulary, options.rows, options.features, dtype)
-            groups = [contenders(*given), _log_probabilities(*given)]
+            inputs = make(vocabulary, options.rows, options.features, dtype)
+            groups = [contenders(*inputs), _log_probabilities(*inputs)]
             groups.append(_logits(vocabulary, options.rows, dtype))
             for ways in groups:
                 rows = measure(ways, options.rounds)

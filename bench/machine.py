@@ -22,7 +22,7 @@ from torchweld.version import __version__
 
 def describe_machine(device: str) -> dict[str, Any]:
     """The facts that times depend on, and the date."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "name": cpu_name(),
@@ -32,9 +32,9 @@ def describe_machine(device: str) -> dict[str, Any]:
         "versions": versions(),
     }
     if device == "cuda":
-        found["name"] = torch.cuda.get_device_name()
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    return found
+        facts["name"] = torch.cuda.get_device_name()
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    return facts
 
 
 def versions() -> dict[str, str | None]:
@@ -117,15 +117,15 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 def check_outputs(options: argparse.Namespace, *, pictures: Sequence[str] = ("plot",)) -> None:
     """Refuse a file that cannot be written or drawn, before measuring anything."""
     for name in (*pictures, "json", "csv", "markdown", "write"):
-        given = getattr(options, name, None)
-        if given is None or str(given) == "-":
+        value = getattr(options, name, None)
+        if value is None or str(value) == "-":
             continue
         if name in pictures:
-            _check_picture(name, Path(given))
-        folder = Path(given).absolute().parent
+            _check_picture(name, Path(value))
+        folder = Path(value).absolute().parent
         existing = next(place for place in (folder, *folder.parents) if place.exists())
-        if Path(given).is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise Refusal(f"--{name}: {given} cannot be written")
+        if Path(value).is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise Refusal(f"--{name}: {value} cannot be written")
 
 
 def _check_picture(name: str, path: Path) -> None:

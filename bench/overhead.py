@@ -43,7 +43,7 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
     ]
     asked = [b for b in op.sources if b in backends and op.why_not(b, problem.inputs) is None]
     calls += [(ours, backend) for backend in asked]
-    found = []
+    overheads = []
     with _one_thread():
         for direction in DIRECTIONS:
             runs: list[Run] = [partial(_block, problem, direction, *how) for how in calls]
@@ -51,8 +51,10 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
             theirs, automatic, *named = [t.quantile(0.5) * 1e3 / CALLS for t in times]
             by_name = dict(zip(asked, named, strict=True))
             shape = list(problem.inputs[0].shape)
-            found.append(Overhead(op.name, shape, "float32", direction, theirs, automatic, by_name))
-    return found
+            overheads.append(
+                Overhead(op.name, shape, "float32", direction, theirs, automatic, by_name)
+            )
+    return overheads
 
 
 def _as_users_call(op: Op) -> Callable[..., Any]:
@@ -61,10 +63,10 @@ def _as_users_call(op: Op) -> Callable[..., Any]:
         return getattr(torchweld.functional, op.name)
 
     def function(*inputs: Any) -> Any:
-        given = list(inputs)
+        arguments = list(inputs)
         if op.seed_at is not None and op.draws(inputs):
-            given[op.seed_at] = torchweld.random.seed(inputs[0].device)
-        return call(op, *given)
+            arguments[op.seed_at] = torchweld.random.seed(inputs[0].device)
+        return call(op, *arguments)
 
     return function
 

@@ -33,17 +33,17 @@ def built(name: str) -> Built:
         raise Refusal(f"--model: {name!r} is not of the form pkg.module:build")
     sys.path.insert(0, os.getcwd())  # the user's module is here
     try:
-        found = getattr(importlib.import_module(module), function)()
+        pair = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise Refusal(f"--model: {name}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
-        kind = type(found).__name__
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
+        kind = type(pair).__name__
         raise Refusal(
             f"--model: {name}() returned a {kind}, not a model and a batch of its arguments"
         )
-    return found
+    return pair
 
 
 CONTENDERS = (EAGER, COMPILE, "fused", EIGHT_BIT)

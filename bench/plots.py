@@ -41,8 +41,8 @@ def draw_speeds(report: Report, path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for panel, ((op, dtype), found) in zip(axes.flat, groups.items(), strict=False):
-        _panel(panel, found, names)
+    for panel, ((op, dtype), group) in zip(axes.flat, groups.items(), strict=False):
+        _panel(panel, group, names)
         panel.set_title(f"{op}, {dtype}", fontsize=11, loc="left", fontweight="bold")
     for panel in axes.flat[len(groups) :]:
         panel.set_axis_off()
@@ -199,10 +199,10 @@ def draw_scaling(report: Report, path: Path) -> None:
         if result.ms:
             key = (result.op, result.variant, result.dtype, result.direction, result.contender)
             lines.setdefault(key, []).append(result)
-    lines = {key: found for key, found in lines.items() if len({r.elements for r in found}) > 1}
+    lines = {key: line for key, line in lines.items() if len({r.elements for r in line}) > 1}
     if not lines:
         raise Refusal("--scaling needs results of several sizes: measure without --quick")
-    timed = [result for found in lines.values() for result in found]
+    timed = [result for line in lines.values() for result in line]
 
     def draw(axes: Any) -> None:
         contenders = _colours(timed)

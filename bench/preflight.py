@@ -81,8 +81,8 @@ def run_one(backend: str, device: str = "cuda") -> None:
     """Run a kernel and compare its result with the reference's; raise an error if it differs."""
     x = torch.linspace(-1, 1, 64 * 256, device=device).view(64, 256)
     op = OPS[_TRIED]
-    given = [x, [256], torch.ones(256, device=device), 1e-5]
-    y, wanted = op.kernels[backend].run(given), op.reference(*given)
+    inputs = [x, [256], torch.ones(256, device=device), 1e-5]
+    y, wanted = op.kernels[backend].run(inputs), op.reference(*inputs)
     torch.testing.assert_close(y, wanted)
 
 

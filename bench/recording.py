@@ -38,8 +38,8 @@ JUDGED, TESTED = "judged", "tested"
 def read_records() -> dict[str, dict[str, Any]]:
     """The evidence files in the package, by GPU name."""
     folder = resources.files("torchweld.bench") / "evidence"
-    found = [f for f in folder.iterdir() if f.name.endswith(".json")] if folder.is_dir() else []
-    loaded = [json.loads(f.read_text()) for f in found]
+    paths = [f for f in folder.iterdir() if f.name.endswith(".json")] if folder.is_dir() else []
+    loaded = [json.loads(f.read_text()) for f in paths]
     return {record["gpu"]: record for record in loaded}
 
 
@@ -161,7 +161,7 @@ def list_states(root: Path, records: dict[str, dict[str, Any]]) -> list[tuple[st
 
 def list_results(record: dict[str, Any], root: Path | None) -> list[Result]:
     """The times in an evidence file, marked as stale if the present sources differ."""
-    found = []
+    results = []
     for op, proofs in record["ops"].items():
         for backend, proof in proofs.items() if op in PROVEN else ():
             stale = root is not None and proof["sources"] != sources_hash(PROVEN[op], backend, root)
@@ -170,10 +170,10 @@ def list_results(record: dict[str, Any], root: Path | None) -> list[Result]:
                 figures = {name: kept[name] for name in _KEPT + _TIMES}
                 eager = kept["eager_ms"]  # None: eager did not fit
                 speed_up = None if eager is None else eager / kept["ms"]
-                found.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
-    for result in found:
-        result.automatic = result.contender == _find_winner(found, result)
-    return found
+                results.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
+    for result in results:
+        result.automatic = result.contender == _find_winner(results, result)
+    return results
 
 
 def hash_cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
@@ -182,8 +182,8 @@ def hash_cpu_sources(names: Iterable[str], root: Path) -> dict[str, str]:
         name: sources_hash(op, "cpu", root) for name, op in PROVEN.items() if "cpu" in files_of(op)
     }
     every = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
-    found = {name: hashes.get(name, "" if name in PROVEN else every) for name in names}
-    return {name: digest for name, digest in found.items() if digest}
+    digests = {name: hashes.get(name, "" if name in PROVEN else every) for name in names}
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def mark_stale(results: Iterable[Result], then: dict[str, str], root: Path) -> list[Result]:

@@ -133,8 +133,8 @@ class _Check:
         """The fault in the function's results, or None."""
         fault = self._judge.find_fault(_results(self._part, function))
         if fault is None and self.is_part:
-            found = _results(self._whole, function)
-            unsound = [name for name, value in found.items() if _has_nan(value)]
+            results = _results(self._whole, function)
+            unsound = [name for name, value in results.items() if _has_nan(value)]
             fault = f"wrong result: NaN in {', '.join(unsound)}" if unsound else None
         return fault
 
@@ -143,9 +143,9 @@ def _results(problem: Problem, function: Callable[..., Any]) -> dict[str, torch.
     """The function's results and gradients by name."""
     outputs = problem.forward(function)
     gradients = problem.backward(outputs)
-    found = dict(zip(problem.op.public, [o.detach() for o in outputs], strict=True))
+    by_name = dict(zip(problem.op.public, [o.detach() for o in outputs], strict=True))
     named = zip(problem.leaves(), gradients, strict=True)
-    return found | {f"grad_{name}": gradient for name, gradient in named}
+    return by_name | {f"grad_{name}": gradient for name, gradient in named}
 
 
 def _has_nan(value: torch.Tensor) -> bool:

@@ -49,14 +49,14 @@ def find_sources(op: Op | Rule, backend: str, folder: Path) -> list[Path]:
 
 def find_used(roots: Iterable[Path], folder: Path) -> list[Path]:
     """These files, and this repository's files that they include or import."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     open_ends = [*roots]
     while open_ends:
         path = open_ends.pop()
-        if path not in found and path.exists():
-            found[path] = None
+        if path not in paths and path.exists():
+            paths[path] = None
             open_ends += _list_uses(path, folder)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _list_uses(path: Path, folder: Path) -> list[Path]:

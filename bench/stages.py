@@ -20,7 +20,7 @@ from torchweld.bench import jobs, recording, steps, targets
 from torchweld.bench.cases import SMALLEST
 from torchweld.bench.contenders import COMPILE, DENSE
 from torchweld.bench.contract import Limit, Verdict, run_contract
-from torchweld.bench.jobs import Found, Job
+from torchweld.bench.jobs import Job, JobOutcome
 from torchweld.bench.runner import Plan, Result
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import OPS
@@ -70,7 +70,7 @@ class Lab(Protocol):
     def now(self) -> float:
         """Seconds on a monotonic clock."""
 
-    def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
+    def run(self, step: Step, until: float) -> Iterator[tuple[Job, JobOutcome | None]]:
         """Yield each job and its results as it ends, or None if it had not started by `until`."""
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
@@ -86,8 +86,8 @@ class Machine:
     def now(self) -> float:
         return time.monotonic()
 
-    def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
-        waiting, running = list(step.jobs), dict[Future[Found], Job]()
+    def run(self, step: Step, until: float) -> Iterator[tuple[Job, JobOutcome | None]]:
+        waiting, running = list(step.jobs), dict[Future[JobOutcome], Job]()
         with ThreadPoolExecutor(step.at_once or self.cores) as pool:
             while waiting or running:
                 while waiting and len(running) < (step.at_once or self.cores):
@@ -153,11 +153,11 @@ def run(
         print(f"{took - start:5.0f} s  {step.name}: some {predicted:.0f} s", flush=True)
         if step.jobs:
             left_out = []
-            for job, found in lab.run(step, until):
-                if found is None:
+            for job, outcome in lab.run(step, until):
+                if outcome is None:
                     left_out.append(str(job))
-                elif step.is_kept:
-                    for r in record_job(job, found, record):  # eager is measured with each backend
+                elif step.is_kept:  # eager is measured with each backend
+                    for r in record_job(job, outcome, record):
                         results.setdefault((r.op, r.label, r.dtype, r.direction, r.contender), r)
             if left_out:
                 print(f"         no time was left for {', '.join(left_out)}", flush=True)
@@ -177,17 +177,17 @@ def _record_tests(names: Sequence[str], lab: Lab, record: recording.Record, unti
         record.add_outcome(tested.op, tested.backend, recording.TESTED, tested.fault)
 
 
-def record_job(job: Job, found: Found, record: recording.Record) -> list[Result]:
+def record_job(job: Job, outcome: JobOutcome, record: recording.Record) -> list[Result]:
     """Record a job's results: which were correct, and their times."""
     (backend,) = job.plan.backends
-    results = [result for results in found.results for result in results]
-    if found.fault:
-        results += jobs.refuse_all(job, found)
+    results = [result for results in outcome.results for result in results]
+    if outcome.fault:
+        results += jobs.refuse_all(job, outcome)
     mine = [r for r in results if r.contender == backend and r.status != "absent"]
     if not mine:
         return results
     record.begin(job.op, backend, recording.JUDGED)
-    for of_one_direction in found.results:
+    for of_one_direction in outcome.results:
         record.add_results(of_one_direction)
     for result in {(r.label, r.dtype): r for r in mine}.values():
         fault = None if result.status == "timed" else recording.Fault.of(result)
@@ -220,10 +220,10 @@ def _list_times(
 ) -> tuple[Job, ...]:
     plan = Plan(directions, [], [], seconds=0.1, rounds=(5, 51))
     ops = [name for name in names if name not in RULES]
-    found = [replace(job, dtypes=dtypes) for job in _list_jobs(ops, plan, ("cuda", "triton"))]
+    all_jobs = [replace(job, dtypes=dtypes) for job in _list_jobs(ops, plan, ("cuda", "triton"))]
     return tuple(
         replace(job, plan=replace(job.plan, rivals=["gemm"])) if job.op == "linear_act" else job
-        for job in found
+        for job in all_jobs
     )
 
 
@@ -237,12 +237,12 @@ def _list_attention(names: Iterable[str]) -> tuple[Job, ...]:
 def _list_attention_sizes(names: Iterable[str]) -> tuple[Job, ...]:
     """A job for each size that compiles attention and FlexAttention, and times nothing."""
     once = Plan(["full"], [], ["flex"], seconds=0.0, rounds=(1, 1))
-    found = []
+    all_jobs = []
     for job in _list_jobs(names, once, ["triton"]):
         count = len(OPS[job.op].benchmarks_on_gpu)
         sizes = [(at + 0.5) / count for at in range(count)]
-        found += [replace(job, dtypes=["bfloat16"], sizes=[size]) for size in sizes]
-    return tuple(found)
+        all_jobs += [replace(job, dtypes=["bfloat16"], sizes=[size]) for size in sizes]
+    return tuple(all_jobs)
 
 
 def _list_rivals(op: str) -> list[str]:

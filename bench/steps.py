@@ -124,8 +124,8 @@ def _muon_of_torch(module: Any) -> Make:
     def make(params: ParamsT) -> _Several:
         every: Params = list(params)  # type: ignore[arg-type]
         matrices, rest = ([p for p in every if (p.ndim > 1) == two] for two in (True, False))
-        found = [module.Muon(matrices)] if matrices else []
-        return _Several(*found, *([_fused(rest)] if rest else []))
+        optimizers = [module.Muon(matrices)] if matrices else []
+        return _Several(*optimizers, *([_fused(rest)] if rest else []))
 
     return make
 
@@ -197,11 +197,11 @@ def _derive(rule: Rule) -> Kind:
     """The step of the class in optim/<rule>.py with float32 states, against eager torch."""
     room = importlib.import_module(f"torchweld.optim.{rule.name}")
     make: Any = next(
-        found
-        for found in vars(room).values()
-        if isinstance(found, type)
-        and issubclass(found, torch.optim.Optimizer)
-        and found.__module__ == room.__name__
+        member
+        for member in vars(room).values()
+        if isinstance(member, type)
+        and issubclass(member, torch.optim.Optimizer)
+        and member.__module__ == room.__name__
     )
     moments, passes = len(rule.signed), 2 if rule.is_adaptive else 1
     reads, writes = 4 * (2 + moments) * passes, 4 * (1 + moments)
@@ -285,16 +285,16 @@ class StepCase:
 
 def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     """The cases to measure; if `quick`, only a few large tensors."""
-    found = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
+    cases = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
     if not quick:
         mixed = _mixed(600, 2**24)
-        kinds = [case.kind for case in found]
-        found += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
+        kinds = [case.kind for case in cases]
+        cases += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
         adapters = _adapters(8, 4096, 2**24)
         kinds = [kind for kind in kinds if kind.rule == "adam"]
-        found += [_of_groups(kind, device) for kind in kinds if kind.ours is optim.AdamW]
-        found += [StepCase(kind, device, "LoRA", (), adapters) for kind in kinds]
-    return found
+        cases += [_of_groups(kind, device) for kind in kinds if kind.ours is optim.AdamW]
+        cases += [StepCase(kind, device, "LoRA", (), adapters) for kind in kinds]
+    return cases
 
 
 def _of_groups(kind: Kind, device: str) -> StepCase:

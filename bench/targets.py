@@ -24,19 +24,19 @@ class TimedResults:
 
         An empty variant is a case without words. Of several cases it takes the one of most work.
         """
-        found = [
+        results = [
             r
             for r in self._timed
             if (r.op, r.shape, r.direction) == (op, list(shape), direction)
             and r.dtype == ("float32" if direction == "step" else "bfloat16")
             and (variant is None or variant in r.variant.split(", "))
         ]
-        most = max(found, key=lambda r: (r.flops, r.bytes), default=None)
-        return {r.contender: r for r in found if most is not None and r.label == most.label}
+        most = max(results, key=lambda r: (r.flops, r.bytes), default=None)
+        return {r.contender: r for r in results if most is not None and r.label == most.label}
 
 
-def _find_ours(found: dict[str, Result]) -> Result | None:
-    mine = [r for name, r in found.items() if name in BACKENDS]
+def _find_ours(results: dict[str, Result]) -> Result | None:
+    mine = [r for name, r in results.items() if name in BACKENDS]
     return min(mine, key=lambda r: r.ms or 0.0, default=None)
 
 
@@ -89,19 +89,19 @@ class Target:
 
 
 def _find_times(
-    found: TimedResults, op: str, shape: Sequence[int], direction: str, variant: str | None
+    timed_results: TimedResults, op: str, shape: Sequence[int], direction: str, variant: str | None
 ) -> Times | None:
     if direction != "bwd":
-        return Times.take(found.find(op, shape, direction, variant), None)
-    fwd = found.find(op, shape, "fwd", variant)
-    return Times.take(found.find(op, shape, "full", variant), fwd)
+        return Times.take(timed_results.find(op, shape, direction, variant), None)
+    fwd = timed_results.find(op, shape, "fwd", variant)
+    return Times.take(timed_results.find(op, shape, "full", variant), fwd)
 
 
 def _aim_at_copy(
     op: str, shape: Sequence[int], direction: str, least: float, variant: str | None = None
 ) -> Target:
-    def figure(found: TimedResults) -> float | None:
-        times = _find_times(found, op, shape, direction, variant)
+    def figure(timed_results: TimedResults) -> float | None:
+        times = _find_times(timed_results, op, shape, direction, variant)
         return None if times is None or times.limit_ms is None else times.limit_ms / times.ms
 
     words = f"{direction} >= {least:.0%} of a copy"
@@ -116,8 +116,8 @@ def _aim_at_rival(
     least: float,
     variant: str | None = None,
 ) -> Target:
-    def figure(found: TimedResults) -> float | None:
-        times = _find_times(found, op, shape, direction, variant)
+    def figure(timed_results: TimedResults) -> float | None:
+        times = _find_times(timed_results, op, shape, direction, variant)
         theirs = None if times is None else times.rivals_ms.get(rival)
         return None if times is None or theirs is None else theirs / times.ms
 
@@ -129,8 +129,8 @@ def _aim_at_rival(
 def _aim_at_gemm(shape: Sequence[int], most: float, variant: str) -> Target:
     """The time of a GEMM with its epilogue, in those of the bare GEMM."""
 
-    def figure(found: TimedResults) -> float | None:
-        times = _find_times(found, "linear_act", shape, "fwd", variant)
+    def figure(timed_results: TimedResults) -> float | None:
+        times = _find_times(timed_results, "linear_act", shape, "fwd", variant)
         bare = None if times is None else times.rivals_ms.get("gemm")
         return None if times is None or bare is None else bare / times.ms
 
@@ -142,8 +142,8 @@ def _aim_at_dense(width: int, block: int, direction: str, least: float) -> Targe
     """The rate on the computed blocks, as a part of the fastest dense attention's rate."""
     shape = 1, 16, 16384, width
 
-    def figure(found: TimedResults) -> float | None:
-        times = _find_times(found, _ATTENTION, shape, direction, None)
+    def figure(timed_results: TimedResults) -> float | None:
+        times = _find_times(timed_results, _ATTENTION, shape, direction, None)
         dense = [ms for name, ms in times.rivals_ms.items() if name in DENSE] if times else []
         if times is None or not dense:
             return None
@@ -223,8 +223,8 @@ TARGETS: tuple[Target, ...] = (
 
 def judge(results: Iterable[Result]) -> list[tuple[Target, float | None]]:
     """Every target with its figure; None if the run lacks one of its times."""
-    found = TimedResults(results)
-    return [(target, target.figure(found)) for target in TARGETS]
+    timed_results = TimedResults(results)
+    return [(target, target.figure(timed_results)) for target in TARGETS]
 
 
 def show(results: Iterable[Result]) -> None:

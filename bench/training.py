@@ -143,11 +143,11 @@ def table(rows: Sequence[dict[str, Any]], **more: Callable[[dict[str, Any]], str
         "optimizer MB": lambda row: _megabytes(row["optimizer_bytes"]),
     }
     columns |= more
-    found = Table(["", *columns], numbers_from=1)
+    table = Table(["", *columns], numbers_from=1)
     for row in rows:
         style = "dim" if row is rows[0] else ""
-        found.add(row["contender"], *[column(row) for column in columns.values()], style=style)
-    return found
+        table.add(row["contender"], *[column(row) for column in columns.values()], style=style)
+    return table
 
 
 def _megabytes(size: int | None) -> str:

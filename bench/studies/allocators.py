@@ -39,8 +39,8 @@ def main() -> None:
     print(f"a GPT of 4 layers, width {WIDTH}, {BATCH * LENGTH} tokens a step, float32, dropout 0.1")
     for allocator in allocators:
         for model in ("eager", "fused"):
-            found = _in_a_process(allocator, model)
-            table.add(allocator, model, *found, group=model == "eager")
+            figures = _in_a_process(allocator, model)
+            table.add(allocator, model, *figures, group=model == "eager")
     table.show()
 
 
@@ -50,8 +50,8 @@ def _in_a_process(allocator: str, model: str) -> list[str]:
         environment["LD_PRELOAD"] = library
     command = [sys.executable, "-m", __spec__.name, allocator, model]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[str] = json.loads(done.stdout)
-    return found
+    figures: list[str] = json.loads(done.stdout)
+    return figures
 
 
 def _measure(allocator: str, name: str) -> list[str]:

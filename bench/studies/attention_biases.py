@@ -106,13 +106,13 @@ def one_query(seconds: float, table: Table) -> None:
                 "SDPA": functools.partial(_dense, q, *own, enable_gqa=True),
                 "ours": functools.partial(block_sparse_attention, q, k, v, layout),
             }
-            found = milliseconds(calls, seconds, 101)
-            _add(table, f"one query, {keys} keys, {name}", found)
+            times = milliseconds(calls, seconds, 101)
+            _add(table, f"one query, {keys} keys, {name}", times)
 
 
-def _add(table: Table, case: str, found: dict[str, float]) -> None:
-    base = found["SDPA"]
-    for name, ms in found.items():
+def _add(table: Table, case: str, times: dict[str, float]) -> None:
+    base = times["SDPA"]
+    for name, ms in times.items():
         table.add(case, name, f"{ms:.3f}", f"{base / ms:.2f}x")
 
 

@@ -61,10 +61,10 @@ def milliseconds(calls: dict[str, Call], seconds: float, rounds: int) -> dict[st
     return {name: t.quantile(0.5) for name, t in zip(calls, times, strict=True)}
 
 
-def _show(title: str, found: dict[str, float], base: str) -> None:
+def _show(title: str, times: dict[str, float], base: str) -> None:
     table = Table([title, "ms", f"{base} = 1"], numbers_from=1)
-    for name, ms in found.items():
-        table.add(name, f"{ms:.1f}", f"{found[base] / ms:.2f}x")
+    for name, ms in times.items():
+        table.add(name, f"{ms:.1f}", f"{times[base] / ms:.2f}x")
     table.show()
 
 
@@ -105,23 +105,23 @@ def ratios(seconds: float) -> None:
         "rows of equal length": _training(_sparse(even), inputs),
         "two global rows": _training(_sparse(banded), inputs),
     }
-    found = milliseconds(calls, seconds, 11)
-    _show(f"forward + backward, {even.count} blocks", found, "rows of equal length")
+    times = milliseconds(calls, seconds, 11)
+    _show(f"forward + backward, {even.count} blocks", times, "rows of equal length")
     flex = attention.flex(flex_attention)
     detached = [x.detach() for x in inputs]
     calls = {}
     for name, layout in layouts.items():
-        given = _sparse(layout)
+        function = _sparse(layout)
         if layout.lists is None:  # block_mask needs the lists
             layout = BlockLayout.from_blocks(torch.ones(blocks, blocks).bool(), block=BLOCK)
         assert OP.inputs is not None
         arguments = OP.inputs(*detached, layout)
         calls[f"{name}: FlexAttention"] = partial(flex, *arguments)
-        calls[name] = partial(given, *detached)
+        calls[name] = partial(function, *detached)
     with torch.no_grad():
-        found = milliseconds(calls, seconds, 5)
+        times = milliseconds(calls, seconds, 5)
     for name in layouts:
-        pair = {n: ms for n, ms in found.items() if n.partition(":")[0] == name}
+        pair = {n: ms for n, ms in times.items() if n.partition(":")[0] == name}
         _show(f"forward, {length} tokens", pair, f"{name}: FlexAttention")
 
 
@@ -142,8 +142,8 @@ def long(seconds: float) -> None:
         "attention, top-k layout": _training(_sparse(kept), inputs),
         "from_scores": lambda: BlockLayout.from_scores(scores, blocks // 8, block=BLOCK),
     }
-    found = milliseconds(calls, seconds, 5)
-    _show(f"{length} tokens, top {blocks // 8} of {blocks} blocks", found, "from_scores")
+    times = milliseconds(calls, seconds, 5)
+    _show(f"{length} tokens, top {blocks // 8} of {blocks} blocks", times, "from_scores")
 
 
 def building() -> None:
@@ -192,17 +192,17 @@ def curves(seconds: float) -> dict[str, dict[int, float]]:
         str(n): _training(_sparse(rows_of(n, 9)), _inputs(n)) for n in (1024, 2048, 4096, 8192)
     }
     by_length = milliseconds(calls, seconds, 5)
-    found = {
+    by_title = {
         f"blocks a row, {length} tokens": {int(n): ms for n, ms in by_blocks.items()},
         "tokens, 9 blocks a row": {int(n): ms for n, ms in by_length.items()},
     }
-    for title, times in found.items():
+    for title, times in by_title.items():
         table = Table([title, "ms", "ms / 1000 blocks"], numbers_from=0)
         for n, ms in times.items():
             blocks = n * length // BLOCK if "row," in title else 9 * n // BLOCK
             table.add(f"{n}", f"{ms:.2f}", f"{ms / (HEADS * blocks) * 1e3:.2f}")
         table.show()
-    return found
+    return by_title
 
 
 def rows_of(length: int, blocks: int) -> BlockLayout:
@@ -211,15 +211,15 @@ def rows_of(length: int, blocks: int) -> BlockLayout:
     return BlockLayout.from_blocks((at - at[:, None]) % len(at) < blocks, block=BLOCK)
 
 
-def plot(found: dict[str, dict[int, float]], path: Path) -> None:
+def plot(by_title: dict[str, dict[int, float]], path: Path) -> None:
     """Plot time over blocks and over tokens. Both should be straight lines through zero."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(9, 3.6), layout="constrained")
-    for panel, (title, times) in zip(axes, found.items(), strict=True):
+    figure, axes = pyplot.subplots(1, len(by_title), figsize=(9, 3.6), layout="constrained")
+    for panel, (title, times) in zip(axes, by_title.items(), strict=True):
         most = max(times)
         panel.plot([0, most], [0, times[most]], color="lightgrey", label="proportional")
         panel.plot(list(times), list(times.values()), marker="o", color="#2f6db5", label="measured")
@@ -252,9 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "building" in wanted:
         building()
     if "curves" in wanted:
-        found = curves(options.seconds)
+        by_title = curves(options.seconds)
         if options.plot:
-            plot(found, options.plot)
+            plot(by_title, options.plot)
             print(f"plot: {options.plot}")
     return 0
 

@@ -65,7 +65,9 @@ def _work(rank: int, folder: str, count: int, steps: int) -> None:
     optimizers = {name: make(models[name].parameters()) for name, make in MAKERS.items()}
     for optimizer in optimizers.values():
         optimizer.step()  # makes states
-    found: dict[str, Any] = {name: {"seconds": [], "objects": [0], "bytes": [0]} for name in MAKERS}
+    figures: dict[str, Any] = {
+        name: {"seconds": [], "objects": [0], "bytes": [0]} for name in MAKERS
+    }
     for _ in range(steps // TURN):
         for name, optimizer in optimizers.items():
             gc.collect()
@@ -74,13 +76,13 @@ def _work(rank: int, folder: str, count: int, steps: int) -> None:
                 torch.distributed.barrier()
                 begin = time.perf_counter()
                 optimizer.step()
-                found[name]["seconds"].append(time.perf_counter() - begin)
+                figures[name]["seconds"].append(time.perf_counter() - begin)
             gc.collect()
-            of = found[name]
+            of = figures[name]
             of["objects"].append(of["objects"][-1] + len(gc.get_objects()) - objects)
             of["bytes"].append(of["bytes"][-1] + _resident() - resident)
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "figures.json").write_text(json.dumps(figures))
     torch.distributed.destroy_process_group()
 
 
@@ -88,7 +90,7 @@ def measure(count: int, steps: int) -> dict[str, Any]:
     """Times, live objects and bytes of rank 0, for each optimizer."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_work, (folder, count, steps), count)
-        return json.loads(Path(folder, "found.json").read_text())
+        return json.loads(Path(folder, "figures.json").read_text())
 
 
 def plot(results: dict[int, dict[str, Any]], path: Path) -> None:
@@ -106,9 +108,9 @@ def plot(results: dict[int, dict[str, Any]], path: Path) -> None:
         layout="constrained",
         squeeze=False,
     )
-    for column, (count, found) in enumerate(results.items()):
+    for column, (count, figures) in enumerate(results.items()):
         times, objects = axes[0][column], axes[1][column]
-        for at, (name, of) in enumerate(found.items()):
+        for at, (name, of) in enumerate(figures.items()):
             turns = torch.tensor(of["seconds"]).view(-1, TURN).median(1).values * 1e3
             steps = [TURN * (i + 1) for i in range(len(turns))]
             times.plot(steps, turns, label=name, color=f"C{at}", linewidth=1.3)
@@ -137,8 +139,8 @@ def main() -> None:
     results = {count: measure(count, options.steps) for count in options.ranks}
     heads = ["", "processes", "ms a step", "of the first 50", "of the last 50", "objects", "MiB"]
     table = Table(heads, 1)
-    for count, found in results.items():
-        for name, of in found.items():
+    for count, figures in results.items():
+        for name, of in figures.items():
             seconds = of["seconds"]
             parts = [1e3 * median(some) for some in (seconds, seconds[:50], seconds[-50:])]
             grown = f"{of['bytes'][-1] / 2**20:.1f}"

@@ -42,11 +42,11 @@ def _params(dtype: torch.dtype) -> list[nn.Parameter]:
 def steps() -> dict[str, Callable[[], Any]]:
     """A step of each installed contender. Each ends with bfloat16 parameters."""
     ours = optim.AdamW(_params(torch.bfloat16), 1e-3, master_weights=True)
-    found: dict[str, Callable[[], Any]] = {"torchweld, one pass": ours.step}
+    by_name: dict[str, Callable[[], Any]] = {"torchweld, one pass": ours.step}
     eight_bit = optim.AdamW(
         _params(torch.bfloat16), 1e-3, master_weights="remainder", state_dtype="8bit"
     )
-    found["torchweld, remainders, 8 bits"] = eight_bit.step
+    by_name["torchweld, remainders, 8 bits"] = eight_bit.step
     masters = _params(torch.float32)
     narrow = [p.detach().bfloat16() for p in masters]
     theirs: list[tuple[str, torch.optim.Optimizer]] = [
@@ -67,8 +67,8 @@ def steps() -> dict[str, Callable[[], Any]]:
                 for p, master in zip(narrow, masters, strict=True):
                     p.copy_(master)
 
-        found[name] = step_and_copy
-    return found
+        by_name[name] = step_and_copy
+    return by_name
 
 
 def compare_steps() -> Table:
@@ -110,7 +110,7 @@ def hook_share(layers: int = 14, width: int = 768, tokens: int = 128) -> tuple[i
 
     offload._take_gradient = timed  # type: ignore[method-assign]
     offload._transfers.fetch = queued  # type: ignore[method-assign]
-    found = []
+    timings = []
     x = torch.randn(tokens, 1, width)
 
     def step() -> None:
@@ -121,8 +121,8 @@ def hook_share(layers: int = 14, width: int = 768, tokens: int = 128) -> tuple[i
     for at in range(9):
         copies_are_made, in_hooks[0] = at < 2, 0.0
         seconds = _seconds(step, time.thread_time)
-        found.append((seconds, in_hooks[0]))
-    middle = [statistics.median(values) for values in zip(*found[2:], strict=True)]
+        timings.append((seconds, in_hooks[0]))
+    middle = [statistics.median(values) for values in zip(*timings[2:], strict=True)]
     return count, middle[0], middle[1]
 
 

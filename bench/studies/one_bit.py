@@ -34,12 +34,12 @@ class WithoutFeedback(optim.OneBitAdam):
     """1-bit Adam that discards quantisation errors."""
 
     def _reduce(self, owned: Sequence[Any]) -> Any:
-        found = super()._reduce(owned)
-        for _, _, errors in found:
+        entries = super()._reduce(owned)
+        for _, _, errors in entries:
             for error in errors:
                 if error is not None:
                     error.zero_()
-        return [(p, packed, Errors(*errors)) for p, packed, errors in found]
+        return [(p, packed, Errors(*errors)) for p, packed, errors in entries]
 
 
 def _optimizer(name: str, model: torch.nn.Module, whole: Any, steps: int) -> Any:
@@ -134,8 +134,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a PNG for the curves")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = (folder, options.seeds, options.steps)
-        torch.multiprocessing.spawn(_work, given, RANKS)
+        arguments = (folder, options.seeds, options.steps)
+        torch.multiprocessing.spawn(_work, arguments, RANKS)
         curves = torch.load(Path(folder, "curves.pt"))
     table = Table(["", "final loss of each seed", "mean ratio to Adam's"], 2)
     for name, of_seeds in curves.items():

@@ -98,13 +98,13 @@ def measure(schedule: stages.Name, options: argparse.Namespace) -> list[Timeline
         (batch[: options.rows],),
         costs=[0.0] + [1.0] * layers,
     )
-    found = []
+    timelines = []
     for _ in range(options.steps + 1):
         with record(pipe.schedule) as timeline:
-            given = (batch,) if pipe.is_first else ()
-            pipe.schedule.step(*given, target=batch if pipe.is_last else None)
-        found.append(timeline)
-    return sorted(found[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
+            arguments = (batch,) if pipe.is_first else ()
+            pipe.schedule.step(*arguments, target=batch if pipe.is_last else None)
+        timelines.append(timeline)
+    return sorted(timelines[1:], key=lambda timeline: timeline.span[1] - timeline.span[0])
 
 
 def _work(rank: int, store: str, options: argparse.Namespace) -> None:
@@ -116,8 +116,8 @@ def _work(rank: int, store: str, options: argparse.Namespace) -> None:
     columns = ("schedule", "step ms", "idle", "median idle", "(p-1)/(m+p-1)", "overhead")
     table, expected = Table(columns, 1), estimate_bubble(options.ranks, options.microbatches)
     for schedule in options.schedules:
-        found = measure(schedule, options)
-        timeline, median = found[0], statistics.median(t.bubble() for t in found)
+        timelines = measure(schedule, options)
+        timeline, median = timelines[0], statistics.median(t.bubble() for t in timelines)
         begin, end = timeline.span
         every = (timeline.bubble(), median, expected, timeline.overhead())
         shares = [f"{share:.1%}" for share in every]

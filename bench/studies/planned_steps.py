@@ -55,18 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args(arguments)
-    found: list[dict[str, Any]] = [{"times": []} for _ in DECLARATIONS]
+    rows: list[dict[str, Any]] = [{"times": []} for _ in DECLARATIONS]
     rates = {count: _run(count, "rates", options) for count in (1, 2, 4)}
     for _ in range(options.rounds):
         for at, (count, config) in enumerate(DECLARATIONS):
-            found[at]["times"] += _run(count, "steps", options, config)
-    for row, (count, config) in zip(found, DECLARATIONS, strict=True):
+            rows[at]["times"] += _run(count, "steps", options, config)
+    for row, (count, config) in zip(rows, DECLARATIONS, strict=True):
         row |= {"processes": count, "declaration": config}
         row["measured"] = statistics.median(row.pop("times"))
         row["predicted"] = _predict(count, config, rates[count], options)
-    _show(found)
+    _show(rows)
     if options.json:
-        options.json.write_text(json.dumps({"rates": rates, "rows": found}, indent=1))
+        options.json.write_text(json.dumps({"rates": rates, "rows": rows}, indent=1))
     return 0
 
 
@@ -130,18 +130,18 @@ def _import_example() -> Any:
 def _run(count: int, what: str, options: Any, config: dict[str, Any] | None = None) -> Any:
     """Run some processes, and return what the first of them measured."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (count, what, options, config, folder)
-        torch.multiprocessing.spawn(_work, given, nprocs=count)
-        return json.loads((Path(folder) / "found").read_text())
+        arguments = (count, what, options, config, folder)
+        torch.multiprocessing.spawn(_work, arguments, nprocs=count)
+        return json.loads((Path(folder) / "figures").read_text())
 
 
 def _work(rank: int, count: int, what: str, options: Any, config: Any, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
-    found = _measure_rates(count, options) if what == "rates" else _time_steps(config, options)
+    figures = _measure_rates(count, options) if what == "rates" else _time_steps(config, options)
     if rank == 0:
-        (Path(folder) / "found").write_text(json.dumps(found))
+        (Path(folder) / "figures").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 

@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"torchweld: the link was not measured: {why}")
         return 0
     try:
-        found = _measure(options.mbit, options.steps)
+        figures = _measure(options.mbit, options.steps)
     finally:
         _remove()
-    _show(found, options.mbit)
+    _show(figures, options.mbit)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(figures, indent=1))
     return 0
 
 
@@ -141,7 +141,7 @@ def _work(rank: int, steps: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     generator = torch.Generator().manual_seed(rank)
     text = torch.randint(WORDS, (100, 1, LENGTH), generator=generator)
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
 
     def timed(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
         def step(number: int) -> None:
@@ -149,7 +149,7 @@ def _work(rank: int, steps: int) -> None:
             model(text[number]).square().mean().backward()
             optimizer.step()
 
-        found[name] = _timed(step, rank, count)
+        figures[name] = _timed(step, rank, count)
 
     model = _model()
     size = float(sum(p.numel() for p in model.parameters()))
@@ -159,11 +159,11 @@ def _work(rank: int, steps: int) -> None:
     one_bit = optim.OneBitAdam(model.parameters(), freeze_step=steps + 1)
     timed("OneBitAdam, warm-up", model, one_bit, steps)
     timed("OneBitAdam, compressed", model, one_bit, 4 * steps)
-    for name in found:
-        found[name]["parameters"] = size
+    for name in figures:
+        figures[name]["parameters"] = size
     dist.barrier()
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(figures))
     dist.destroy_process_group()
 
 
@@ -182,11 +182,11 @@ def _timed(step: Callable[[int], None], rank: int, count: int) -> dict[str, floa
     }
 
 
-def _show(found: dict[str, dict[str, float]], mbit: int) -> None:
-    first = next(iter(found.values()))
+def _show(figures: dict[str, dict[str, float]], mbit: int) -> None:
+    first = next(iter(figures.values()))
     print(f"{first['parameters'] / 1e6:.1f} M parameters, 2 processes, {mbit} Mbit/s")
     table = Table(["", "s a step", "steps/s", "MB sent a step", "faster", "fewer bytes"], 1)
-    for name, one in found.items():
+    for name, one in figures.items():
         table.add(
             name,
             f"{one['seconds']:.3f}",

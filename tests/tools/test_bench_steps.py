@@ -11,7 +11,7 @@ import torch
 
 from torchweld import optim
 from torchweld.bench import command, jobs, limits, machine, recording, stages, steps
-from torchweld.bench.jobs import Found, Job
+from torchweld.bench.jobs import Job, JobOutcome
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
@@ -155,7 +155,7 @@ def test_a_record_keeps_what_came_of_a_step(
     monkeypatch.setattr(steps, "KINDS", [kind])
     job = Job("adam", Plan(("full",), ("cpu",), (), 0.1), step=SHAPE, device="cpu")
     results = [list(entries) for _, entries in jobs.measure_here(job)]
-    stages.record_job(job, Found(results, [], None), record)
+    stages.record_job(job, JobOutcome(results, [], None), record)
     kept = json.loads(record.path.read_text())["ops"]["adam"]["cpu"]
     right = lr == 1e-3
     counts = recording.count_passed(kept), len(recording.list_faults(kept)), len(kept["results"])

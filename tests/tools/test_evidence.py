@@ -12,7 +12,7 @@ import torch
 
 from torchweld.bench import jobs, recording, stages
 from torchweld.bench.cases import Case
-from torchweld.bench.jobs import Found, Job
+from torchweld.bench.jobs import Job, JobOutcome
 from torchweld.bench.runner import Plan
 from torchweld.registry import OPS, activation, parameter
 
@@ -40,7 +40,7 @@ def test_nothing_is_lost_before_something_takes_its_place(
     job = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0), device="cpu")
     monkeypatch.setattr(Job, "cases", lambda job: [CASE])
     record = recording.Record(tmp_path / "own.json", MACHINE, None)
-    found = Found(_results(job), [], None)
+    found = JobOutcome(_results(job), [], None)
     stages.record_job(job, found, record)
 
     def proof() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_nothing_is_lost_before_something_takes_its_place(
 
     before = proof()
     assert recording.count_passed(before) == 1
-    stages.record_job(job, Found([], [], None), record)
+    stages.record_job(job, JobOutcome([], [], None), record)
     assert proof() == before
     record.begin("layer_norm", "cpu", recording.TESTED)
     record.add_outcome("layer_norm", "cpu", recording.TESTED, None)

@@ -20,7 +20,7 @@ from torchweld.bench import cases, command, jobs, preflight, recording, runner, 
 from torchweld.bench.cases import Case
 from torchweld.bench.contenders import PEERS
 from torchweld.bench.contract import Verdict
-from torchweld.bench.jobs import Found, Job
+from torchweld.bench.jobs import Job, JobOutcome
 from torchweld.bench.recording import Fault
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.stages import Step
@@ -53,7 +53,7 @@ class Imitation:
     def now(self) -> float:
         return self.time
 
-    def run(self, step: Step, until: float) -> Iterator[tuple[Job, Found | None]]:
+    def run(self, step: Step, until: float) -> Iterator[tuple[Job, JobOutcome | None]]:
         free = [self.time] * (step.at_once or self.cores)
         ends = self.time
         for job in step.jobs:
@@ -68,7 +68,7 @@ class Imitation:
             yield job, self.found(job)
         self.time = ends
 
-    def found(self, job: Job) -> Found:
+    def found(self, job: Job) -> JobOutcome:
         (backend,) = job.plan.backends
         given = {"op": job.op, "shape": [8, 8], "dtype": "bfloat16", "elements": 64, "bytes": 128}
         times = {"ms": 1.0, "p20": 1.0, "p80": 1.0, "eager_ms": 2.0}
@@ -79,7 +79,7 @@ class Imitation:
             ]
             for d in job.plan.directions
         ]
-        return Found(results, [], None)
+        return JobOutcome(results, [], None)
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
         self.time += seconds
@@ -204,9 +204,9 @@ def test_this_machine_runs_jobs_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     """The real lab, with processes that do nothing: every job ends, or is not begun."""
     limits = []
 
-    def run(job: Job, seconds: float) -> Found:
+    def run(job: Job, seconds: float) -> JobOutcome:
         limits.append(seconds)
-        return Found([], [], None)
+        return JobOutcome([], [], None)
 
     monkeypatch.setattr(jobs, "run_apart", run)
     lab = stages.Machine(ROOT)
@@ -229,10 +229,10 @@ def _short(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 GiB")
 
 
-def _measured(monkeypatch: pytest.MonkeyPatch) -> Found:
+def _measured(monkeypatch: pytest.MonkeyPatch) -> JobOutcome:
     monkeypatch.setattr(Job, "cases", lambda job: [SMALL])
     found = [list(r) for what, r in jobs.measure_here(ON_CPU) if what == "results"]
-    return Found(found, [], None)
+    return JobOutcome(found, [], None)
 
 
 def _proof(record: recording.Record) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def test_jobs_of_the_first_step_in_the_emulator(
     job = replace(job, device="cpu")
     with running_at("emulator", monkeypatch):
         measured = [list(r) for what, r in jobs.measure_here(job) if what == "results"]
-    found = Found(measured, [], None)
+    found = JobOutcome(measured, [], None)
     record = _record(tmp_path)
     stages.record_job(job, found, record)
     proof: dict[str, Any] = json.loads(record.path.read_text())["ops"][name]["cuda"]
