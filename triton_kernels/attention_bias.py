@@ -59,12 +59,12 @@ def _add_distances(sums_ptr, scratch_ptr, grad, query, key, row, queries, keys, 
             present = present & (right < row)
             at = at // (2 * row - 1) * row + right
         present = present & (at < keys) & (at >= first_key) & (at < first_key + COLUMNS)
-        found = tl.load(
+        values = tl.load(
             scratch_ptr + line[:, None] * COLUMNS + (at - first_key), mask=present, other=0
         )
         inside = (number >= 0) & (number < distances)
         before = tl.load(sums_ptr + number, mask=inside, other=0)
-        tl.store(sums_ptr + number, before + tl.sum(found, 0), mask=inside)
+        tl.store(sums_ptr + number, before + tl.sum(values, 0), mask=inside)
         tl.debug_barrier()
 
 

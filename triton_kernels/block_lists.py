@@ -23,23 +23,23 @@ def line_of(lines_ptr, rank):
 @triton.jit
 def rank_of(lines_ptr, lines, which):
     """The place of a line in the table."""
-    found = tl.zeros([128], tl.int32)
+    places = tl.zeros([128], tl.int32)
     for start in range(0, lines, 128):
         at = start + tl.arange(0, 128)
         number = tl.load(lines_ptr + 4 * at, mask=at < lines, other=-1)
-        found += tl.where(number == which, at, 0)
-    return tl.sum(found)
+        places += tl.where(number == which, at, 0)
+    return tl.sum(places)
 
 
 @triton.jit
 def entries_before(entries_ptr, begin, end, limit):
     """The number of entries, which are sorted, whose partner is below the limit."""
-    found = tl.zeros([128], tl.int32)
+    counts = tl.zeros([128], tl.int32)
     for start in range(begin, end, 128):
         at = start + tl.arange(0, 128)
         partner = tl.load(entries_ptr + 2 * at, mask=at < end, other=2147483647)
-        found += (partner < limit).to(tl.int32)
-    return tl.sum(found)
+        counts += (partner < limit).to(tl.int32)
+    return tl.sum(counts)
 
 
 @triton.jit

@@ -363,13 +363,13 @@ def gradient_launches(
     """The launches for the gradients that are wanted: of q, and of k and v."""
     saved = (grad_y, lse, delta, call.q, call.k, call.v, call.scale)
     grad_q, *grad_kv = grads
-    found = []
+    launches = []
     if grad_q is not None:
         tile = call.tile(QUERIES)
-        found.append(call.launch(attention_query_gradient, tile, grad_q, *saved, grad=grad_y))
+        launches.append(call.launch(attention_query_gradient, tile, grad_q, *saved, grad=grad_y))
     if any(grad is not None for grad in grad_kv):
-        found += _key_launches(call, grad_y, saved, *grad_kv)
-    return found
+        launches += _key_launches(call, grad_y, saved, *grad_kv)
+    return launches
 
 
 def _key_launches(
@@ -401,7 +401,7 @@ def _key_launches(
     if pieces is not None:
         size = block * (options["WIDTH"] + options["DEEP"])
         partials = saved[1].new_empty(planes * (extras + divided) * size)
-    found = []
+    launches = []
     for name, tile in tiles.items():
         own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
         launched = call.launch(
@@ -412,7 +412,7 @@ def _key_launches(
         )
         launched.options["PER_HEAD"] = per_head
         launched.options.update(OF_KEYS=own[0] is not None, OF_VALUES=own[1] is not None)
-        found.append(launched)
+        launches.append(launched)
     if partials is not None:
         rows = min(block, _SUMMED_ROWS)
         summed = launch(
@@ -426,8 +426,8 @@ def _key_launches(
             PER_HEAD=per_head,
             num_warps=4,
         )
-        found.append(summed)
-    return found
+        launches.append(summed)
+    return launches
 
 
 # --- Called by the registry, with the signatures of the op's schemas ---
@@ -465,9 +465,9 @@ def block_sparse_attention_backward(
     delta = torch.empty_like(lse)
     if lse.numel():
         grad_y = _four(grad_y)
-        given = None if grad_lse is None else grad_lse.contiguous()
+        lse_gradient = None if grad_lse is None else grad_lse.contiguous()
         launches = gradient_launches(call, grad_y, lse, delta, grads)
-        run(q, delta_launch(call, delta, y, grad_y, given), *launches)
+        run(q, delta_launch(call, delta, y, grad_y, lse_gradient), *launches)
     grad_sinks = grad_bias = nothing
     if bias is not None and need_bias:
         grad_bias = _gradient_of_bias(call, bias, grad_y, lse, delta)

@@ -304,9 +304,9 @@ def loss_rows_both_(
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     how, (smooth, argmax) = others[:5], others[5:]
-    found = loss_rows(logits, target, *how, False, smooth, argmax)
-    loss_rows_backward_(logits, target, found[1], coefficients, grad_picked, *how)
-    return found
+    results = loss_rows(logits, target, *how, False, smooth, argmax)
+    loss_rows_backward_(logits, target, results[1], coefficients, grad_picked, *how)
+    return results
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:

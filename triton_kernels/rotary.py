@@ -361,8 +361,8 @@ def _rotate_launch(
 ) -> Launch:
     """`streams` are those of x and k: the input, the result, the weight and rstd, or None."""
     every: list[Any] = []
-    for given, result, weight, rstd in streams:
-        every += [given, result, weight, rstd, *call.rows(given), *call.strides(given)]
+    for source, result, weight, rstd in streams:
+        every += [source, result, weight, rstd, *call.rows(source), *call.strides(source)]
         every += [*call.strides(result), *call.strides(rstd, 0)]
     tiles = [call.tiles(stream[0]) for stream in streams]
     return launch(
@@ -442,12 +442,12 @@ def rotary_embedding(
     call = _call(x, key, cos, sin, positions, rotary_dim, interleaved, proportional)
     check_beside(x, x.shape[-1:], weight, key_weight)
     streams = []
-    for given, w in ((x, weight), (key, key_weight)):
+    for source, w in ((x, weight), (key, key_weight)):
         rstd = None
-        if given is not None and eps is not None:
-            rstd = given.new_empty(given.shape[:-1], dtype=torch.float32)
-        result = _empty_result(given)
-        streams.append((_with_adjacent_columns(given), result, contiguous(w), rstd))
+        if source is not None and eps is not None:
+            rstd = source.new_empty(source.shape[:-1], dtype=torch.float32)
+        result = _empty_result(source)
+        streams.append((_with_adjacent_columns(source), result, contiguous(w), rstd))
     run(x, _rotate_launch(call, streams, eps, plus_one, rounded, False))
     (_, y, _, rstd), (_, key_y, _, key_rstd) = streams
     return tuple(or_empty(result, x) for result in (y, key_y, rstd, key_rstd))  # type: ignore[return-value]
