@@ -106,8 +106,8 @@ def compiler_found() -> str | None:
 
 def compiler() -> str:
     """The C++ compiler."""
-    if found := compiler_found():
-        return found
+    if path := compiler_found():
+        return path
     raise BuildError("no C++ compiler was found: apt-get install g++ (or your system's)")
 
 
@@ -342,8 +342,8 @@ def ninja_command() -> list[str]:
     """Ninja from its Python package, or from the PATH."""
     if importlib.util.find_spec("ninja"):
         return [sys.executable, "-m", "ninja"]
-    if found := shutil.which("ninja"):
-        return [found]
+    if path := shutil.which("ninja"):
+        return [path]
     raise BuildError("ninja was not found: pip install ninja")
 
 
@@ -447,16 +447,16 @@ def main() -> None:
     parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
     parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
     parser.add_argument("--isa", default="", help="CPU kernels beside the baseline; default: all")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.emulator:
+        if options.emulator:
             run_ninja(
-                "emulator", given.out, [emulated_cuda_library(given.sanitize)], given.sanitize
+                "emulator", options.out, [emulated_cuda_library(options.sanitize)], options.sanitize
             )
-        elif given.planted:
-            run_ninja("planted", given.out, [planted_library(given.sanitize)], given.sanitize)
+        elif options.planted:
+            run_ninja("planted", options.out, [planted_library(options.sanitize)], options.sanitize)
         else:
-            build(given.out, sanitize=given.sanitize, cuda=not given.no_cuda, isa=given.isa)
+            build(options.out, sanitize=options.sanitize, cuda=not options.no_cuda, isa=options.isa)
     except BuildError as error:
         sys.exit(f"torchweld: {error}")
 

@@ -15,12 +15,12 @@ namespace {
 DType check_bias(const Tensor& x, const OptionalTensor& bias) {
   const DType dtype = dtype_of(x);
   if (!bias) return dtype;
-  const DType given = dtype_of(*bias);
+  const DType kind = dtype_of(*bias);
   STD_TORCH_CHECK(same_device(*bias, x) && bias->dim() == 1 && bias->size(0) == Matrix(x).width,
                   "bias does not fit input");
-  STD_TORCH_CHECK(fits_beside(given, dtype),
+  STD_TORCH_CHECK(fits_beside(kind, dtype),
                   "bias is neither of input's dtype nor float32 under a 16-bit input");
-  return given;
+  return kind;
 }
 
 // Writes to y, which is contiguous and may be x.
@@ -115,8 +115,8 @@ struct Pitched {
   int64_t pitch;
 
   Pitched(const Tensor& t, const Matrix& shape) : tensor(t), pitch(shape.width) {
-    if (const auto given = pitch_of(t, shape)) {
-      pitch = *given;
+    if (const auto own_pitch = pitch_of(t, shape)) {
+      pitch = *own_pitch;
     } else {
       tensor = make_contiguous(t);
     }

@@ -88,10 +88,10 @@ Lines lines_of(Tensor& lines, Tensor& entries, const Tensor& q, int64_t count, i
                   "the layout's lines are not those of q and k");
   STD_TORCH_CHECK(entries.sizes().size() == 2 && entries.sizes()[1] == 2,
                   "the layout's entries are not pairs");
-  const Lines found{integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
-  STD_TORCH_CHECK(are_sound(found, entries.sizes()[0], partners, masks),
+  const Lines result{integers(lines, q), integers(entries, q), sizes[0], sizes[1], count};
+  STD_TORCH_CHECK(are_sound(result, entries.sizes()[0], partners, masks),
                   "the layout's lists refer to blocks or masks that do not exist");
-  return found;
+  return result;
 }
 
 // The arguments of both directions, and the tensors that own the memory.
@@ -308,10 +308,10 @@ std::tuple<Tensor, Tensor> block_sparse(
     OptionalTensor masks, OptionalTensor padding, OptionalTensor slopes, int64_t bias_row,
     int64_t block, int64_t group, double scale, bool causal, double softcap, double p,
     OptionalTensor seed, OptionalShape whole, OptionalShape offset) {
-  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
-                  padding,     rows,        row_entries, columns, column_entries, masks};
+  Arguments tensors{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
+                    padding,     rows,        row_entries, columns, column_entries, masks};
   BlockSparseForward args{};
-  given.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  tensors.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
   const Sizes leading = leading_sizes(q, 1);
   Shape sizes(leading.begin(), leading.end());
   sizes.push_back(args.value_width);
@@ -336,10 +336,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
     double scale, bool causal, double softcap, double p, OptionalTensor seed, OptionalShape whole,
     OptionalShape offset, Tensor y, Tensor lse, bool need_q, bool need_k, bool need_v,
     bool need_sinks, bool need_bias) {
-  Arguments given{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
-                  padding,     rows,        row_entries, columns, column_entries, masks};
+  Arguments tensors{adjacent(q), adjacent(k), adjacent(v), sinks,   bias,           slopes,
+                    padding,     rows,        row_entries, columns, column_entries, masks};
   BlockSparseBackward args{};
-  given.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  tensors.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
   const ScalarType wide = accumulate_type(args.dtype);
   const Sizes leading = leading_sizes(q, 1);
   Shape sizes(leading.begin(), leading.end());

@@ -20,8 +20,8 @@ namespace torchweld {
 namespace {
 
 template <class... Arguments>
-Tensor aten(const char* name, const Arguments&... given) {
-  std::array<StableIValue, sizeof...(given)> stack{torch::stable::detail::from(given)...};
+Tensor aten(const char* name, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
@@ -129,8 +129,9 @@ std::tuple<Tensor, Tensor> act_linear_backward(Tensor grad_y_in, Tensor weight_i
     return {grad_z, grad_bias};
   }
   const Tensor grad = aten("aten::matmul", grad_y, weight);
-  const Tensor found = aten("aten::gelu_backward", grad, z, approximate);
-  return {found, need_bias ? aten("aten::sum_to_size", found, Shape{shape.width}) : grad_bias};
+  const Tensor gelu_gradient = aten("aten::gelu_backward", grad, z, approximate);
+  return {gelu_gradient,
+          need_bias ? aten("aten::sum_to_size", gelu_gradient, Shape{shape.width}) : grad_bias};
 }
 
 }  // namespace

@@ -49,13 +49,13 @@ struct Rows {
   }
 
   // A tensor of this shape and of the accumulators' type.
-  OptionalTensor beside(const OptionalTensor& given, Shape shape, const char* name) const {
-    if (!given) return given;
-    STD_TORCH_CHECK(same_sizes(given->sizes(), Sizes(shape.data(), shape.size())) &&
-                        given->scalar_type() == accumulate_type(args.dtype) &&
-                        same_device(*given, logits),
+  OptionalTensor beside(const OptionalTensor& tensor, Shape shape, const char* name) const {
+    if (!tensor) return tensor;
+    STD_TORCH_CHECK(same_sizes(tensor->sizes(), Sizes(shape.data(), shape.size())) &&
+                        tensor->scalar_type() == accumulate_type(args.dtype) &&
+                        same_device(*tensor, logits),
                     name, " does not fit the logits");
-    return make_contiguous(given);
+    return make_contiguous(tensor);
   }
 
   Tensor make(int64_t columns) const {

@@ -43,11 +43,11 @@ inline DType check_parameters(const Tensor& x, DType dtype, const Shape& normali
     STD_TORCH_CHECK(same_device(p, x), "weight or bias is on another device than input");
     STD_TORCH_CHECK(same_sizes(p.sizes(), Sizes(normalized_shape.data(), normalized_shape.size())),
                     "weight or bias is not of normalized_shape");
-    const DType given = dtype_of(p);
-    STD_TORCH_CHECK(is_parameter_beside(given, dtype),
+    const DType kind = dtype_of(p);
+    STD_TORCH_CHECK(is_parameter_beside(kind, dtype),
                     "weight or bias is neither of input's dtype, nor are they float32 and 16 bits");
-    STD_TORCH_CHECK(given == common.value_or(given), "weight and bias differ in dtype");
-    common = given;
+    STD_TORCH_CHECK(kind == common.value_or(kind), "weight and bias differ in dtype");
+    common = kind;
   }
   return dtype == DType::f32 ? dtype : common.value_or(dtype);
 }

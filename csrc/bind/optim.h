@@ -109,9 +109,9 @@ class Row {
 
 // A boxed op with these arguments and a rule's settings.
 template <class Settings, void (*run)(StepArguments&, const Settings&)>
-void boxed(StableIValue* first, uint64_t given, uint64_t /*results*/) {
+void boxed(StableIValue* first, uint64_t count, uint64_t /*results*/) {
   constexpr uint64_t kArguments = 18 + Stack::fields_of<Settings>();
-  STD_TORCH_CHECK(given == kArguments, "the schema has ", given, " arguments and not ", kArguments);
+  STD_TORCH_CHECK(count == kArguments, "the schema has ", count, " arguments and not ", kArguments);
   Stack stack(first);
   StepArguments a;
   for (Tensors* list : {&a.params, &a.grads, &a.masters, &a.moments, &a.absmaxes, &a.new_absmaxes,
@@ -293,16 +293,16 @@ inline ParamCodec param_codec(const Tensors& masters, const Tensors& offsets, DT
                   "only bfloat16 without masters is rounded stochastically");
   if (!offsets.empty()) return ParamCodec::rounded;
   if (masters.empty()) return ParamCodec::plain;
-  const ScalarType given = masters[0].scalar_type();
-  if (given == ScalarType::Short) {
+  const ScalarType masters_type = masters[0].scalar_type();
+  if (masters_type == ScalarType::Short) {
     STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
     return ParamCodec::remainder;
   }
-  if (given == ScalarType::Char) {
+  if (masters_type == ScalarType::Char) {
     STD_TORCH_CHECK(dtype == DType::bf16, "only bfloat16 has a remainder");
     return ParamCodec::short_remainder;
   }
-  STD_TORCH_CHECK(given == ScalarType::Float && dtype != DType::f32,
+  STD_TORCH_CHECK(masters_type == ScalarType::Float && dtype != DType::f32,
                   "masters are float32, of 16-bit parameters");
   return ParamCodec::master;
 }

@@ -167,12 +167,12 @@ class Call {
     if (!weight) return;
     STD_TORCH_CHECK(args.norm, "a weight is given without eps");
     const int64_t count = (args.across ? heads_of(x) : 1) * args.width;
-    const DType given = dtype_of(*weight);
+    const DType kind = dtype_of(*weight);
     STD_TORCH_CHECK(weight->dim() == 1 && weight->sizes()[0] == count, "a weight has another size");
-    STD_TORCH_CHECK(fits_beside(given, args.dtype) && same_device(*weight, x),
+    STD_TORCH_CHECK(fits_beside(kind, args.dtype) && same_device(*weight, x),
                     "a weight is of another dtype or on another device");
-    STD_TORCH_CHECK(!has_weight_ || given == args.param_dtype, "the weights differ in dtype");
-    args.param_dtype = given;
+    STD_TORCH_CHECK(!has_weight_ || kind == args.param_dtype, "the weights differ in dtype");
+    args.param_dtype = kind;
     has_weight_ = true;
   }
 

@@ -19,8 +19,8 @@ Shape statistics_sizes(const Tensor& scores) {
 
 // `mask` broadcast to the scores. `mask` may be replaced by a copy with adjacent columns.
 ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
-  ScoreMask found;
-  if (!mask) return found;
+  ScoreMask result;
+  if (!mask) return result;
   const Sizes sizes = scores.sizes();
   STD_TORCH_CHECK(same_device(*mask, scores), "mask is on another device than input");
   STD_TORCH_CHECK(mask->sizes().size() <= sizes.size(), "mask has more dimensions than input");
@@ -30,11 +30,11 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
     STD_TORCH_CHECK(size == 1 || size == sizes[i], "mask does not broadcast to input");
   }
   if (mask->scalar_type() == ScalarType::Bool) {
-    found.kind = MaskKind::boolean;
+    result.kind = MaskKind::boolean;
   } else {
-    found.kind = MaskKind::additive;
-    found.dtype = dtype_of(*mask);
-    STD_TORCH_CHECK(fits_beside(found.dtype, dtype_of(scores)),
+    result.kind = MaskKind::additive;
+    result.dtype = dtype_of(*mask);
+    STD_TORCH_CHECK(fits_beside(result.dtype, dtype_of(scores)),
                     "mask is neither boolean, nor of input's dtype, nor float32 under 16 bits");
   }
   const size_t columns = sizes.size() - 1;
@@ -47,29 +47,29 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
     if (copied) mask = torch::stable::contiguous(*mask);
     strides.clear();
     for (size_t i = 0; i < columns; ++i) strides.push_back(stride_of(i));
-    found.stride = stride_of(columns);
+    result.stride = stride_of(columns);
     const auto rows = row_map(leading_sizes(scores, 1), strides, 0);
     STD_TORCH_CHECK(rows || !copied, "mask broadcasts in too many dimensions");
-    if (rows && (found.stride == 0 || found.stride == 1)) {
-      found.rows = *rows;
+    if (rows && (result.stride == 0 || result.stride == 1)) {
+      result.rows = *rows;
       break;
     }
   }
-  found.data = data(mask);
-  return found;
+  result.data = data(mask);
+  return result;
 }
 
 Causal causal_of(const Tensor& scores, bool causal, const Place& place) {
-  Causal found;
-  found.on = causal;
+  Causal result;
+  result.on = causal;
   const size_t rank = scores.sizes().size();
-  if (rank < 2) return found;
-  found.queries = found.all_queries = scores.sizes()[rank - 2];
+  if (rank < 2) return result;
+  result.queries = result.all_queries = scores.sizes()[rank - 2];
   if (!place.whole.empty()) {
-    found.first_query = place.offset[rank - 2];
-    found.all_queries = place.whole[rank - 2];
+    result.first_query = place.offset[rank - 2];
+    result.all_queries = place.whole[rank - 2];
   }
-  return found;
+  return result;
 }
 
 void check_place(const Tensor& scores, const Place& place) {

@@ -39,8 +39,8 @@ inline DType dtype_of(ScalarType dtype) {
 inline DType dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
 // Whether kernels accept this dtype beside `dtype`: the same one, or float32 beside 16 bits.
-inline bool fits_beside(DType given, DType dtype) {
-  return given == dtype || (given == DType::f32 && dtype != DType::f64);
+inline bool fits_beside(DType kind, DType dtype) {
+  return kind == dtype || (kind == DType::f32 && dtype != DType::f64);
 }
 
 inline ScalarType accumulate_type(DType dtype) {
@@ -48,11 +48,11 @@ inline ScalarType accumulate_type(DType dtype) {
 }
 
 // A norm's parameter may also have 16 bits beside float32. Kernels then read it as float32.
-inline bool is_parameter_beside(DType given, DType dtype) {
-  return fits_beside(given, dtype) || (dtype == DType::f32 && given != DType::f64);
+inline bool is_parameter_beside(DType kind, DType dtype) {
+  return fits_beside(kind, dtype) || (dtype == DType::f32 && kind != DType::f64);
 }
-inline ScalarType parameter_type(ScalarType given, DType dtype) {
-  return dtype == DType::f32 ? ScalarType::Float : given;
+inline ScalarType parameter_type(ScalarType kind, DType dtype) {
+  return dtype == DType::f32 ? ScalarType::Float : kind;
 }
 
 // torch's default eps: the machine epsilon of the type that the dtype is computed in.

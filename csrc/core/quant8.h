@@ -121,10 +121,10 @@ constexpr Quant8Map<Signed> quant8_map() {
     const uint32_t begin = Map::kFirst + ((uint32_t)run << Map::kShift);
     const uint32_t end = begin + (1u << Map::kShift);
     map.place[run] = ((uint32_t)number << Map::kShift) - begin;
-    for (int found = 0; number < Map::kTop; ++found, ++number) {
+    for (int count = 0; number < Map::kTop; ++count, ++number) {
       const uint32_t bits = threshold_bits[number];
       if (bits >= end) break;
-      if (bits < begin || found > 0) map.is_exact = false;
+      if (bits < begin || count > 0) map.is_exact = false;
       map.place[run] += end - bits;
     }
   }

@@ -33,9 +33,9 @@ inline unsigned signs(F32 v) {
 #elif defined(__SSE2__)
   return (unsigned)_mm_movemask_ps((__m128)(v >= 0));
 #else
-  unsigned found = 0;
-  for (int64_t i = 0; i < kLane; ++i) found |= (unsigned)(v[i] >= 0) << i;
-  return found;
+  unsigned bits = 0;
+  for (int64_t i = 0; i < kLane; ++i) bits |= (unsigned)(v[i] >= 0) << i;
+  return bits;
 #endif
 }
 
@@ -51,11 +51,11 @@ inline unsigned bits_at(const uint8_t* bits, int64_t i, Place place) {
   if constexpr (kLane < 8) {
     return reverse_bits(bits[i / 8]) >> (i % 8) & ((1u << kLane) - 1);
   } else {
-    unsigned found = 0;
+    unsigned word = 0;
     int64_t bytes = kLane / 8;
     if constexpr (std::is_same_v<Place, Part>) bytes = (place.count + 7) / 8;
-    for (int64_t b = 0; b < bytes; ++b) found |= reverse_bits(bits[i / 8 + b]) << (8 * b);
-    return found;
+    for (int64_t b = 0; b < bytes; ++b) word |= reverse_bits(bits[i / 8 + b]) << (8 * b);
+    return word;
   }
 }
 
@@ -106,11 +106,11 @@ void write_signs(const Quantize1& a, int64_t piece) {
   uint8_t* bits = a.bits + at.begin / 8;
   Vec<double> sums[2] = {};
   for (int64_t unit = 0; unit < at.count; unit += kUnit) {
-    unsigned found = 0;
+    unsigned word = 0;
     const auto take = [&](int64_t i, auto place) {
       const F32 value = with_error(source(i, place), error, i, place);
       add_squares(sums, present(value, place, 0.0f));
-      found |= signs(value) << (i - unit);
+      word |= signs(value) << (i - unit);
     };
     for (int64_t i = unit; i < unit + kUnit && i < at.count; i += kLane) {
       if (i + kLane <= at.count) {
@@ -120,9 +120,9 @@ void write_signs(const Quantize1& a, int64_t piece) {
       }
     }
     const int64_t left = at.count - unit;
-    if (left < kUnit) found &= (1u << left) - 1;
+    if (left < kUnit) word &= (1u << left) - 1;
     for (int64_t b = 0; b < kUnit / 8 && 8 * b < left; ++b) {
-      bits[unit / 8 + b] = (uint8_t)reverse_bits(found >> (8 * b) & 255);
+      bits[unit / 8 + b] = (uint8_t)reverse_bits(word >> (8 * b) & 255);
     }
   }
   a.sums[piece] = total(sums);

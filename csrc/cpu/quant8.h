@@ -80,19 +80,19 @@ __attribute__((target("avx512vbmi,avx512bw"))) inline int64_t decode_bytes(
         transpose_pieces(_mm512_loadu_si512(codes + i));  // interleaving undoes this
     const __mmask64 odd = _mm512_test_epi8_mask(code, _mm512_set1_epi8(64));
     const __mmask64 upper = _mm512_movepi8_mask(code);
-    __m512i found[4];
+    __m512i parts[4];
     for (int plane = 0; plane < 4; ++plane) {
       const uint8_t* table = planes.byte[plane];
       const auto quarter = [&](int at) { return _mm512_load_si512(table + 64 * at); };
       __m512i bytes = _mm512_permutexvar_epi8(code, quarter(0));
       bytes = _mm512_mask_permutexvar_epi8(bytes, odd & ~upper, code, quarter(1));
       bytes = _mm512_mask_permutexvar_epi8(bytes, upper & ~odd, code, quarter(2));
-      found[plane] = _mm512_mask_permutexvar_epi8(bytes, upper & odd, code, quarter(3));
+      parts[plane] = _mm512_mask_permutexvar_epi8(bytes, upper & odd, code, quarter(3));
     }
-    const __m512i low[] = {_mm512_unpacklo_epi8(found[0], found[1]),
-                           _mm512_unpackhi_epi8(found[0], found[1])};
-    const __m512i high[] = {_mm512_unpacklo_epi8(found[2], found[3]),
-                            _mm512_unpackhi_epi8(found[2], found[3])};
+    const __m512i low[] = {_mm512_unpacklo_epi8(parts[0], parts[1]),
+                           _mm512_unpackhi_epi8(parts[0], parts[1])};
+    const __m512i high[] = {_mm512_unpacklo_epi8(parts[2], parts[3]),
+                            _mm512_unpackhi_epi8(parts[2], parts[3])};
     for (int half = 0; half < 2; ++half) {
       float* to = values + i + 32 * half;
       _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low[half], high[half]));
@@ -115,18 +115,18 @@ class Values {
 #if defined(__AVX512F__)
     // Faster than look-ups in memory: the table fits half of the registers.
     const __m512i at = (__m512i)code;
-    __m512 found[8];
+    __m512 candidates[8];
     for (int i = 0; i < 8; ++i) {
-      found[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table_ + 32 * i), at,
-                                        _mm512_loadu_ps(table_ + 32 * i + 16));
+      candidates[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table_ + 32 * i), at,
+                                             _mm512_loadu_ps(table_ + 32 * i + 16));
     }
     for (int bit = 32, left = 4; left > 0; bit *= 2, left /= 2) {
       const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(bit));
       for (int i = 0; i < left; ++i) {
-        found[i] = _mm512_mask_blend_ps(upper, found[2 * i], found[2 * i + 1]);
+        candidates[i] = _mm512_mask_blend_ps(upper, candidates[2 * i], candidates[2 * i + 1]);
       }
     }
-    return (F32)found[0];
+    return (F32)candidates[0];
 #else
     return (F32)look_up((const uint32_t*)table_, code);
 #endif

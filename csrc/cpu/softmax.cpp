@@ -41,14 +41,14 @@ struct Boolean {
   }
   Bits<A> included(int64_t i, Whole) const {
     if (!stride) return Bits<A>{} - (*mask != 0);
-    Bits<A> found;  // a plain loop: gcc widens it better than it converts vectors of bytes
-    for (int64_t k = 0; k < kLanes<A>; ++k) found[k] = -(mask[i + k] != 0);
-    return found;
+    Bits<A> bits;  // a plain loop: gcc widens it better than it converts vectors of bytes
+    for (int64_t k = 0; k < kLanes<A>; ++k) bits[k] = -(mask[i + k] != 0);
+    return bits;
   }
   Bits<A> included(int64_t i, Part part) const {
-    Bits<A> found = {};
-    for (int64_t k = 0; k < part.count; ++k) found[k] = -(mask[(i + k) * stride] != 0);
-    return found;
+    Bits<A> bits = {};
+    for (int64_t k = 0; k < part.count; ++k) bits[k] = -(mask[(i + k) * stride] != 0);
+    return bits;
   }
 };
 

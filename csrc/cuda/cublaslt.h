@@ -113,8 +113,8 @@ struct Functions {
 };
 
 inline const Functions& functions() {
-  static const Functions found;
-  return found;
+  static const Functions instance;
+  return instance;
 }
 
 #if defined(TW_CUBLASLT_HEADER)

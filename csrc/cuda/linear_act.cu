@@ -215,8 +215,8 @@ struct Known {
 
 Known& known() {
   // Never destroyed: CUDA may be gone before this at exit.
-  static Known& found = *new Known;
-  return found;
+  static Known& instance = *new Known;
+  return instance;
 }
 
 Key key_of(const Product& p) {

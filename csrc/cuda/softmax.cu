@@ -135,18 +135,18 @@ struct RowMask {
 template <class T>
 __device__ __forceinline__ int64_t keys_of_row(const ScoreMask& mask, const Causal& causal,
                                                const Places& places, int64_t row, int64_t width,
-                                               RowMask& found) {
+                                               RowMask& row_mask) {
   int64_t keys = width;
   if (causal.on) keys = keys_of_query(causal, places.queries.remainder(row), width);
   if (mask.kind == MaskKind::none) return keys;
   const int64_t at = places.mask(row);
   if (mask.kind == MaskKind::boolean) {
-    found.data = (const uint8_t*)mask.data + at;
-    return mask.stride || *(const uint8_t*)found.data ? keys : 0;
+    row_mask.data = (const uint8_t*)mask.data + at;
+    return mask.stride || *(const uint8_t*)row_mask.data ? keys : 0;
   }
   const bool wide = mask.dtype == DType::f32;
-  found.data = (const char*)mask.data + at * (wide ? sizeof(float) : sizeof(T));
-  if (!mask.stride) found.added = parameter<T>(found.data, 0, wide);
+  row_mask.data = (const char*)mask.data + at * (wide ? sizeof(float) : sizeof(T));
+  if (!mask.stride) row_mask.added = parameter<T>(row_mask.data, 0, wide);
   return keys;
 }
 
