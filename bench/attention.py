@@ -52,7 +52,7 @@ def flex(module: Any) -> Callable[..., Any]:
     """Compiled FlexAttention, with a BlockMask that is made once per layout.
 
     Its default backward pass has no usable tiles for smaller blocks than 128 on sm_90, so that
-    these are joined to blocks of 128; its mask function leaves out the absent ones.
+    smaller blocks are joined to blocks of 128; its mask function leaves out the absent ones.
     """
     compiled = torch.compile(module.flex_attention, dynamic=False)
     made: dict[int, Any] = {}
@@ -111,7 +111,7 @@ def block_mask(module: Any, by_name: dict[str, Any]) -> Any:
         partial = _join(full | partial, joined, missing=False).any(-1) & ~every
         full = every
     return module.BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), BLOCK_SIZE=block * joined, mask_mod=seen,
+        *_list_blocks(partial), *_list_blocks(full), BLOCK_SIZE=block * joined, mask_mod=seen,
         seq_lengths=(queries, keys),
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def _join(blocks: torch.Tensor, count: int, *, missing: bool) -> torch.Tensor:
     return squares.transpose(-2, -3).flatten(-2)
 
 
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of blocks in each row, and the columns with these blocks sorted to the front."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -186,16 +186,16 @@ def measure(case: BlockCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]
         runs: dict[str, Run] = {
             contender: partial(problem.run, m, direction) for contender, m in sound.items()
         }
-        yield _compared(case, direction, runs, faults, problem.flops[direction], plan, clock)
+        yield _compare(case, direction, runs, faults, problem.flops[direction], plan, clock)
     if case.block.whole and len(plan.directions) > 1:
         if FUSED in sound:
             sound[EIGHT_BIT] = torchweld.fuse(copy.deepcopy(model))
         learners = {c: _learner(case, c, m, problem.inputs) for c, m in sound.items()}
         runs = {c: partial(_learn, learner) for c, learner in learners.items()}
-        yield _compared(case, "step", runs, faults, problem.flops["full"], plan, clock)
+        yield _compare(case, "step", runs, faults, problem.flops["full"], plan, clock)
 
 
-def _compared(
+def _compare(
     case: BlockCase,
     direction: str,
     runs: Mapping[str, Run],

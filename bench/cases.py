@@ -111,7 +111,7 @@ class Problem:
     def part(self) -> Problem:
         """The problem to check in float64: itself, or one with fewer rows."""
         if self.op.check_only:
-            return self._sampled() if self._count_scores() > MOST_JUDGED else self
+            return self._take_sample() if self._count_scores() > MOST_JUDGED else self
         case = self.case.part()
         return self if case is self.case else case.draw()
 
@@ -120,7 +120,7 @@ class Problem:
         queries, keys = self.inputs[:2]
         return int(queries.shape[:-1].numel() * keys.shape[-2])
 
-    def _sampled(self) -> Problem:
+    def _take_sample(self) -> Problem:
         """The problem of the rows that the op itself takes as a sample."""
         sample = [
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v

@@ -166,7 +166,7 @@ def _record(options: argparse.Namespace) -> Report:
         raise Refusal("--record needs the repository; this torchweld is installed without it")
     if lacks := preflight.list_missing():
         raise Refusal("--record: nothing was measured or recorded: " + "; ".join(lacks))
-    report = _begun("cuda")
+    report = _begin_report("cuda")
     folder = options.evidence or root / "bench" / "evidence"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / recording.file_name(report.machine["name"])
@@ -210,7 +210,7 @@ def _why_not_against(rival: str, device: str) -> str | None:
     return None if rival in steps.peers() else f"not installed: pip install {rival}"
 
 
-def _begun(device: str) -> Report:
+def _begin_report(device: str) -> Report:
     """A report with only the machine and its measured copy bandwidth."""
     copy_gbps = limits.copy_gbps(clock_for(device), device)
     report = Report(describe_machine(device) | {"copy_gbps": copy_gbps})
@@ -224,7 +224,7 @@ def _measure(options: argparse.Namespace) -> Report:
     if device == "cpu":
         machine.settle(default_allocator=options.default_allocator)
 
-    report = _begun(device)
+    report = _begin_report(device)
     backends = options.backend or [name for name, b in BACKENDS.items() if device in b.devices]
     directions = options.direction or DIRECTIONS
     against = options.vs or [*rivals(device), *steps.peers()]
@@ -292,7 +292,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     if device == "cpu":
         machine.settle(default_allocator=options.default_allocator)
     model, batch = own_model.built(options.model)
-    where = _begun(device).machine
+    where = _begin_report(device).machine
     rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
     if options.json:
         options.json.write_text(json.dumps({"machine": where, "model": rows}, indent=1) + "\n")

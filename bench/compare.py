@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     lost = [c for c in cases if c.slower(options.tolerance)]
     for change in sorted(cases, key=lambda c: c.ratio):
         slower = change in lost
-        verdict = "slower" if slower else "faster" if _gained(change, options.tolerance) else ""
+        verdict = "slower" if slower else "faster" if _has_gained(change, options.tolerance) else ""
         if verdict or options.all:
             figures = f"{change.before:.2f}x", f"{change.after:.2f}x", f"{change.ratio - 1:+.0%}"
             style = {"slower": "yellow", "faster": "green", "": "dim"}[verdict]
@@ -90,7 +90,7 @@ def changes(before: Iterable[Result], after: Iterable[Result]) -> Iterator[Chang
             yield Change(key, was.speed_up or 0.0, result.speed_up or 0.0, noise)
 
 
-def _gained(change: Change, tolerance: float) -> bool:
+def _has_gained(change: Change, tolerance: float) -> bool:
     return change.ratio > 1 + max(tolerance, change.noise)
 
 

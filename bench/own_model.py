@@ -58,7 +58,7 @@ def measure(
     model: nn.Module, batch: Any, device: str, contenders: Sequence[str] = CONTENDERS
 ) -> list[dict[str, Any]]:
     """Print what fuse() changes and every contender's times, and return the times."""
-    model, batch = model.to(device).train(), _moved(batch, device)
+    model, batch = model.to(device).train(), _move(batch, device)
     fused = copy.deepcopy(model)
     torchweld.fuse(fused)
     print(torchweld.explain_fusion(fused))
@@ -103,5 +103,5 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return torch.stack([t.float().square().mean() for t in tensors if t.requires_grad]).sum()
 
 
-def _moved(batch: Any, device: str) -> Any:
+def _move(batch: Any, device: str) -> Any:
     return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)

@@ -170,7 +170,7 @@ _LISTED = (
         # Five iterations in bfloat16, of two products each, every one rounded.
         peers={"torch_muon": Peer("torch.optim", _muon_of_torch, rounding=10 * 2.0**-8)},
     ),
-    # It is adaptive only if it is cautious.
+    # Lion is adaptive only if it is cautious.
     Kind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
     Kind("schedule_free", 16, 12, lambda p: _Reference(_schedule_free(p)), _schedule_free),
     Kind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
@@ -213,7 +213,7 @@ KINDS = (*_LISTED, *(_derive(rule) for name, rule in RULES.items() if name not i
 PEERS = {name: peer for kind in KINDS for name, peer in kind.peers.items()}
 
 
-def _mixed(count: int, elements: int) -> list[tuple[int, ...]]:
+def _draw_shapes(count: int, elements: int) -> list[tuple[int, ...]]:
     """The shapes of a model's parameters: half vectors, half matrices of all sizes."""
     choose = random.Random(0).choice
     vectors = [(choose((64, 256, 1024, 4096)),) for _ in range(count // 2)]
@@ -287,7 +287,7 @@ def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     """The cases to measure; if `quick`, only a few large tensors."""
     cases = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
     if not quick:
-        mixed = _mixed(600, 2**24)
+        mixed = _draw_shapes(600, 2**24)
         kinds = [case.kind for case in cases]
         cases += [StepCase(kind, device, "600 tensors", (), mixed) for kind in kinds]
         adapters = _adapters(8, 4096, 2**24)

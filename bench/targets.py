@@ -127,7 +127,7 @@ def _aim_at_rival(
 
 
 def _aim_at_gemm(shape: Sequence[int], most: float, variant: str) -> Target:
-    """The time of a GEMM with its epilogue, in those of the bare GEMM."""
+    """The time of a GEMM with its epilogue, as a multiple of the bare GEMM's time."""
 
     def figure(timed_results: TimedResults) -> float | None:
         times = _find_times(timed_results, "linear_act", shape, "fwd", variant)

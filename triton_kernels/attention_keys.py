@@ -263,7 +263,7 @@ def attention_key_gradients(
                 scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, DEEP,
                 DEEP_FITS, False, OF_KEYS, OF_VALUES,
             )  # fmt: skip
-        # Without loads ahead: two sums, conditions and those would not fit the registers.
+        # No loads run ahead: they would not fit the registers beside two sums and conditions.
         for start in tl.range(from_checked * BLOCK, checked[3] * BLOCK, ROWS, num_stages=1):
             state = _add_key_gradients(
                 (entries_ptr, checked), start, state, k, v, first, shown, sources, masking,

@@ -43,7 +43,7 @@ class _Asleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer that sleeps for `seconds` in its forward and in each half of its backward."""
+    """Sleeps for `seconds` in the forward pass and in each half of the backward pass."""
 
     def __init__(self, seconds: float, width: int = 4) -> None:
         super().__init__()

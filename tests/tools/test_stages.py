@@ -376,7 +376,7 @@ def test_what_is_missing_is_said_before_the_record_is_touched(
     reason = "rms_norm does not run: illegal address"
     monkeypatch.setattr(preflight, "why_not", lambda name: reason if name == lacks else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "_begun", lambda device: pytest.fail("it has begun"))
+    monkeypatch.setattr(command, "_begin_report", lambda device: pytest.fail("it has begun"))
     folder = tmp_path / "evidence"
     assert cli.main(["bench", "--record", "--evidence", str(folder)]) == 2
     told = capsys.readouterr().err

@@ -91,7 +91,7 @@ def _gpus() -> Facts:
     """The driver's own report, for GPUs that torch cannot use."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_seen_by_torch()]
+        return [("none", "there is no nvidia-smi, and so no NVIDIA driver"), *_count_torchs_gpus()]
     query = [tool, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)
     if answer.returncode:
@@ -100,10 +100,10 @@ def _gpus() -> Facts:
     for at, line in enumerate(answer.stdout.strip().splitlines()):
         name, driver, capability = (part.strip() for part in line.split(","))
         gpus.append((f"GPU {at}", f"{name}, sm_{capability.replace('.', '')}, driver {driver}"))
-    return gpus + _seen_by_torch()
+    return gpus + _count_torchs_gpus()
 
 
-def _seen_by_torch() -> Facts:
+def _count_torchs_gpus() -> Facts:
     if torch.cuda.is_available():
         return [("torch sees", f"{torch.cuda.device_count()}")]
     why = "it is built without CUDA" if torch.version.cuda is None else "CUDA does not start"

@@ -59,7 +59,7 @@ def _draws_random_numbers(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def selective_contexts() -> Any:
-    """Make the contexts of a checkpoint with save_policy: for the forward and the recomputation."""
+    """Make a checkpoint's contexts with save_policy: for the forward pass and its repetition."""
     return create_selective_checkpoint_contexts(save_policy)
 
 

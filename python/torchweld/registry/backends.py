@@ -76,7 +76,7 @@ BACKENDS = {
 
 
 def parts(backend: str) -> list[str]:
-    """The backend of a kernel's forward and that of its backward: "cuda/triton" has two."""
+    """The backends of a kernel's forward op and of its backward op: "cuda/triton" has two."""
     return backend.split("/")
 
 

@@ -70,7 +70,7 @@ def count_per_element(forward: int, backward: int) -> Callable[..., tuple[int, i
 
 
 def count_for_gemms(*products: int) -> tuple[int, int]:
-    """Operations of GEMMs with these numbers of products; backward has two GEMMs for each."""
+    """Operations of GEMMs with these numbers of products; the backward pass has two for each."""
     return 2 * sum(products), 4 * sum(products)
 
 

@@ -55,7 +55,7 @@ class Op:
     # Arguments of a given size with every tensor present. Takes the leading sizes of the first
     # argument and the sizes of a row, which has one dimension unless the op takes several.
     sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
-    # Takes the forward's arguments; counts the operations of forward and backward.
+    # Takes the forward's arguments; counts the operations of both passes.
     flops: Callable[..., tuple[int, int]]
     # Arguments worth measuring: on the CPU, on a GPU, and so small that only the call costs time.
     benchmarks: tuple[tuple[Any, ...], ...]
@@ -73,12 +73,12 @@ class Op:
     # Plain torch for the benchmark, if the reference is slower. With dropout it is, since it
     # reproduces our masks and torch's own dropout does not.
     plain: Callable[..., Any] | None = None
-    # The backward in eager torch, differentiable by torch. Needed if the backward does not take all
-    # of the forward's arguments.
+    # The backward pass in eager torch, differentiable by torch. Needed if the backward op does not
+    # take all of the forward's arguments.
     backward_reference: Callable[..., Any] | None = None
-    # The backward's results as empty tensors, where they are not like the inputs that it takes.
+    # The backward op's results as empty tensors, where they are not like the inputs that it takes.
     fake_backward: Callable[..., tuple[torch.Tensor, ...]] | None = None
-    # Takes the forward's arguments; names those of the backward that need not be saved.
+    # Takes the forward's arguments; names those that the backward op does not need.
     unsaved: Callable[..., Collection[str]] | None = None
     # Input -> an incoming gradient that equals the input's own, and the condition on the forward's
     # arguments under which it does: {"residual": ("grad_y", lambda *_: True)}.
@@ -115,8 +115,8 @@ class Op:
     flags_at: tuple[int, ...] = field(init=False)
     # The backends it has kernels for, the preferred one first.
     backends: tuple[str, ...] = field(init=False)
-    # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward of
-    # one and the backward of the other.
+    # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward op of
+    # one and the backward op of the other.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

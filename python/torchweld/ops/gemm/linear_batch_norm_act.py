@@ -109,7 +109,7 @@ def _fused(
         if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
             _check(*tensors, *how)
         mean, var = batch_norms.present(running_mean), batch_norms.present(running_var)
-        return _evaluated(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind)
+        return _evaluate(backend, x, weight, bias, mean, var, bn_weight, bn_bias, eps, *kind)
     z = gemm.linear(x, weight)
     if not batch_norm_act.is_training(z, running_mean, running_var, group):
         _check(*tensors, *how)
@@ -123,7 +123,7 @@ def _fused(
     )
 
 
-def _evaluated(
+def _evaluate(
     backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,

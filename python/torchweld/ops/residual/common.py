@@ -80,7 +80,7 @@ def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype
     return y_dtype is not x.dtype
 
 
-def alone(
+def normalize_input(
     norm: Op,
     wide_y: bool,
     x: torch.Tensor,
@@ -88,7 +88,7 @@ def alone(
     parameters: Sequence[torch.Tensor | None],
     eps: float | None,
 ) -> torch.Tensor:
-    """y without a residual and without dropout: the plain norm."""
+    """Compute y without a residual and without dropout: the plain norm."""
     if wide_y:
         x, parameters = x.float(), [norms.as_float32(value) for value in parameters]
     y: torch.Tensor = call(norm, x, normalized_shape, *parameters, eps)

@@ -117,7 +117,8 @@ def dropout_add_layer_norm(
         input, residual, weight, bias, p, eps, training, seed, shard, normalized_shape, y_dtype
     )
     if residual is None and not OP.draws(inputs):
-        z, y = input, common.alone(layer_norm.OP, inputs[-1], input, inputs[2], (weight, bias), eps)
+        z, wide_y, shape = input, inputs[-1], inputs[2]
+        y = common.normalize_input(layer_norm.OP, wide_y, input, shape, (weight, bias), eps)
     else:
         z, y = call(OP, *inputs)
     return (y, z) if return_residual else y

@@ -1,4 +1,4 @@
-"""Activations that are copied to the host in the forward pass and prefetched in the backward."""
+"""Copies activations to the host in the forward pass and prefetches them in the backward pass."""
 
 from __future__ import annotations
 
