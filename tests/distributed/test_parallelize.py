@@ -171,6 +171,8 @@ def test_tied_parameters_are_named() -> None:
         ({"optimizer": {"lr": 1e-3}}, "optimizer is .*; accepted: a name, or a table"),
         ({"optimizer": "muon"}, "optimizer is 'muon'; accepted: one of adam"),
         ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
+        ({"optimizer": "one_bit_adam"}, "with no arguments; .*: missing .* 'freeze_step'"),
+        ({"optimizer": {"name": "adamw", "rl": 1}}, "'adamw' with .*: .* argument 'rl'"),
         ({"pipeline": {"size": 2, "schedule": "1f2b"}}, "schedule is '1f2b'"),
         ({"pipeline": {"stages": 2}}, "pipeline is with stages"),
         ({"checkpoint": "some"}, "checkpoint is 'some'; accepted: one of none, full, selective"),

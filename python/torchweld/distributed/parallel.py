@@ -6,6 +6,7 @@ parallel = dict(ring=2, tensor=dict(size=2), data="zero3", optimizer="adamw8bit"
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -166,6 +167,7 @@ class Parallel:
                     accepted = f"{value!r} with {schedule}, whose stages keep versions of weights"
                     raise ArgumentError("Parallel", name, repr(others[name]), accepted)
         given = tuple(sorted((key, value) for key, value in optimizer.items() if key != "name"))
+        _check_arguments(optimizer["name"], dict(given))
         return cls(
             *(pipeline, size, replicas, data, mode, sequence, ring),
             *(schedule, checkpoint, offload, (optimizer["name"], given), accumulate, depth, shard),
@@ -251,6 +253,15 @@ def _check_grid(
     if optimizer["name"] not in GRID_OPTIMIZERS:
         accepted = f"one of {', '.join(GRID_OPTIMIZERS)} in {mode}"
         raise ArgumentError("Parallel", "optimizer", repr(optimizer["name"]), accepted)
+
+
+def _check_arguments(name: str, given: dict[str, Any]) -> None:
+    """Check the names of an optimizer's arguments, before any process makes it."""
+    try:
+        inspect.signature(getattr(optim, OPTIMIZERS[name])).bind((), **given)
+    except TypeError as error:
+        actual = f"{name!r} with {given or 'no arguments'}"
+        raise ArgumentError("Parallel", "optimizer", actual, f"its arguments: {error}") from None
 
 
 def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
