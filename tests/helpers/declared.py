@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from torchweld.distributed import Parallel, parallelize
@@ -17,7 +18,7 @@ from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
 SETTINGS = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
-MICROBATCHES, ROWS, STEPS = 4, 2, 2
+MICROBATCHES, ROWS, STEPS = 8, 1, 2
 MOST = 8  # processes
 
 _PIPELINES: dict[str, Any] = {
@@ -174,11 +175,11 @@ def compare(rank: int, declared: Declaration, path: str, results: str | None) ->
     changed = torch.cat([(wanted.after[n] - wanted.before[n]).flatten() for n in names])
     differs = torch.cat([(run.after[n] - wanted.after[n]).flatten() for n in names])
     off = (differs.norm() / changed.norm()).item()
-    norm = max(abs(a / b - 1) for a, b in zip(run.norms, wanted.norms, strict=True))
-    # Gradients that differ by a rounding error fall into another of an 8-bit code's intervals here
-    # and there, which changes the element's moment by up to 2%; Lion's steps are signs.
-    coarse = declared.config["optimizer"]["name"] in ("adamw8bit", "lion")
-    assert norm <= 1e-5, (run.norms, wanted.norms)
+    # Lion steps by signs, as Adafactor's first steps of vectors do, and a rounding error can change
+    # an 8-bit code. Such an element moves by up to a whole step, and few elements do.
+    coarse = declared.config["optimizer"]["name"] in ("adafactor", "adamw8bit", "lion")
+    assert run.norms == pytest.approx(wanted.norms, rel=1e-3 if coarse else 1e-5)
+    assert run.norms[0] == pytest.approx(wanted.norms[0], rel=1e-5)
     assert off <= (2e-2 if coarse else 1e-3), off
     if rank == 0 and results:
         row = {"declared": declared.name, "given": str(declared).partition(": ")[2]}

@@ -158,6 +158,9 @@ class Parallel:
             _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
         elif depth != 1:
             raise ArgumentError("Parallel", "depth", str(depth), "1, but for mode 2.5d")
+        if schedule == "zbv" and pipeline > 1 and checkpoint == "selective":
+            accepted = "'none' or 'full' with zbv, which goes through a block's graph twice"
+            raise ArgumentError("Parallel", "checkpoint", "'selective'", accepted)
         if schedule in STASHING and pipeline > 1:
             others = {"tensor": size, "replicas": replicas, "data": data, "checkpoint": checkpoint}
             others["offload"] = offload
