@@ -21,11 +21,11 @@ using namespace torchweld;
 int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 // z[i] = q . k[i] for `count` keys; the rest of the last vector is undefined.
-template <class A>
-void dot_keys(A* z, const A* q, const A* k, int64_t pitch, int64_t count, int64_t width) {
+template <class T, class A>
+void dot_keys(A* z, const A* q, const T* k, int64_t pitch, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; i += kLanes<A>) {
     Vec<A> sum[kLanes<A>] = {};
-    const A* key[kLanes<A>];
+    const T* key[kLanes<A>];
     for (int64_t n = 0; n < kLanes<A>; ++n) key[n] = k + std::min(i + n, count - 1) * pitch;
     for_vectors<A>(width, [&](int64_t x, auto at) {
       const Vec<A> left = load(q + x, at);
@@ -37,6 +37,36 @@ void dot_keys(A* z, const A* q, const A* k, int64_t pitch, int64_t count, int64_
     for (int64_t n = 1; n < kLanes<A>; ++n) total += sum[n];
     store(z + i, total);
   }
+}
+
+// y[x] += the sum over i of weights[i] * v[i][x], for a strip of `strip` vectors, so many that
+// additions need not wait for one another.
+template <int strip, class T, class A, class Place>
+void add_strip(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, Place last) {
+  Vec<A> sum[strip];
+  for (int n = 0; n < strip; ++n) sum[n] = load(y + n * kLanes<A>);
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = v + i * pitch;
+#pragma GCC unroll 8
+    for (int n = 0; n + 1 < strip; ++n) sum[n] += weights[i] * load(row + n * kLanes<A>);
+    sum[strip - 1] += weights[i] * load(row + (strip - 1) * kLanes<A>, last);
+  }
+  for (int n = 0; n < strip; ++n) store(y + n * kLanes<A>, sum[n]);
+}
+
+// The same for rows of `width` elements. y has whole vectors.
+template <class T, class A>
+void add_values(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, int64_t width) {
+  int64_t x = 0;
+  for (; x + 8 * kLanes<A> <= width; x += 8 * kLanes<A>) {
+    add_strip<8>(y + x, weights, v + x, pitch, count, Whole{});
+  }
+  for (; x + 4 * kLanes<A> <= width; x += 4 * kLanes<A>) {
+    add_strip<4>(y + x, weights, v + x, pitch, count, Whole{});
+  }
+  for_vectors<A>(width - x, [&](int64_t n, auto at) {
+    add_strip<1>(y + x + n, weights, v + x + n, pitch, count, at);
+  });
 }
 
 // Rows as accumulators in whole vectors: the tensor's own rows, or a copy in `scratch`.
@@ -131,16 +161,21 @@ void split_item(const BlockSparseForward& a, int64_t index) {
         const Tile tile{key, {0, a.queries}, bits};
         if (key.count <= 0 || !scores.any(tile)) continue;
         const int64_t lanes = round_up(key.count, kLanes<A>);
-        int64_t pitch = a.k.token;
-        const A* k;
-        if constexpr (sizeof(T) == sizeof(A)) {
-          k = tokens<T>(a.k, batch, key_head, key.first);
+        const bool one = a.queries == 1;  // reads keys and values as they are stored
+        if (one) {
+          dot_keys(z, q, tokens<T>(a.k, batch, key_head, key.first), a.k.token, key.count, width);
         } else {
-          k = rows_of<T>(a.k, batch, key_head, key, width, keys);
-          pitch = width;
-        }
-        for (int64_t r = 0; r < a.queries; ++r) {
-          dot_keys(z + r * lanes, q + r * width, k, pitch, key.count, width);
+          int64_t pitch = a.k.token;
+          const A* k;
+          if constexpr (sizeof(T) == sizeof(A)) {
+            k = tokens<T>(a.k, batch, key_head, key.first);
+          } else {
+            k = rows_of<T>(a.k, batch, key_head, key, width, keys);
+            pitch = width;
+          }
+          for (int64_t r = 0; r < a.queries; ++r) {
+            dot_keys(z + r * lanes, q + r * width, k, pitch, key.count, width);
+          }
         }
         scores.finish(z, (A*)nullptr, beside, lanes, tile);
         for (int64_t r = 0; r < a.queries; ++r) {
@@ -153,9 +188,15 @@ void split_item(const BlockSparseForward& a, int64_t index) {
             store(z + i, load(z + i) * load(kept + i));
           }
         }
-        const A* v = whole_rows<T>(a.v, batch, key_head, key, a.value_width, values, pitch);
-        multiply<Into::add, false>(states + 2, size, z, lanes, v, pitch, a.queries, deep,
-                                   key.count);
+        if (one) {
+          add_values(states + 2, z, tokens<T>(a.v, batch, key_head, key.first), a.v.token,
+                     key.count, a.value_width);
+        } else {
+          int64_t pitch;
+          const A* v = whole_rows<T>(a.v, batch, key_head, key, a.value_width, values, pitch);
+          multiply<Into::add, false>(states + 2, size, z, lanes, v, pitch, a.queries, deep,
+                                     key.count);
+        }
       }
     }
   }

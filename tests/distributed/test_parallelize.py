@@ -137,6 +137,12 @@ def test_a_sequence_is_cut() -> None:
             "length is 30; .* 4 processes that share the sequence; the nearest are 28 or 32",
         ),
         ({}, 4, {"microbatches": 6}, "microbatches is 6; .* 4 replicas; the nearest are 4 or 8"),
+        (
+            {"pipeline": 2, "data": "zero2"},
+            4,
+            {"microbatches": 2},
+            "microbatches is 2, which is 1 for each of 2 replicas; accepted: at least 2 for each",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(config: Any, world: int, sizes: Any, message: str) -> None:
@@ -171,8 +177,14 @@ def test_tied_parameters_are_named() -> None:
         ({"optimizer": {"lr": 1e-3}}, "optimizer is .*; accepted: a name, or a table"),
         ({"optimizer": "muon"}, "optimizer is 'muon'; accepted: one of adam"),
         ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
+        ({"optimizer": "one_bit_adam"}, "with no arguments; .*: missing .* 'freeze_step'"),
+        ({"optimizer": {"name": "adamw", "rl": 1}}, "'adamw' with .*: .* argument 'rl'"),
         ({"pipeline": {"size": 2, "schedule": "1f2b"}}, "schedule is '1f2b'"),
         ({"pipeline": {"stages": 2}}, "pipeline is with stages"),
+        (
+            {"pipeline": {"size": 2, "schedule": "zbv"}, "checkpoint": "selective"},
+            "checkpoint is 'selective'; accepted: 'none' or 'full' with zbv",
+        ),
         ({"checkpoint": "some"}, "checkpoint is 'some'; accepted: one of none, full, selective"),
         ({"offload": True}, "offload is True"),
         ({"data": {"kind": "ddp", "shard": 2}}, "shard is 2 with ddp; accepted: with zero2"),

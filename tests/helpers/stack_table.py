@@ -9,7 +9,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stack.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end -->"
-SEAMS, MODELS = "<!-- seams -->", "<!-- models -->"
+SEAMS, MODELS, DECLARED = "<!-- seams -->", "<!-- models -->", "<!-- declared -->"
 
 
 def table(rows: list[dict]) -> str:
@@ -56,14 +56,24 @@ def models(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def declarations(rows: list[dict]) -> str:
+    """One row for each declaration of parallelize()."""
+    lines = ["| declaration | processes | with | difference |", "|---|---:|---|---:|"]
+    for row in rows:
+        start = f"| {row['declared'] or 'one process'} | {row['processes']} | {row['given']} |"
+        lines.append(f"{start} {row['off']:.0e} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Replace the tables in the page, those that have new rows."""
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
     page = PAGE.read_text()
     made = (
-        (BEGIN, table, [row for row in rows if not row.keys() & {"row", "planned"}]),
+        (BEGIN, table, [row for row in rows if "strategy" in row]),
         (SEAMS, seams, [row for row in rows if "row" in row]),
         (MODELS, models, [row for row in rows if "planned" in row]),
+        (DECLARED, declarations, [row for row in rows if "declared" in row]),
     )
     for begin, write, some in made:
         if some:

@@ -181,11 +181,10 @@ class _Parts:
                 [],
                 [],
                 [self.steps[i]],
-                [],
-                [],
+                *([], [], []),  # edges, rounding offsets, companions
             )
             lr, skip = (torch.tensor(t, device=device) for t in (0.1, found_inf))
-            op(*lists, lr, None, None, skip, self.sums[i], sizes, *settings)
+            op(*lists, lr, None, None, skip, None, self.sums[i], None, sizes, *settings)
 
     def add_up(self, passed: int) -> None:
         """What devices have of the same sums: of rows or of columns, of averages, of squares."""

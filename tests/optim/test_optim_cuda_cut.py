@@ -78,6 +78,8 @@ def _cut(
 
 def _task(optimizer: Any, batch: Any, **numbers: Any) -> Task:
     settings = optimizer._settings(optimizer.param_groups[0], batch)
+    if batch.companions and optimizer.ema_decay:
+        numbers["average_rate"] = torch.tensor(0.1, device=batch.companions[0].device)
     return Task(batch, settings, torch.tensor(0.1), **numbers)
 
 

@@ -41,6 +41,11 @@ def check_fit(
             _check_multiple("length", length, count, "processes that share the sequence")
     if microbatches is not None:
         _check_multiple("microbatches", microbatches, parallel.replicas, "replicas")
+        each = microbatches // parallel.replicas
+        if parallel.pipeline > 1 and parallel.schedule != "gpipe" and each < parallel.pipeline:
+            actual = f"{microbatches}, which is {each} for each of {parallel.replicas} replicas"
+            accepted = f"at least {parallel.pipeline} for each, as many as the pipeline's processes"
+            raise ArgumentError("parallelize", "microbatches", actual, accepted)
         if parallel.stashes and parallel.schedule == "2bw":
             _check_batches(microbatches, parallel)
 

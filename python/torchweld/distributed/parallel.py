@@ -6,6 +6,7 @@ parallel = dict(ring=2, tensor=dict(size=2), data="zero3", optimizer="adamw8bit"
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -157,6 +158,9 @@ class Parallel:
             _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
         elif depth != 1:
             raise ArgumentError("Parallel", "depth", str(depth), "1, but for mode 2.5d")
+        if schedule == "zbv" and pipeline > 1 and checkpoint == "selective":
+            accepted = "'none' or 'full' with zbv, which goes through a block's graph twice"
+            raise ArgumentError("Parallel", "checkpoint", "'selective'", accepted)
         if schedule in STASHING and pipeline > 1:
             others = {"tensor": size, "replicas": replicas, "data": data, "checkpoint": checkpoint}
             others["offload"] = offload
@@ -166,6 +170,7 @@ class Parallel:
                     accepted = f"{value!r} with {schedule}, whose stages keep versions of weights"
                     raise ArgumentError("Parallel", name, repr(others[name]), accepted)
         settings = tuple(sorted((key, value) for key, value in optimizer.items() if key != "name"))
+        _check_arguments(optimizer["name"], dict(settings))
         with_settings = (optimizer["name"], settings)
         return cls(
             *(pipeline, size, replicas, data, mode, sequence, ring),
@@ -252,6 +257,15 @@ def _check_grid(
     if optimizer["name"] not in GRID_OPTIMIZERS:
         accepted = f"one of {', '.join(GRID_OPTIMIZERS)} in {mode}"
         raise ArgumentError("Parallel", "optimizer", repr(optimizer["name"]), accepted)
+
+
+def _check_arguments(name: str, arguments: dict[str, Any]) -> None:
+    """Check the names of an optimizer's arguments, before any process makes it."""
+    try:
+        inspect.signature(getattr(optim, OPTIMIZERS[name])).bind((), **arguments)
+    except TypeError as error:
+        actual = f"{name!r} with {arguments or 'no arguments'}"
+        raise ArgumentError("Parallel", "optimizer", actual, f"its arguments: {error}") from None
 
 
 def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:

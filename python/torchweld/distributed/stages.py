@@ -161,10 +161,16 @@ def _count_stages_per_rank(schedule: str, per_rank: int) -> int:
 
 
 class ScaledStage(pipelining.PipelineStage):
-    """torch's stage, whose gradients may be DTensors of parts.
+    """torch's stage, whose results may be views, and whose gradients DTensors of parts.
 
     torch < 2.12 cannot divide such a DTensor in place; each device can divide its own part.
     """
+
+    def __init__(self, submodule: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(submodule, *args, **kwargs)
+        submodule.register_forward_hook(
+            lambda _, __, result: tree_map_only(torch.Tensor, _replace_view, result)
+        )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients, as the schedule asks after its last microbatch."""
@@ -183,7 +189,7 @@ class _Stage(torch.nn.ModuleDict):
         for block in self.values():
             result = block(*args)
             args = result if isinstance(result, tuple) else (result,)
-        return tree_map_only(torch.Tensor, _replace_view, result)
+        return result
 
 
 def _replace_view(x: torch.Tensor) -> torch.Tensor:

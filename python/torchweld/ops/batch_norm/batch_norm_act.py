@@ -113,7 +113,7 @@ class _Training:
         self.backend = backend
         self._statistics = getattr(ops.column_statistics, backend)
         self._grad_x = getattr(ops.batch_norm_act_grad_x, backend)
-        self._given = normalize_act.OP.kernels[backend]
+        self._normalization = normalize_act.OP.kernels[backend]
         self.function = autograd_function(Differentiable.of(OP), self)
 
     def forward(
@@ -133,7 +133,7 @@ class _Training:
         count = mean.new_full((), x.shape[:-1].numel())
         if group is not None:
             mean, var, count = _of_all(mean, var, count, group)
-        y = self._given.forward(x, mean, var, weight, bias, eps, *kind)
+        y = self._normalization.forward(x, mean, var, weight, bias, eps, *kind)
         return y, mean, var, count
 
     def backward(
@@ -154,7 +154,7 @@ class _Training:
         wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         columns = (mean, var, wide_weight, wide_bias)
-        _, grad_weight, grad_bias = self._given.backward(
+        _, grad_weight, grad_bias = self._normalization.backward(
             grad_y, x, *columns, eps, *kind, False, True, True
         )
         grad_input = None

@@ -115,9 +115,9 @@ class _Gemms:
         x, weight = layer.input, layer.weight
         self._buffer = x.new_empty((each, weight.shape[0]), dtype=layer.find_dtype())
         self._block = _block(layer)
-        self._given = total is not None
-        self._started = self._given
-        self._sums = not self._given and keeps_sums(layer, needs, each)
+        self._has_total = total is not None
+        self._started = self._has_total
+        self._sums = not self._has_total and keeps_sums(layer, needs, each)
         sums = torch.float32 if self._sums else weight.dtype
         if total is None and needs.weight:
             total = torch.empty_like(weight, dtype=sums)
@@ -178,7 +178,7 @@ class _Gemms:
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of weight and bias; None for one that was added to an existing one."""
         layer, weight, bias = self.layer, self.grad_weight, self.grad_bias
-        if self._given:
+        if self._has_total:
             weight = None
         elif weight is not None:
             weight = (weight if self._started else weight.zero_()).to(layer.weight.dtype)

@@ -1,0 +1,187 @@
+"""Every declaration of parallelize(), as data, and what one of them computes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchweld.distributed import Parallel, parallelize
+from torchweld.errors import ArgumentError
+from transformer import Settings, Transformer, compute_loss, make_batch
+
+SETTINGS = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
+MICROBATCHES, ROWS, STEPS = 8, 1, 2
+MOST = 8  # processes
+
+_PIPELINES: dict[str, Any] = {
+    "": 1,
+    **{f"PP {s}": {"size": 2, "schedule": s} for s in ("gpipe", "1f1b", "zbv")},
+}
+_TENSORS: dict[str, Any] = {"": 1, "TP": 2, "TP + SP": {"size": 2, "sequence": True}}
+_RINGS: dict[str, Any] = {"": 1, "ring": 2}
+# Replicas of a kind of data parallelism.
+_DATA: dict[str, tuple[int, Any]] = {
+    "": (1, "ddp"),
+    "DDP": (2, "ddp"),
+    "ZeRO-1": (2, "zero1"),
+    "ZeRO-2": (2, "zero2"),
+    "ZeRO-3": (2, "zero3"),
+    "HSDP of ZeRO-2": (4, {"kind": "zero2", "shard": 2}),
+    "HSDP of ZeRO-3": (4, {"kind": "zero3", "shard": 2}),
+}
+_CHECKPOINTS, _OFFLOADS = ("none", "full", "selective"), ("none", "optimizer", "auto")
+# Adam divides a gradient by its own size, so a small eps would amplify rounding errors.
+_ADAM = {"lr": 3e-3, "eps": 1e-4}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "lion": {"lr": 1e-4},
+    "sgd": {"lr": 1e-2},
+    "lamb": {"lr": 1e-3, "eps": 1e-4},
+    "adafactor": {"lr": 3e-3},
+    "adamw8bit": _ADAM,
+    "one_bit_adam": _ADAM | {"freeze_step": 10},
+}
+
+
+class Declaration(NamedTuple):
+    """What is declared, for a number of processes."""
+
+    processes: int
+    name: str
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        others = (self.config[key] for key in ("checkpoint", "offload"))
+        given = [self.config["optimizer"]["name"], *(o for o in others if o != "none")]
+        return f"{self.name or 'one process'}: {', '.join(given)}"
+
+
+def _processes(*sizes: Any) -> int:
+    product = 1
+    for size in sizes:
+        product *= size["size"] if isinstance(size, dict) else size
+    return product
+
+
+def _accepted(*names: str) -> Iterator[Declaration]:
+    """The declarations of one structure that `Parallel` accepts."""
+    pipeline, tensor, ring = _PIPELINES[names[0]], _TENSORS[names[1]], _RINGS[names[2]]
+    replicas, data = _DATA[names[3]]
+    count = _processes(pipeline, tensor, ring, replicas)
+    structure = {"pipeline": pipeline, "tensor": tensor, "ring": ring, "data": data}
+    name = " x ".join(filter(None, names))
+    for checkpoint, offload, kind in itertools.product(_CHECKPOINTS, _OFFLOADS, OPTIMIZERS):
+        optimizer = {"name": kind, **OPTIMIZERS[kind]}
+        rest = {"checkpoint": checkpoint, "offload": offload, "optimizer": optimizer}
+        declaration = Declaration(count, name, structure | rest)
+        if count <= MOST and not (offload != "none" and data == "zero1"):
+            try:
+                Parallel.from_config(declaration.config, count)
+            except ArgumentError:
+                continue
+            yield declaration
+
+
+def _pairs(declaration: Declaration) -> set[tuple[str, str]]:
+    values = [f"{key}={value}" for key, value in declaration.config.items()]
+    return {*itertools.combinations(values, 2), (declaration.name, "")}
+
+
+@functools.cache
+def cover() -> list[Declaration]:
+    """Declarations that hold each structure, and each pair of values that are accepted together."""
+    structures = itertools.product(_PIPELINES, _TENSORS, _RINGS, _DATA)
+    some = [declaration for names in structures for declaration in _accepted(*names)]
+    pairs = [_pairs(declaration) for declaration in some]
+    missing = set[tuple[str, str]]().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(some)), key=lambda at: len(pairs[at] & missing))
+        chosen.append(some[best])
+        missing -= pairs[best]
+    return sorted(chosen, key=lambda declaration: declaration.processes)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+# A softmax does not change if all its scores grow alike, so the gradient of the keys' bias is only
+# rounding error. LAMB and Lion make whole steps of it.
+_ROUNDING = "k_proj.bias"
+
+
+class Run(NamedTuple):
+    """The norms of the gradients of each step, and the parameters before and after the steps."""
+
+    norms: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+def train(config: dict[str, Any]) -> Run:
+    torch.manual_seed(0)
+    model = Transformer(SETTINGS)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = parallelize(
+        model,
+        config,
+        device="cpu",
+        example=(torch.zeros((ROWS, SETTINGS.length), dtype=torch.int64),),
+        loss_fn=compute_loss,
+        microbatches=MICROBATCHES,
+        quiet=True,
+    )
+    norms = []
+    for step in range(STEPS):
+        batch = [make_batch(SETTINGS, ROWS, 10 * step + number) for number in training.own]
+        norms.append(training.step(batch, step)[1].item())
+    after = {
+        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): _whole(p)
+        for name, p in training.model.named_parameters()
+    }
+    return Run(norms, before, after)
+
+
+def _whole(p: Any) -> torch.Tensor:
+    p = p.detach()
+    return p.full_tensor() if hasattr(p, "full_tensor") else p.clone()
+
+
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the runs of one process."""
+    return tempfile.TemporaryDirectory()
+
+
+def write_reference(rank: int, config: dict[str, Any], path: str) -> None:
+    torch.save(tuple(train(config)), path)
+
+
+def compare(rank: int, declared: Declaration, path: str, results: str | None) -> None:
+    """Hold this process's part of a run to the run of one process."""
+    wanted, run = Run(*torch.load(path)), train(declared.config)
+    assert run.after.keys() <= wanted.after.keys()
+    assert run.after
+    names = [name for name in run.after if not name.endswith(_ROUNDING)]
+    changed = torch.cat([(wanted.after[n] - wanted.before[n]).flatten() for n in names])
+    differs = torch.cat([(run.after[n] - wanted.after[n]).flatten() for n in names])
+    off = (differs.norm() / changed.norm()).item()
+    # Lion steps by signs, as Adafactor's first steps of vectors do, and a rounding error can change
+    # an 8-bit code. Such an element moves by up to a whole step, and few elements do.
+    coarse = declared.config["optimizer"]["name"] in ("adafactor", "adamw8bit", "lion")
+    assert run.norms == pytest.approx(wanted.norms, rel=1e-3 if coarse else 1e-5)
+    assert run.norms[0] == pytest.approx(wanted.norms[0], rel=1e-5)
+    assert off <= (2e-2 if coarse else 1e-3), off
+    if rank == 0 and results:
+        row = {"declared": declared.name, "given": str(declared).partition(": ")[2]}
+        with Path(results).open("a") as file:
+            file.write(json.dumps(row | {"processes": declared.processes, "off": off}) + "\n")
