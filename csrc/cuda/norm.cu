@@ -25,6 +25,11 @@
 //    bytes a row: 32 or 64 KB a multiprocessor. In 16 bits there are registers for the next row
 //    too, which loads while the current row is reduced. Rows of fewer threads share a block, side
 //    by side: 4096 x 1024 has 256 chunks of 16 rows, and 8 warps in each.
+//    A thread also keeps its weights, packed in 8 registers (16-bit) or 16 (fp32). Each row used to
+//    read them twice from L1, as many bytes as x and grad_y: 64 (16-bit) or 128 (fp32) a thread, now
+//    none. The code of the loop over rows for sm_90 went from 896 to 848 instructions in LayerNorm
+//    bf16, from 952 to 765 in fp32, from 840 to 795 in RMSNorm bf16. No kernel spills. Float32
+//    weights beside 16-bit rows do not fit, and are read as before.
 //
 // 4. Backward of wide rows. Up to 8192 columns, one block of 512 threads has a row. A
 //    multiprocessor holds one such block, so nothing would load while it reduces and stores. Its

@@ -19,17 +19,33 @@ struct RowPair {
   Packed<T> x[V], grad[V];
 };
 
-// A thread's columns in a backward pass: parameters and accumulated sums.
+// A thread's columns in a backward pass: the weight, packed, and accumulated sums.
 template <bool Centered, class T, int V>
 struct Columns {
   static constexpr int N = Packed<T>::kElements;
   const NormBackward& a;
   Shares<T, V> shares;
-  bool float_params;
+  bool loads_weight;  // for each row: float32 beside 16 bits does not fit the registers
+  Packed<T> kept_weight[V];
   float grad_weight[V][N] = {}, grad_bias[V][N] = {};
 
   __device__ __forceinline__ Columns(const NormBackward& args, Shares<T, V> mine)
-      : a(args), shares(mine), float_params(args.param_dtype == DType::f32) {}
+      : a(args),
+        shares(mine),
+        loads_weight(args.weight && sizeof(T) == 2 && args.param_dtype == DType::f32) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      kept_weight[v] = ones();
+      if (a.weight && !loads_weight && shares.has(v)) {
+        kept_weight[v] = Packed<T>(__ldg((const uint4*)((const T*)a.weight + shares.at(v))));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Packed<T> ones() {
+    const unsigned one = bits_of(from_float<T>(1)), word = sizeof(T) == 2 ? one << 16 | one : one;
+    return Packed<T>(make_uint4(word, word, word, word));
+  }
 
   __device__ __forceinline__ float mean(int64_t row) const {
     return Centered ? ((const float*)a.mean)[row] : 0;
@@ -50,11 +66,16 @@ struct Columns {
   __device__ __forceinline__ void each(const RowPair<T, V>& row, int v, float mean, float rstd,
                                        Visit&& visit) const {
     float weight[N];
-    if (a.weight) load_parameters<T>(weight, a.weight, shares.at(v), float_params);
+    if (loads_weight) {
+      load_parameters<T>(weight, a.weight, shares.at(v), true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) weight[i] = kept_weight[v][i];
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float grad = row.grad[v][i];
-      visit(i, grad, a.weight ? grad * weight[i] : grad, norm_normalize(row.x[v][i], mean, rstd));
+      visit(i, grad, grad * weight[i], norm_normalize(row.x[v][i], mean, rstd));
     }
   }
 
