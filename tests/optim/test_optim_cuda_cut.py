@@ -78,7 +78,8 @@ def _cut(
 
 def _task(optimizer: Any, batch: Any, **numbers: Any) -> Task:
     settings = optimizer._settings(optimizer.param_groups[0], batch)
-    return Task(batch, settings, torch.tensor(0.1), **numbers)
+    rate = torch.tensor(0.1) if batch.companions else None
+    return Task(batch, settings, torch.tensor(0.1), average_rate=rate, **numbers)
 
 
 def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
