@@ -176,46 +176,49 @@ class LaneOfBlock {
  public:
   static constexpr int N = Rule::kMoments;
   static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
+  // Whether a turn is loaded before the one before it is encoded. With stochastic rounding, whose
+  // random numbers take registers, it would spill.
+  static constexpr bool kLoadsAhead = kInBlocks && !std::is_same<Param, RoundedParam>::value;
   using Maps = MapsOf<kInBlocks && has_moment<Rule>(true), kInBlocks && has_moment<Rule>(false)>;
 
   __device__ __forceinline__ LaneOfBlock(const Tensor& t, Turn turn, bool is_aligned)
-      : t_(t),
-        turn_(turn),
-        here_(locate(t, turn)),
-        first_(here_.begin + place(0)),
-        whole_(is_aligned && here_.count == kQuantBlock &&
-               (!kIsSplit<Tensor> || here_.begin % 4 == 0)) {
-    with_access([&](auto access_to) {
+      : t_(t), is_aligned_(is_aligned) {
+    load(turn);
+  }
+
+  // Loads the elements of a turn. Those of the turn before may still have to be saved.
+  __device__ __forceinline__ void load(Turn turn) {
+    next_ = place_of(turn);
+    with_access(next_, [&](auto access_to) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const auto access = access_to(group);
-        const int64_t at = first_ + group * kGroupStride;
-        param_[group].read(t, at, access);
-        grad_[group] = access.read((const typename Param::Storage*)t.grad + at);
+        const int64_t at = next_.first + group * kGroupStride;
+        param_[group].read(t_, at, access);
+        grad_[group] = access.read((const typename Param::Storage*)t_.grad + at);
         for_moments<N>([&](auto k) {
           constexpr unsigned kZeros = kInBlocks && Rule::kSigned[k] ? kSignedZeros : 0;
-          moment_[k][group] = access.read((const State*)t.moment[k] + at, kZeros);
+          moment_[k][group] = access.read((const State*)t_.moment[k] + at, kZeros);
         });
         if constexpr (kHasCompanion<Rule>) {
-          const Four<float> companion = access.read((const float*)t.companion + at);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) z_[group][i] = companion[i];
+          companion_[group] = access.read((const float*)t_.companion + at);
         }
       }
     });
     if constexpr (kInBlocks) {
-      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
+      for_blocks_of_lane(turn, [&](int at, uint32_t block, bool is_there) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) absmax_[k][at] = is_there ? t.absmax[k][block] : 0;
+        for (int k = 0; k < N; ++k) absmax_[k][at] = is_there ? t_.absmax[k][block] : 0;
       });
     }
   }
 
-  // call(p, g, m, exists) for each element of the lane, with the companion as the last argument if
-  // the rule has one. Elements past the end of a block are zeros and do not exist. save() stores
+  // call(p, g, m, exists) for each loaded element, with the companion as the last argument if the
+  // rule has one. Elements past the end of a block are zeros and do not exist. save() stores
   // what is new.
   template <class Call>
   __device__ __forceinline__ void for_elements(const Maps& maps, Call&& call) {
+    here_ = next_;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
@@ -231,8 +234,9 @@ class LaneOfBlock {
         });
         float& p = p_[group][i];
         p = param_[group][i];
-        const bool exists = place(group) + i < here_.count;
+        const bool exists = place(group) + i < here_.block.count;
         if constexpr (kHasCompanion<Rule>) {
+          z_[group][i] = companion_[group][i];
           call(p, grad_[group][i], m, exists, z_[group][i]);
         } else {
           call(p, grad_[group][i], m, exists);
@@ -244,42 +248,42 @@ class LaneOfBlock {
   }
 
   __device__ __forceinline__ void save(const Maps& maps, float average_rate) {
+    // What is written first frees its registers, for the next turn or for random numbers.
+    if constexpr (kLoadsAhead) save_params(average_rate);
+    for_moments<N>([&](auto k) { save_moment(k, maps); });
+    if constexpr (!kLoadsAhead) save_params(average_rate);
+  }
+
+  // Writes the absmax of a piece of a split row.
+  __device__ __forceinline__ void save_absmaxes() const {
     for_moments<N>([&](auto k) {
-      if constexpr (kInBlocks) {
-        constexpr bool kSigned = Rule::kSigned[k];
-        constexpr int kTogether = kGroups / kBlocks;
-#pragma unroll
-        for (int at = 0; at < kBlocks; ++at) {
-          if constexpr (kIsSplit<Tensor>) {
-            absmax_[k][at] = *new_absmax(k);  // already the maximum over all devices
-          } else if constexpr (Narrow) {
-            absmax_[k][at] = largest_magnitude(m_[k][at], lanes_of_row());
-          } else {
-            absmax_[k][at] = largest_magnitude(m_[k]);
-          }
-          maps.template of<kSigned>().template encode<kTogether, !kSigned>(
-              moment_[k] + at, m_[k] + at, absmax_[k][at]);
-        }
-      } else {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          moment_[k][group] = pack<State>(m_[k][group]);
-        }
-      }
+      const float largest = largest_magnitude(m_[k]);
+      if (lane() == 0) *new_absmax(k) = largest;
     });
-    if constexpr (kInBlocks && !kIsSplit<Tensor>) {
-      __syncwarp();  // all lanes have read the absmax that one of them replaces
-      for_blocks_of_lane([&](int at, uint32_t block, bool is_there) {
-        if (!is_there || (lane() & (lanes_of_row() - 1)) != 0) return;
-#pragma unroll
-        for (int k = 0; k < N; ++k) t_.absmax[k][block] = absmax_[k][at];
-      });
-    }
-    with_access([&](auto access_to) {
+  }
+
+ private:
+  // Where a turn is in the tensor.
+  struct Place {
+    Turn turn;
+    QuantBlock block;
+    int64_t first;  // the lane's first element
+    bool whole;
+  };
+  __device__ __forceinline__ Place place_of(Turn turn) const {
+    const QuantBlock block = locate(t_, turn);
+    return {
+        turn, block, block.begin + place(0),
+        is_aligned_ && block.count == kQuantBlock && (!kIsSplit<Tensor> || block.begin % 4 == 0)};
+  }
+
+  // Writes the parameters, and what follows them.
+  __device__ __forceinline__ void save_params(float average_rate) {
+    with_access(here_, [&](auto access_to) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const auto access = access_to(group);
-        const int64_t at = first_ + group * kGroupStride;
+        const int64_t at = here_.first + group * kGroupStride;
         Param::write(t_, at, p_[group], access);
         if constexpr (kHasCompanion<Rule>) {
           access.write((float*)t_.companion + at, pack<float>(z_[group]));
@@ -292,23 +296,51 @@ class LaneOfBlock {
           }
           access.write((float*)t_.companion + at, pack<float>(values));
         }
-#pragma unroll
-        for (int k = 0; k < N; ++k) access.write((State*)t_.moment[k] + at, moment_[k][group]);
       }
     });
   }
 
-  // Writes the absmax of a piece of a split row.
-  __device__ __forceinline__ void save_absmaxes() const {
-    for_moments<N>([&](auto k) {
-      const float largest = largest_magnitude(m_[k]);
-      if (lane() == 0) *new_absmax(k) = largest;
+  // Encodes and writes a moment.
+  template <int K>
+  __device__ __forceinline__ void save_moment(Index<K> k, const Maps& maps) {
+    Four<State> stored[kGroups];
+    if constexpr (kInBlocks) {
+      constexpr bool kSigned = Rule::kSigned[K];
+      constexpr int kTogether = kGroups / kBlocks;
+      float absmax[kBlocks];
+#pragma unroll
+      for (int at = 0; at < kBlocks; ++at) {
+        if constexpr (kIsSplit<Tensor>) {
+          absmax[at] = *new_absmax(k);  // already the maximum over all devices
+        } else if constexpr (Narrow) {
+          absmax[at] = largest_magnitude(m_[k][at], lanes_of_row());
+        } else {
+          absmax[at] = largest_magnitude(m_[k]);
+        }
+        maps.template of<kSigned>().template encode<kTogether, !kSigned>(stored + at, m_[k] + at,
+                                                                         absmax[at]);
+      }
+      if constexpr (!kIsSplit<Tensor>) {
+        __syncwarp();  // all lanes have read the absmax that one of them replaces
+        for_blocks_of_lane(here_.turn, [&](int at, uint32_t block, bool is_there) {
+          if (is_there && (lane() & (lanes_of_row() - 1)) == 0) t_.absmax[k][block] = absmax[at];
+        });
+      }
+    } else {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) stored[group] = pack<State>(m_[k][group]);
+    }
+    with_access(here_, [&](auto access_to) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        access_to(group).write((State*)t_.moment[k] + here_.first + group * kGroupStride,
+                               stored[group]);
+      }
     });
   }
 
- private:
   __device__ __forceinline__ float* new_absmax(int k) const {
-    return t_.rows.new_absmax[k] + turn_.block;
+    return t_.rows.new_absmax[k] + here_.turn.block;
   }
   static __device__ __forceinline__ QuantBlock locate(const Tensor& t, Turn turn) {
     if constexpr (Narrow) return {turn.block * t.width, turn.blocks * t.width};
@@ -324,20 +356,20 @@ class LaneOfBlock {
   __device__ __forceinline__ int lanes_of_row() const { return Narrow ? (int)t_.width / 4 : kWarp; }
   // call(index among the lane's blocks, index in the tensor, whether the turn includes it)
   template <class Call>
-  __device__ __forceinline__ void for_blocks_of_lane(Call&& call) const {
+  __device__ __forceinline__ void for_blocks_of_lane(Turn turn, Call&& call) const {
 #pragma unroll
     for (int at = 0; at < kBlocks; ++at) {
       // A division by a power of two.
       const uint32_t row = Narrow ? (uint32_t)place(at) >> (__ffs((int)t_.width) - 1) : 0;
-      call(at, turn_.block + row, row < turn_.blocks);
+      call(at, turn.block + row, row < turn.blocks);
     }
   }
 
   // call(group -> its Access), so that all reads or writes share one branch.
   template <class Call>
-  __device__ __forceinline__ void with_access(Call&& call) const {
-    const auto left = [&](int group) { return (int)here_.count - place(group); };
-    if (whole_) {
+  static __device__ __forceinline__ void with_access(const Place& here, Call&& call) {
+    const auto left = [&](int group) { return (int)here.block.count - place(group); };
+    if (here.whole) {
       call([&](int group) { return Access<true>{left(group)}; });
     } else {
       call([&](int group) { return Access<false>{left(group)}; });
@@ -345,14 +377,16 @@ class LaneOfBlock {
   }
 
   const Tensor& t_;
-  const Turn turn_;
-  const QuantBlock here_;
-  const int64_t first_;  // the lane's first element
-  const bool whole_;
+  const bool is_aligned_;
+  // What load() read, and from where.
+  Place next_;
   Param param_[kGroups];
   Four<typename Param::Storage> grad_[kGroups];
   Four<State> moment_[N > 0 ? N : 1][kGroups];
   float absmax_[N > 0 ? N : 1][kBlocks];
+  Four<float> companion_[kHasCompanion<Rule> ? kGroups : 1];
+  // What the step made of it, and where it belongs.
+  Place here_;
   float p_[kGroups][4], m_[N > 0 ? N : 1][kGroups][4];
   float z_[kHasCompanion<Rule> ? kGroups : 1][4];
 };

@@ -25,6 +25,14 @@
 //    bytes a row: 32 or 64 KB a multiprocessor. In 16 bits there are registers for the next row
 //    too, which loads while the current row is reduced. Rows of fewer threads share a block, side
 //    by side: 4096 x 1024 has 256 chunks of 16 rows, and 8 warps in each.
+//    A thread also keeps its weights, packed in 8 registers (16-bit) or 16 (fp32). Each row used to
+//    read them twice from L1, as many bytes as x and grad_y: 64 (16-bit) or 128 (fp32) a thread, now
+//    none. The code of the loop over rows for sm_90 went from 896 to 848 instructions in LayerNorm
+//    bf16, from 952 to 765 in fp32, from 840 to 795 in RMSNorm bf16. No kernel spills. Float32
+//    weights beside 16-bit rows do not fit, and are read as before.
+//    A second launch adds up the chunks. Up to 32 chunks (256 rows) of 256 KB together, the block
+//    that ends last does so instead: one launch in place of two, and a block reads 256 KB from L2 in
+//    some 2.3 us at 64 bytes a cycle. More would not pay: 8.7 MB would take one block 80 us.
 //
 // 4. Backward of wide rows. Up to 8192 columns, one block of 512 threads has a row. A
 //    multiprocessor holds one such block, so nothing would load while it reduces and stores. Its
@@ -283,6 +291,11 @@ TW_EXPORT cudaError_t rms_norm_backward(const NormBackward& a, cudaStream_t stre
 TW_EXPORT cudaError_t norm_parameter_gradients(const NormBackward& a, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   if (a.width == 0) return cudaSuccess;
+  bool are_added = false;
+  dispatch(a.dtype, DType::f32, [&](auto t, auto) {
+    are_added = is_aligned<typename decltype(t)::type>(a) && last_block_adds(a, stream);
+  });
+  if (are_added) return cudaSuccess;
   dispatch(a.param_dtype, a.param_dtype, [&](auto p, auto) {
     error = launch(add_chunks<typename decltype(p)::type>,
                    {dim3((unsigned)((a.width + kColumns - 1) / kColumns), 2), kColumns * kWarp},

@@ -1,6 +1,8 @@
 // The backward pass of norms. norm.cu argues for the design.
 #pragma once
 
+#include <atomic>
+
 #include "core/dispatch.h"
 #include "cuda/norm_rows.cuh"
 
@@ -19,17 +21,33 @@ struct RowPair {
   Packed<T> x[V], grad[V];
 };
 
-// A thread's columns in a backward pass: parameters and accumulated sums.
+// A thread's columns in a backward pass: the weight, packed, and accumulated sums.
 template <bool Centered, class T, int V>
 struct Columns {
   static constexpr int N = Packed<T>::kElements;
   const NormBackward& a;
   Shares<T, V> shares;
-  bool float_params;
+  bool loads_weight;  // for each row: float32 beside 16 bits does not fit the registers
+  Packed<T> kept_weight[V];
   float grad_weight[V][N] = {}, grad_bias[V][N] = {};
 
   __device__ __forceinline__ Columns(const NormBackward& args, Shares<T, V> mine)
-      : a(args), shares(mine), float_params(args.param_dtype == DType::f32) {}
+      : a(args),
+        shares(mine),
+        loads_weight(args.weight && sizeof(T) == 2 && args.param_dtype == DType::f32) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      kept_weight[v] = ones();
+      if (a.weight && !loads_weight && shares.has(v)) {
+        kept_weight[v] = Packed<T>(__ldg((const uint4*)((const T*)a.weight + shares.at(v))));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Packed<T> ones() {
+    const unsigned one = bits_of(from_float<T>(1)), word = sizeof(T) == 2 ? one << 16 | one : one;
+    return Packed<T>(make_uint4(word, word, word, word));
+  }
 
   __device__ __forceinline__ float mean(int64_t row) const {
     return Centered ? ((const float*)a.mean)[row] : 0;
@@ -50,11 +68,16 @@ struct Columns {
   __device__ __forceinline__ void each(const RowPair<T, V>& row, int v, float mean, float rstd,
                                        Visit&& visit) const {
     float weight[N];
-    if (a.weight) load_parameters<T>(weight, a.weight, shares.at(v), float_params);
+    if (loads_weight) {
+      load_parameters<T>(weight, a.weight, shares.at(v), true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) weight[i] = kept_weight[v][i];
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float grad = row.grad[v][i];
-      visit(i, grad, a.weight ? grad * weight[i] : grad, norm_normalize(row.x[v][i], mean, rstd));
+      visit(i, grad, grad * weight[i], norm_normalize(row.x[v][i], mean, rstd));
     }
   }
 
@@ -96,11 +119,82 @@ struct Columns {
   }
 };
 
+// --- Sums of chunks by the last block -----------------------------------------------------------
+
+// If there are few, the block that ends last adds them up, in the order and with the bits of
+// add_chunks. A block reads some 64 bytes a cycle: at most 2 or 3 us here, less than a launch.
+constexpr int64_t kMostAdded = 256 << 10;  // bytes
+constexpr int64_t kMostChunks = kWarp;     // add_chunks adds more in another order
+
+// How many blocks of a launch have ended. All are zero between launches: the last block resets its
+// launch's. Launches on several streams run at once, so each takes the next counter, and no device
+// has as many launches under way as there are counters. A captured launch would come back to its
+// counter whenever its graph runs, beside others, so it takes add_chunks.
+constexpr unsigned kCounters = 1 << 16;
+static __device__ unsigned ended_blocks[kCounters];
+constexpr int kNoCounter = -1;
+inline int next_counter() {
+  static std::atomic<unsigned> launches{0};
+  return (int)(launches++ % kCounters);
+}
+
+inline bool last_block_adds(const NormBackward& a, cudaStream_t stream) {
+  const int64_t wanted = (a.weight_partials != nullptr) + (a.bias_partials != nullptr);
+  const int64_t bytes = wanted * a.chunks * a.width * (int64_t)sizeof(float);
+  if (bytes == 0 || bytes > kMostAdded || a.chunks > kMostChunks) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return a.width <= kSlice && cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status == cudaStreamCaptureStatusNone;
+}
+
+template <class P>
+__device__ __forceinline__ void add_columns(const NormBackward& a, const void* partials,
+                                            void* grad) {
+  if (!partials) return;
+  for (int64_t column = threadIdx.x * 4; column < a.width; column += blockDim.x * 4) {
+    float sums[4] = {};
+#pragma unroll 4
+    for (int chunk = 0; chunk < (int)a.chunks; ++chunk) {
+      // From L2: another block's stores do not reach this multiprocessor's L1.
+      const float4 four =
+          __ldcg((const float4*)((const float*)partials + chunk * a.width + column));
+      sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ((P*)grad)[column + i] = from_float<P>(sums[i]);
+  }
+}
+
+// All threads call this after their block's sums of its chunk. The barrier orders the block's
+// stores before thread 0's fence, which orders them before its count. The last block's fence orders
+// all counts before its loads.
+template <class T>
+__device__ __forceinline__ void add_chunks_if_last(const NormBackward& a, unsigned counter) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&ended_blocks[counter], 1u) + 1 == (unsigned)a.chunks;
+    __threadfence();
+    if (is_last) ended_blocks[counter] = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  const auto add = [&](auto p) {
+    add_columns<decltype(p)>(a, a.weight_partials, a.grad_weight);
+    add_columns<decltype(p)>(a, a.bias_partials, a.grad_bias);
+  };
+  a.param_dtype == DType::f32 ? add(float{}) : add(T{});
+}
+
+// --- Rows in registers --------------------------------------------------------------------------
+
 // A block processes several rows at a time, one per group of threads. If rows are divided into
-// slices of columns, the two sums of each row are Known, in `row_sums`.
+// slices of columns, the two sums of each row are Known, in `row_sums`. With a counter the last
+// block adds up the chunks.
 template <bool Centered, class T, int V, bool Known>
 __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
-    backward_in_registers(NormBackward a, float per_width, int threads, int slices) {
+    backward_in_registers(NormBackward a, float per_width, int threads, int slices, int counter) {
   const int64_t chunk = blockIdx.x / slices;
   const int64_t begin = (int64_t)(blockIdx.x % slices) * kSlice;
   const int groups = blockDim.x / threads, group = threadIdx.x / threads;
@@ -154,6 +248,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kBlocksPerMultiprocessor)
   };
   write_partials(columns.grad_weight, (float*)a.weight_partials);
   write_partials(columns.grad_bias, (float*)a.bias_partials);
+  if constexpr (!Known) {
+    if (counter != kNoCounter) add_chunks_if_last<T>(a, (unsigned)counter);
+  }
 }
 
 // Rows fill a block, or a cluster of `blocks` with `share` columns each, which has a chunk of rows.
@@ -315,10 +412,11 @@ cudaError_t launch_in_registers(const NormBackward& a, cudaStream_t stream) {
   const int at_most = threads <= kWarp ? kNarrowBlock : kBackwardThreads;
   const int groups = at_most / threads;
   const size_t partials = groups > 1 ? groups * a.width * sizeof(float) : 0;
+  const int counter = last_block_adds(a, stream) ? next_counter() : kNoCounter;
   return launch(
       backward_in_registers<Centered, T, V, false>,
       {dim3((unsigned)a.chunks), groups * threads, partials > kSumsBytes ? partials : kSumsBytes},
-      stream, a, per_width_of(a.width), threads, /*slices=*/1);
+      stream, a, per_width_of(a.width), threads, /*slices=*/1, counter);
 }
 
 // The number of rows of x and grad_y, of `columns` each, that fit a block's shared memory.
@@ -386,7 +484,13 @@ cudaError_t launch_two_passes(const NormBackward& a, cudaStream_t stream) {
   const int slices = slices_of(a.width);
   return launch(backward_in_registers<Centered, T, V, true>,
                 {dim3((unsigned)(a.chunks * slices)), kBackwardThreads}, stream, a,
-                per_width_of(a.width), kBackwardThreads, slices);
+                per_width_of(a.width), kBackwardThreads, slices, kNoCounter);
+}
+
+template <class T>
+bool is_aligned(const NormBackward& a) {
+  return a.width % Packed<T>::kElements == 0 && is_aligned(a.x) && is_aligned(a.grad_y) &&
+         is_aligned(a.grad_x) && is_aligned(a.weight);
 }
 
 template <bool Centered>
@@ -396,8 +500,7 @@ cudaError_t backward(const NormBackward& a, cudaStream_t stream) {
   dispatch(a.dtype, DType::f32, [&](auto t, auto) {
     using T = typename decltype(t)::type;
     constexpr int N = Packed<T>::kElements;
-    const bool aligned = a.width % N == 0 && is_aligned(a.x) && is_aligned(a.grad_y) &&
-                         is_aligned(a.grad_x) && is_aligned(a.weight);
+    const bool aligned = is_aligned<T>(a);
     const int ahead =
         a.width > kSlice && a.width <= kWideRow ? rows_in_shared(a.width, sizeof(T)) : 0;
     if (aligned && a.width <= kWarp * N) {

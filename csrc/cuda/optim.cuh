@@ -71,18 +71,34 @@ cudaError_t for_batches(const StepTensor* tensors, const SplitRows* splits, int6
   return cudaSuccess;
 }
 
+// A warp's turns in this thread block's piece.
+template <class Tensor>
+class Turns {
+ public:
+  __device__ __forceinline__ Turns(const StepBatch<Tensor>& batch, int at)
+      : at_once_(blocks_of_turn<Tensor>(batch.tensor[at])), now_(threadIdx.x / kWarp * at_once_) {
+    const uint32_t piece = (uint32_t)batch.piece * at_once_;
+    first_ = (blockIdx.x - batch.first_piece[at]) * piece;
+    const uint32_t left = batch.blocks[at] - first_;
+    count_ = left < piece ? left : piece;
+  }
+  __device__ __forceinline__ bool has_turn() const { return now_ < count_; }
+  __device__ __forceinline__ Turn turn() const {
+    return {first_ + now_, count_ - now_ < at_once_ ? count_ - now_ : at_once_};
+  }
+  __device__ __forceinline__ void advance() { now_ += kStepWarps * at_once_; }
+
+ private:
+  uint32_t at_once_, first_, count_, now_;  // in blocks
+};
+
 // body(tensor, turn) in each warp, for the turns of this thread block's piece.
 template <class Tensor, class Body>
 __device__ __forceinline__ void for_turns_of_piece(const StepBatch<Tensor>& batch, int at,
                                                    Body&& body) {
-  const Tensor& t = batch.tensor[at];
-  const uint32_t at_once = blocks_of_turn<Tensor>(t), piece = (uint32_t)batch.piece * at_once;
-  const uint32_t first = (blockIdx.x - batch.first_piece[at]) * piece;
-  const uint32_t left = batch.blocks[at] - first;
-  const uint32_t count = left < piece ? left : piece;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x / kWarp * at_once; i < count; i += kStepWarps * at_once) {
-    body(t, Turn{first + i, count - i < at_once ? count - i : at_once});
+  for (Turns<Tensor> turns(batch, at); turns.has_turn(); turns.advance()) {
+    body(batch.tensor[at], turns.turn());
   }
 }
 

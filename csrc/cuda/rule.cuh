@@ -25,6 +25,11 @@
 //    to 128 elements are 8-bit blocks of their own, as in LoRA. If the width is a power of two, a
 //    warp takes as many rows as make up 256 elements and finds each row's absmax by exchanges among
 //    its lanes. One at a time, rows of 8 would leave 30 of 32 lanes idle.
+//    With 8-bit moments a warp loads its next block before it writes and encodes this one, 40% of
+//    its instructions. What it has in flight meanwhile was nothing and is 2.6 KB in float32, 61 KB a
+//    multiprocessor. Parameters are written before moments are encoded, so that their registers are
+//    free: with two moments a thread still has 80, and nothing spills. With stochastic rounding 96
+//    bytes would, so that case loads as before.
 //
 // 4. Instructions. 132 multiprocessors start 29.6e12 thread instructions in a second. At the copy
 //    bandwidth that is 193 an element with float32 moments, 110 with 8-bit moments. Counted in the
@@ -32,7 +37,9 @@
 //      - float32 moments: 42. Limited by memory;
 //      - 8-bit moments: 102, of which 39 are the rule with its root and its division, 10 decoding,
 //        37 encoding. That takes as long as the memory traffic: 80% of the copy bandwidth is the
-//        target. With bfloat16 parameters, 10 bytes, instructions limit: two thirds at most;
+//        target. With bfloat16 parameters, 10 bytes, instructions limit: two thirds at most. Loading
+//        ahead adds less than one: the shortest way through the loop, with averages, was 914 for a
+//        lane's eight elements and is 919;
 //      - stochastic rounding: 26 more, 16 of them in Philox, one call of which serves four
 //        elements. With float32 moments, 22 bytes, memory still limits: 68 of 152. With 8-bit
 //        moments half of the copy bandwidth is left.
@@ -138,8 +145,7 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
   maps.fill();
   with_lanes<Param, State, Tensor, Rule>(a.batch.tensor[at], [&](auto type) {
     using Lane = typename decltype(type)::type;
-    for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
-      Lane lane(t, turn, is_aligned);
+    const auto step = [&](Lane& lane) {
       lane.for_elements(maps, [&](float& p, float g, float* m, bool, auto&... z) {
         const float before[] = {p, z...};
         rule(p, g * grad_factor, m, z...);
@@ -149,8 +155,26 @@ __device__ __forceinline__ void step_each(const StepLaunch<Tensor, Rule>& a, Sav
           skip_unless<Lane::N>(is_sound, p, before[0], m);
         }
       });
-      save(lane, maps);
-    });
+    };
+    if constexpr (!Lane::kLoadsAhead) {
+      for_turns_of_piece(a.batch, at, [&](const Tensor& t, Turn turn) {
+        Lane lane(t, turn, is_aligned);
+        step(lane);
+        save(lane, maps);
+      });
+    } else {
+      Turns<Tensor> turns(a.batch, at);
+      if (!turns.has_turn()) return;
+      Lane lane(a.batch.tensor[at], turns.turn(), is_aligned);
+#pragma unroll 1
+      for (bool goes_on = true; goes_on;) {
+        step(lane);
+        turns.advance();
+        goes_on = turns.has_turn();
+        if (goes_on) lane.load(turns.turn());
+        save(lane, maps);
+      }
+    }
   });
 }
 

@@ -46,6 +46,56 @@ def test_backward_of_wide_rows(cuda_device: str, name: str, width: int, dtype: t
         assert _launches() - before == (4 if width == 65544 else 3)  # one pass over the rows
 
 
+# Few chunks of 8 rows; more than 32 of them; more bytes than one block adds up; rows that do not
+# stay in registers.
+@pytest.mark.skipif(GPU, reason="the emulator counts launches")
+@pytest.mark.parametrize(
+    ("rows", "width", "launches"),
+    [
+        (256, 64, 1),
+        (61, 512, 1),
+        (27, 4096, 1),
+        (257, 64, 2),
+        (136, 4096, 2),
+        (9, 8192, 2),
+        (27, 516, 2),
+    ],
+)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_last_block_adds_few_chunks(
+    cuda_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    rows: int,
+    width: int,
+    launches: int,
+) -> None:
+    """In one launch, again and again, with the bits of two launches, which a graph captures."""
+    x, grad = torch.randn(2, rows, width, device=cuda_device).bfloat16()
+    parameters = [torch.randn(width, device=cuda_device).bfloat16() for _ in range(2)]
+    mean, rstd = torch.randn(rows, device=cuda_device), torch.rand(rows, device=cuda_device)
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        ops = torch.ops.torchweld
+        if name == "rms_norm":
+            given = (grad, x, [width], parameters[0], None, rstd, True)
+            return tuple(ops.rms_norm_backward.cuda(*given))
+        given = (grad, x, [width], *parameters, 1e-5, mean, rstd, True, True)
+        return tuple(ops.layer_norm_backward.cuda(*given))
+
+    captures = ctypes.c_int.in_dll(ctypes.CDLL(str(EMULATED)), "emulator_captures")
+    monkeypatch.setattr(captures, "value", 1)
+    before = _launches()
+    expected = backward()
+    assert _launches() - before == 2
+    monkeypatch.setattr(captures, "value", 0)
+    for _ in range(3):
+        before = _launches()
+        found = backward()
+        assert _launches() - before == launches
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def _launches() -> int:
     return ctypes.c_int64.in_dll(ctypes.CDLL(str(EMULATED)), "emulator_launches").value
 
