@@ -132,6 +132,17 @@ struct RoundedParam : PlainParam<BFloat16> {
   }
 };
 
+// Whether there are registers to load parameters ahead. Stochastic rounding's random numbers would
+// spill, and so would parameters in two parts on sm_100.
+template <class Param>
+constexpr bool kLeavesRegisters = true;
+template <>
+constexpr bool kLeavesRegisters<RemainderParam> = false;
+template <>
+constexpr bool kLeavesRegisters<ShortRemainderParam> = false;
+template <>
+constexpr bool kLeavesRegisters<RoundedParam> = false;
+
 // --- A lane's elements of a block
 // -----------------------------------------------------------------
 
@@ -176,9 +187,8 @@ class LaneOfBlock {
  public:
   static constexpr int N = Rule::kMoments;
   static constexpr bool kInBlocks = std::is_same<State, uint8_t>::value;
-  // Whether a turn is loaded before the one before it is encoded. With stochastic rounding, whose
-  // random numbers take registers, it would spill.
-  static constexpr bool kLoadsAhead = kInBlocks && !std::is_same<Param, RoundedParam>::value;
+  // Whether a turn is loaded before the one before it is encoded.
+  static constexpr bool kLoadsAhead = kInBlocks && kLeavesRegisters<Param>;
   using Maps = MapsOf<kInBlocks && has_moment<Rule>(true), kInBlocks && has_moment<Rule>(false)>;
 
   __device__ __forceinline__ LaneOfBlock(const Tensor& t, Turn turn, bool is_aligned)
@@ -248,10 +258,38 @@ class LaneOfBlock {
   }
 
   __device__ __forceinline__ void save(const Maps& maps, float average_rate) {
-    // What is written first frees its registers, for the next turn or for random numbers.
-    if constexpr (kLoadsAhead) save_params(average_rate);
-    for_moments<N>([&](auto k) { save_moment(k, maps); });
-    if constexpr (!kLoadsAhead) save_params(average_rate);
+    if constexpr (kLoadsAhead) {
+      // What is written first frees its registers.
+      with_access(here_, [&](auto access_to) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) write_param(group, access_to, average_rate);
+      });
+      for_moments<N>([&](auto k) {
+        Four<State> stored[kGroups];
+        float absmax[kBlocks];
+        encode(k, maps, stored, absmax);
+        __syncwarp();  // all lanes have read the absmax that one of them replaces
+        write_absmax(k, absmax);
+        with_access(here_, [&](auto access_to) {
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            write_moment(k, group, access_to, stored[group]);
+          }
+        });
+      });
+    } else {
+      for_moments<N>([&](auto k) { encode(k, maps, moment_[k], absmax_[k]); });
+      if constexpr (kInBlocks) __syncwarp();
+      for_moments<N>([&](auto k) { write_absmax(k, absmax_[k]); });
+      with_access(here_, [&](auto access_to) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          write_param(group, access_to, average_rate);
+#pragma unroll
+          for (int k = 0; k < N; ++k) write_moment(k, group, access_to, moment_[k][group]);
+        }
+      });
+    }
   }
 
   // Writes the absmax of a piece of a split row.
@@ -277,37 +315,39 @@ class LaneOfBlock {
         is_aligned_ && block.count == kQuantBlock && (!kIsSplit<Tensor> || block.begin % 4 == 0)};
   }
 
-  // Writes the parameters, and what follows them.
-  __device__ __forceinline__ void save_params(float average_rate) {
-    with_access(here_, [&](auto access_to) {
+  // Writes a group's parameters, and what follows them.
+  template <class AccessTo>
+  __device__ __forceinline__ void write_param(int group, const AccessTo& access_to,
+                                              float average_rate) {
+    const auto access = access_to(group);
+    const int64_t at = here_.first + group * kGroupStride;
+    Param::write(t_, at, p_[group], access);
+    if constexpr (kHasCompanion<Rule>) {
+      access.write((float*)t_.companion + at, pack<float>(z_[group]));
+    } else if (t_.companion) {
+      const Four<float> average = access.read((const float*)t_.companion + at);
+      float values[4];
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const auto access = access_to(group);
-        const int64_t at = here_.first + group * kGroupStride;
-        Param::write(t_, at, p_[group], access);
-        if constexpr (kHasCompanion<Rule>) {
-          access.write((float*)t_.companion + at, pack<float>(z_[group]));
-        } else if (t_.companion) {
-          const Four<float> average = access.read((const float*)t_.companion + at);
-          float values[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            values[i] = average[i] + (p_[group][i] - average[i]) * average_rate;
-          }
-          access.write((float*)t_.companion + at, pack<float>(values));
-        }
+      for (int i = 0; i < 4; ++i) {
+        values[i] = average[i] + (p_[group][i] - average[i]) * average_rate;
       }
-    });
+      access.write((float*)t_.companion + at, pack<float>(values));
+    }
   }
 
-  // Encodes and writes a moment.
+  template <class AccessTo>
+  __device__ __forceinline__ void write_moment(int k, int group, const AccessTo& access_to,
+                                               const Four<State>& stored) {
+    access_to(group).write((State*)t_.moment[k] + here_.first + group * kGroupStride, stored);
+  }
+
+  // Finds a moment's absmax, if it has one, and its stored form.
   template <int K>
-  __device__ __forceinline__ void save_moment(Index<K> k, const Maps& maps) {
-    Four<State> stored[kGroups];
+  __device__ __forceinline__ void encode(Index<K> k, const Maps& maps, Four<State>* stored,
+                                         float* absmax) {
     if constexpr (kInBlocks) {
       constexpr bool kSigned = Rule::kSigned[K];
       constexpr int kTogether = kGroups / kBlocks;
-      float absmax[kBlocks];
 #pragma unroll
       for (int at = 0; at < kBlocks; ++at) {
         if constexpr (kIsSplit<Tensor>) {
@@ -320,23 +360,19 @@ class LaneOfBlock {
         maps.template of<kSigned>().template encode<kTogether, !kSigned>(stored + at, m_[k] + at,
                                                                          absmax[at]);
       }
-      if constexpr (!kIsSplit<Tensor>) {
-        __syncwarp();  // all lanes have read the absmax that one of them replaces
-        for_blocks_of_lane(here_.turn, [&](int at, uint32_t block, bool is_there) {
-          if (is_there && (lane() & (lanes_of_row() - 1)) == 0) t_.absmax[k][block] = absmax[at];
-        });
-      }
     } else {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) stored[group] = pack<State>(m_[k][group]);
     }
-    with_access(here_, [&](auto access_to) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        access_to(group).write((State*)t_.moment[k] + here_.first + group * kGroupStride,
-                               stored[group]);
-      }
-    });
+  }
+
+  // One lane of a row writes its absmax, which other devices may have to agree on first.
+  __device__ __forceinline__ void write_absmax(int k, const float* absmax) {
+    if constexpr (kInBlocks && !kIsSplit<Tensor>) {
+      for_blocks_of_lane(here_.turn, [&](int at, uint32_t block, bool is_there) {
+        if (is_there && (lane() & (lanes_of_row() - 1)) == 0) t_.absmax[k][block] = absmax[at];
+      });
+    }
   }
 
   __device__ __forceinline__ float* new_absmax(int k) const {
