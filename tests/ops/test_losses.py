@@ -106,11 +106,12 @@ def test_cross_entropy(backend: str, dtype: torch.dtype, name: str, soft: bool) 
     rows, classes = 6, 2100
     kw = options(rows, classes)[name]
     target = soften(rows, classes).to(dtype) if soft else make(rows, classes, 1, dtype)[3]
-    logits = (torch.randn(rows, classes, dtype=torch.float64) * 3).to(dtype)
+    made = torch.Generator().manual_seed(3)
+    logits = (torch.randn(rows, classes, generator=made, dtype=torch.float64) * 3).to(dtype)
     ours, exact = (t.clone().requires_grad_() for t in (logits, logits.double()))
     with torchweld.use_backend(backend):
         loss = LOGITS(ours, target, **kw)
-        grad = torch.randn(loss.shape, dtype=torch.float64).to(dtype)
+        grad = torch.randn(loss.shape, generator=made, dtype=torch.float64).to(dtype)
         loss.backward(grad)
     wanted = exact_loss(exact, target, kw)
     wanted.backward(grad.double())
@@ -133,7 +134,8 @@ def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None
     target = soften(rows, classes).to(dtype) if soft else target
     sources = [t.double().requires_grad_() for t in (x, weight, bias)]
     wanted = exact_loss(F.linear(*sources), target, kw)
-    grad = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
+    made = torch.Generator().manual_seed(3)
+    grad = torch.randn(wanted.shape, generator=made, dtype=torch.float64).to(dtype)
     exact = torch.autograd.grad(wanted, sources, grad.double())
     for memory in (2**20, 9000 if dtype != torch.float64 else 16000):
         given = [t.clone().requires_grad_() for t in (x, weight, bias)]
