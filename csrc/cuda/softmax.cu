@@ -193,6 +193,13 @@ __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
 
+// How many calls of Philox run at once: with two the backward kernel spills on sm_100.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kDrawsAtOnce = 1;
+#else
+constexpr int kDrawsAtOnce = 2;
+#endif
+
 // Bits that say which of a thread's columns are kept. In 16 bits nothing is drawn for accesses past
 // the first `visible` columns, which have no weight. In float32, where memory limits, the branch
 // would make the backward kernel spill.
@@ -202,7 +209,7 @@ __device__ __forceinline__ unsigned kept_columns(const Tile& tile, const Dropout
                                                  int visible) {
   const DropoutRow<false> dropped(dropout, places.dropout(row));
   unsigned kept = 0;
-#pragma unroll 2
+#pragma unroll kDrawsAtOnce
   for (int v = 0; v < Tile::V; ++v) {
     if (sizeof(T) == 2 && tile.at(v) >= visible) break;
     kept |= dropped.template kept<Tile::N>(begin + tile.at(v)) << (v * Tile::N);
