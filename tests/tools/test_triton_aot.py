@@ -56,7 +56,7 @@ SPILLED = {
 
 # Cases that may compute a product more than once: float32, whose three passes of the tensor cores
 # take eight warps for the registers, and biases, likewise.
-REPEATED = re.compile(r"float32|line$|pairs$|plane$")
+REPEATED = re.compile(r"float32|(line|pairs|plane)(, unaligned)?$")
 # On sm_90 the sums of heads of 256 do not fit the registers with 64 rows to a group of warps.
 SLOW = re.compile(
     r"attention_keys.attention_key_gradients 256 "
