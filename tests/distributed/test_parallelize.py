@@ -178,6 +178,10 @@ def test_tied_parameters_are_named() -> None:
         ({"optimizer": "muon"}, "optimizer is 'muon'; accepted: one of adam"),
         ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
         ({"optimizer": "one_bit_adam"}, "with no arguments; .*: missing .* 'freeze_step'"),
+        (
+            {"optimizer": {"name": "one_bit_adam", "freeze_step": 9}, "offload": "auto"},
+            "offload is 'auto'; accepted: 'none' with one_bit_adam",
+        ),
         ({"optimizer": {"name": "adamw", "rl": 1}}, "'adamw' with .*: .* argument 'rl'"),
         ({"pipeline": {"size": 2, "schedule": "1f2b"}}, "schedule is '1f2b'"),
         ({"pipeline": {"stages": 2}}, "pipeline is with stages"),

@@ -154,6 +154,9 @@ class Parallel:
         if optimizer["name"] == "one_bit_adam" and (inner > 1 or data != "ddp"):
             accepted = "another: one_bit_adam exchanges whole gradients, as ddp does"
             raise ArgumentError("Parallel", "optimizer", "'one_bit_adam'", accepted)
+        if optimizer["name"] == "one_bit_adam" and offload != "none":
+            accepted = "'none' with one_bit_adam, which exchanges gradients in its step"
+            raise ArgumentError("Parallel", "offload", repr(offload), accepted)
         if mode != "1d":
             _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
         elif depth != 1:
