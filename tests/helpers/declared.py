@@ -177,9 +177,11 @@ def compare(rank: int, declared: Declaration, path: str, results: str | None) ->
     off = (differs.norm() / changed.norm()).item()
     # Lion steps by signs, as Adafactor's first steps of vectors do, and a rounding error can change
     # an 8-bit code. Such an element moves by up to a whole step, and few elements do.
-    coarse = declared.config["optimizer"]["name"] in ("adafactor", "adamw8bit", "lion")
-    assert run.norms == pytest.approx(wanted.norms, rel=1e-3 if coarse else 1e-5)
-    assert run.norms[0] == pytest.approx(wanted.norms[0], rel=1e-5)
+    kind = declared.config["optimizer"]["name"]
+    coarse = kind in ("adafactor", "adamw8bit", "lion")
+    if kind != "one_bit_adam" or declared.processes == 1:  # its step exchanges gradients
+        assert run.norms == pytest.approx(wanted.norms, rel=1e-3 if coarse else 1e-5)
+        assert run.norms[0] == pytest.approx(wanted.norms[0], rel=1e-5)
     assert off <= (2e-2 if coarse else 1e-3), off
     if rank == 0 and results:
         row = {"declared": declared.name, "given": str(declared).partition(": ")[2]}

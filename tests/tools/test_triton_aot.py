@@ -43,16 +43,8 @@ WARPS = dict.fromkeys(
     ),
     8,
 )
-# Bytes a thread: tiles were chosen for the Triton that is pinned, which spills nothing.
+# Tiles were chosen for the Triton that is pinned. What another one makes of them is in tests/kept.
 PINNED = TORCH >= (2, 13)
-SPILLED = {
-    "attention_keys.attention_key_gradients": 32,
-    "attention_backward.attention_deltas": 8,
-    "attention_bias.attention_bias_gradient": 8,
-    "dropout_add_norm._forward": 16,
-    "dropout_add_norm._forward_wide": 8,
-}
-
 
 # Cases that may compute a product more than once: float32, whose three passes of the tensor cores
 # take eight warps for the registers, and biases, likewise.
@@ -94,18 +86,16 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
     assert {row["kernel"] for row in rows if not row["aligned"]} == kernels - {*NEVER_UNALIGNED}
     for row in rows:
         taken = row["now"] or row["kept"]
-        if row["aligned"]:
-            assert taken["spilled"] <= (0 if PINNED else SPILLED.get(row["kernel"], 0)), row
-        elif PINNED:  # Triton 3.6 spills up to a hundred bytes more for views
-            assert taken["spilled"] == 0, row
         assert taken["shared"] <= SHARED_MEMORY[capability], row
         warps = WARPS.get(row["kernel"], 16) if row["aligned"] else row["warps"]
         assert taken["registers"] <= REGISTERS_PER_MULTIPROCESSOR // (32 * warps), row
-        if not REPEATED.search(row["case"]):
-            assert taken["repeats"] <= 1, row
-        is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
-        if is_timed(row) and not is_slow:
-            assert taken["slow"] == 0, row
+        if PINNED:
+            assert taken["spilled"] == 0, row
+            if not REPEATED.search(row["case"]):
+                assert taken["repeats"] <= 1, row
+            is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
+            if is_timed(row) and not is_slow:
+                assert taken["slow"] == 0, row
         if row["now"] and row["kept"]:
             assert row["now"] == row["kept"], row
     assert {row["kernel"] for row in rows if row["now"]} == kernels
