@@ -260,8 +260,8 @@ class Training:
     def step(self, batch: Sequence[Microbatch], number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step; return the mean loss of this process's microbatches and the gradient norm.
 
-        The norm is NaN under weight stashing, where each stage has updated its weights already. With
-        one_bit_adam it is that of this process's gradients, which only the step exchanges.
+        The norm is NaN under weight stashing, where each stage has updated its weights already.
+        With one_bit_adam it is that of this process's gradients, which only the step exchanges.
 
         Args:
             batch: inputs and targets of this process's microbatches, `own`, with whole sequences.
