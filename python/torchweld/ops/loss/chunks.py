@@ -162,17 +162,20 @@ class _Gemms:
         total = self.grad_weight
         if total is None:
             return
-        if self.layer.is_widened() or self._sums:
-            for at in self._blocks():
-                part = grad[:, at].t() @ x.to(grad.dtype)
-                if self._started:
-                    total[at] += part
-                else:
-                    total[at] = part
-        elif self._started:
-            total.addmm_(grad.t(), x)
-        else:
-            torch.mm(grad.t(), x, out=total)
+        layer = self.layer
+        # On processors without 16-bit products torch has the whole result in float32 beside it.
+        is_copied = layer.input.is_cpu and layer.input.element_size() == 2
+        widens = layer.is_widened() or self._sums
+        for at in self._blocks() if widens or is_copied else [slice(None)]:
+            left, right, out = grad[:, at].t(), x.to(grad.dtype), total[at]
+            if self._started and widens:
+                out += left @ right
+            elif self._started:
+                out.addmm_(left, right)
+            elif widens:
+                out.copy_(left @ right)
+            else:
+                torch.mm(left, right, out=out)
         self._started = True
 
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
