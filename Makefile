@@ -192,7 +192,7 @@ sanitize: env ## Run the contract on the CPU kernels and the emulated CUDA kerne
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 -m "numbers or kernels" -k "$(NATIVE) and not inductor" $(ARGS)
+	  $(PYTEST) -n 2 -m "numbers or kernels" -k "$(NATIVE) and not inductor and not resident" $(ARGS)
 
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
 NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

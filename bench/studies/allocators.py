@@ -74,12 +74,10 @@ def _measure(allocator: str, name: str) -> list[str]:
     learner = Learner(name, model, optimizer, loss)
     for _ in range(WARM):
         learner.learn()
-    faults = _usage().ru_minflt
+    faults = _count_faults()
     times = [learner.learn().total for _ in range(STEPS)]
-    faults = (_usage().ru_minflt - faults) // STEPS
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * resource.getpagesize()
-    peak = _usage().ru_maxrss * 1024
+    faults = (_count_faults() - faults) // STEPS
+    resident, peak = _read_status("VmRSS"), _read_status("VmHWM")
     return [
         f"{statistics.median(times):.0f}",
         f"{faults}",
@@ -88,8 +86,15 @@ def _measure(allocator: str, name: str) -> list[str]:
     ]
 
 
-def _usage() -> resource.struct_rusage:
-    return resource.getrusage(resource.RUSAGE_SELF)
+def _count_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _read_status(name: str) -> int:
+    """Read one of this process's sizes in bytes; `ru_maxrss` would begin at its parent's."""
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields[name].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ ROWS = {_sequence: "TP + SP", _ring: "ring SP", _tensor_ring: "TP + SP x ring SP
 
 
 def _accumulates(rank: int, cut: Callable[[Any], Any], reduces: int, skips: bool) -> None:
-    """Of three backwards the last one exchanges; a fourth adds to what was exchanged."""
+    """The last of three backward passes exchanges; a fourth adds to what was exchanged."""
     one, many = _model(), _model()
     group = cut(many)
     counts, sizes = [], []

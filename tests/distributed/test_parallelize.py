@@ -152,6 +152,16 @@ def test_what_does_not_divide_is_named(config: Any, world: int, sizes: Any, mess
         check_fit(model, Parallel.from_config(config, world), **sizes)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+def test_some_schedules_take_fewer_microbatches_than_processes(schedule: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(S)
+    config = {"pipeline": {"size": 2, "schedule": schedule}}
+    check_fit(model, Parallel.from_config(config, 2), microbatches=1)
+    with pytest.raises(ArgumentError, match="at least 2 for each"):
+        check_fit(model, Parallel.from_config({"pipeline": 2}, 2), microbatches=1)
+
+
 def test_a_hidden_size_that_does_not_divide_is_named() -> None:
     with torch.device("meta"):
         model = Transformer(S)

@@ -86,6 +86,14 @@ def test_the_best_of_all_is_found(problem: Any) -> None:
     assert min(seconds) <= made.find_seconds(found) < math.inf
 
 
+def test_a_schedule_has_the_microbatches_that_parallelize_asks_for() -> None:
+    choices = list(_make(8, 8, 6, 1e9, schedule=("1f1b", "zbv")).list_choices())
+    pipelines = [c for c in choices if c.pipeline > 1]
+    few = [c for c in pipelines if 8 // c.rows // c.replicas < c.pipeline]
+    assert {c.schedule for c in pipelines} == {"1f1b", "zbv"}
+    assert {c.schedule for c in few} == {"zbv"}
+
+
 def test_a_division_is_the_best_that_fits() -> None:
     times = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
 

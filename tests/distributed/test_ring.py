@@ -140,7 +140,7 @@ def _has_equal_work(rank: int) -> None:
 
 
 def test_balanced_processes_have_equal_work() -> None:
-    """Of 36 blocks below and on the diagonal."""
+    """There are 36 blocks below and on the diagonal."""
     with processes(PROCESSES) as four:
         four.run("cpu", _has_equal_work)
 

@@ -21,7 +21,7 @@ _NEWEST = {80: 2, 90: 3}
 
 
 def read(code: str, capability: int) -> dict[str, int]:
-    """Of a kernel in Triton's language of GPUs ("ttgir").
+    """Read a kernel in Triton's language of GPUs ("ttgir").
 
     `repeats`: how many times the most repeated product is computed, 0 without a product. `slow`:
     products that do not use the GPU's newest instructions, or that use them at half of their rate.

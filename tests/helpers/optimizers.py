@@ -145,7 +145,7 @@ CODECS = [
         [torch.float32, torch.bfloat16, "8bit"],
         [False, True, "remainder", "remainder8"],
     )
-    # Of other dtypes both kinds of remainders are float32 masters, or none.
+    # With other dtypes both kinds of remainders are float32 masters, or none.
     if masters != "remainder8" or dtype == torch.bfloat16
 ]
 

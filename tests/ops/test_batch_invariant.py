@@ -1,4 +1,4 @@
-"""Which functions give a row the same bits alone, among 7 rows and among 4096: docs/numerics.md."""
+"""Which functions give a row the same bits by itself, among 7 rows and among 4096 (numerics.md)."""
 
 from __future__ import annotations
 

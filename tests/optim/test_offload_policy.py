@@ -283,7 +283,7 @@ def test_auto_beside_static_placements(work: Workload, machine: Machine, release
     rows = compare(work, machine)
     auto = rows[AUTO[releases]]
     host = rows[f"states on the host, {Scheme.OVERLAPPED.value}"]
-    if host is None:  # parameters alone take more than the device has
+    if host is None:  # the device has no room even for the parameters
         assert auto is None
         return
     assert auto is not None

@@ -155,7 +155,7 @@ def _phi3(key_heads: int) -> torch.nn.Module:
 
 
 def _vit() -> torch.nn.Module:
-    """Of ten tokens."""
+    """A sequence has ten tokens."""
     sizes = {key: value for key, value in small_models._SIZES.items() if "vocab" not in key}
     config = transformers.ViTConfig(
         **sizes, **small_models._dropout(0.0), image_size=24, patch_size=8, num_labels=4

@@ -43,8 +43,19 @@ WARPS = dict.fromkeys(
     ),
     8,
 )
-# Tiles were chosen for the Triton that is pinned. What another one makes of them is in tests/kept.
+# Bytes that a thread spills under Triton 3.6. The pinned one, for which tiles were chosen, spills
+# none.
 PINNED = TORCH >= (2, 13)
+SPILLED = {
+    "attention_bias.attention_bias_gradient": 8,
+    "dropout_add_norm._forward": 16,
+    "dropout_add_norm._forward_wide": 8,
+    "dropout_add_norm._forward_wide of views": 88,
+    "norm._forward_wide of views": 208,
+    "attention_keys.attention_key_gradients": 8,
+    "attention_keys.attention_key_gradients on sm_100": 152,
+    "attention_backward.attention_query_gradient on sm_100": 8,
+}
 
 # Cases that may compute a product more than once: float32, whose three passes of the tensor cores
 # take eight warps for the registers, and biases, likewise.
@@ -89,13 +100,14 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
         assert taken["shared"] <= SHARED_MEMORY[capability], row
         warps = WARPS.get(row["kernel"], 16) if row["aligned"] else row["warps"]
         assert taken["registers"] <= REGISTERS_PER_MULTIPROCESSOR // (32 * warps), row
-        if PINNED:
-            assert taken["spilled"] == 0, row
-            if not REPEATED.search(row["case"]):
-                assert taken["repeats"] <= 1, row
-            is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
-            if is_timed(row) and not is_slow:
-                assert taken["slow"] == 0, row
+        name = row["kernel"] if row["aligned"] else f"{row['kernel']} of views"
+        spilled = SPILLED.get(f"{name} on sm_{capability}", SPILLED.get(name, 0))
+        assert taken["spilled"] <= (0 if PINNED else spilled), row
+        if not REPEATED.search(row["case"]):
+            assert taken["repeats"] <= 1, row
+        is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
+        if is_timed(row) and not is_slow:
+            assert taken["slow"] == 0, row
         if row["now"] and row["kept"]:
             assert row["now"] == row["kept"], row
     assert {row["kernel"] for row in rows if row["now"]} == kernels

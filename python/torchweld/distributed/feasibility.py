@@ -8,6 +8,7 @@ from torchweld.distributed.memory import find_layers
 from torchweld.distributed.nearest import describe_nearest
 from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.plan import tp_plan
+from torchweld.distributed.stashing import RULES
 from torchweld.distributed.styles import Style
 from torchweld.errors import ArgumentError
 
@@ -40,14 +41,20 @@ def check_fit(
             count = parallel.ring * parallel.tensor
             _check_multiple("length", length, count, "processes that share the sequence")
     if microbatches is not None:
-        _check_multiple("microbatches", microbatches, parallel.replicas, "replicas")
-        each = microbatches // parallel.replicas
-        if parallel.pipeline > 1 and parallel.schedule != "gpipe" and each < parallel.pipeline:
-            actual = f"{microbatches}, which is {each} for each of {parallel.replicas} replicas"
-            accepted = f"at least {parallel.pipeline} for each, as many as the pipeline's processes"
-            raise ArgumentError("parallelize", "microbatches", actual, accepted)
-        if parallel.stashes and parallel.schedule == "2bw":
-            _check_batches(microbatches, parallel)
+        check_microbatches(parallel, microbatches)
+
+
+def check_microbatches(parallel: Parallel, microbatches: int) -> None:
+    """Check that replicas divide a step's microbatches, and that a schedule has enough of them."""
+    _check_multiple("microbatches", microbatches, parallel.replicas, "replicas")
+    if parallel.stashes and parallel.schedule == "2bw":
+        _check_batches(microbatches, parallel)
+    each = microbatches // parallel.replicas
+    one_by_one = parallel.pipeline > 1 and parallel.schedule in ("1f1b", *RULES)
+    if one_by_one and each < parallel.pipeline:
+        actual = f"{microbatches}, which is {each} for each of {parallel.replicas} replicas"
+        accepted = f"at least {parallel.pipeline} for each, as many as the pipeline's processes"
+        raise ArgumentError("parallelize", "microbatches", actual, accepted)
 
 
 def check_matrices(model: torch.nn.Module, count: int, sequence: bool = False) -> None:

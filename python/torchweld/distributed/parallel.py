@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchweld import optim
 from torchweld.distributed import grid
 from torchweld.distributed.plan import sequence_plan, tp_plan
+from torchweld.distributed.stashing import RULES
 from torchweld.distributed.zero import RowSharded, zero2, zero3
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
-STASHING = ("pipedream", "vertical", "2bw")
-SCHEDULES = ("gpipe", "1f1b", "zbv", *STASHING)
+SCHEDULES = ("gpipe", "1f1b", "zbv", *RULES)
 CHECKPOINTS = ("none", "full", "selective")
 OFFLOADS = ("none", "optimizer", "auto")
 OPTIMIZERS = {
@@ -164,7 +164,7 @@ class Parallel:
         if schedule == "zbv" and pipeline > 1 and checkpoint == "selective":
             accepted = "'none' or 'full' with zbv, which goes through a block's graph twice"
             raise ArgumentError("Parallel", "checkpoint", "'selective'", accepted)
-        if schedule in STASHING and pipeline > 1:
+        if schedule in RULES and pipeline > 1:
             others = {"tensor": size, "replicas": replicas, "data": data, "checkpoint": checkpoint}
             others["offload"] = offload
             kept = {"tensor": 1, "replicas": 1, "data": "ddp", "checkpoint": "none"}
@@ -183,7 +183,7 @@ class Parallel:
     @property
     def stashes(self) -> bool:
         """Whether stages keep versions of their weights and step their own optimizers."""
-        return self.pipeline > 1 and self.schedule in STASHING
+        return self.pipeline > 1 and self.schedule in RULES
 
     @property
     def stages(self) -> int:

@@ -24,7 +24,7 @@ from torchweld.distributed.costs import (
     replace_memory,
     simulate,
 )
-from torchweld.distributed.feasibility import check_matrices
+from torchweld.distributed.feasibility import check_matrices, check_microbatches
 from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.timeline import Timeline
 from torchweld.distributed.work import Work, measure_work
@@ -105,7 +105,7 @@ class Problem:
         self._known: dict[Choice, Cost | None] = {}
 
     def make(self, **values: Any) -> Choice | None:
-        """Make a choice; None if `Parallel` refuses it or the batch does not divide."""
+        """Make a choice; None if `Parallel` refuses it or the batch does not fit."""
         inner = values["tensor"] * values["pipeline"]
         if self.devices % inner:
             return None
@@ -113,13 +113,14 @@ class Problem:
         side = {"1d": 1, "2d": c.tensor ** (1 / 2), "3d": c.tensor ** (2 / 3)}[c.mode]
         if c.rows % max(round(side), 1):  # a grid divides the sequences of a microbatch
             return None
-        if self.model.batch % (c.replicas * c.rows) or _repeats_another(c):
+        if self.model.batch % c.rows or _repeats_another(c):
             return None
         stages = c.pipeline * (2 if c.schedule == "zbv" and c.pipeline > 1 else 1)
         if stages > max(len(self.model.work.units) - 2, 1):
             return None
         try:
-            Parallel.from_config(make_config(c), self.devices)
+            parallel = Parallel.from_config(make_config(c), self.devices)
+            check_microbatches(parallel, self.model.batch // c.rows)
         except ArgumentError:
             return None
         return c

@@ -21,6 +21,7 @@ import torch
 from torch.func import functional_call
 
 from torchweld.distributed.stages import ScaledStage
+from torchweld.errors import ArgumentError
 
 Rule = Literal["pipedream", "vertical", "2bw"]
 RULES = ("pipedream", "vertical", "2bw")
@@ -39,6 +40,10 @@ class StashingStage(ScaledStage):
 
     def __init__(self, *args: Any, rule: Rule, accumulate: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if rule not in RULES:
+            raise ArgumentError("StashingStage", "rule", repr(rule), f"one of {', '.join(RULES)}")
+        if accumulate < 1:
+            raise ArgumentError("StashingStage", "accumulate", str(accumulate), "at least 1")
         self.rule, self.accumulate = rule, accumulate
         self.optimizer: Any = None
         self.version, self.most = 0, 1

@@ -21,11 +21,11 @@ from torchweld.distributed import checkpoint, stages
 from torchweld.distributed.feasibility import check_fit
 from torchweld.distributed.grad_norm import grad_norm
 from torchweld.distributed.memory import Memory, find_layers, memory_estimate
-from torchweld.distributed.parallel import STASHING, Parallel
+from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.recompute import recompute
 from torchweld.distributed.ring import ring_slice
 from torchweld.distributed.seeds import LayerSeeds
-from torchweld.distributed.stashing import StashingStage, count_versions
+from torchweld.distributed.stashing import RULES, StashingStage, count_versions
 from torchweld.distributed.sums import no_sync
 from torchweld.distributed.zero import RowSharded
 from torchweld.errors import ArgumentError
@@ -35,7 +35,7 @@ _SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
-    **dict.fromkeys(STASHING, pipelining.Schedule1F1B),
+    **dict.fromkeys(RULES, pipelining.Schedule1F1B),
 }
 
 

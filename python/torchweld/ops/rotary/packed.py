@@ -89,7 +89,7 @@ def rotary_embedding_packed_(
     )
     check(q, k, *prepared[2:])
     tables, layout = prepared[2:5], prepared[7:10]
-    result: torch.Tensor = _Packed.apply(qkv, heads, key_heads, *tables, *layout)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Packed.apply(qkv, heads, key_heads, False, *tables, *layout)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -111,39 +111,26 @@ def _turn(
 
 
 class _Packed(torch.autograd.Function):
+    """The rotation in place, or its transpose, which are each other's backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, heads: int, key_heads: int, *how: Any) -> Any:
+    def forward(
+        ctx: Any, qkv: torch.Tensor, heads: int, key_heads: int, transposed: bool, *how: Any
+    ) -> Any:
         ctx.save_for_backward(*how[:3])
-        ctx.how = (heads, key_heads, how[3:])
+        ctx.how = (heads, key_heads, transposed, how[3:])
         ctx.mark_dirty(qkv)
-        _turn(qkv, heads, key_heads, how, False)
+        _turn(qkv, heads, key_heads, how, transposed)
         return qkv
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        heads, key_heads, layout = ctx.how
+        heads, key_heads, transposed, layout = ctx.how
         # A clone, since others may have the gradient; the pass over it is in place.
         grad = grad.clone(memory_format=torch.contiguous_format)
         how = (*ctx.saved_tensors, *layout)
-        if torch.is_grad_enabled():  # the transpose is linear too
-            grad = _Transposed.apply(grad, heads, key_heads, *how)
+        if torch.is_grad_enabled():
+            grad = _Packed.apply(grad, heads, key_heads, not transposed, *how)  # type: ignore[no-untyped-call]
         else:
-            _turn(grad, heads, key_heads, how, True)
-        return (grad, *(None,) * 8)
-
-
-class _Transposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, heads: int, key_heads: int, *how: Any) -> Any:
-        ctx.save_for_backward(*how[:3])
-        ctx.how = (heads, key_heads, how[3:])
-        ctx.mark_dirty(grad)
-        _turn(grad, heads, key_heads, how, True)
-        return grad
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        heads, key_heads, layout = ctx.how
-        again = grad.clone(memory_format=torch.contiguous_format)
-        again = _Packed.apply(again, heads, key_heads, *ctx.saved_tensors, *layout)  # type: ignore[no-untyped-call]
-        return (again, *(None,) * 8)
+            _turn(grad, heads, key_heads, how, not transposed)
+        return (grad, *(None,) * 9)
