@@ -13,8 +13,8 @@ from .block_sparse_attention import (
     bias_launch,
     delta_launch,
     distances,
-    forward_launch,
-    gradient_launches,
+    forward_contest,
+    gradient_contests,
     make_call,
 )
 from .launch import Launch
@@ -78,9 +78,12 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         call = call._replace(generation=generation_of(divmod(capability, 10)))
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
-        yield name, forward_launch(call, y, lse)
+        contests, after = gradient_contests(call, y, lse, lse, (call.q, call.k, call.v))
         yield name, delta_launch(call, lse, y, y, lse)
-        for launched in gradient_launches(call, y, lse, lse, (call.q, call.k, call.v)):
+        for contest in (forward_contest(call, y, lse), *contests):
+            for launched in contest.launches():
+                yield name, launched
+        for launched in after:
             yield name, launched
         bias = call.beside[3]
         if bias is not None:

@@ -12,27 +12,22 @@ from typing import NamedTuple
 
 import triton
 
-
-class Tile(NamedTuple):
-    """What a program has of queries and of keys: its own, and as many as it takes at a time."""
-
-    own: int
-    taken: int
-    warps: int
-    stages: int
-
+from .contest import Tile
 
 Tiles = tuple[Tile, ...]
 
 
 class Choice(NamedTuple):
-    """A kernel's tiles for blocks of 128 and for smaller ones: the first that is no longer counts.
+    """A kernel's tiles for blocks of 128 and for smaller ones.
 
-    `heavy` are those for calls with random numbers, biases or bits of masks, which take registers.
+    The first that is no longer than a block is the rule's. One of 64 rows after it, and the
+    `further` ones for light calls, are timed beside it at first use. `heavy` are those for calls
+    with random numbers, biases or bits of masks, which take registers.
     """
 
     light: Tiles
     heavy: Tiles
+    further: Tiles = ()
 
 
 def _same(*tiles: Tile) -> Choice:
@@ -44,6 +39,7 @@ _WIDE, _NARROW = (
     (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
 )
 _SCORES = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)
+_LONG = (Tile(128, 128, 8, 2),)
 _SMALL = Tile(32, 32, 4, 1)
 # The kernels, and the sums of keys, of values or of both that a launch has. By the generation of
 # the GPU and the padded head. From sm_90 on a group of four warps computes 64 rows at once.
@@ -66,8 +62,8 @@ _TILES: dict[int, dict[str, dict[int, Choice]]] = {
     },
     90: {
         FORWARD: {
-            64: _same(*_SCORES),
-            128: _same(*_SCORES),
+            64: Choice(_SCORES, _SCORES, _LONG),
+            128: Choice(_SCORES, _SCORES, _LONG),
             256: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
         },
         QUERIES: {
@@ -86,7 +82,11 @@ _TILES: dict[int, dict[str, dict[int, Choice]]] = {
         BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)))},
     },
     100: {
-        FORWARD: {64: _same(*_SCORES), 128: _same(*_SCORES), 256: _same(*_NARROW)},
+        FORWARD: {
+            64: Choice(_SCORES, _SCORES, _LONG),
+            128: Choice(_SCORES, _SCORES, _LONG),
+            256: _same(*_NARROW),
+        },
         QUERIES: {64: Choice(_WIDE, _NARROW), 128: Choice(_WIDE, _NARROW), 256: _same(*_NARROW)},
         KEYS: {128: _same(*_NARROW), 256: _same(_SMALL)},
         VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
@@ -102,7 +102,7 @@ def generation_of(capability: tuple[int, int]) -> int:
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
-def tile_of(
+def tiles_of(
     generation: int,
     kernel: str,
     width: int,
@@ -112,22 +112,31 @@ def tile_of(
     wide: bool,
     heavy: bool,
     biased: bool,
-) -> Tile:
-    """The tile for a padded head, a block, and lines of so many tokens on average.
+) -> list[Tile]:
+    """The tiles for a padded head, a block, and lines of so many tokens on average.
 
     `wide`: elements are of float32; `biased`: the places of each pair's bias take registers.
     """
-    tiles = _TILES[generation][kernel][max(width, 64)][int(heavy)]
-    own, taken, warps, stages = next((t for t in tiles if t.own <= block), tiles[-1])
+    choice = _TILES[generation][kernel][max(width, 64)]
+    tiles = choice.heavy if heavy else choice.light
+    by_rule, *smaller = [tile for tile in tiles if tile.own <= block] or [tiles[-1]]
+    # From sm_100 on, products of 64 rows take slower instructions.
+    contenders = [t for t in smaller if t.own == 64 and generation < 100]
+    if not heavy:  # a longer part of long lines
+        contenders += [t for t in choice.further if t.own <= block and 4 * t.taken <= line]
     of_keys = kernel in (KEYS, VALUES, BOTH)
-    if wide:
-        own, taken, warps, stages = min(own, 32), 32, 8, 1
-    if biased:
-        # The gradients of keys, two sums of products, would spill with four warps.
-        own, taken, warps, stages = min(own, 32), 32, *((8, 2) if of_keys else (4, 3))
+    # The gradients of keys, two sums of products, would spill with four warps.
+    fixed = ((32, 8, 2) if of_keys else (32, 4, 3)) if biased else (32, 8, 1)
+    if wide or biased:
+        by_rule, contenders = Tile(min(by_rule.own, 32), *fixed), []
+    return list(dict.fromkeys(_shrink(tile, block, line) for tile in (by_rule, *contenders)))
+
+
+def _shrink(tile: Tile, block: int, line: int) -> Tile:
+    """Limit a tile to a block, and to part of a line, whose last tile is half empty on average."""
+    own, taken, warps, stages = tile
     if block < own:
         own, warps = block, max(warps * block // own, 4)
-    # A walk's last tile is half empty on average: short walks take smaller ones.
     while taken > 32 and 4 * taken > line:
         taken //= 2
     return Tile(own, taken, warps, stages)

@@ -27,7 +27,9 @@ at d = 128. The tensor cores hide it only where two programs share a processor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +47,11 @@ from .attention_tiles import (
     QUERIES,
     VALUES,
     Pieces,
-    Tile,
     divide,
     generation_of,
-    tile_of,
+    tiles_of,
 )
+from .contest import Contest, Tile, run_contest
 from .dropout import Sizes, check_dropout, dropout_arguments
 from .launch import Launch, launch, processors, run
 from .linear_act import precision
@@ -119,38 +121,79 @@ class Call(NamedTuple):
     options: dict[str, Any]
     generation: int  # of the GPU's tiles
 
-    def tile(self, kernel: str) -> Tile:
-        """This call's tile for a kernel, by the names in attention_tiles.py."""
+    def tiles(self, kernel: str) -> list[Tile]:
+        """This call's tiles for a kernel, by the names in attention_tiles.py; the rule's first."""
         lists = self.rows if kernel in (FORWARD, QUERIES) else self.columns
         width = max(self.options["WIDTH"], self.options["DEEP"])
         _, _, stride, row = self.biasing
-        return tile_of(
+        return tiles_of(
             *(self.generation, kernel, width, self.options["BLOCK"], lists.tokens),
             wide=self.q.dtype.itemsize == 4,
             heavy=any(self.beside[at] is not None for at in (0, 3, 4)),
             biased=self.beside[3] is not None and (stride is not None or row is not None),
         )
 
+    def contest(
+        self,
+        name: str,
+        kernel: Any,
+        own: Sequence[Any],
+        results: Sequence[torch.Tensor | None],
+        options: Mapping[str, Any] | None = None,
+        **place: Any,
+    ) -> Contest:
+        """Launches of a kernel with its own arguments and options, one for each of its tiles."""
+        call = self._replace(options={**self.options, **(options or {})})
+        lists = self.rows if name in (FORWARD, QUERIES) else self.columns
+        size = self.q.shape[0] * self.q.shape[1] * lists.lines * lists.tokens
+        given = tuple(x is not None for x in (self.sinks, self.rows.table, *self.beside))
+        flags = {**call.options, "GROUP": self.group, "DIVIDED": place.get("extras", 0) > 0}
+        tiles = tuple(self.tiles(name))
+
+        def describe() -> dict[str, Any]:
+            tensors = ("sinks", "lists", "masks", "padding", "slopes", "bias", "dropout")
+            return {
+                "kernel": f"attention of {name}",
+                "dtype": str(self.q.dtype).removeprefix("torch."),
+                **{flag.lower(): value for flag, value in flags.items()},
+                "with": list(itertools.compress(tensors, given)),
+                "tiles": list(map(str, tiles)),  # which depend on the length of lines, too
+            }
+
+        return Contest(
+            (name, self.q.dtype, *flags.values(), given, tiles, size.bit_length()),
+            describe,
+            size.bit_length(),
+            tiles,
+            functools.partial(call.launch, kernel, own, **place),
+            [x for x in results if x is not None],
+        )
+
     def launch(
         self,
         kernel: Any,
+        own: Sequence[Any],
         tile: Tile,
-        *first: Any,
+        *,
         grad: torch.Tensor | None = None,
         transposed: bool = False,
+        extras: int = 0,
         programs: int | None = None,
     ) -> Launch:
-        """A launch of a kernel with its own arguments, `first`, and those of every kernel."""
+        """A launch of a kernel with its own arguments and those of every kernel.
+
+        Lines have `extras` pieces beyond their first ones.
+        """
         q, k, v = self.q, self.k, self.v
         lists = self.columns if transposed else self.rows
         names = ("COLUMNS", "ROWS") if transposed else ("ROWS", "COLUMNS")
         planes = q.shape[0] * (k if transposed else q).shape[1]
         if programs is None:
-            programs = planes * lists.lines * (self.options["BLOCK"] // tile.own)
+            programs = planes * (lists.lines + extras) * (self.options["BLOCK"] // tile.own)
         return launch(
             kernel,
             programs,
-            *first,
+            *own,
             *(lists.table, lists.entries, *self.beside),
             *(planes, q.shape[1], self.group, self.first_head, q.shape[2], k.shape[2]),
             *(q.shape[3], v.shape[3]),
@@ -328,9 +371,9 @@ def _check_lists(
     _refuse(masks.shape[1:] != (block * max(block // 32, 1),), "masks do not fit the block")
 
 
-def forward_launch(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Launch:
+def forward_contest(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Contest:
     own = (call.q, call.k, call.v, call.sinks, y, lse)
-    return call.launch(attention_forward, call.tile(FORWARD), *own)
+    return call.contest(FORWARD, attention_forward, own, (y, lse))
 
 
 def delta_launch(
@@ -353,45 +396,45 @@ def delta_launch(
     )
 
 
-def gradient_launches(
+def gradient_contests(
     call: Call,
     grad_y: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
-) -> list[Launch]:
-    """The launches for the gradients that are wanted: of q, and of k and v."""
+) -> tuple[list[Contest], list[Launch]]:
+    """The launches for the gradients that are wanted: of q, and of k and v. Others follow them."""
     saved = (grad_y, lse, delta, call.q, call.k, call.v, call.scale)
     grad_q, *grad_kv = grads
-    launches = []
+    contests: list[Contest] = []
+    after: list[Launch] = []
     if grad_q is not None:
-        tile = call.tile(QUERIES)
-        launches.append(call.launch(attention_query_gradient, tile, grad_q, *saved, grad=grad_y))
+        own = (grad_q, *saved)
+        contests.append(
+            call.contest(QUERIES, attention_query_gradient, own, (grad_q,), grad=grad_y)
+        )
     if any(grad is not None for grad in grad_kv):
-        launches += _key_launches(call, grad_y, saved, *grad_kv)
-    return launches
+        of_keys, after = _key_contests(call, grad_y, saved, *grad_kv)
+        contests += of_keys
+    return contests, after
 
 
-def _key_launches(
+def _key_contests(
     call: Call,
     grad_y: torch.Tensor,
     saved: tuple[Any, ...],
     grad_k: torch.Tensor | None,
     grad_v: torch.Tensor | None,
-) -> list[Launch]:
+) -> tuple[list[Contest], list[Launch]]:
     """Those of the gradients of k and v; one of the two may not be wanted."""
     options, lists, (batch, key_heads, keys, _) = call.options, call.columns, call.k.shape
-    block, planes, width = (
-        options["BLOCK"],
-        batch * key_heads,
-        max(options["WIDTH"], options["DEEP"]),
-    )
+    block, planes = options["BLOCK"], batch * key_heads
+    width = max(options["WIDTH"], options["DEEP"])
     sums = [BOTH] if width <= BOTH_SUMS else [KEYS] * (grad_k is not None)
     sums += [VALUES] * (width > BOTH_SUMS and grad_v is not None)
-    tiles = {name: call.tile(name) for name in sums}
     per_head = lists.strides[1] > 0 and call.group > 1
     pieces = divide(
-        *(planes, lists.lines, call.q.shape[2], call.group, block, tiles[sums[0]].own),
+        *(planes, lists.lines, call.q.shape[2], call.group, block, call.tiles(sums[0])[0].own),
         processors(call.q.device),
         has_table=lists.table is not None,
         per_head=per_head,
@@ -401,33 +444,39 @@ def _key_launches(
     if pieces is not None:
         size = block * (options["WIDTH"] + options["DEEP"])
         partials = saved[1].new_empty(planes * (extras + divided) * size)
-    launches = []
-    for name, tile in tiles.items():
+    contests = []
+    for name in sums:
         own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
-        launched = call.launch(
-            *(attention_key_gradients, tile, *own, partials, *saved, key_heads, extras, least),
-            grad=grad_y,
-            transposed=True,
-            programs=planes * (lists.lines + extras) * (block // tile.own),
+        contests.append(
+            call.contest(
+                *(name, attention_key_gradients),
+                (*own, partials, *saved, key_heads, extras, least),
+                (*own, partials),
+                {
+                    "PER_HEAD": per_head,
+                    "OF_KEYS": own[0] is not None,
+                    "OF_VALUES": own[1] is not None,
+                },
+                grad=grad_y,
+                transposed=True,
+                extras=extras,
+            )
         )
-        launched.options["PER_HEAD"] = per_head
-        launched.options.update(OF_KEYS=own[0] is not None, OF_VALUES=own[1] is not None)
-        launches.append(launched)
-    if partials is not None:
-        rows = min(block, _SUMMED_ROWS)
-        summed = launch(
-            attention_key_sums,
-            planes * divided * (block // rows),
-            *(grad_k, grad_v, partials, lists.table, planes, key_heads, call.q.shape[1]),
-            *(call.group, call.first_head, keys, call.q.shape[3], call.v.shape[3]),
-            *(lists.lines, *lists.strides, extras, least),
-            **{name: options[name] for name in ("BLOCK", "WIDTH", "DEEP")},
-            ROWS=rows,
-            PER_HEAD=per_head,
-            num_warps=4,
-        )
-        launches.append(summed)
-    return launches
+    if partials is None:
+        return contests, []
+    rows = min(block, _SUMMED_ROWS)
+    summed = launch(
+        attention_key_sums,
+        planes * divided * (block // rows),
+        *(grad_k, grad_v, partials, lists.table, planes, key_heads, call.q.shape[1]),
+        *(call.group, call.first_head, keys, call.q.shape[3], call.v.shape[3]),
+        *(lists.lines, *lists.strides, extras, least),
+        **{name: options[name] for name in ("BLOCK", "WIDTH", "DEEP")},
+        ROWS=rows,
+        PER_HEAD=per_head,
+        num_warps=4,
+    )
+    return contests, [summed]
 
 
 # --- Called by the registry, with the signatures of the op's schemas ---
@@ -438,7 +487,7 @@ def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tens
     y = q.new_empty((*q.shape[:-1], call.v.shape[3]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel():
-        run(q, forward_launch(call, y, lse))
+        run_contest(q, forward_contest(call, y, lse))
     return y, lse
 
 
@@ -466,8 +515,11 @@ def block_sparse_attention_backward(
     if lse.numel():
         grad_y = _four(grad_y)
         lse_gradient = None if grad_lse is None else grad_lse.contiguous()
-        launches = gradient_launches(call, grad_y, lse, delta, grads)
-        run(q, delta_launch(call, delta, y, grad_y, lse_gradient), *launches)
+        run(q, delta_launch(call, delta, y, grad_y, lse_gradient))
+        contests, after = gradient_contests(call, grad_y, lse, delta, grads)
+        for contest in contests:
+            run_contest(q, contest)
+        run(q, *after)
     grad_sinks = grad_bias = nothing
     if bias is not None and need_bias:
         grad_bias = _gradient_of_bias(call, bias, grad_y, lse, delta)
@@ -507,9 +559,11 @@ def bias_launch(
     scratch = None if by_pair else sums.new_empty((programs, own, own))
     launched = call.launch(
         attention_bias_gradient,
+        (
+            *(sums, scratch, parts, bias.shape[0], bias.shape[1], bias.shape[3]),
+            *(grad_y, lse, delta, call.q, call.k, call.v),
+        ),
         Tile(own, own, 4, 1),
-        *(sums, scratch, parts, bias.shape[0], bias.shape[1], bias.shape[3]),
-        *(grad_y, lse, delta, call.q, call.k, call.v),
         grad=grad_y,
         programs=programs,
     )

@@ -173,23 +173,22 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
     from torchweld.triton_kernels import attention_tiles, block_sparse_attention
 
-    counts, key_launches = [], block_sparse_attention._key_launches
+    counts, key_contests = [], block_sparse_attention._key_contests
 
     def launch_and_count(call: Any, *rest: Any) -> Any:
-        launches = key_launches(call, *rest)
-        names = [each.kernel.fn.__name__ for each in launches]
-        *_, extras, least = launches[names.index("attention_key_sums")].args
+        contests, (summed,) = key_contests(call, *rest)
+        *_, extras, least = summed.args
         table = call.columns.table
-        if table is None or launches[0].options["PER_HEAD"]:
+        if table is None or summed.options["PER_HEAD"]:
             counts.append(extras)
         else:
             lengths = (table[0, 0, :, 3] - table[0, 0, :, 1]) * call.group
             most = max(-(-int(lengths.sum()) // extras), least)
             counts.append(int((lengths > most).sum()))
-        return launches
+        return contests, [summed]
 
     monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
-    monkeypatch.setattr(block_sparse_attention, "_key_launches", launch_and_count)
+    monkeypatch.setattr(block_sparse_attention, "_key_contests", launch_and_count)
     yield
     assert counts
     assert all(counts)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweld.bench.cases import DTYPES, cases
+from torchweld.bench.cases import DTYPES, Case, cases
 from torchweld.commands import cli, tune
 from torchweld.dispatch import choice
 from torchweld.dispatch.engine import asking
@@ -36,6 +38,28 @@ def test_calls_of_declared_shapes_find_their_answers(name: str, trials: Trials) 
             with torch.set_grad_enabled(train):
                 assert choice.choose(OPS[name], inputs) == "cpu"
     assert len(trials.timed) == tried
+
+
+def test_kernels_that_are_not_timed_are_called_forward_and_backward(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention's Triton kernels ask about their tiles then."""
+    op, ran = OPS["block_sparse_attention"], Counter[str]()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    sample = op.samples[5]
+    few = [Case(op, sample, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(tune, "op_cases", lambda *_: few)
+    with Count():  # which no trial sees
+        tune.ask("block_sparse_attention", "cpu")
+    assert ran["torchweld.block_sparse_attention.cpu"] == 4
+    assert ran["torchweld.block_sparse_attention_backward.cpu"] == 2
 
 
 def test_every_codec_of_a_rule_is_checked(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,14 @@ from torchweld.bench.cases import cases as op_cases
 from torchweld.bench.command import add_ops
 from torchweld.bench.machine import Refusal, check_outputs
 from torchweld.bench.recording import PROVEN
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose
 from torchweld.dispatch.engine import asking, store
 from torchweld.dispatch.engine.question import describe
 from torchweld.dispatch.engine.store import Entry
 from torchweld.ops.optimizer.rule import RULES
-from torchweld.registry import OPS, Op, materialize
+from torchweld.registry import EAGER, OPS, Op, materialize
 from torchweld.table import Table, progress
 
 # Number and shape of a step's tensors: small enough for any GPU.
@@ -102,7 +104,11 @@ def ask(name: str, device: str = "cuda") -> None:
 def _call(op: Op, case: Case, train: bool) -> None:
     inputs = materialize(case.arguments, case.dtype, case.device, requires_grad=train)
     with torch.set_grad_enabled(train):
-        choose(op, inputs)
+        if choose(op, inputs) != EAGER and op.check_only:
+            # Nothing was timed, so that the kernels have not asked about their tiles yet.
+            results = as_tuple(call(op, *inputs))
+            if train:
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
 def show(entries: Sequence[Entry]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchweld.dispatch.tile_question import connect
+
 LIBRARY = torch.library.Library("torchweld", "DEF")
 LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
 # Draws from torch's generator of the device of `fresh`. `fresh` itself is not read: a new tensor at
@@ -44,6 +46,7 @@ def _implement_in_triton(name: str, source: str) -> None:
 
     def implementation(*inputs: Any) -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
+        connect()
         return getattr(module, name)(*inputs)
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")

@@ -1,0 +1,66 @@
+"""Asks the engine which tile of a Triton kernel serves a class of launches.
+
+The tile by rule is the baseline, and its results are the trusted ones: the op's own question, which
+comes first, judges them by the reference in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.engine import asking
+from torchweld.dispatch.engine.question import Question, Results
+
+
+@functools.cache
+def connect() -> None:
+    """Let the Triton kernels ask."""
+    module: Any = importlib.import_module("torchweld.triton_kernels.contest")
+    module.choose = choose_tile
+
+
+def choose_tile(on: torch.Tensor, contest: Any) -> Any:
+    """The tile that serves this class of launches: stored, found now, or by rule."""
+    make = functools.partial(_make_question, on, contest)
+    name, _ = asking.pick((on.device, contest.key), make)
+    return next(tile for tile in contest.tiles if str(tile) == name)
+
+
+def _make_question(on: torch.Tensor, contest: Any) -> Question:
+    run = importlib.import_module("torchweld.triton_kernels.launch").run
+    by_rule, *others = map(str, contest.tiles)
+    tiles = dict(zip((by_rule, *others), contest.tiles, strict=True))
+
+    def find_results(name: str) -> Results:
+        # Results that were allocated in inference mode can be changed only there.
+        with torch.inference_mode(any(result.is_inference() for result in contest.results)):
+            # Lines that are divided leave parts of their results unwritten.
+            for result in contest.results:
+                result.zero_()
+            run(on, contest.launch(tiles[name]))
+            return {str(at): result.clone() for at, result in enumerate(contest.results)}
+
+    def prepare(name: str) -> Callable[[], Any]:
+        return functools.partial(run, on, contest.launch(tiles[name]))
+
+    by_rule_results = functools.cache(functools.partial(find_results, by_rule))
+    return Question(
+        kind=contest.describe(),
+        size=contest.size,
+        device=on.device,
+        baseline=by_rule,
+        contenders=others,
+        run=find_results,
+        trusted=by_rule_results,
+        exact=by_rule_results,
+        # Sums in another order: a few numbers, and factors of products, round the other way.
+        rounded=torch.finfo(on.dtype).eps,
+        prepare=prepare,
+        serves_untimed=False,
+        bytes=3 * sum(result.nbytes for result in contest.results),
+    )

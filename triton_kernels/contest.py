@@ -1,0 +1,51 @@
+"""A launch with several tiles, of which the fastest serves.
+
+The first tile is the rule's. It serves until torchweld.dispatch.tile_question, which asks the
+engine, is connected: so in ahead-of-time compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .launch import Launch, run
+
+
+class Tile(NamedTuple):
+    """What a program has of queries and of keys: its own, and as many as it takes at a time."""
+
+    own: int
+    taken: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.own} x {self.taken} by {self.warps} warps, {self.stages} stages"
+
+
+class Contest(NamedTuple):
+    """Launches of a kernel that differ in their tile, and write the same results."""
+
+    key: Hashable  # equal for calls that one answer serves
+    # Everything that results depend on, by name, and what only times depend on besides.
+    describe: Callable[[], dict[str, Any]]
+    size: int
+    tiles: Sequence[Tile]
+    launch: Callable[[Tile], Launch]
+    results: Sequence[torch.Tensor]  # each launch overwrites them, and reads none of them
+
+    def launches(self) -> list[Launch]:
+        return [self.launch(tile) for tile in self.tiles]
+
+
+choose: Callable[[torch.Tensor, Contest], Tile] | None = None
+
+
+def run_contest(on: torch.Tensor, contest: Contest) -> None:
+    """Run the launch with the tile that serves this class of calls."""
+    tiles = contest.tiles
+    tile = tiles[0] if choose is None or len(tiles) == 1 else choose(on, contest)
+    run(on, contest.launch(tile))
