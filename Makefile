@@ -178,9 +178,9 @@ wheel-matrix: wheel ## Test the wheel under Python 3.12 and torch 2.11
 	@.venv-wheel/bin/python -m pytest -n 2 -m lane -k "not interpreter and not emulator" $(ARGS)
 
 .PHONY: cuda-check
-cuda-check: env ## Compile the CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
-	@TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py || { [ $$? = 3 ] && [ "$(VENV)" != none ] && \
-	  $(PY) -m pip install -q -r requirements-cuda.txt && TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py; }
+cuda-check: env ## Compile changed CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
+	@TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py $(ARGS) || { [ $$? = 3 ] && [ "$(VENV)" != none ] && \
+	  $(PY) -m pip install -q -r requirements-cuda.txt && TORCHWELD_CUDA=1 $(PY) csrc/cuda_check.py $(ARGS); }
 
 # Python, torch and numpy leak at exit; what the sanitizers are for is what kernels do.
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \

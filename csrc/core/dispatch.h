@@ -1,5 +1,6 @@
 // Turns the DType of an argument into a C++ type, in one place. A library compiles only the types
-// that it supports: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck.
+// that it supports: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck. Beside
+// kernels of another instruction set, a baseline serves nothing else (TW_DOUBLE_ONLY).
 #pragma once
 
 #include "core/dtype.h"
@@ -31,18 +32,20 @@ inline void dispatch(DType dtype, DType param_dtype, Call&& call) {
     dispatch_beside<typename decltype(t)::type>(param_dtype, [&](auto p) { call(t, p); });
   };
   switch (dtype) {
+#if !defined(TW_DOUBLE_ONLY)
     case DType::f32:
       return with(Type<float>{});
     case DType::bf16:
       return with(Type<BFloat16>{});
     case DType::f16:
       return with(Type<Half>{});
-    case DType::f64:
-#if defined(TW_BASELINE)
-      return with(Type<double>{});
-#else
-      return;
 #endif
+#if defined(TW_BASELINE)
+    case DType::f64:
+      return with(Type<double>{});
+#endif
+    default:
+      return;
   }
 }
 
