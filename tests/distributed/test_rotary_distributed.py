@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
+from oracle import TORCH
 from processes import processes
 from torchweld.distributed import (
     CountCollectives,
@@ -165,6 +166,8 @@ def _in_a_ring(rank: int, tensor: int) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_positions_along_a_ring(tensor: int) -> None:
+    if tensor > 1 and TORCH < (2, 12):
+        pytest.skip("DTensor refuses a linear layer of sharded rows")
     with processes(2 * tensor) as group:
         group.run("cpu", _in_a_ring, tensor)
 

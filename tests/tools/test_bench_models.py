@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import torchweld
@@ -24,7 +23,6 @@ def test_losses_take_turns_and_have_a_peak() -> None:
 
 
 def test_the_page_of_models_has_what_was_measured() -> None:
-    pytest.importorskip("transformers")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
     report = torchweld.explain_fusion(torchweld.fuse(model))
     timed = [
@@ -36,12 +34,15 @@ def test_the_page_of_models_has_what_was_measured() -> None:
         )
     ]
     untimed = [{"contender": "eager", "peak_bytes": 5e6}, {"contender": "fused", "peak_bytes": 2e6}]
-    page = models.write_page([models.Row("A", timed, report), models.Row("B", untimed, report)])
+    page = models.write_page(
+        [models.Row("A", timed, report), models.Row("B", untimed, report)], "5.0"
+    )
     assert "| A | 100 | 80 | 50 | 2.00x | 5 | 2 |" in page
     assert "| B |  |  |  |  | 5 | 2 |" in page
-    page = models.write_page([models.Row("B", untimed, report)])
+    page = models.write_page([models.Row("B", untimed, report)], "5.0")
     assert "| B | 5 | 2 |" in page
     assert "This run took no times." in page
-    page = models.write_page([models.Row("A", timed, report)])
+    page = models.write_page([models.Row("A", timed, report)], "5.0")
     assert "**A**: 1 linear_act (gelu), 1 layer_norm" in page
+    assert "transformers 5.0" in " ".join(page.split())
     assert len(models.MODELS) == 12

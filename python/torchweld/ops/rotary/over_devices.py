@@ -41,10 +41,7 @@ def normalize(
     stride = torch.empty(shape, device="meta").stride()
     rows = [Replicate() if is_cut else p for is_cut, p in zip(along, x.placements, strict=True)]
     parts = [Partial() if is_cut else p for is_cut, p in zip(along, x.placements, strict=True)]
-    total: Any = DTensor.from_local(
-        squares, mesh, parts, run_check=False, shape=shape, stride=stride
-    )
-    total = total.redistribute(mesh, rows).to_local(grad_placements=parts)
+    total: torch.Tensor = _Sum.apply(squares, mesh, parts, rows, shape, stride)  # type: ignore[no-untyped-call]
     y = wide * (total / (x.shape[heads] * x.shape[-1]) + eps).rsqrt()
     if rounded == "both":
         y = y.to(x.dtype).to(wide.dtype)
@@ -56,6 +53,24 @@ def normalize(
     return DTensor.from_local(
         y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over devices, whose gradient is the sum of the devices' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, mesh: Any, parts: Any, rows: Any, shape: Any, stride: Any
+    ) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        ctx.how = (mesh, parts, rows, shape, stride)
+        whole = DTensor.from_local(own, mesh, parts, run_check=False, shape=shape, stride=stride)
+        return whole.redistribute(mesh, rows).to_local()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Sum.apply(grad, *ctx.how), *(None,) * 5  # type: ignore[no-untyped-call]
 
 
 def _take_weight(x: Any, weight: Any, heads: int, cut: list[int | None]) -> torch.Tensor:
