@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ EMULATED = Path(
         Path(__file__).parent.parent / "build/emulator/lib/libtorchweld_emulated_cuda.so",
     )
 )
+
+
+# CI's last moment, in seconds since the epoch. Later tests do not run, and the summary counts them.
+LAST_MOMENT = float(os.environ.get("TORCHWELD_TESTS_UNTIL", "inf"))
+TOO_LATE = "no time was left"
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
     # The longest tests begin first, so that the last minutes have work for every worker.
     items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > LAST_MOMENT:
+        pytest.skip(TOO_LATE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -235,6 +246,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         lines.append(line + (f": {missing}" if missing else ""))
     terminalreporter.section("kernels")
     terminalreporter.write_line("\n".join(lines))
+    skipped = terminalreporter.stats.get("skipped", [])
+    if late := sum(str(report.longrepr).endswith(f"{TOO_LATE}')") for report in skipped):
+        terminalreporter.write_line(f"{late} tests did not run: {TOO_LATE}", bold=True)
 
 
 # Fixtures for ops outside the registry, whose tests name the places where they run.
