@@ -2,11 +2,13 @@
 
 The model, the text and the batches are those of the study of codecs. Each learning rate is the best
 of a few for its optimizer; --rates tries them. The result is the mean loss of the last steps.
+--times compares steps with torch's Muon, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from torchweld import optim
+from torchweld.bench import machine
+from torchweld.bench.studies.attention_costs import milliseconds
 from torchweld.bench.studies.convergence import BATCH, GPT, LAST, LENGTH, final
 from torchweld.bench.training import read_text
 from torchweld.table import Table, progress
@@ -21,6 +25,20 @@ from torchweld.table import Table, progress
 ADAMW, MUON, EIGHT_BITS = "AdamW", "Muon", "Muon, 8-bit momentum"
 RATES = {ADAMW: 1e-2, MUON: 2e-2, EIGHT_BITS: 2e-2}
 REST = 2e-3  # of what Muon leaves to AdamW
+GPT_LAYER = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+MATRICES = {
+    "126 of 64 x 64": [(64, 64)] * 126,
+    "126 of 64 x 256": [(64, 256)] * 126,
+    "8 of 256 x 1024": [(256, 1024)] * 8,
+    "2 of 768 x 3072": [(768, 3072)] * 2,
+    "12 layers of a GPT of width 768": GPT_LAYER * 12,
+}
+TIMED: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "gram": {"algorithm": "gram"},
+    "standard, float32": {"ns_dtype": torch.float32},
+    "gram, float32": {"algorithm": "gram", "ns_dtype": torch.float32},
+}
 
 
 def _make(name: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -52,6 +70,25 @@ def train(name: str, seed: int, steps: int, lr: float) -> list[float]:
         schedule.step()
         losses.append(loss.item())
     return losses
+
+
+def time_steps(seconds: float) -> None:
+    """Print the time of torch's step, and each of ours relative to it."""
+    table = Table(["matrices", "torch, ms", *(f"{name}, torch = 1" for name in TIMED)], 1)
+    for name, shapes in MATRICES.items():
+        makers: dict[str, Any] = {"torch": torch.optim.Muon}
+        for way, settings in TIMED.items():
+            makers[way] = functools.partial(optim.Muon, **settings)
+        steps = {}
+        for way, make in makers.items():
+            params = [torch.nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes]
+            for p in params:
+                p.grad = torch.randn_like(p)
+            steps[way] = make(params).step
+        times = milliseconds(steps, seconds, 3)
+        ratios = (f"{times['torch'] / times[way]:.2f}x" for way in TIMED)
+        table.add(name, f"{times['torch']:.1f}", *ratios)
+    table.show()
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
@@ -92,7 +129,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", help="only try these, with one seed")
     parser.add_argument("--plot", type=Path, help="a PNG for the curves")
+    parser.add_argument("--times", type=float, metavar="SECONDS", help="only time steps: each row")
     options = parser.parse_args()
+    if options.times:
+        machine.settle(default_allocator=False)
+        return time_steps(options.times)
     if options.rates:
         table = Table(["", "lr", "final loss"], 1)
         for name in (ADAMW, MUON):

@@ -1,7 +1,12 @@
-"""Processes connected by gloo. Tests share them, since starting them is slow."""
+"""Processes that gloo connects. Tests share them, since starting them is slow.
+
+Each scenario has process groups of its own: gloo's threads wake a hundred times a second, so the
+groups of a hundred earlier tests would take more time than the test.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -12,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor.debug
 import torch.multiprocessing
 
 import torchweld
@@ -33,11 +40,11 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         self._directory = tempfile.TemporaryDirectory()
-        store = f"file://{Path(self._directory.name) / 'store'}"
+        self._scenarios = 0
         context = starts()
         self._ends, theirs = zip(*[context.Pipe() for _ in range(count)], strict=True)
         self._started = [
-            context.Process(target=_serve, args=(rank, count, store, end), daemon=True)
+            context.Process(target=_serve, args=(rank, count, end), daemon=True)
             for rank, end in enumerate(theirs)
         ]
         for process, end in zip(self._started, theirs, strict=True):
@@ -46,8 +53,10 @@ class Processes:
 
     def run(self, backend: str | None, scenario: Callable[..., None], *given: Any) -> None:
         """Run scenario(rank, *given) in every process, on this backend, and re-raise its error."""
+        store = f"file://{Path(self._directory.name) / str(self._scenarios)}"
+        self._scenarios += 1
         for end in self._ends:
-            end.send((backend, scenario, given))
+            end.send((store, backend, scenario, given))
         at_work: dict[Any, int] = {end: rank for rank, end in enumerate(self._ends)}
         while at_work:
             answered: list[Any] = wait(list(at_work), SECONDS)
@@ -68,12 +77,16 @@ class Processes:
         self._directory.cleanup()
 
 
-def _serve(rank: int, count: int, store: str, end: Connection) -> None:
+def _serve(rank: int, count: int, end: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    gc.freeze()  # what has been imported need not be searched after each scenario
     while True:
-        backend, scenario, given = end.recv()
+        store, backend, scenario, given = end.recv()
+        # All processes have ended the last scenario, so that none waits for its groups.
+        if dist.is_initialized():
+            _destroy_groups()
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
         failure = None
         torch._dynamo.reset()
         try:
@@ -82,6 +95,14 @@ def _serve(rank: int, count: int, store: str, end: Connection) -> None:
         except BaseException:
             failure = traceback.format_exc()
         end.send(failure)
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups, and DTensor's caches, which name them."""
+    dist.destroy_process_group()
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(torch.distributed.tensor.debug, name, lambda: None)()
+    gc.collect()
 
 
 _kept: dict[int, Processes] = {}

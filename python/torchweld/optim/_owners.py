@@ -116,7 +116,7 @@ class Owners:
         parts: Sequence[tuple[Part, Group]],
         iterations: dict[int, Iteration],
     ) -> None:
-        group, coordinates = _find_group(mesh, along)
+        group, coordinates = _find_group(mesh, along, dist.group.WORLD)
         tensors = [part.here for part, _ in parts]
         jobs: list[Job] = []
         for number, (part, settings) in enumerate(parts):
@@ -201,8 +201,14 @@ def _find_split_dims(p: torch.Tensor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _find_group(mesh: Any, along: tuple[int, ...]) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-    """Find the devices that share parameters split along these dimensions, and their places."""
+def _find_group(
+    mesh: Any, along: tuple[int, ...], world: Any
+) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """Find the devices that share parameters split along these dimensions, and their places.
+
+    `world` is the default group: once another one has been initialized, groups are found anew,
+    since the mesh equals one of the former.
+    """
     if len(along) == 1:
         group = mesh.get_group(along[0])
     else:
@@ -210,9 +216,7 @@ def _find_group(mesh: Any, along: tuple[int, ...]) -> tuple[Any, tuple[tuple[int
         at = tuple(slice(None) if dim in along else mine[dim] for dim in range(mesh.ndim))
         ranks = sorted(mesh.mesh[at].flatten().tolist())
         is_all = len(ranks) == dist.get_world_size()
-        group = (
-            dist.group.WORLD if is_all else dist.new_group(ranks, use_local_synchronization=True)
-        )
+        group = world if is_all else dist.new_group(ranks, use_local_synchronization=True)
     ranks = dist.get_process_group_ranks(group)
     coordinates = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]
     return group, tuple(coordinates)
