@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import torchweld
@@ -101,6 +105,35 @@ def _shares(rank: int, schedule: stages.Name) -> None:
 def test_a_shared_parameter_and_views(schedule: stages.Name) -> None:
     with processes(2) as two:
         two.run("cpu", _shares, schedule)
+
+
+def _orders(rank: int) -> None:
+    """Record in which order torch adds a microbatch's gradients."""
+    taken: list[list[int]] = []
+    original = torch_stage.stage_backward_weight
+
+    def record(weights: Iterator[nn.Parameter], groups: list[Any], *args: Any, **kw: Any) -> Any:
+        weights = [*weights]
+        numbers = {get_gradient_edge(p).node: i for i, p in enumerate(weights)}
+        taken.extend([numbers[node] for node in group["params"]] for group in groups)
+        return original(iter(weights), groups, *args, **kw)
+
+    with mock.patch.object(torch_stage, "stage_backward_weight", record):
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
+        x = torch.randn(8, LENGTH, WIDTH)
+        pipe = stages.pipeline(
+            blocks, "zbvzerobubble", 8, nn.functional.mse_loss, (x[:1],), costs=[1.0] * 4
+        )
+        pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    assert len(taken) >= 16
+    assert all(numbers in ([0, 1], [2, 3]) for numbers in taken), taken
+
+
+@splits_backwards
+def test_gradients_are_added_in_the_same_order_on_all_devices() -> None:
+    """torch's order is that of a set: it differs between devices, which may sum over each other."""
+    with processes(2) as two:
+        two.run("cpu", _orders)
 
 
 def _wrong_batch(rank: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -83,10 +84,12 @@ def _serve(rank: int, count: int, end: Connection) -> None:
     gc.freeze()  # what has been imported need not be searched after each scenario
     while True:
         store, backend, scenario, given = end.recv()
-        # All processes have ended the last scenario, so that none waits for its groups.
-        if dist.is_initialized():
+        # All processes have ended the last scenario, so that none waits for its groups. DeepSpeed
+        # goes on with the groups that it has seen first.
+        if dist.is_initialized() and "deepspeed" not in sys.modules:
             _destroy_groups()
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
         failure = None
         torch._dynamo.reset()
         try:

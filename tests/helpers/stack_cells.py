@@ -87,7 +87,6 @@ class Sizes:
     layers: int
     norms: int  # parameters of norms inside blocks
     whole: int  # parameters that tensor parallelism does not shard
-    embedding: int
     # Parameters whose gradients kernels sum over devices, and their bytes on one of two
     # tensor-parallel devices.
     summed: int
@@ -220,12 +219,12 @@ def _sharded_tensor_ring(s: Sizes) -> Sent:
     """Half of the microbatches; parameters are gathered twice for each.
 
     Kernels sum the gradients of norms and of fc1's bias along the ring, for each microbatch. FSDP2
-    has the others summed once, that of the embedding before it is cut.
+    has the others summed once.
     """
     n = _m // 2
     here, cut = _halved(s), _cut(s)
     sums = s.count + (n - 1) * s.summed
-    size = cut.parameters + s.embedding // 2 + (n - 1) * s.summed_bytes
+    size = cut.parameters + (n - 1) * s.summed_bytes
     ring = {"all-reduce": (sums, size), "send": _ring(_cut(here), n)["send"]}
     return _both(_both(_tensor(here, n), ring), _sharded(_m)(cut))
 
@@ -305,7 +304,6 @@ def sizes_of(cell: Cell, parameters: dict[str, torch.Tensor]) -> Sizes:
         layers=len({name.split(".")[1] for name in size if name.startswith("blocks.")}),
         norms=sum(n for name, n in size.items() if ".norm" in name),
         whole=sum(n for name, n in size.items() if any(part in name for part in uncut)),
-        embedding=size.get("token.weight", 0),
         summed=len(norms) + len(biases),
         summed_bytes=sum(norms) + sum(biases) // 2,
         biases=sum(biases),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -164,6 +165,10 @@ class ScaledStage(pipelining.PipelineStage):
     """torch's stage, whose results may be views, and whose gradients DTensors of parts.
 
     torch < 2.12 cannot divide such a DTensor in place; each device can divide its own part.
+
+    Zero bubble adds a microbatch's gradients in the order of a set. Where adding two DTensors sums
+    over devices, as for norms on a sharded sequence, that order must be the same on all of them:
+    else one device's weight is summed with another's bias, of the same shape.
     """
 
     def __init__(self, submodule: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +176,16 @@ class ScaledStage(pipelining.PipelineStage):
         submodule.register_forward_hook(
             lambda _, __, result: tree_map_only(torch.Tensor, _replace_view, result)
         )
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a backward pass; one of weights only adds their gradients in the stage's order."""
+        if backward_type == "weight":
+            nodes = [get_gradient_edge(p).node for p in self.submod.parameters() if p.requires_grad]
+            for group in bwd_kwargs["param_groups"]:
+                group["params"] = [node for node in nodes if node in group["params"]]
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients, as the schedule asks after its last microbatch."""
