@@ -95,7 +95,12 @@ def _predict(count: int, config: dict[str, Any], rates: Any, options: Any) -> fl
         model, (torch.zeros((1, options.length), dtype=torch.int64),), lambda _: True
     )
     profile = Profile("this CPU", rates["flops"], rates["bandwidth"], 1e12, "measured")
-    links = Links(node=8, inside=rates.get("link", 1e9), latency_inside=rates.get("latency", 0.0))
+    links = Links(
+        node=8,
+        inside=rates.get("link", 1e9),
+        latency_inside=rates.get("latency", 0.0),
+        overlaps=False,
+    )
     tensor = config.get("tensor", {}).get("size", 1)
     stages = config.get("pipeline", {}).get("size", 1)
     choice = Choice(

@@ -140,6 +140,23 @@ def test_memory_agrees_with_memory_estimate(data: Any) -> None:
     assert found["gathered"] <= 1.1 * wanted.gathered
 
 
+@pytest.mark.parametrize("data", ["ddp", "zero3"])
+def test_exchanges_that_do_not_overlap_add_up(data: str) -> None:
+    work = describe_transformer(4, 512, 8, 4096, 256)
+    c = Choice(1, "1d", False, 1, "1f1b", 4, data, 1, "none", "adamw", "none")
+    slow = Links(inside=1e9, latency_inside=1e-4, overlaps=False)
+    free = Links(inside=math.inf, latency_inside=0.0, overlaps=False)
+    cuts = [range(len(work.units))]
+    found, wanted = (
+        Model(work, SMALL, links, 16).estimate(c, cuts).seconds for links in (slow, free)
+    )
+    sizes = [4.0 * unit.parameters for unit in work.units]
+    wanted += slow.exchange(sum(sizes), 4, 3) * (2 if data == "ddp" else 1)
+    if data == "zero3":  # each of four microbatches gathers each unit twice
+        wanted += 4 * 2 * sum(slow.exchange(size, 4, 3) for size in sizes)
+    assert found == pytest.approx(wanted)
+
+
 def test_a_simulated_step_has_the_formulas_bubble() -> None:
     cost = Cost(0.0, {}, (), ((1.0, 2.0),) * 4)
     for schedule in ("1f1b", "gpipe"):

@@ -57,7 +57,8 @@ PROFILES = {
 class Links:
     """Links inside a node of `node` devices, and between nodes.
 
-    Bandwidths are bytes per second of each device; latencies are seconds.
+    Bandwidths are bytes per second of each device; latencies are seconds. `overlaps` is false where
+    the processors that compute also exchange, as on CPUs that gloo connects.
     """
 
     node: int = 8
@@ -65,6 +66,7 @@ class Links:
     between: float = 25e9
     latency_inside: float = 5e-6
     latency_between: float = 15e-6
+    overlaps: bool = True
 
     def exchange(self, size: float, count: int, span: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of `size` bytes.
@@ -153,9 +155,11 @@ class Model:
         sent = self._time_tensor(unit, c) if unit.flops else 0.0
         again = {"none": 0.0, "full": products + others + sent, "selective": others}
         gathers = self._time_gathers(unit, c)
-        forward = max(products + others + sent, gathers)
-        backward = max(2 * (products + others) + sent + again[c.checkpoint], gathers)
-        return forward, backward
+        forward = products + others + sent
+        backward = 2 * (products + others) + sent + again[c.checkpoint]
+        if self.links.overlaps:
+            return max(forward, gathers), max(backward, gathers)
+        return forward + gathers, backward + gathers
 
     def _time_tensor(self, unit: Unit, c: Choice) -> float:
         """Return the seconds of a layer's exchanges in one direction."""
@@ -187,6 +191,7 @@ class Model:
         # ZeRO-3 gathers during the passes.
         after = 0.0 if c.data == "zero3" and c.pipeline == 1 else one
         first = one / max(len(units), 1)
+        hidden = hidden if self.links.overlaps else 0.0
         return max(one - hidden, first if c.replicas > 1 else 0.0) + after
 
     def _time_update(self, parameters: float, c: Choice) -> float:
