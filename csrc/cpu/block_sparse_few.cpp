@@ -20,31 +20,10 @@ using namespace torchweld;
 
 int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
-// Rows that are read after the present ones. Processors find neither the values beside the keys nor
-// the next block in time, so each row is asked for while one of the present rows is read.
-struct Ahead {
-  const char* rows = nullptr;
-  int64_t pitch = 0, bytes = 0, count = 0;
-
-  void fetch(int64_t row) const {
-    if (row >= count) return;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + row * pitch + at);
-  }
-};
-
-template <class T>
-Ahead ahead(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width) {
-  const int64_t size = sizeof(T);
-  return {(const char*)tokens<T>(x, batch, head, span.first), x.token * size, width * size,
-          span.count};
-}
-
 // z[i] = q . k[i] for `count` keys; the rest of the last vector is undefined.
 template <class T, class A>
-void dot_keys(A* z, const A* q, const T* k, int64_t pitch, int64_t count, int64_t width,
-              Ahead next = {}) {
+void dot_keys(A* z, const A* q, const T* k, int64_t pitch, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; i += kLanes<A>) {
-    for (int64_t n = 0; n < kLanes<A>; ++n) next.fetch(i + n);
     Vec<A> sum[kLanes<A>] = {};
     const T* key[kLanes<A>];
     for (int64_t n = 0; n < kLanes<A>; ++n) key[n] = k + std::min(i + n, count - 1) * pitch;
@@ -63,13 +42,11 @@ void dot_keys(A* z, const A* q, const T* k, int64_t pitch, int64_t count, int64_
 // y[x] += the sum over i of weights[i] * v[i][x], for a strip of `strip` vectors, so many that
 // additions need not wait for one another.
 template <int strip, class T, class A, class Place>
-void add_strip(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, Place last,
-               Ahead next = {}) {
+void add_strip(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, Place last) {
   Vec<A> sum[strip];
   for (int n = 0; n < strip; ++n) sum[n] = load(y + n * kLanes<A>);
   for (int64_t i = 0; i < count; ++i) {
     const T* row = v + i * pitch;
-    next.fetch(i);
 #pragma GCC unroll 8
     for (int n = 0; n + 1 < strip; ++n) sum[n] += weights[i] * load(row + n * kLanes<A>);
     sum[strip - 1] += weights[i] * load(row + (strip - 1) * kLanes<A>, last);
@@ -79,14 +56,13 @@ void add_strip(A* y, const A* weights, const T* v, int64_t pitch, int64_t count,
 
 // The same for rows of `width` elements. y has whole vectors.
 template <class T, class A>
-void add_values(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, int64_t width,
-                Ahead next) {
+void add_values(A* y, const A* weights, const T* v, int64_t pitch, int64_t count, int64_t width) {
   int64_t x = 0;
   for (; x + 8 * kLanes<A> <= width; x += 8 * kLanes<A>) {
-    add_strip<8>(y + x, weights, v + x, pitch, count, Whole{}, x == 0 ? next : Ahead{});
+    add_strip<8>(y + x, weights, v + x, pitch, count, Whole{});
   }
   for (; x + 4 * kLanes<A> <= width; x += 4 * kLanes<A>) {
-    add_strip<4>(y + x, weights, v + x, pitch, count, Whole{}, x == 0 ? next : Ahead{});
+    add_strip<4>(y + x, weights, v + x, pitch, count, Whole{});
   }
   for_vectors<A>(width - x, [&](int64_t n, auto at) {
     add_strip<1>(y + x + n, weights, v + x + n, pitch, count, at);
@@ -187,8 +163,7 @@ void split_item(const BlockSparseForward& a, int64_t index) {
         const int64_t lanes = round_up(key.count, kLanes<A>);
         const bool one = a.queries == 1;  // reads keys and values as they are stored
         if (one) {
-          dot_keys(z, q, tokens<T>(a.k, batch, key_head, key.first), a.k.token, key.count, width,
-                   ahead<T>(a.v, batch, key_head, key, a.value_width));
+          dot_keys(z, q, tokens<T>(a.k, batch, key_head, key.first), a.k.token, key.count, width);
         } else {
           int64_t pitch = a.k.token;
           const A* k;
@@ -214,14 +189,8 @@ void split_item(const BlockSparseForward& a, int64_t index) {
           }
         }
         if (one) {
-          Span next{};
-          if (part + 1 < parts_of(a.block)) {
-            next = part_of(a.block, entry ? entry[0] : n, part + 1, a.keys);
-          } else if (n + 1 < last) {
-            next = part_of(a.block, entry ? entry[2] : n + 1, 0, a.keys);
-          }
           add_values(states + 2, z, tokens<T>(a.v, batch, key_head, key.first), a.v.token,
-                     key.count, a.value_width, ahead<T>(a.k, batch, key_head, next, width));
+                     key.count, a.value_width);
         } else {
           int64_t pitch;
           const A* v = whole_rows<T>(a.v, batch, key_head, key, a.value_width, values, pitch);
