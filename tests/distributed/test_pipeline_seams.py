@@ -113,10 +113,10 @@ def _orders(rank: int) -> None:
     original = torch_stage.stage_backward_weight
 
     def record(weights: Iterator[nn.Parameter], groups: list[Any], *args: Any, **kw: Any) -> Any:
-        weights = [*weights]
-        numbers = {get_gradient_edge(p).node: i for i, p in enumerate(weights)}
+        listed = [*weights]
+        numbers = {get_gradient_edge(p).node: i for i, p in enumerate(listed)}
         taken.extend([numbers[node] for node in group["params"]] for group in groups)
-        return original(iter(weights), groups, *args, **kw)
+        return original(iter(listed), groups, *args, **kw)
 
     with mock.patch.object(torch_stage, "stage_backward_weight", record):
         blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
