@@ -182,9 +182,10 @@ class ScaledStage(pipelining.PipelineStage):
     ) -> Any:
         """Run a backward pass; one of weights only adds their gradients in the stage's order."""
         if backward_type == "weight":
-            nodes = [get_gradient_edge(p).node for p in self.submod.parameters() if p.requires_grad]
+            weights = [p for p in self.submod.parameters() if p.requires_grad]
+            place_of = {get_gradient_edge(p).node: place for place, p in enumerate(weights)}
             for group in bwd_kwargs["param_groups"]:
-                group["params"] = [node for node in nodes if node in group["params"]]
+                group["params"] = sorted(group["params"], key=place_of.__getitem__)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
