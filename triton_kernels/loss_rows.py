@@ -77,6 +77,7 @@ def _forward(
     width,
     targets,
     CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
     SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,7 +108,8 @@ def _forward(
         factor = tl.exp(step)
         x = u - base
         e = tl.exp(x)
-        entropy = factor * (entropy + step * total) + tl.where(e == 0, 0, e * x)
+        if ENTROPY:
+            entropy = factor * (entropy + step * total) + tl.where(e == 0, 0, e * x)
         total = total * factor + e
         highest = raised
         if weight_ptr is None:
@@ -124,11 +126,12 @@ def _forward(
     base = tl.where(top == -float("inf"), 0, top)
     step = tl.where(highest == -float("inf"), 0, highest - base)
     factor = tl.exp(step)
-    entropy_sum = tl.sum(factor * (entropy + step * total), 0)
+    if ENTROPY:
+        entropy = factor * (entropy + step * total)
     at = statistics_ptr + row * 6
     tl.store(at, tl.where(ignored, 0, top))
     tl.store(at + 1, tl.where(ignored, 1, tl.sum(total * factor, 0)))
-    tl.store(at + 2, entropy_sum)
+    tl.store(at + 2, tl.sum(entropy, 0))
     tl.store(at + 3, tl.sum(smooth, 0))
     tl.store(at + 4, tl.sum(dot, 0))
     tl.store(at + 5, tl.sum(mass, 0))
@@ -229,13 +232,14 @@ def _forward_launch(
     logits: torch.Tensor,
     target: torch.Tensor,
     how: tuple[Any, ...],
-    smooth: bool,
+    sums: tuple[bool, bool],
     results: tuple[Any, ...],
 ) -> Launch:
     weight, q, inverse, scale, softcap = how
     tensors = (*results, logits, target, weight, q, inverse)
     numbers = (scale, softcap, logits.shape[1], target.shape[1])
-    flags = {"CAPPED": softcap != 0, "SMOOTH": smooth, **_tile(logits.shape[1], 4), "maxnreg": 128}
+    flags = {"CAPPED": softcap != 0, "ENTROPY": sums[0], "SMOOTH": sums[1], "maxnreg": 128}
+    flags |= _tile(logits.shape[1], 4)
     return launch(_forward, logits.shape[0], *tensors, *numbers, **flags)
 
 
@@ -263,14 +267,14 @@ def _laid_out(how: tuple[Any, ...]) -> tuple[Any, ...]:
 def loss_rows(
     logits: torch.Tensor, target: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    how, (_, smooth, argmax) = _laid_out(others[:5]), others[5:]
+    how, (entropy, smooth, argmax) = _laid_out(others[:5]), others[5:]
     logits, target = logits.contiguous(), target.contiguous()
     _check(logits, target, how)
     picked = logits.new_empty(target.shape, dtype=torch.float32)
     statistics = logits.new_empty((logits.shape[0], STATISTICS), dtype=torch.float32)
     best = target.new_empty((logits.shape[0] if argmax else 0,))
     results = (picked, statistics, best if argmax else None)
-    run(logits, _forward_launch(logits, target, how, smooth, results))
+    run(logits, _forward_launch(logits, target, how, (entropy, smooth), results))
     return picked, statistics, best
 
 
@@ -325,6 +329,6 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         weight = logits.new_empty(width, dtype=torch.float32)
         how = (weight, None, rows, 1.0, softcap)
         name = f"loss {dtype} {width} {softcap}".replace("torch.", "")
-        yield name, _forward_launch(logits, target, how, True, (picked, statistics, target))
+        yield name, _forward_launch(logits, target, how, (True, True), (picked, statistics, target))
         of_rows = (statistics, coefficients, picked)
         yield name, _gradient_launch(logits, logits, target, of_rows, how)

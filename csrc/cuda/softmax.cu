@@ -193,6 +193,26 @@ __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
 
+// Above this, what rounding takes from a base alone is an exponent that matters.
+constexpr float kLargestBase = 0x1p28f;
+
+// Exponentials relative to the row's highest score, times a factor. The multiplication is fused with
+// the subtraction: the base's rounding error is then the same factor for the whole row, unless the
+// scores are so large that it overflows.
+template <class Tile>
+__device__ __forceinline__ void exponentials_of(float (&e)[Tile::V][Tile::N], const Tile& tile,
+                                                float highest, float base, float factor) {
+  if (fabsf(base) < kLargestBase) {
+    for_columns(tile, [&](int v, int i) {
+      e[v][i] = power_of_2(e[v][i] * (float)kLog2E - base) * factor;
+    });
+  } else {
+    for_columns(tile, [&](int v, int i) {
+      e[v][i] = power_of_2(__fsub_rn(e[v][i], highest) * (float)kLog2E) * factor;
+    });
+  }
+}
+
 // How many calls of Philox run at once: with two the backward kernel spills on sm_100.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kDrawsAtOnce = 1;
@@ -245,10 +265,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
     if (drop) kept = kept_columns<T>(tile, a.dropout, places, row, begin, visible);
     mask_scores(e, packed, tile, (float)a.scale, a.mask, mask, begin, visible);
   };
-  const auto exponentials = [&] {
-    const float base = base_of(highest);
-    for_columns(tile, [&](int v, int i) { e[v][i] = power_of_2(e[v][i] * (float)kLog2E - base); });
-  };
+  const auto exponentials = [&] { exponentials_of(e, tile, highest, base_of(highest), 1); };
   int64_t begin = 0;
   do {
     load(begin, drops && one_tile);
@@ -303,10 +320,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
   T* grad_scores = (T*)a.grad_scores + row * a.width;
   RowMask mask;
   int64_t keys = 0;
-  float base = 0, inverse = 0;
+  float highest = 0, inverse = 0;
   if (exists) keys = keys_of_row<T>(a.mask, a.causal, places, row, a.width, mask);
   if (FromScores && exists) {
-    base = base_of(((const float*)a.statistics)[2 * row]);
+    highest = ((const float*)a.statistics)[2 * row];
     inverse = ((const float*)a.statistics)[2 * row + 1];
     if (inverse == 0) keys = 0;
   }
@@ -321,8 +338,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Aligned>)
       const unsigned kept =
           exists ? kept_columns<T>(tile, a.dropout, places, row, begin, visible) : 0;
       mask_scores(s, saved, tile, (float)a.scale, a.mask, mask, begin, visible);
+      exponentials_of(s, tile, highest, base_of(highest), inverse);
       for_columns(tile, [&](int v, int i) {
-        s[v][i] = power_of_2(s[v][i] * (float)kLog2E - base) * inverse;
         g[v][i] = gradient[v][i] * (kept >> (v * N + i) & 1 ? (float)a.dropout.scale : 0);
       });
     } else {

@@ -56,12 +56,19 @@ class _WithLoss(torch.nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
 
+def _is_real(each: object) -> bool:
+    """Whether this is a tensor with memory: an earlier trace may have left fake ones."""
+    if not isinstance(each, torch.Tensor) or isinstance(each, FakeTensor):
+        return False
+    return each.device.type == "cpu"
+
+
 def _count_live() -> int:
     """Count the bytes of all tensors that Python can reach."""
     gc.collect()
     found: dict[int, int] = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+        if _is_real(each):
             storage = (each.to_local() if is_dtensor(each) else each).untyped_storage()  # type: ignore[attr-defined]
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -18,6 +18,7 @@ from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking, files, store
 from torchweld.dispatch.engine.question import describe
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
+from torchweld.registry.backends import parts
 from torchweld.table import Table
 
 WIDTH = 100
@@ -206,6 +207,14 @@ def _serves(op: Op, backend: str) -> tuple[str, str | None]:
     x = torch.zeros(1, dtype=torch.bfloat16, device="cpu" if on_cpu else "cuda").expand(8192, 1024)
     if reason := op.why_not(backend, [x]):
         return "no", reason
-    if reason := choice.why_not_automatic(op, backend, [x]):
-        return "by name", f"{reason} (bfloat16, 8192 x 1024)"
+    if not on_cpu and (reason := _why_not_found(op, backend)):
+        return "by name", reason
     return "yes", None
+
+
+def _why_not_found(op: Op, backend: str) -> str | None:
+    """Why no answer that was found on this GPU takes this backend; None if one does."""
+    entries = asking.engine_for(torch.device("cuda")).entries()
+    answers = [entry.answer for entry in entries if entry.kind.get("op") == op.name]
+    reasons = [None if backend in parts(a.backend) else a.why_not(backend) for a in answers]
+    return None if None in reasons else (reasons or [choice.UNTRIED])[-1]

@@ -77,7 +77,8 @@ class BareOp:
         def run(backend: str) -> Results:
             copies = _clone(inputs)
             with torch.no_grad():
-                results = [*as_tuple(self._serving(backend)(*copies))]
+                returned = self._serving(backend)(*copies)
+            results = [] if returned is None else [*as_tuple(returned)]
             return {
                 f"tensor {at}": t for at, t in enumerate(results + _tensors(copies)) if t.numel()
             }

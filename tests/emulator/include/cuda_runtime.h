@@ -181,7 +181,15 @@ inline unsigned __float_as_uint(float f) {
   return v;
 }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// Results that are not fused with an operation before or after.
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
+inline float __fsub_rn(float a, float b) {
+  const volatile float from = a, taken = b;
+  return from - taken;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return (uint64_t)((unsigned __int128)a * b >> 64);
