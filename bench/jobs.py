@@ -5,11 +5,14 @@ A kernel's fault breaks the GPU for its process only.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,25 +104,81 @@ class JobOutcome:
     is_shortage: bool = False
 
 
-def run_apart(job: Job, seconds: float = SECONDS) -> JobOutcome:
-    """Run the job in its own process."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        log.touch()
-        command = [sys.executable, "-m", "torchweld.bench.jobs", json.dumps(asdict(job))]
-        fault, killed = None, False
-        try:
-            status = subprocess.run([*command, str(log)], timeout=seconds, check=False).returncode
-            if status:
+class Worker:
+    """A process that runs jobs in turn, so that only the first one waits for its imports.
+
+    After a fault, which may have broken the GPU for it, the next job gets a new process. Of several
+    workers each takes its part of the cores.
+    """
+
+    def __init__(self, at_once: int = 1) -> None:
+        self._threads = max(1, (os.cpu_count() or 1) // at_once)
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, job: Job, seconds: float = SECONDS) -> JobOutcome:
+        """Run a job; the process is killed if it takes longer."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            log.touch()
+            late = threading.Event()
+            timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+            timer.start()
+            try:
+                process.stdin.write(json.dumps([asdict(job), str(log)]) + "\n")
+                process.stdin.flush()
+                ended = process.stdout.readline() == ""
+            except BrokenPipeError:  # it ended before it read the job
+                ended = True
+            timer.cancel()
+            fault, killed = None, False
+            if ended:
+                status, self._process = _reap(process), None
                 fault = f"its process ended with status {status}"
                 # No kernel's fault sends this signal; the system does when memory runs out.
-                killed = status == -signal.SIGKILL
-        except subprocess.TimeoutExpired:
-            fault = f"it took longer than {seconds:g} s"
-        lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-    results = [[Result(**r) for r in line["results"]] for line in lines if "results" in line]
-    overheads = [Overhead(**o) for line in lines for o in line.get("overheads", [])]
-    return JobOutcome(results, overheads, fault, killed)
+                killed = status == -signal.SIGKILL and not late.is_set()
+            if late.is_set():
+                fault = f"it took longer than {seconds:g} s"
+            lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+        results = [[Result(**r) for r in line["results"]] for line in lines if "results" in line]
+        overheads = [Overhead(**o) for line in lines for o in line.get("overheads", [])]
+        return JobOutcome(results, overheads, fault, killed)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            _reap(process)
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchweld.bench.jobs"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
+        )
+
+
+def _reap(process: subprocess.Popen[str]) -> int:
+    """Close a process's pipes and return its status."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            if pipe is not None:
+                pipe.close()
+    return process.wait()
+
+
+def run_apart(job: Job, seconds: float = SECONDS) -> JobOutcome:
+    """Run the job in its own process."""
+    worker = Worker()
+    try:
+        return worker.run(job, seconds)
+    finally:
+        worker.close()
 
 
 def refuse_all(job: Job, outcome: JobOutcome) -> list[Result]:
@@ -134,13 +193,20 @@ def _without_times(job: Job, status: str, reason: str | None) -> list[Result]:
     ]
 
 
-def main(job_json: str, path: str) -> None:
-    """Run a job in this process, and write a line of JSON after every case and direction."""
-    values: dict[str, Any] = json.loads(job_json)
-    job = Job(**values | {"plan": Plan(**values["plan"])})
-    with Path(path).open("a") as file:
-        for what, entries in measure_here(job):
-            print(json.dumps({what: [asdict(e) for e in entries]}), file=file, flush=True)
+def serve() -> None:
+    """Run the jobs on standard input; write a line of JSON after every case and direction."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed
+    for line in sys.stdin:
+        values, path = json.loads(line)
+        job = Job(**values | {"plan": Plan(**values["plan"])})
+        with Path(path).open("a") as file:
+            for what, entries in measure_here(job):
+                print(json.dumps({what: [asdict(e) for e in entries]}), file=file, flush=True)
+        if job.device == "cuda":
+            torch.cuda.synchronize()  # raises an error if a kernel broke the GPU for this process
+            torch.cuda.empty_cache()
+        print("ended", file=told, flush=True)
 
 
 def measure_here(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -160,4 +226,4 @@ def measure_here(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()

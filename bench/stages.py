@@ -1,8 +1,8 @@
 """Records evidence on a GPU that may be available for only minutes, most valuable facts first.
 
 A stage is a list of steps, each with a share of the stage's seconds. Time that a step does not use
-goes to the next steps. Jobs for which no time is left are skipped and printed. Every job runs in
-its own process, and the record is complete after each.
+goes to the next steps. Jobs for which no time is left are skipped and printed. Jobs run in workers'
+processes, which are replaced after a fault, and the record is complete after each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchweld.bench import jobs, recording, steps, targets
 from torchweld.bench.cases import SMALLEST
 from torchweld.bench.contenders import COMPILE, DENSE
 from torchweld.bench.contract import Limit, Verdict, run_contract
-from torchweld.bench.jobs import Job, JobOutcome
+from torchweld.bench.jobs import Job, JobOutcome, Worker
 from torchweld.bench.runner import Plan, Result
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import OPS
@@ -87,17 +87,26 @@ class Machine:
         return time.monotonic()
 
     def run(self, step: Step, until: float) -> Iterator[tuple[Job, JobOutcome | None]]:
-        waiting, running = list(step.jobs), dict[Future[JobOutcome], Job]()
-        with ThreadPoolExecutor(step.at_once or self.cores) as pool:
+        at_once = min(step.at_once or self.cores, max(1, len(step.jobs)))
+        waiting, running = list(step.jobs), dict[Future[JobOutcome], tuple[Job, Worker]]()
+        workers = [Worker(at_once) for _ in range(at_once)]
+        idle = [*workers]
+        with ThreadPoolExecutor(at_once) as pool:
             while waiting or running:
-                while waiting and len(running) < (step.at_once or self.cores):
+                while waiting and idle:
                     job = waiting.pop(0)
                     if self.now() >= until:
                         yield job, None
                     else:
-                        running[pool.submit(jobs.run_apart, job, _PATIENCE * step.each)] = job
+                        worker = idle.pop()
+                        future = pool.submit(worker.run, job, _PATIENCE * step.each)
+                        running[future] = job, worker
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(done), done.result()
+                    job, worker = running.pop(done)
+                    idle.append(worker)
+                    yield job, done.result()
+        for worker in workers:
+            worker.close()
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
         return run_contract(self._root, targets, Limit(until=self.now() + seconds))

@@ -314,3 +314,35 @@ def test_the_table_of_memory_is_current() -> None:
         mib = 16384 * int(classes) * dtype.itemsize / 2**20
         wanted = [mib, each, 4 * weight.numel() / 2**20 if kept else 0]
         assert [float(number) for number in said] == pytest.approx(wanted, abs=0.5)
+
+
+def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch adds 16-bit products to a float32 sum, no chunk's part is rounded before."""
+    x, weight = torch.randn(96, 32).bfloat16(), torch.randn(70, 32).bfloat16().requires_grad_()
+    target = torch.randint(0, 70, (96,))
+    settings: Any = {"memory": 40_000, "reduction": "sum"}
+
+    def gradient() -> torch.Tensor:
+        loss = functional.linear_cross_entropy(x, weight, target, **settings)
+        return torch.autograd.grad(loss, weight)[0]  # type: ignore[arg-type]
+
+    added = []
+
+    def add(
+        total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, has_begun: bool = True
+    ) -> None:
+        added.append(has_begun)
+        product = left.float() @ right.float()
+        total.copy_(total + product if has_begun else product)
+
+    rounded = gradient()
+    monkeypatch.setattr(chunks, "_adds_to_float32", lambda *_: True)
+    monkeypatch.setattr(chunks, "_add_to_float32", add)
+    found = gradient()
+    assert added[0] is False
+    assert len(added) > 1
+    assert all(added[1:])
+    wide = weight.detach().double().requires_grad_()
+    loss = F.cross_entropy(F.linear(x.double(), wide), target, reduction="sum")
+    (exact,) = torch.autograd.grad(loss, wide)
+    assert (found - exact).norm() <= (rounded - exact).norm()

@@ -12,6 +12,7 @@ import torch
 import torchweld
 from optimizers import U, draw, draw_grads, same, snapshot
 from torchweld import optim
+from torchweld.ops.optimizer import orthogonal
 from torchweld.ops.optimizer.orthogonal import QUINTIC, orthogonalize, polar_express
 from torchweld.optim._matrices import Matrix, find_iteration, find_regions, orthogonalize_all
 
@@ -126,8 +127,17 @@ def test_orthogonality(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gram", [False, True])
-def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, gram: bool) -> None:
-    """What makes every number of devices agree: a matrix's bits are its own."""
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, gram: bool, is_filled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes every number of devices agree: a matrix's bits are its own.
+
+    A GPU's batches are filled with zeros, here to four of the smaller matrices.
+    """
+    if is_filled:
+        limits = orthogonal._ON_GPU._replace(batch=4 * 24 * 40)
+        monkeypatch.setattr(orthogonal, "_limits", lambda x: limits)
     for rows, columns, count in ((24, 40, 9), (520, 530, 2)):
         drawn = draw(shapes=[(rows, columns)] * count)
         together = [d.detach().clone() for d in drawn]

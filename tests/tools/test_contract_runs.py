@@ -137,6 +137,24 @@ def test_a_job_tells_what_it_measured() -> None:
     assert {line.op for line in found.overheads} == {"layer_norm"}
 
 
+def test_a_worker_goes_on() -> None:
+    """Its jobs share a process, and the one after a fault has a new one."""
+    worker = jobs.Worker()
+    try:
+        pids = []
+        for seconds in (600.0, 600.0, 0.01, 600.0):
+            found = worker.run(JOB, seconds)
+            assert found.fault == (None if seconds > 1 else "it took longer than 0.01 s")
+            assert not found.is_shortage
+            assert len(found.results) == (2 if seconds > 1 else 0)
+            pids.append(worker._process.pid if worker._process else None)
+        first, second, none, last = pids
+        assert first == second != last
+        assert none is None
+    finally:
+        worker.close()
+
+
 def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     begin = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -44,10 +45,14 @@ def define_differentiable(name: str, backend: str, schema: str, run: Callable[..
 def _implement_in_triton(name: str, source: str) -> None:
     """The function of that name in `source`; the first call imports the module."""
 
-    def implementation(*inputs: Any) -> Any:
+    @functools.cache
+    def find_module() -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
         connect()
-        return getattr(module, name)(*inputs)
+        return module
+
+    def implementation(*inputs: Any) -> Any:
+        return getattr(find_module(), name)(*inputs)
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter

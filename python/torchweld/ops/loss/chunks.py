@@ -6,6 +6,7 @@ within `memory` bytes. Ignored rows are dropped before the GEMM.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -105,6 +106,31 @@ def find_counted(target: torch.Tensor) -> torch.Tensor | None:
     return None if bool(counted.all()) else counted.nonzero().squeeze(1)
 
 
+def _add_to_float32(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, has_begun: bool = True
+) -> None:
+    """Add a product of 16-bit matrices to a float32 one, or write it there, without rounding it."""
+    if has_begun:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        torch.mm(left, right, out_dtype=torch.float32, out=total)
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch does so on this device: some versions have no such product, or refuse it."""
+    if device.type != "cuda":
+        return False
+    try:
+        total = torch.full((16, 16), 2.0**-12, device=device)
+        # 1 + 2**-12 needs more bits than 16-bit numbers have.
+        ones = torch.full((16, 16), 0.25, dtype=dtype, device=device)
+        _add_to_float32(total, ones, ones)
+        return bool((total == 1 + 2.0**-12).all())
+    except (RuntimeError, TypeError):
+        return False
+
+
 class _Gemms:
     """The GEMMs of one call, with buffers that its chunks share."""
 
@@ -163,6 +189,10 @@ class _Gemms:
         if total is None:
             return
         layer = self.layer
+        if self._sums and grad.element_size() == 2 and _adds_to_float32(grad.device, grad.dtype):
+            _add_to_float32(total, grad.t(), x, self._started)
+            self._started = True
+            return
         # On processors without 16-bit products torch has the whole result in float32 beside it.
         is_copied = layer.input.is_cpu and layer.input.element_size() == 2
         widens = layer.is_widened() or self._sums

@@ -173,7 +173,7 @@ def rotary_embedding_qk(
         rotated_k = rotary_embedding(k, cos, sin, position_ids, norm_weight=k_norm_weight, **how)
         return rotated_q, rotated_k
     check_heads(q, k, seq_dim)
-    x, _, *rest = prepare(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)
-    rest[4] = k_norm_weight
-    results: tuple[torch.Tensor, torch.Tensor] = call(OP, x, k, *rest)
+    inputs = [*prepare(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)]
+    inputs[1], inputs[6] = k, k_norm_weight
+    results: tuple[torch.Tensor, torch.Tensor] = call(OP, *inputs)
     return results
