@@ -124,7 +124,12 @@ class Worker:
             log = Path(folder) / "log"
             log.touch()
             late = threading.Event()
-            timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+
+            def kill() -> None:
+                late.set()
+                process.kill()
+
+            timer = threading.Timer(seconds, kill)
             timer.start()
             try:
                 process.stdin.write(json.dumps([asdict(job), str(log)]) + "\n")
@@ -141,7 +146,9 @@ class Worker:
                 killed = status == -signal.SIGKILL and not late.is_set()
             if late.is_set():
                 fault = f"it took longer than {seconds:g} s"
-            lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+            lines = [
+                json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")
+            ]
         results = [[Result(**r) for r in line["results"]] for line in lines if "results" in line]
         overheads = [Overhead(**o) for line in lines for o in line.get("overheads", [])]
         return JobOutcome(results, overheads, fault, killed)

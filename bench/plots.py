@@ -29,11 +29,14 @@ def draw_speeds(report: Report, path: Path) -> None:
     ops = list(dict.fromkeys(r.op for r in timed))
     dtypes = list(dict.fromkeys(r.dtype for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
-    groups = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
+    every = {(op, dtype): _groups(timed, op, dtype) for op in ops for dtype in dtypes}
+    groups = {name: group for name, group in every.items() if group}
     width = max(4.5, max(map(_width, groups.values())) + 1.2)
-    # Keep an op's dtypes side by side.
-    across = min(len(ops), max(1, int(WIDTH / (width * len(dtypes)))))
-    rows, columns = -(-len(ops) // across), across * len(dtypes)
+    # Keep an op's dtypes side by side, if all ops have them all.
+    each = len(dtypes) if len(groups) == len(every) else 1
+    across = min(len(groups) // each, max(1, int(WIDTH / (width * each))))
+    columns = across * each
+    rows = -(-len(groups) // columns)
     figure, axes = pyplot.subplots(
         rows,
         columns,

@@ -17,7 +17,7 @@ from torchweld.bench.runner import Result
 from torchweld.bench.sources import files_of, sources_hash
 from torchweld.dispatch.engine import files
 from torchweld.ops.optimizer.rule import RULES, Rule
-from torchweld.registry import BACKENDS, OPS, Op
+from torchweld.registry import BACKENDS, EAGER, OPS, Op
 
 Proven = Op | Rule
 PROVEN: dict[str, Proven] = {**OPS, **RULES}
@@ -173,6 +173,19 @@ def list_results(record: dict[str, Any], root: Path | None) -> list[Result]:
                 results.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
     for result in results:
         result.automatic = result.contender == _find_winner(results, result)
+    return results
+
+
+def list_rivals(record: dict[str, Any]) -> list[Result]:
+    """The times of other packages, and of torch's other ways, in an evidence file."""
+    results = []
+    for op, proofs in record["ops"].items():
+        for proof in proofs.values() if op in PROVEN else ():
+            for kept in proof["results"]:
+                about = {name: kept[name] for name in (*_CASE, "elements", "bytes", "flops")}
+                for name, ms in kept["rivals_ms"].items():
+                    if name != EAGER:
+                        results.append(Result(op=op, contender=name, ms=ms, **about))
     return results
 
 

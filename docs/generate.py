@@ -1,4 +1,4 @@
-"""Writes docs/ops.md and parts of modules.md, optimizers.md and README.md: docs/generate.py."""
+"""Writes docs/ops.md and parts of gpu, modules, optimizers and README.md: docs/generate.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from torchweld import functional, nn, optim
 from torchweld.bench import recording, report
+from torchweld.bench.runner import Result
 from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops
@@ -162,13 +163,45 @@ def measured() -> str:
         report.markdown(recording.mark_stale(found.results, found.sources, root)),
     ]
     for gpu, record in recording.read_records().items():
-        results = recording.list_results(record, root)
+        results = _select_middle(recording.list_results(record, root))
         timed = [result for result in results if result.direction in ("full", "step")]
-        about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
-        parts += [about, report.markdown(timed)]
+        about = (
+            f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}; the middle"
+        )
+        about += " one of each op's sizes, and [all of them](docs/gpu.md)."
+        parts += [about, report.markdown([*timed, *recording.list_rivals(record)])]
     if not recording.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _select_middle(results: list[Result]) -> list[Result]:
+    """Of each op, variant and dtype the shape in the middle, by elements."""
+    sizes: dict[Any, dict[tuple[int, ...], int]] = {}
+    for r in results:
+        sizes.setdefault((r.op, r.variant, r.dtype), {})[tuple(r.shape)] = r.elements
+    middle = {}
+    for key, shapes in sizes.items():
+        ordered = sorted(shapes, key=lambda shape: shapes[shape])
+        middle[key] = ordered[len(ordered) // 2]
+    return [r for r in results if tuple(r.shape) == middle[r.op, r.variant, r.dtype]]
+
+
+def gpu_times() -> str:
+    """Return the tables of docs/gpu.md: every time on each GPU."""
+    parts = []
+    for gpu, record in recording.read_records().items():
+        versions, copies = record["versions"], record["limits"]["copy_gbps"] / 1000
+        about = f"{gpu}, torch {versions['torch']}, triton {versions['triton']}, {record['date']}."
+        results = recording.list_results(record, CPU.parents[2])
+        parts.append(f"{about} A large copy reaches {copies:.1f} TB/s, reads and writes counted.")
+        parts.append(report.markdown([*results, *recording.list_rivals(record)]))
+    return "\n" + "\n\n".join(part.rstrip("\n") for part in parts or [NO_GPU]) + "\n"
+
+
+def gpu() -> str:
+    """Return docs/gpu.md with current tables."""
+    return _filled("gpu.md", "measured", gpu_times())
 
 
 def readme() -> str:
@@ -178,6 +211,7 @@ def readme() -> str:
 
 if __name__ == "__main__":
     (Path(__file__).parents[1] / "README.md").write_text(readme())
+    (Path(__file__).parent / "gpu.md").write_text(gpu())
     (Path(__file__).parent / "ops.md").write_text(table())
     (Path(__file__).parent / "optimizers.md").write_text(optimizers())
     (Path(__file__).parent / "modules.md").write_text(modules())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,20 +41,13 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
-    if not on.is_cuda or on.get_device() == torch.cuda.current_device():
-        _run_here(launches)
-        return
     with torch.cuda.device_of(on):
-        _run_here(launches)
-
-
-def _run_here(launches: Iterable[Launch]) -> None:
-    for each in launches:
-        if not each.grid:
-            continue
-        unaligned = each.spreads and not are_aligned(*each.args)
-        options = each.unaligned_options() if unaligned else each.options
-        each.kernel[(each.grid,)](*each.args, **options)
+        for each in launches:
+            if not each.grid:
+                continue
+            unaligned = each.spreads and not are_aligned(*each.args)
+            options = each.unaligned_options() if unaligned else each.options
+            each.kernel[(each.grid,)](*each.args, **options)
 
 
 @functools.cache

@@ -77,19 +77,13 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether Triton knows rows to be aligned; for odd widths, which never are, always True."""
     if tensor.dim() == 0 or tensor.shape[-1] % _ALIGNMENT:
         return True
-    if tensor.data_ptr() % _ALIGNMENT:
-        return False
-    if tensor.is_contiguous():  # the usual case, in a quarter of the time
-        return True
-    return all(stride == 1 or stride % _ALIGNMENT == 0 for stride in tensor.stride())
+    strides = (stride for stride in tensor.stride() if stride != 1)
+    return tensor.data_ptr() % _ALIGNMENT == 0 and not any(s % _ALIGNMENT for s in strides)
 
 
 def are_aligned(*values: Any) -> bool:
     """Whether all tensors among the values have aligned rows."""
-    for value in values:  # without a generator: every launch asks, and most on a busy host
-        if isinstance(value, torch.Tensor) and not is_aligned(value):
-            return False
-    return True
+    return all(is_aligned(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

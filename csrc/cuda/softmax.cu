@@ -203,9 +203,8 @@ template <class Tile>
 __device__ __forceinline__ void exponentials_of(float (&e)[Tile::V][Tile::N], const Tile& tile,
                                                 float highest, float base, float factor) {
   if (fabsf(base) < kLargestBase) {
-    for_columns(tile, [&](int v, int i) {
-      e[v][i] = power_of_2(e[v][i] * (float)kLog2E - base) * factor;
-    });
+    for_columns(
+        tile, [&](int v, int i) { e[v][i] = power_of_2(e[v][i] * (float)kLog2E - base) * factor; });
   } else {
     for_columns(tile, [&](int v, int i) {
       e[v][i] = power_of_2(__fsub_rn(e[v][i], highest) * (float)kLog2E) * factor;

@@ -27,7 +27,7 @@ from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS, Judge
 from torchweld.dispatch.op_question import make_question
 from torchweld.ops import quantize_8bit, quantize_one_bit
-from torchweld.ops.loss import rows
+from torchweld.ops.loss import rows as loss_rows
 from torchweld.ops.optimizer import batch, sum_of_squares
 from torchweld.random import Shard
 from torchweld.registry import EAGER, OPS, Op, materialize
@@ -482,13 +482,13 @@ def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
     both = torch.stack([bits, bits]), torch.stack([scale, 2 * scale])
     target = torch.tensor([[7], [-1], [699]])
     how = (None, None, None, 1.0, 0.0)
-    statistics = rows.FORWARD.reference(x, target, *how, True, True, False)[1]  # type: ignore[misc]
+    statistics = loss_rows.FORWARD.reference(x, target, *how, True, True, False)[1]  # type: ignore[misc]
     grads = torch.randn(3, 5), torch.randn(3, 1)
     return {
-        "loss_rows": (rows.FORWARD, (x, target, *how, False, False, False)),
-        "loss_rows_backward": (rows.BACKWARD, (x, target, statistics, *grads, *how)),
-        "loss_rows_backward_": (rows.BACKWARD_IN_PLACE, (x, target, statistics, *grads, *how)),
-        "loss_rows_both_": (rows.BOTH_IN_PLACE, (x, target, *grads, *how, False, False)),
+        "loss_rows": (loss_rows.FORWARD, (x, target, *how, False, False, False)),
+        "loss_rows_backward": (loss_rows.BACKWARD, (x, target, statistics, *grads, *how)),
+        "loss_rows_backward_": (loss_rows.BACKWARD_IN_PLACE, (x, target, statistics, *grads, *how)),
+        "loss_rows_both_": (loss_rows.BOTH_IN_PLACE, (x, target, *grads, *how, False, False)),
         "quantize_8bit": (quantize_8bit._QUANTIZE, (x, True)),
         "dequantize_8bit": (quantize_8bit._DEQUANTIZE, (codes, absmax, True, torch.bfloat16)),
         "quantize_one_bit": (quantize_one_bit._QUANTIZE, (x, error, error, block)),  # in place

@@ -15,11 +15,11 @@ of A negative, and such an error grows from step to step. In bfloat16, beginning
 five steps left singular values of 1.9 in matrices of condition 1e3, and after three 1.21, the
 polynomial's own.
 
-A symmetric product of many rows is computed in blocks of rows up to the diagonal, and mirrored. The
-bits of a matrix's products must depend neither on how many matrices there are nor on its place among
-them: all operations are chosen by its own size. A GPU takes matrices in batches, since it is faster
-than the host that launches its products. A library may choose its kernel by the size of a batch, so
-batches of a size are all equally long, the last one with zeros at its end.
+A symmetric product of many rows is computed in blocks of rows up to the diagonal, and mirrored.
+The bits of a matrix's products must depend neither on how many matrices there are nor on its place
+among them: all operations are chosen by its own size. A GPU takes matrices in batches, since it is
+faster than the host that launches its products. A library may choose its kernel by the size of a
+batch, so batches of a size are all equally long, the last one with zeros at its end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Limits(NamedTuple):
 
 
 # On the CPU a batch stays in a cache. On an H200 a product of 1024 rows takes 5 us and its launch
-# as long: 16 matrices of 2048 x 2048, one by one and in blocks, took 78 ms, of which 5 are products.
+# as long: 16 matrices of 2048 x 2048, one by one and in blocks, took 78 ms, 5 of them for products.
 _ON_CPU, _ON_GPU = _Limits(512, 2**18, False), _Limits(4096, 2**22, True)
 
 
