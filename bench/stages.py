@@ -30,10 +30,10 @@ _FIRST = ("layer_norm", "rms_norm", "softmax_dropout", "linear_act", "mlp", "bia
 _LAST = ("linear_batch_norm_act", "batch_norm_act", "normalize_act")
 # Seconds that a process takes to start and draw its inputs, and seconds per job of each kind.
 STARTS = 7.0
-CHECKS, COMPILES, TIMES = STARTS + 3, STARTS + 20, STARTS + 5
-# Attention at one size and its compiled rival in both directions; later all sizes, from the caches
-# of compiled code.
-ATTENTION_COMPILES, ATTENTION_TIMES = STARTS + 60, STARTS + 55
+CHECKS, COMPILES = STARTS + 3, STARTS + 20
+# Without and with the compiler: an op at all sizes, and attention beside its compiled rivals.
+TIMES, COMPILED_TIMES = 5.0, STARTS + 5
+ALL_COMPILES, ATTENTION_TIMES = STARTS + 60, STARTS + 55
 STEPS = STARTS + 28
 _ATTENTION = "block_sparse_attention"
 # A job that takes longer than this many times its expected time counts as hanging.
@@ -115,15 +115,16 @@ class Machine:
 def first(names: Sequence[str]) -> list[Step]:
     """Ten minutes: every kernel once, the most important times, then the tests."""
     attention, others = [n for n in names if n == _ATTENTION], [n for n in names if n != _ATTENTION]
-    compiled, timed = _list_attention_sizes(attention), _list_attention(attention)
+    compiled = _list_attention_sizes(attention) + _list_compiles(others)
+    timed = _list_attention(attention)
     return [
         Step("CUDA kernels, smallest shapes", 50, _list_checks(names, "cuda"), 4, CHECKS),
-        Step("Triton kernels, compiled", 65, _list_checks(names, "triton"), None, COMPILES),
-        Step("attention, compiled", 75, compiled, None, ATTENTION_COMPILES, is_kept=False),
+        Step("Triton kernels, smallest shapes", 65, _list_checks(names, "triton"), None, COMPILES),
+        Step("all sizes, compiled", 135, compiled, None, ALL_COMPILES, is_kept=False),
         Step("attention beside its rivals", 65, timed, each=ATTENTION_TIMES),
-        Step("bfloat16 times", 235, _list_times(others, ("bfloat16",), ("fwd", "full"))),
+        Step("bfloat16 times", 125, _list_times(others, ("bfloat16",), ("fwd", "full"))),
         Step("AdamW on a billion elements", 40, _list_steps(names, ["adam"]), each=STEPS),
-        Step("the contract", 65),
+        Step("the contract", 115),
     ]
 
 
@@ -132,7 +133,12 @@ def second(names: Sequence[str]) -> list[Step]:
     others = [rule for rule in RULES if rule != "adam"]
     return [
         Step("optimizers", 120, _list_steps(names, others), each=STARTS + 10),
-        Step("float32 times", 255, _list_times(names, ("float32",), ("fwd", "full"))),
+        Step(
+            "float32 times",
+            255,
+            _list_times(names, ("float32",), ("fwd", "full")),
+            each=COMPILED_TIMES,
+        ),
         Step("the contract", 225),
     ]
 
@@ -252,6 +258,13 @@ def _list_attention_sizes(names: Iterable[str]) -> tuple[Job, ...]:
         sizes = [(at + 0.5) / count for at in range(count)]
         all_jobs += [replace(job, dtypes=["bfloat16"], sizes=[size]) for size in sizes]
     return tuple(all_jobs)
+
+
+def _list_compiles(names: Iterable[str]) -> tuple[Job, ...]:
+    """A job for each op that compiles its Triton kernels for all sizes, and times nothing."""
+    once = Plan(["full"], [], [], seconds=0.0, rounds=(1, 1))
+    ops = [name for name in names if name not in RULES]
+    return tuple(replace(job, dtypes=["bfloat16"]) for job in _list_jobs(ops, once, ["triton"]))
 
 
 def _list_rivals(op: str) -> list[str]:

@@ -150,7 +150,9 @@ def test_every_rival_has_its_row(tmp_path: Path) -> None:
     assert "bitsandbytes" in step
     assert isinstance(steps.KINDS[0].eager([torch.ones(1)]), torch.optim.AdamW)
     # Compiling beforehand is no measurement: its jobs are not in the record.
-    compiled = [job for name, job in lab.ran if name == "attention, compiled"]
+    compiled = [job for name, job in lab.ran if name == "all sizes, compiled"]
+    assert {job.op for job in compiled} == {n for n in OPS if "triton" in OPS[n].sources}
+    compiled = [job for job in compiled if job.op == ATTENTION]
     assert [len(job.sizes or ()) for job in compiled] == [1] * len(OPS[ATTENTION].benchmarks_on_gpu)
     assert len({case.arguments for job in compiled for case in _cases_on_gpu(job)}) == len(compiled)
 
