@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,13 +61,27 @@ def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> li
 def _as_users_call(op: Op) -> Callable[..., Any]:
     """The public function on the forward's arguments. It draws a seed at every call."""
     if op.inputs is None and not isinstance(op, Composite):
-        return getattr(torchweld.functional, op.name)
+        return _by_name(getattr(torchweld.functional, op.name), op.forward_signature.arguments)
 
     def function(*inputs: Any) -> Any:
         arguments = list(inputs)
         if op.seed_at is not None and op.draws(inputs):
             arguments[op.seed_at] = torchweld.random.seed(inputs[0].device)
         return call(op, *arguments)
+
+    return function
+
+
+def _by_name(public: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """The function, with arguments by name from the first that it takes only so."""
+    kinds = [p.kind for p in inspect.signature(public).parameters.values()]
+    positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if positional >= len(names):
+        return public
+    named = names[positional:]
+
+    def function(*inputs: Any) -> Any:
+        return public(*inputs[:positional], **dict(zip(named, inputs[positional:], strict=True)))
 
     return function
 

@@ -15,6 +15,11 @@ import torch
 from torch.nn.functional import dropout, layer_norm, rms_norm
 
 from torchweld import functional
+from torchweld.bench import overhead
+from torchweld.bench.cases import Case
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.registry import OPS
 
 SHAPE = (64,)
 NAMES = ("layer_norm", "rms_norm", "softmax_dropout")
@@ -33,6 +38,19 @@ def _calls(name: str, requires_grad: bool) -> tuple[Callable[[], object], Callab
     theirs: Any = {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
     ours = getattr(functional, name)
     return lambda: ours(x, SHAPE, weight), lambda: theirs(x, SHAPE, weight)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_is_called_as_a_user_calls_it(name: str) -> None:
+    """The benchmark measures this call of each op; it has the arguments that the op has."""
+    op = OPS[name]
+    problem = Case(op, op.tiny, torch.float32, "cpu").draw()
+    found = as_tuple(overhead._as_users_call(op)(*problem.inputs))
+    expected = as_tuple(call(op, *problem.inputs))
+    if op.draws(problem.inputs):
+        assert [f.shape for f in found] == [e.shape for e in expected]
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def ratio_of_times(
