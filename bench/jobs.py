@@ -166,7 +166,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
+            env={"OMP_NUM_THREADS": str(self._threads)} | os.environ,
         )
 
 

@@ -91,22 +91,24 @@ class Machine:
         waiting, running = list(step.jobs), dict[Future[JobOutcome], tuple[Job, Worker]]()
         workers = [Worker(at_once) for _ in range(at_once)]
         idle = [*workers]
-        with ThreadPoolExecutor(at_once) as pool:
-            while waiting or running:
-                while waiting and idle:
-                    job = waiting.pop(0)
-                    if self.now() >= until:
-                        yield job, None
-                    else:
-                        worker = idle.pop()
-                        future = pool.submit(worker.run, job, _PATIENCE * step.each)
-                        running[future] = job, worker
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    job, worker = running.pop(done)
-                    idle.append(worker)
-                    yield job, done.result()
-        for worker in workers:
-            worker.close()
+        try:
+            with ThreadPoolExecutor(at_once) as pool:
+                while waiting or running:
+                    while waiting and idle:
+                        job = waiting.pop(0)
+                        if self.now() >= until:
+                            yield job, None
+                        else:
+                            worker = idle.pop()
+                            future = pool.submit(worker.run, job, _PATIENCE * step.each)
+                            running[future] = job, worker
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        job, worker = running.pop(done)
+                        idle.append(worker)
+                        yield job, done.result()
+        finally:
+            for worker in workers:
+                worker.close()
 
     def contract(self, targets: set[tuple[str, str]], seconds: float) -> Iterable[Verdict]:
         return run_contract(self._root, targets, Limit(until=self.now() + seconds))

@@ -176,7 +176,7 @@ def measured() -> str:
 
 
 def _select_middle(results: list[Result]) -> list[Result]:
-    """Of each op, variant and dtype the shape in the middle, by elements."""
+    """Select the middle shape, by number of elements, of each op, variant and dtype."""
     sizes: dict[Any, dict[tuple[int, ...], int]] = {}
     for r in results:
         sizes.setdefault((r.op, r.variant, r.dtype), {})[tuple(r.shape)] = r.elements

@@ -59,12 +59,12 @@ def _inverse(inverse_ptr, row):
 
 
 @triton.jit
-def _count(target_ptr, row, targets):
-    """How many of a row's targets are not ignored."""
+def _is_ignored(target_ptr, row, targets):
+    """Whether all targets of a row are ignored; not without targets."""
     counted = 0
     for k in range(0, targets):
         counted += tl.where(tl.load(target_ptr + row * targets + k) == -1, 0, 1)
-    return counted
+    return (counted == 0) & (targets > 0)
 
 
 @triton.jit
@@ -226,6 +226,8 @@ def _forward(
     argmax_ptr,
     logits_ptr,
     target_ptr,
+    coefficients_ptr,
+    grad_picked_ptr,
     weight_ptr,
     q_ptr,
     inverse_ptr,
@@ -239,13 +241,23 @@ def _forward(
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """With coefficients the gradient takes the place of the logits, which it reads from L2."""
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse(inverse_ptr, row)
-    ignored = (_count(target_ptr, row, targets) == 0) & (targets > 0)
+    ignored = _is_ignored(target_ptr, row, targets)
     results = (statistics_ptr + row * 6, picked_ptr, argmax_ptr)
     inputs = (logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored)
     numbers = (scale, softcap, width, targets)
-    _statistics(*results, *inputs, *numbers, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS)
+    top, total, mass = _statistics(
+        *results, *inputs, *numbers, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS
+    )
+    if coefficients_ptr is not None:
+        # Other threads read the target's logit above, which this one may overwrite.
+        tl.debug_barrier()
+        tensors = (target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+        found = (top, total, mass, inverse, ignored)
+        block: tl.constexpr = LANES * COLUMNS
+        _differentiate(logits_ptr, logits_ptr, *tensors, *found, *numbers, CAPPED, block)
 
 
 @triton.jit
@@ -268,49 +280,11 @@ def _gradient(
 ):
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse(inverse_ptr, row)
-    ignored = (_count(target_ptr, row, targets) == 0) & (targets > 0)
+    ignored = _is_ignored(target_ptr, row, targets)
     at = statistics_ptr + row * 6
     found = (tl.load(at), tl.load(at + 1), tl.load(at + 5), inverse, ignored)
     inputs = (logits_ptr, target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
     _differentiate(grad_ptr, *inputs, *found, scale, softcap, width, targets, CAPPED, BLOCK)
-
-
-@triton.jit
-def _both(
-    picked_ptr,
-    statistics_ptr,
-    argmax_ptr,
-    logits_ptr,
-    target_ptr,
-    coefficients_ptr,
-    grad_picked_ptr,
-    weight_ptr,
-    q_ptr,
-    inverse_ptr,
-    scale,
-    softcap,
-    width,
-    targets,
-    CAPPED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The gradient takes the place of the logits, which it reads from L2."""
-    row = tl.program_id(0).to(tl.int64)
-    inverse = _inverse(inverse_ptr, row)
-    ignored = (_count(target_ptr, row, targets) == 0) & (targets > 0)
-    results = (statistics_ptr + row * 6, picked_ptr, argmax_ptr)
-    inputs = (logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored)
-    numbers = (scale, softcap, width, targets)
-    top, total, mass = _statistics(
-        *results, *inputs, *numbers, CAPPED, False, SMOOTH, LANES, COLUMNS
-    )
-    # Other threads read the target's logit above, which this one may overwrite.
-    tl.debug_barrier()
-    inputs = (logits_ptr, target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
-    found = (top, total, mass, inverse, ignored)
-    _differentiate(logits_ptr, *inputs, *found, *numbers, CAPPED, LANES * COLUMNS)
 
 
 # --- Launches ---------------------------------------------------------------------------------
@@ -349,18 +323,24 @@ def _check_in_place(logits: torch.Tensor) -> None:
 def _forward_launch(
     logits: torch.Tensor,
     target: torch.Tensor,
+    grads: tuple[torch.Tensor | None, torch.Tensor | None],
     how: tuple[Any, ...],
     sums: tuple[bool, bool],
     results: tuple[Any, ...],
 ) -> Launch:
+    """`grads`: coefficients and the gradients of what is picked, if the gradient is wanted too."""
     weight, q, inverse, scale, softcap = how
-    tensors = (*results, logits, target, weight, q, inverse)
+    tensors = (*results, logits, target, *grads, weight, q, inverse)
     numbers = (scale, softcap, logits.shape[1], target.shape[1])
-    accesses = 2 if any(sums) or q is not None or softcap else 4
     flags = {"CAPPED": softcap != 0, "ENTROPY": sums[0], "SMOOTH": sums[1]}
-    flags |= _tile(logits, accesses)
-    if any(sums):
-        flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free
+    needs_registers = any(sums) or q is not None or softcap != 0
+    if grads[0] is not None:
+        # With so many threads few programs run at once, and their rows stay in L2.
+        flags |= _tile(logits, 2, most_warps=16 if needs_registers else 32)
+    else:
+        flags |= _tile(logits, 2 if needs_registers else 4)
+        if any(sums):
+            flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free
     return launch(_forward, logits.shape[0], *tensors, *numbers, **flags)._replace(spreads=True)
 
 
@@ -378,36 +358,29 @@ def _gradient_launch(
     return launch(_gradient, logits.shape[0], *tensors, *numbers, **flags)._replace(spreads=True)
 
 
-def _both_launch(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    grads: tuple[torch.Tensor, ...],
-    how: tuple[Any, ...],
-    smooth: bool,
-    results: tuple[Any, ...],
-) -> Launch:
-    weight, q, inverse, scale, softcap = how
-    tensors = (*results, logits, target, *grads, weight, q, inverse)
-    numbers = (scale, softcap, logits.shape[1], target.shape[1])
-    flags = {"CAPPED": softcap != 0, "SMOOTH": smooth}
-    # With so many threads few programs run at once, and their rows stay in L2.
-    flags |= _tile(logits, 2, most_warps=16 if softcap or smooth or q is not None else 32)
-    return launch(_both, logits.shape[0], *tensors, *numbers, **flags)._replace(spreads=True)
-
-
 def _laid_out(how: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*(contiguous(t) for t in how[:3]), *how[3:])
 
 
-def _make_results(
-    logits: torch.Tensor, target: torch.Tensor, argmax: bool
+def _run_forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    how: tuple[Any, ...],
+    entropy: bool,
+    smooth: bool,
+    argmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Check the tensors, and return picked, statistics and argmax."""
+    how, target = _laid_out(how), target.contiguous()
+    _check(logits, target, how)
     rows = logits.shape[0]
-    return (
-        logits.new_empty(target.shape, dtype=torch.float32),
-        logits.new_empty((rows, STATISTICS), dtype=torch.float32),
-        target.new_empty((rows if argmax else 0,)),
-    )
+    picked = logits.new_empty(target.shape, dtype=torch.float32)
+    statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
+    best = target.new_empty((rows if argmax else 0,))
+    results = (picked, statistics, best if argmax else None)
+    run(logits, _forward_launch(logits, target, grads, how, (entropy, smooth), results))
+    return picked, statistics, best
 
 
 # --- Called by dispatch, with the signatures of the ops' schemas ---
@@ -416,13 +389,7 @@ def _make_results(
 def loss_rows(
     logits: torch.Tensor, target: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    how, (entropy, smooth, argmax) = _laid_out(others[:5]), others[5:]
-    logits, target = logits.contiguous(), target.contiguous()
-    _check(logits, target, how)
-    made = _make_results(logits, target, argmax)
-    results = (*made[:2], made[2] if argmax else None)
-    run(logits, _forward_launch(logits, target, how, (entropy, smooth), results))
-    return made
+    return _run_forward(logits.contiguous(), target, (None, None), others[:5], *others[5:])
 
 
 def loss_rows_backward_(
@@ -455,15 +422,9 @@ def loss_rows_both_(
     grad_picked: torch.Tensor,
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    how, (smooth, argmax) = _laid_out(others[:5]), others[5:]
-    target = target.contiguous()
     _check_in_place(logits)
-    _check(logits, target, how)
-    made = _make_results(logits, target, argmax)
-    results = (*made[:2], made[2] if argmax else None)
     grads = (coefficients.contiguous(), grad_picked.contiguous())
-    run(logits, _both_launch(logits, target, grads, how, smooth, results))
-    return made
+    return _run_forward(logits, target, grads, others[:5], False, *others[5:])
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
@@ -482,10 +443,12 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         weight = logits.new_empty(width, dtype=torch.float32)
         how = (weight, None, rows, 1.0, softcap)
         name = f"loss {dtype} {width} {softcap}".replace("torch.", "")
-        yield name, _forward_launch(logits, target, how, (True, True), (picked, statistics, target))
+        none = (None, None)
+        best = (picked, statistics, target)
+        yield name, _forward_launch(logits, target, none, how, (True, True), best)
         of_rows = (statistics, coefficients, picked)
         yield name, _gradient_launch(logits, logits, target, of_rows, how)
-        plain = (None, None, None, 1.0, softcap)
-        results = (picked, statistics, None)
-        yield f"{name} plain", _forward_launch(logits, target, plain, (False, False), results)
-        yield name, _both_launch(logits, target, of_rows[1:], plain, False, results)
+        plain, results = (None, None, None, 1.0, softcap), (picked, statistics, None)
+        for case, grads in (("plain", none), ("both", (coefficients, picked))):
+            launched = _forward_launch(logits, target, grads, plain, (False, False), results)
+            yield f"{name} {case}", launched

@@ -193,7 +193,7 @@ __device__ __forceinline__ float base_of(float highest) {
   return highest == kExcluded ? 0 : exponent_of(highest);
 }
 
-// Above this, what rounding takes from a base alone is an exponent that matters.
+// A larger base is rounded by more than a small exponent.
 constexpr float kLargestBase = 0x1p28f;
 
 // Exponentials relative to the row's highest score, times a factor. The multiplication is fused with

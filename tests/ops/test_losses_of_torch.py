@@ -287,6 +287,10 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
     got = rows.BACKWARD.overload("triton")(*arguments)
     exact = rows.BACKWARD.reference(*arguments)
     torch.testing.assert_close(got, exact, **close)
+    strided = logits.t().contiguous().t()
+    if not strided.is_contiguous():
+        with pytest.raises(ValueError, match="contiguous"):
+            in_place.overload("triton")(strided, target, coefficients, picked, *how, False, True)
     for smooth in (False, True):
         results = []
         for run in (in_place.overload("triton"), in_place.reference):

@@ -13,7 +13,7 @@ import torch
 
 import torchweld
 from torchweld.commands import cli, doctor
-from torchweld.dispatch import native
+from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.question import Answer
@@ -100,6 +100,9 @@ def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(asking, "engine_for", lambda device: engine)
     expected = "layer_norm, fwd, sizes below 2^12, by time, 2026-01-02"
     assert doctor._answers_here() == [("cuda", expected)]
+    assert doctor._why_not_found(OPS["layer_norm"], "cuda") is None
+    assert "cuda serves" in str(doctor._why_not_found(OPS["layer_norm"], "triton"))
+    assert doctor._why_not_found(OPS["rms_norm"], "cuda") == choice.UNTRIED
 
 
 def test_doctor_without_libraries(tmp_path: Path) -> None:
