@@ -167,9 +167,7 @@ struct Arguments {
     const int64_t words = a.block < 32 ? 1 : a.block / 32;
     STD_TORCH_CHECK(masks->sizes().size() == 2 && masks->sizes()[1] == a.block * words,
                     "the layout's masks do not fit its block size");
-    const int64_t count = masks->sizes()[0], down = a.rows.count, across = a.columns.count;
-    a.rows = lines_of(*rows, *row_entries, q, down, across, count);
-    a.columns = lines_of(*columns, *column_entries, q, across, down, count);
+    a.rows = lines_of(*rows, *row_entries, q, a.rows.count, a.columns.count, masks->sizes()[0]);
     a.masks = integers(*masks, q);
   }
 
@@ -233,6 +231,13 @@ struct Arguments {
   }
 
  public:
+  // The columns, which only the backward pass reads.
+  void fill_columns(BlockSparse& a) {
+    if (!rows) return;
+    a.columns =
+        lines_of(*columns, *column_entries, q, a.columns.count, a.rows.count, masks->sizes()[0]);
+  }
+
   // The number of distances between queries and keys, and so of a bias's numbers.
   static int64_t distances(const BlockSparse& a) {
     if (a.bias_row >= a.keys) return std::max<int64_t>(a.queries + a.keys - 1, 0);
@@ -278,10 +283,6 @@ Tensor prepare_grad_bias(BlockSparseBackward& a, const Tensor& bias, const Tenso
   return grads;
 }
 
-// The kernel for few queries takes at most kFewQueries, and splits lines by about kSplitKeys keys.
-constexpr int64_t kFewQueries = 15;
-constexpr int64_t kSplitKeys = 512;
-
 void attend_few(BlockSparseForward& a, const Tensor& like) {
   int64_t longest = a.columns.count;
   if (a.rows.lines) {
@@ -290,15 +291,18 @@ void attend_few(BlockSparseForward& a, const Tensor& like) {
       longest = std::max<int64_t>(longest, a.rows.lines[4 * i + 3] - a.rows.lines[4 * i + 1]);
     }
   }
-  a.split_entries = std::max<int64_t>(kSplitKeys / a.block, 1);
+  a.split_entries = kSplitKeys / a.block;
   a.splits = std::max<int64_t>((longest + a.split_entries - 1) / a.split_entries, 1);
   const int64_t rows = a.batch * a.heads * a.queries;
+  const int64_t work = rows * std::min(longest * a.block, a.keys) * (a.width + a.value_width) / 8;
+  if (a.splits == 1) {
+    launch_queue(block_sparse_few, a, a.batch * a.key_heads, work);
+    return;
+  }
   const int64_t room[] = {rows * a.splits, (a.value_width + 15) / 16 * 16 + 2};
-  Tensor states = empty(like, Sizes(room, 2), accumulate_type(a.dtype));
+  const Tensor states = empty(like, Sizes(room, 2), accumulate_type(a.dtype));
   a.states = states.mutable_data_ptr();
-  const int64_t pairs = rows * std::min(longest * a.block, a.keys);
-  launch_queue(block_sparse_few, a, a.batch * a.key_heads * a.splits,
-               pairs * (a.width + a.value_width) / 8);
+  launch_queue(block_sparse_few, a, a.batch * a.key_heads * a.splits, work);
   launch(block_sparse_merge, a, like, rows, a.splits * a.value_width);
 }
 
@@ -340,6 +344,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
                     padding,     rows,        row_entries, columns, column_entries, masks};
   BlockSparseBackward args{};
   tensors.fill(args, bias_row, block, group, scale, causal, softcap, p, seed, Place{whole, offset});
+  tensors.fill_columns(args);
   const ScalarType wide = accumulate_type(args.dtype);
   const Sizes leading = leading_sizes(q, 1);
   Shape sizes(leading.begin(), leading.end());

@@ -65,11 +65,15 @@ struct BlockSparse {
   TW_HD int64_t key_head(int64_t head) const { return (head + first_head) / group; }
 };
 
+// A kernel of its own serves so few queries. It splits lines by this number of keys.
+constexpr int64_t kFewQueries = 15, kSplitKeys = 1024;
+constexpr int64_t kSmallestBlock = 16;
+
 // y and lse are contiguous.
 struct BlockSparseForward : BlockSparse {
   void* y;
   void* lse;  // [batch, heads, queries], Accumulate<dtype>
-  // For few queries: how a line's entries are split, and the states that the splits store.
+  // For few queries: how a line's entries are split, and the states that several splits store.
   int64_t splits, split_entries;
   void* states;
 };

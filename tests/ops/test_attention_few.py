@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import torchweld
 from torchweld import functional
+from torchweld.ops.attention import block_sparse
+from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import Shard
 from torchweld.sparse import BlockBias, BlockLayout
 
@@ -34,7 +36,8 @@ def _draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 def _some_blocks(queries: int) -> BlockLayout:
     """Heads whose lines are of different lengths, one of them empty."""
-    blocks = torch.rand(4, 1, -(-KEYS // 16), generator=torch.Generator().manual_seed(1))
+    rows = -(-queries // 16)
+    blocks = torch.rand(4, rows, -(-KEYS // 16), generator=torch.Generator().manual_seed(1))
     blocks = blocks < torch.tensor([0.9, 0.3, 0.02, 0.0])[:, None, None]
     return BlockLayout.from_blocks(blocks, block=16, seq_len=(queries, KEYS))
 
@@ -140,3 +143,112 @@ def test_infinities_and_nan_stay_in_their_blocks() -> None:
         assert torch.equal(attention(q, k, v, layout), expected)
         k[:, :, 40] = torch.nan
         assert attention(q, k, v, layout).isnan().all()
+
+
+# --- The direct path ---
+
+
+def _count_whole_paths(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> int:
+    """The calls that take the whole path."""
+    calls: list[Any] = []
+    whole = block_sparse.call
+    with monkeypatch.context() as patch:
+        patch.setattr(block_sparse, "call", lambda *inputs: calls.append(inputs) or whole(*inputs))
+        function()
+    return len(calls)
+
+
+@pytest.mark.parametrize("dtype", OP.dtypes)
+@pytest.mark.parametrize("queries", [1, 5, 40])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_direct_path_gives_the_same_bits(
+    layout: str, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients, with and without scale, causal limit and lse."""
+    q = _draw(2, 4, queries, 20, dtype=dtype)
+    k, v = _draw(2, 2, KEYS, 20, seed=1, dtype=dtype), _draw(2, 2, KEYS, 33, seed=2, dtype=dtype)
+    made = LAYOUTS[layout](queries)
+    for options in ({}, {"scale": 0.3}, {"causal": True, "scale": -2.0}):
+        with torchweld.use_backend("cpu"):
+            wanted = [x.detach() for x in attention(q, k, v, made, return_lse=True, **options)]
+        with torch.no_grad():
+            direct: list[torch.Tensor] = []
+            count = _count_whole_paths(
+                monkeypatch,
+                lambda: direct.extend(attention(q, k, v, made, return_lse=True, **options)),
+            )
+            assert count == (0 if layout != "blocks" else 1)  # layouts of heads are prepared
+            assert torch.equal(attention(q, k, v, made, **options), wanted[0])
+        for mine, theirs in zip(direct, wanted, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+CALLS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "plain": (0, attention),
+    "inference mode": (0, torch.inference_mode()(attention)),
+    "the CPU by name": (0, torchweld.use_backend("cpu")(attention)),
+    "no gradient is needed": (0, torch.enable_grad()(attention)),
+    "a gradient": (
+        1,
+        torch.enable_grad()(lambda q, k, v, layout: attention(q, k, v.requires_grad_(), layout)),
+    ),
+    "another backend": (1, torchweld.use_backend("eager")(attention)),
+    "autocast": (1, torch.autocast("cpu", torch.bfloat16)(attention)),
+    "a transform": (1, lambda *inputs: torch.func.functional_call(_Vmapped(), {}, inputs)),
+    "meta tensors": (
+        1,
+        lambda q, k, v, layout: attention(*(x.to("meta") for x in (q, k, v)), layout),
+    ),
+    "no batch": (1, lambda q, k, v, layout: attention(q[0], k[0], v[0], layout)),
+    "one key for the batch": (
+        1,
+        lambda q, k, v, layout: attention(q.expand(2, -1, -1, -1), k, v, layout),
+    ),
+    "a whole number as scale": (1, lambda *inputs: attention(*inputs, scale=1)),
+    "dropout": (1, lambda *inputs: attention(*inputs, dropout_p=0.5)),
+    "a softcap": (1, lambda *inputs: attention(*inputs, softcap=3.0)),
+    "sinks": (1, lambda *inputs: attention(*inputs, sinks=torch.zeros(4))),
+}
+
+
+class _Vmapped(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any) -> Any:
+        return torch.func.vmap(lambda q: attention(q, k, v, layout))(q[None])
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_which_calls_take_the_whole_path(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, function = CALLS[case]
+    q, k, v = _draw(1, 4, 1, 16), _draw(1, 2, 50, 16), _draw(1, 2, 50, 16)
+    layout = BlockLayout.dense((1, 50))
+    with torch.no_grad():
+        assert _count_whole_paths(monkeypatch, lambda: function(q, k, v, layout)) == expected
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "another width": ("k", {"k": torch.ones(1, 2, 50, 8)}),
+    "another dtype": ("v", {"v": torch.ones(1, 2, 50, 16).half()}),
+    "integers": ("q", {"q": torch.ones(1, 4, 1, 16, dtype=torch.int64)}),
+    "no multiple of heads": ("k", {"k": torch.ones(1, 3, 50, 16), "v": torch.ones(1, 3, 50, 16)}),
+    "no key heads": ("k", {"k": torch.ones(1, 0, 50, 16), "v": torch.ones(1, 0, 50, 16)}),
+    "sparse keys": ("k", {"k": torch.ones(1, 2, 50, 16).to_sparse()}),
+    "another length": ("layout", {"layout": BlockLayout.dense((1, 51))}),
+    "no layout": ("layout", {"layout": None}),
+    "an infinite scale": ("scale", {"scale": torch.inf}),
+    "a scale that is no number": ("scale", {"scale": torch.nan}),
+    "a text as causal": ("causal", {"causal": "yes"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_of_the_direct_path_name_the_argument(case: str) -> None:
+    argument, changed = BAD[case]
+    own = {
+        "q": torch.ones(1, 4, 1, 16),
+        "k": torch.ones(1, 2, 50, 16),
+        "v": torch.ones(1, 2, 50, 16),
+        "layout": BlockLayout.dense((1, 50)),
+    }
+    with torch.no_grad(), pytest.raises(torchweld.ArgumentError) as caught:
+        attention(**own | changed)
+    assert caught.value.argument == argument

@@ -11,10 +11,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from torchweld.dispatch import choice, dtensor
+from torchweld.dispatch import choice, dtensor, native
 from torchweld.dispatch.choice import choose, use_backend
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
+from torchweld.registry.op import why_not_now
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -68,6 +69,23 @@ def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
         if dtype is not None and torch.is_autocast_enabled(device):
             inputs = [_cast(value, dtype) for value in inputs]
     return op.kernels[backend].run(inputs)
+
+
+def find_direct_kernel(op: Op, *tensors: Any) -> Any:
+    """The CPU's forward op, if a call with these tensors leaves nothing else to decide; else None.
+
+    Then no gradient is needed, no other backend is selected and no mode of torch is active. It is
+    for callers whose kernel takes microseconds. Where the op raises, the whole path explains why.
+    """
+    if is_compiling() or choice.forced not in (None, ("cpu",)):
+        return None
+    graph = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) not in _PLAIN or not x.is_cpu or (graph and x.requires_grad):
+            return None
+    if native.cpu_isa is None or torch._C._is_any_autocast_enabled() or why_not_now():
+        return None
+    return op.kernels["cpu"].forward._op  # without its Python frame
 
 
 def _is_dtensor(x: Any) -> bool:
