@@ -72,11 +72,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 _PAGE = """# Whole models
 
 Training steps of twelve architectures of transformers, made small: width {width}, {layers} layers,
-{words} words, {batch} x {length} tokens, float32, on {machine}, torch {torch}, transformers
-{transformers}. `python -m torchweld.bench.models --write docs/models.md` measures this page.
+{words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
+{torch}, transformers {transformers}. `python -m torchweld.bench.models --write docs/models.md` measures this page.
 "eager" is the model with torch's fused AdamW, "compiled" the same under torch.compile, "fused"
-after `torchweld.fuse` with `torchweld.optim.AdamW`. {times} The peak is what a step holds beyond
-parameters, gradients and states; that of compiled code cannot be counted on a CPU.
+after `torchweld.fuse` with `torchweld.optim.AdamW`. {times}
+The peak is what a step holds beyond parameters, gradients and states; that of compiled code cannot
+be counted on a CPU.
 
 {table}
 
@@ -141,7 +142,7 @@ def write_page(rows: Sequence[Row], transformers: str) -> str:
     """The page of the documentation, with the version of transformers."""
     names = ["eager", "compiled", "fused"]
     timed = any("total" in row.steps[0] for row in rows)
-    of_times = [*(f"{name} ms" for name in names), "fused / eager"] if timed else []
+    of_times = [*(f"{name} ms" for name in names), "eager / fused"] if timed else []
     header = ["model", *of_times, "peak MB, eager", "fused"]
     lines = [_line(header), "|---|" + "--:|" * (len(header) - 1)]
     for row in rows:
@@ -159,6 +160,8 @@ def write_page(rows: Sequence[Row], transformers: str) -> str:
         batch=BATCH,
         length=LENGTH,
         machine=machine["name"],
+        isa=machine["isa"],
+        threads=machine["threads"],
         torch=torch.__version__.partition("+")[0],
         transformers=transformers,
         times=_TIMED if timed else _NOT_TIMED,

@@ -74,15 +74,22 @@ template <class T, bool Capped>
 Accumulate<T> transform_block(const Transform<Accumulate<T>, Capped>& transform, const T* logits,
                               int64_t count, Accumulate<T>* u) {
   using A = Accumulate<T>;
-  Vec<A> lanes[2] = {splat(kNothing<A>), splat(kNothing<A>)};
-  int64_t turn = 0;
-  for_vectors<A>(count, [&](int64_t i, auto at) {
+  // Several, since each waits for its own last comparison.
+  constexpr int64_t kAtOnce = 4, kStep = kAtOnce * kLanes<A>;
+  Vec<A> lanes[kAtOnce];
+  for (Vec<A>& each : lanes) each = splat(kNothing<A>);
+  const auto take = [&](int64_t i, auto at, Vec<A>& most) {
     const Vec<A> value = present(transform(load(logits + i, at)), at, kNothing<A>);
     store(u + i, value);
-    lanes[turn & 1] = maximum<A>(value, lanes[turn & 1]);
-    ++turn;
-  });
-  const Vec<A> both = maximum<A>(lanes[0], lanes[1]);
+    most = maximum<A>(value, most);
+  };
+  const int64_t whole = count / kStep * kStep;
+  for (int64_t i = 0; i < whole; i += kStep) {
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kAtOnce; ++n) take(i + n * kLanes<A>, Whole{}, lanes[n]);
+  }
+  for_vectors<A>(count - whole, [&](int64_t i, auto at) { take(whole + i, at, lanes[0]); });
+  const Vec<A> both = maximum<A>(maximum<A>(lanes[0], lanes[1]), maximum<A>(lanes[2], lanes[3]));
   A highest = both[0];
   for (int64_t k = 1; k < kLanes<A>; ++k) highest = both[k] > highest ? both[k] : highest;
   return highest;
@@ -212,25 +219,35 @@ void gradient_row(const LossRowsGradient& g, int64_t row) {
     if (target[k] >= a.width) on_p = kNaN<A>;
   }
   alignas(64) A gradient[kBlock + kLanes<A>], slopes[Capped ? kBlock + kLanes<A> : 1];
-  for (int64_t begin = 0; begin < a.width; begin += kBlock) {
-    const int64_t count = a.width - begin < kBlock ? a.width - begin : kBlock;
+  const auto derive = [&](int64_t begin, int64_t count, auto plain) {
     for_vectors<A>(count, [&](int64_t i, auto at) {
       Vec<A> slope;
       const Vec<A> u = transform.with_slope(load(logits + begin + i, at), slope);
       const Vec<A> log_p = (u - highest) - log_sum;
       const Vec<A> p = exp_nonpositive(log_p);
       Vec<A> du = p * on_p;
-      if (on_entropy != 0) du += choose<A>(p == 0, Vec<A>{}, p * log_p * on_entropy);
-      if (on_smooth != 0)
-        du += weight ? load(weight + begin + i, at) * on_smooth : splat(on_smooth);
-      if (q) {
-        Vec<A> mass = load(q + begin + i, at);
-        if (weight) mass *= load(weight + begin + i, at);
-        du += mass * on_dot;
+      if constexpr (!plain) {
+        if (on_entropy != 0) du += choose<A>(p == 0, Vec<A>{}, p * log_p * on_entropy);
+        if (on_smooth != 0)
+          du += weight ? load(weight + begin + i, at) * on_smooth : splat(on_smooth);
+        if (q) {
+          Vec<A> mass = load(q + begin + i, at);
+          if (weight) mass *= load(weight + begin + i, at);
+          du += mass * on_dot;
+        }
       }
       store(gradient + i, du * slope);
       if constexpr (Capped) store(slopes + i, slope);
     });
+  };
+  const bool plain = on_entropy == 0 && on_smooth == 0 && !q;
+  for (int64_t begin = 0; begin < a.width; begin += kBlock) {
+    const int64_t count = a.width - begin < kBlock ? a.width - begin : kBlock;
+    if (plain) {
+      derive(begin, count, std::true_type{});
+    } else {
+      derive(begin, count, std::false_type{});
+    }
     for (int64_t k = 0; k < a.targets; ++k) {
       const int64_t at = target[k] - begin;
       if (target[k] < 0 || at < 0 || at >= count) continue;

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from ctypes.util import find_library
+from pathlib import Path
 
 import pytest
+import torch
 
 import torchweld
 from torchweld import pages
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 BLOCK = 64 * 2**20  # bytes, past the 32 MiB that glibc's own threshold grows to
 FAULTS = f"""
@@ -86,3 +91,24 @@ def test_a_refused_threshold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "why_not", lambda: None)
     monkeypatch.setattr(pages, "_set", lambda _: False)
     assert "refused" in str(torchweld.keep_pages().reason)
+
+
+def _flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping with this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
+def test_large_results_ask_for_huge_pages() -> None:
+    x = torch.ones(64, 2**18)
+    with torch.no_grad():
+        y = torchweld.functional.bias_act(x, activation="relu")
+    assert torch.equal(y, x)
+    assert "hg" in _flags_of(y.data_ptr() + y.nbytes // 2)
+    assert "hg" not in _flags_of(x.data_ptr() + x.nbytes // 2)
