@@ -73,7 +73,8 @@ _PAGE = """# Whole models
 
 Training steps of twelve architectures of transformers, made small: width {width}, {layers} layers,
 {words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
-{torch}, transformers {transformers}. `python -m torchweld.bench.models --write docs/models.md` measures this page.
+{torch}, transformers {transformers}. This page is measured by
+`python -m torchweld.bench.models --write docs/models.md`.
 "eager" is the model with torch's fused AdamW, "compiled" the same under torch.compile, "fused"
 after `torchweld.fuse` with `torchweld.optim.AdamW`. {times}
 The peak is what a step holds beyond parameters, gradients and states; that of compiled code cannot
