@@ -1,9 +1,11 @@
-// The transposition of a 16-bit matrix for torch; the schema is in python/torchweld/ops.
+// The transposition and the mirror of a 16-bit matrix for torch; the schemas are in
+// python/torchweld/ops.
 #include "core/transpose.h"
 
 #include "bind/launch.h"
 
 TW_KERNEL(transpose_16_bits, Transpose);
+TW_KERNEL(mirror_16_bits, Mirror);
 
 namespace torchweld {
 namespace {
@@ -21,8 +23,22 @@ Tensor transpose(Tensor x_in) {
   return y;
 }
 
+void mirror(Tensor matrix) {
+  const DType dtype = dtype_of(matrix);
+  const bool is_square = matrix.dim() == 2 && matrix.sizes()[0] == matrix.sizes()[1];
+  STD_TORCH_CHECK(
+      is_square && matrix.is_contiguous() && (dtype == DType::bf16 || dtype == DType::f16),
+      "matrix is not a contiguous square of 16-bit elements");
+  const int64_t size = matrix.sizes()[0];
+  const Mirror args{matrix.mutable_data_ptr(), size, dtype};
+  launch_queue(mirror_16_bits, args, (size + kTransposeBlock - 1) / kTransposeBlock, size * size);
+}
+
 }  // namespace
 
-TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transpose)); }
+TW_IMPLEMENT(m) {
+  m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transpose));
+  m.impl(TW_OVERLOAD("mirror_"), TORCH_BOX(&mirror));
+}
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// Transposes a matrix of 16-bit elements as raw bits.
+// Transposes a matrix of 16-bit elements as raw bits, or mirrors its lower triangle.
 #pragma once
 
 #include "core/dtype.h"
@@ -12,7 +12,13 @@ struct Transpose {
   DType dtype;
 };
 
-// Columns per work item.
+struct Mirror {
+  void* matrix;  // [size, size]
+  int64_t size;
+  DType dtype;
+};
+
+// Columns, or rows, per work item.
 constexpr int64_t kTransposeBlock = 64;
 
 TW_NAMESPACE_END

@@ -1,6 +1,6 @@
-// Transposes a 16-bit matrix on the CPU.
+// Transposes a 16-bit matrix on the CPU, or copies its lower triangle to the upper one.
 //
-// Bytes: reads x and writes y once, 2 x rows x columns x 2.
+// Bytes: a transposition reads x and writes y once, 2 x rows x columns x 2; a mirror half as many.
 //
 // Blocks of 64 x 64 are transposed on the stack, so that every cache line of x is read once and
 // every line of y is written once, whole. A direct copy would access each line in pieces. If the
@@ -91,6 +91,24 @@ TW_EXPORT void transpose_16_bits(const Transpose& a, int64_t begin, int64_t end)
         transpose_block(x, a.columns, y, a.rows, kBlock, kBlock);
       } else {
         transpose_block(x, a.columns, y, a.rows, height, width);
+      }
+    }
+  }
+}
+
+// Items are rows of blocks. Each goes to the column of blocks across the diagonal.
+TW_EXPORT void mirror_16_bits(const Mirror& a, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = kTransposeBlock;
+  uint16_t* matrix = (uint16_t*)a.matrix;
+  for (int64_t row = begin * kBlock; row < end * kBlock; row += kBlock) {
+    const int64_t height = std::min(kBlock, a.size - row);
+    for (int64_t column = 0; column < row; column += kBlock) {
+      transpose_block(matrix + row * a.size + column, a.size, matrix + column * a.size + row,
+                      a.size, height, kBlock);
+    }
+    for (int64_t i = 0; i < height; ++i) {
+      for (int64_t j = 0; j < i; ++j) {
+        matrix[(row + j) * a.size + row + i] = matrix[(row + i) * a.size + row + j];
       }
     }
   }

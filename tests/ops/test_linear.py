@@ -19,6 +19,7 @@ from torchweld.ops.gemm import gemm
 pytestmark = pytest.mark.numbers
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
+MIRROR = torch.ops.torchweld.mirror_.cpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 # Rows, in_features, out_features: the gradient is smaller than x and the result, and larger.
 SIZES = pytest.mark.parametrize("sizes", [(96, 200, 40), (200, 24, 136)], ids=str)
@@ -54,6 +55,22 @@ def test_transposed_in_any_layout(dtype: torch.dtype) -> None:
     x = torch.randn(150, 300).to(dtype)
     for view in (x.t(), x[1:, 3:], x[::2, ::3], x[:1].expand(70, 300)):
         assert torch.equal(TRANSPOSED(view), view.t())
+
+
+@every_dtype
+def test_mirror(dtype: torch.dtype) -> None:
+    """The lower triangle's bits, also above the diagonal."""
+    for size in (0, 1, 2, 7, 8, 9, 63, 64, 65, 72, 127, 128, 200):
+        bits = torch.arange(size * size).to(torch.int16).view(size, size)
+        matrix = bits.clone()
+        MIRROR(matrix.view(dtype))
+        assert torch.equal(matrix, bits.tril() + bits.tril(-1).t())
+
+
+def test_mirror_says_what_it_takes() -> None:
+    for x in (torch.ones(2, 2), torch.ones(2, 3).half(), torch.ones(4, 4).half()[:2, :2]):
+        with pytest.raises(RuntimeError, match="contiguous square of 16-bit elements"):
+            MIRROR(x)
 
 
 def test_transposed_says_what_it_takes() -> None:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchweld.dispatch.bare import BareOp
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -198,9 +199,20 @@ def _polynomial(gram: torch.Tensor, b: float, c: float) -> torch.Tensor:
 
 
 def _mirror(matrix: torch.Tensor) -> None:
-    """Copy the blocks below the diagonal to those above."""
+    """Copy what lies below the diagonal to above it."""
+    if matrix.dtype.itemsize == 2 and not matrix.is_cuda:
+        _MIRROR.run(matrix)
+    else:
+        _mirror_blocks(matrix)
+
+
+def _mirror_blocks(matrix: torch.Tensor) -> None:
     for begin, end in _in_blocks(len(matrix)):
         matrix[begin:end, end:] = matrix[end:, begin:end].T
+
+
+# torch copies 2 GB/s of transposed 16-bit elements, a tenth of a symmetric product's time.
+_MIRROR = BareOp("mirror_", "(Tensor(a!) matrix) -> ()", reference=_mirror_blocks)
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
