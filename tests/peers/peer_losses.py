@@ -12,7 +12,7 @@ from small_models import build, tokens
 from transformers.trainer_pt_utils import LabelSmoother
 
 import torchweld
-from torchweld.fusion.patterns.loss import CausalLoss
+from torchweld.fusion.patterns.loss import LanguageLoss
 
 WORDS = 32000
 SIZES = {
@@ -58,7 +58,7 @@ def test_losses_of_20_steps_are_eagers(name: str) -> None:
     """With 32000 words, and labels that are ignored."""
     model = _make(name)
     fused: Any = torchweld.fuse(copy.deepcopy(model))
-    assert CausalLoss in type(fused).__mro__
+    assert LanguageLoss in type(fused).__mro__
     assert fused(**_batch()).logits is None
     eager, ours = _train(model), _train(fused)
     assert eager[-1] < eager[0] - 0.5
@@ -136,6 +136,123 @@ def test_it_compiles_whole() -> None:
     compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="aot_eager")
     for mine, theirs in zip(_differentiate(compiled, **tokens()), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+# --- Losses by torch's CrossEntropyLoss: masked words, and encoders with decoders ----------------
+
+_ENCODER = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 80,
+}
+_T5 = {
+    "vocab_size": 101,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 1,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": _ENCODER,
+    "RobertaForMaskedLM": _ENCODER,
+    "AlbertForMaskedLM": _ENCODER | {"embedding_size": 16},
+    "MPNetForMaskedLM": _ENCODER,
+    "DebertaForMaskedLM": _ENCODER,
+    "T5ForConditionalGeneration": _T5,
+    "MT5ForConditionalGeneration": _T5,
+}
+
+
+def _make_other(name: str) -> Any:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**OTHERS[name]))
+
+
+def _small_batch() -> dict[str, torch.Tensor]:
+    return {key: torch.where(x < 0, x, x % 101) for key, x in _batch().items()}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_of_torchs_module(name: str) -> None:
+    """Loss and gradients in float64, and logits where they are wanted.
+
+    DeBERTa and T5 compute in float32 inside.
+    """
+    model = _make_other(name).double()
+    fused: Any = torchweld.fuse(copy.deepcopy(model))
+    assert LanguageLoss in type(fused).__mro__
+    given = _small_batch()
+    assert fused(**given).logits is None
+    mine, theirs = (
+        [m(**given).loss, *torch.autograd.grad(m(**given).loss, [*m.parameters()])]
+        for m in (fused, model)
+    )
+    with torch.no_grad():
+        mine.append(fused(**given).logits)
+        theirs.append(model(**given).logits)
+    mine.append(fused.eval()(**given).logits)
+    theirs.append(model.eval()(**given).logits)
+    exact = name.startswith(("Bert", "Rob", "Alb", "MPN"))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=1e-9 if exact else 1e-4, atol=1e-12 if exact else 1e-5
+        )
+    assert "weld_defers" not in vars(fused.get_output_embeddings())
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_the_loss_has_the_logits_dtype(name: str) -> None:
+    """As CrossEntropyLoss gives it: float32 under autocast."""
+    model = _make_other(name).bfloat16()
+    fused = torchweld.fuse(copy.deepcopy(model))
+    exact = _make_other(name).double()(**_small_batch()).loss
+    plain, ours = model(**_small_batch()).loss, fused(**_small_batch()).loss
+    assert plain.dtype == ours.dtype == torch.bfloat16
+    assert abs(ours - exact) <= 2 * abs(plain - exact) + 2e-2
+    model, fused = model.float(), fused.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**_small_batch()).loss.dtype == fused(**_small_batch()).loss.dtype
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_losses_of_torchs_module_compile(name: str) -> None:
+    model = _make_other(name)
+    expected = _differentiate(model, **_small_batch())
+    compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="aot_eager")
+    for mine, theirs in zip(_differentiate(compiled, **_small_batch()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", ["cls", "cls.predictions", "cls.predictions.decoder"])
+def test_a_hook_in_a_head_sees_logits(inside: str) -> None:
+    fused = torchweld.fuse(_make_other("BertForMaskedLM"))
+    seen: list[Any] = []
+    fused.get_submodule(inside).register_forward_hook(lambda *given: seen.append(given[2].shape))
+    assert fused(**_small_batch()).logits is not None
+    assert seen == [(2, 24, 101)]
+
+
+def test_a_head_that_adds_to_its_logits_is_left_with_the_reason() -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        **{"vocab_size": 101, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64},
+    )
+    model = transformers.BartForConditionalGeneration(config)
+    rows = torchweld.explain_fusion(model)
+    (row,) = [row for row in rows if row.what == "BartForConditionalGeneration"]
+    assert "could not be tried" in row.reason
+    assert torchweld.fuse(model)(**_small_batch()).logits is not None
 
 
 def _other_loss(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:

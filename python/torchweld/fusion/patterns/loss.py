@@ -17,17 +17,18 @@ from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_change
 from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.rewrite import compile_like, parse
+from torchweld.fusion.rewrite import compile_like, parse, reads
 from torchweld.fusion.twin import CannotCopyError
 from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 
-_LOSS = "loss_function"
+# A forward calls its model's own loss function, or makes torch's module and calls that.
+_LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 # Decorators of a forward: those that are kept, and those that only write its documentation.
 _KEPT, _DROPPED = ("can_return_tuple",), ("auto_docstring",)
-_HEADS = ("lm_head", "embed_out", "output_projection")
+_HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
 _ADVICE = (
     "fuse() left out the logits of this training step: unfuse the model, or leave it out by"
@@ -42,9 +43,35 @@ class Deferred:
     """
 
     def __init__(
-        self, x: torch.Tensor, scale: float = 1.0, capped: bool = False, after: float = 1.0
+        self,
+        x: torch.Tensor,
+        classes: int,
+        scale: float = 1.0,
+        capped: bool = False,
+        after: float = 1.0,
     ) -> None:
-        self.x, self.scale, self.capped, self.after = x, scale, capped, after
+        self.x, self.classes = x, classes
+        self.scale, self.capped, self.after = scale, capped, after
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.classes))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def view(self, *sizes: Any) -> Deferred:
+        """A row for each token; models need no other view for their loss."""
+        if sizes not in ((-1, self.classes), ((-1, self.classes),)):
+            raise RuntimeError(_ADVICE)
+        x = self.x.reshape(-1, self.x.shape[-1])
+        return Deferred(x, self.classes, self.scale, self.capped, self.after)
+
+    reshape = view
 
     def read_scale_and_cap(self) -> tuple[float | None, float | None]:
         """The logit scale and the soft cap of the loss's function."""
@@ -68,8 +95,8 @@ class Deferred:
             raise RuntimeError(_ADVICE)
         scale, after = self.scale, self.after
         if self.capped:
-            return Deferred(self.x, scale, True, after * factor)
-        return Deferred(self.x, scale * factor, False, after)
+            return Deferred(self.x, self.classes, scale, True, after * factor)
+        return Deferred(self.x, self.classes, scale * factor, False, after)
 
     def __truediv__(self, divisor: Any) -> Deferred:
         if isinstance(divisor, bool) or not isinstance(divisor, (int, float)) or not divisor:
@@ -82,14 +109,14 @@ class Deferred:
     ) -> Any:
         own = args[0] if args else None
         if function is torch.tanh and isinstance(own, Deferred) and not own.capped:
-            return Deferred(own.x, own.scale, True)
+            return Deferred(own.x, own.classes, own.scale, True)
         raise RuntimeError(_ADVICE)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {_ADVICE}")
 
 
-class CausalLoss(Weld):
+class LanguageLoss(Weld):
     """A model whose training steps compute the loss from the head's input.
 
     Its forward is made anew from its source, in the globals of its file. In training, with labels,
@@ -97,6 +124,7 @@ class CausalLoss(Weld):
     """
 
     weld_head_name: str
+    weld_path: str
     weld_capped: bool
     training: bool
     forward: Any
@@ -111,19 +139,41 @@ class CausalLoss(Weld):
         """The class's own name: the Trainer looks it up to decide whether to shift labels."""
         return type(self).__name__
 
+    def weld_get_last(self) -> Any:
+        """The linear layer that computes logits: the head, or its last layer."""
+        return getattr(self, self.weld_head_name).get_submodule(self.weld_path)
+
     def weld_head(self, x: Any, labels: Any) -> Any:
         """The logits, deferred where only the loss is wanted."""
         head: Any = getattr(self, self.weld_head_name)
+        last = self.weld_get_last()
         wants_loss = labels is not None and self.training and torch.is_grad_enabled()
-        if not wants_loss or LossHead not in type(head).__mro__:
+        if not wants_loss or LossHead not in type(last).__mro__:
             return head(x)
+        if last is not head:
+            return self.weld_last(head, x)
         if torch.compiler.is_compiling():
             # Dynamo does not follow the tanh of an object.
-            return head(x) if self.weld_capped else Deferred(x)
+            return head(x) if self.weld_capped else Deferred(x, head.weight.shape[0])
         on_a_ring = is_dtensor(head.weight) and head.weight.device_mesh.ndim > 1
         if on_a_ring or name_hooks(head, besides="torch.distributed"):
             return head(x)
-        return Deferred(x)
+        return Deferred(x, head.weight.shape[0])
+
+    def weld_last(self, head: Any, x: Any) -> Any:
+        """What the head returns if its last layer defers the logits, or the logits themselves."""
+        last = self.weld_get_last()
+        inside = [head]
+        for name in self.weld_path.split("."):
+            inside.append(getattr(inside[-1], name))
+        hooked = any(name_hooks(module, besides=None) for module in inside)
+        if hooked or torch.compiler.is_compiling() or is_dtensor(last.weight):
+            return head(x)
+        vars(last)["weld_defers"] = True
+        try:
+            return head(x)
+        finally:
+            del vars(last)["weld_defers"]
 
     def weld_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, as transformers' ForCausalLMLoss computes it."""
@@ -131,7 +181,7 @@ class CausalLoss(Weld):
         logits = arguments["logits"]
         if not isinstance(logits, Deferred):
             return self.loss_function(*args, **kwargs)
-        head: Any = getattr(self, self.weld_head_name)
+        head = self.weld_get_last()
         if not _is_known(self.loss_function) or arguments["vocab_size"] != head.weight.shape[0]:
             return self.loss_function(**arguments | {"logits": logits.compute(head)})
         ignored, count = arguments.get("ignore_index", -100), arguments.get("num_items_in_batch")
@@ -147,19 +197,38 @@ class CausalLoss(Weld):
             return loss
         return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
 
+    def weld_cross_entropy(self, loss: Any, logits: Any, target: Any) -> Any:
+        """The loss, as torch's CrossEntropyLoss computes it."""
+        if not isinstance(logits, Deferred):
+            return loss(logits, target)
+        head, x = self.weld_get_last(), logits.x
+        if type(loss) is not torch.nn.CrossEntropyLoss or target.is_floating_point():
+            return loss(logits.compute(head), target)
+        scale, cap = logits.read_scale_and_cap()
+        names = ("weight", "ignore_index", "reduction", "label_smoothing")
+        options = {name: getattr(loss, name) for name in names}
+        made = head(x, weld_loss=(target, options | {"logit_scale": scale, "softcap": cap}))
+        return made if torch.is_autocast_enabled(x.device.type) else made.to(x.dtype)
+
     def weld_result(self, logits: Any) -> Any:
         """What the model returns as its logits."""
         return None if isinstance(logits, Deferred) else logits
 
 
 class LossHead(Weld):
-    """The layer of a CausalLoss that computes logits, or the loss in their place."""
+    """The layer of a LanguageLoss that computes logits, or the loss in their place."""
+
+    weld_defers = False
 
     def forward(self, x: Any, weld_loss: Any = None) -> Any:
-        if weld_loss is None:
-            return self.welded_from.forward(self, x)
-        target, options = weld_loss
         own: Any = self
+        if weld_loss is None:
+            return (
+                Deferred(x, len(own.weight))
+                if self.weld_defers
+                else self.welded_from.forward(self, x)
+            )
+        target, options = weld_loss
         # The loss is float32, as that of logits.float() is.
         keeps = x.dtype.itemsize != 2 or torch.is_autocast_enabled(x.device.type)
         with nullcontext() if keeps else torch.autocast(x.device.type, x.dtype):
@@ -169,26 +238,42 @@ class LossHead(Weld):
 
 
 def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
-    """A model of transformers whose forward calls its head and then self.loss_function."""
+    """A model of transformers whose forward calls its head, and then its loss.
+
+    The loss is self.loss_function, or torch's CrossEntropyLoss.
+    """
     forward = forward_of(module)
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-    if is_welded(module) or code is None or _LOSS not in code.co_names:
+    if is_welded(module) or code is None or not {_LOSS, _CROSS_ENTROPY} & {*code.co_names}:
         return
     what = type(module).__name__
     heads = [name for name in _HEADS if name in code.co_names and name in module._modules]
     head = module._modules[heads[0]] if len(heads) == 1 else None
-    if head is None:  # a loss of something else than words
+    path = None if head is None else _find_path(module, head)
+    if head is None or path is None:  # a loss of something else than words
         return
-    reason = _why_not(module, head, heads[0], view)
-    settings = {"head_name": heads[0], "capped": "tanh" in code.co_names}
+    last = head.get_submodule(path)
+    reason = _why_not(module, last, heads[0], view)
+    settings = {"head_name": heads[0], "path": path, "capped": "tanh" in code.co_names}
     if reason is None:
-        reason = view.ask_once("loss", module, lambda: _why_not_same(module, heads[0], settings))
+        reason = view.ask_once("loss", module, lambda: _why_not_same(module, settings))
     if reason is not None:
         yield Left(module, what, reason)
         return
     becomes = "linear_cross_entropy in training, without logits"
-    changes = (Change(module, CausalLoss, becomes, settings), Change(head, LossHead))
+    changes = (Change(module, LanguageLoss, becomes, settings), Change(last, LossHead))
     yield Proposal(module, what, changes, module, tried=True)
+
+
+def _find_path(module: Any, head: torch.nn.Module) -> str | None:
+    """The path from the head to the layer that computes logits, or None if there is none."""
+    if not any(True for _ in head.children()):
+        return ""
+    try:
+        last = module.get_output_embeddings()
+    except Exception:
+        return None
+    return next((path for path, part in head.named_modules() if part is last), None)
 
 
 def _is_known(loss: Any) -> bool:
@@ -201,6 +286,16 @@ def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str |
         return reason
     if view.linear(head) != "plain":
         return f"its {name} is a {type(head).__name__}, not a plain linear layer"
+    if reads(type(module).forward, _LOSS) and (reason := _why_not_its_function(module)):
+        return reason
+    try:
+        _rewrite(type(module).forward, name)
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        return f"its forward cannot be rewritten ({probe.in_words(error)})"
+    return None
+
+
+def _why_not_its_function(module: Any) -> str | None:
     try:
         loss = module.loss_function
     except Exception as error:
@@ -208,10 +303,6 @@ def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str |
     if not _is_known(loss):
         called = getattr(loss, "__name__", type(loss).__name__)
         return f"its loss function is {called}, not {_KNOWN[1]}"
-    try:
-        _rewrite(type(module).forward, name)
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        return f"its forward cannot be rewritten ({probe.in_words(error)})"
     return None
 
 
@@ -264,12 +355,14 @@ class _Scope(torch.nn.Module):
         labels = (places * 7 + 3) % _WORDS
         labels = torch.where(places % 3 == 1, -100, labels)
         results = []
-        for more in (
-            {},
-            {"num_items_in_batch": 5},
-            {"num_items_in_batch": torch.tensor(4, device=x.device)},
-            {"shift_labels": labels.flip(-1)},
-        ):
+        ways: list[dict[str, Any]] = [{}]
+        if reads(type(self.model).forward, _LOSS):
+            ways += [
+                {"num_items_in_batch": 5},
+                {"num_items_in_batch": torch.tensor(4, device=x.device)},
+                {"shift_labels": labels.flip(-1)},
+            ]
+        for more in ways:
             # Tokens are not read: the body is gone.
             made = self.model(input_ids=labels.clamp(0), labels=labels, return_dict=True, **more)
             results.append(made.loss)
@@ -277,13 +370,17 @@ class _Scope(torch.nn.Module):
         return results
 
 
-def _shrink(module: Any, name: str) -> tuple[_Scope, torch.nn.Module]:
-    """The scope to try the changes in, and its head."""
-    head = torch.nn.Linear(_FEATURES, _WORDS, module._modules[name].bias is not None)
+def _shrink(module: Any, name: str, path: str) -> tuple[_Scope, torch.nn.Linear, int]:
+    """The scope to try the changes in, the layer that computes its logits, and its features."""
+    head = module._modules[name]
+    last: Any = head.get_submodule(path)
+    small = torch.nn.Linear(last.in_features if path else _FEATURES, _WORDS, last.bias is not None)
+    features = getattr(module.config, "hidden_size", last.in_features) if path else _FEATURES
+    shrunk = copy.deepcopy(head, {id(last): small})
     model = torch.nn.Module.__new__(type(module))
     empty: dict[str, Any] = {"_parameters": {}, "_buffers": {}}
     children = {
-        key: head if key == name else _Body([], child) for key, child in module._modules.items()
+        key: shrunk if key == name else _Body([], child) for key, child in module._modules.items()
     }
     vars(model).update({**vars(module), **empty, "_modules": children})
     config = copy.copy(module.config)
@@ -291,16 +388,16 @@ def _shrink(module: Any, name: str) -> tuple[_Scope, torch.nn.Module]:
     vars(model)["config"] = config
     if "vocab_size" in vars(model):
         vars(model)["vocab_size"] = _WORDS
-    return _Scope(model), head
+    return _Scope(model), small, features
 
 
-def _why_not_same(module: torch.nn.Module, name: str, settings: dict[str, Any]) -> str | None:
+def _why_not_same(module: torch.nn.Module, settings: dict[str, Any]) -> str | None:
     """How the loss and its gradients differ on a small model, or None."""
     device = torch.device("cpu")
     try:
-        scope, head = _shrink(module, name)
-        changes = (Change(scope.model, CausalLoss, "", settings), Change(head, LossHead))
-        inputs = [probe.values((2, 5, _FEATURES), device)]
+        scope, last, features = _shrink(module, settings["head_name"], settings["path"])
+        changes = (Change(scope.model, LanguageLoss, "", settings), Change(last, LossHead))
+        inputs = [probe.values((2, 5, features), device)]
         reason = why_not_same(scope, changes, inputs, device, drops=False)
     except CannotCopyError as error:
         return str(error)
@@ -329,10 +426,10 @@ def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
     names = [argument.arg for argument in function.args.args]
     if "labels" not in names:
         raise ValueError("it takes no labels")
-    calls = _Calls(names[0], head)
+    calls = _Calls(names[0], head, _LOSS in inner.__code__.co_names)
     tree = calls.visit(tree)
     if calls.heads != 1 or calls.losses != 1 or calls.logits is None:
-        raise ValueError(f"it does not assign {head}'s result once and call {_LOSS} once")
+        raise ValueError(f"it does not assign {head}'s result once and call one loss once")
     tree = _Results(names[0], calls.logits).visit(tree)
     return functools.wraps(forward)(compile_like(inner, tree, function))
 
@@ -340,14 +437,19 @@ def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
 class _Calls(ast.NodeTransformer):
     """Replaces the calls of the head and of the loss function, and finds the logits' name."""
 
-    def __init__(self, own: str, head: str) -> None:
-        self.own, self.head = own, head
+    def __init__(self, own: str, head: str, has_function: bool) -> None:
+        self.own, self.head, self.has_function = own, head, has_function
         self.heads = self.losses = 0
         self.logits: str | None = None
+        self.modules: set[str] = set()  # names of losses of torch's
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = node.func
+        if isinstance(name, ast.Name) and name.id in self.modules:
+            self.losses += 1
+            method = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_cross_entropy", ast.Load())
+            return ast.Call(method, [name, *node.args], node.keywords)
         if not (isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name)):
             return node
         if name.value.id != self.own:
@@ -365,9 +467,18 @@ class _Calls(ast.NodeTransformer):
         before = self.heads
         self.generic_visit(node)
         target = node.targets[0]
-        if self.heads > before and len(node.targets) == 1 and isinstance(target, ast.Name):
+        if len(node.targets) != 1 or not isinstance(target, ast.Name):
+            return node
+        if self.heads > before:
             self.logits = target.id
+        if not self.has_function and _makes_cross_entropy(node.value):
+            self.modules.add(target.id)
         return node
+
+
+def _makes_cross_entropy(value: ast.expr) -> bool:
+    called = value.func if isinstance(value, ast.Call) else None
+    return _CROSS_ENTROPY in (getattr(called, "id", None), getattr(called, "attr", None))
 
 
 class _Results(ast.NodeTransformer):
