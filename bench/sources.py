@@ -17,6 +17,8 @@ from torchweld.registry import Op
 _C_TOKEN = re.compile(
     r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
 )
+# Begins a block that CUDA's compilers never see.
+_CPU_ONLY = "#if !defined(TW_CUDA)"
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 _IMPORT = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
 
@@ -75,15 +77,37 @@ def _list_names(text: str, is_python: bool) -> list[str]:
 
 def sources_hash(op: Op | Rule, backend: str, folder: Path) -> str:
     """SHA-256 of the backend's sources, without what compilers ignore."""
-    return hash_of(find_sources(op, backend, folder), folder)
+    return hash_of(find_sources(op, backend, folder), folder, on_cuda=backend == "cuda")
 
 
-def hash_of(paths: Iterable[Path], folder: Path) -> str:
-    """SHA-256 of files, without comments, docstrings and blank lines."""
+def hash_of(paths: Iterable[Path], folder: Path, on_cuda: bool = False) -> str:
+    """SHA-256 of files, without comments, docstrings and blank lines.
+
+    With `on_cuda` also without the blocks that are left out of CUDA's build.
+    """
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.relative_to(folder)}\n{stripped(path)}\n".encode())
+        text = stripped(path)
+        text = _drop_cpu_blocks(text) if on_cuda else text
+        digest.update(f"{path.relative_to(folder)}\n{text}\n".encode())
     return digest.hexdigest()
+
+
+def _drop_cpu_blocks(text: str) -> str:
+    """The text without the blocks of `#if !defined(TW_CUDA)` that have no other branch."""
+    kept: list[str] = []
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line != _CPU_ONLY:
+            kept.append(line)
+            continue
+        depth = 1
+        while depth:
+            word = next(lines).replace(" ", "")
+            depth += word.startswith("#if") - word.startswith("#endif")
+            if depth == 1 and word.startswith("#el"):
+                raise ValueError(f"{_CPU_ONLY} has another branch: begin it with CUDA's")
+    return "\n".join(kept)
 
 
 def stripped(path: Path) -> str:

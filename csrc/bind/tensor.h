@@ -5,7 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#if defined(__linux__)
+#if !defined(TW_CUDA)
 #include <sys/mman.h>
 #endif
 
@@ -76,18 +76,21 @@ inline Device device_of(const Tensor& t) {
 // that a kernel leaves unwritten.
 inline const bool poison = std::getenv("TORCHWELD_POISON") != nullptr;
 
-// Asks for huge pages. The first write to each page of a fresh block faults; with 2 MiB pages a copy
-// of 64 MiB into a fresh block takes 9 ms, with 4 KiB pages 24 ms. Only whole pages of the block are
-// advised, so it occupies no more memory.
-inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t first = ((uintptr_t)data + kPage - 1) / kPage * kPage;
-  const uintptr_t end = ((uintptr_t)data + bytes) / kPage * kPage;
-  if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);  // may be refused
+#if !defined(TW_CUDA)
+// Asks for huge pages for large results. The first write to each page of a fresh block faults; with
+// 2 MiB pages a copy of 64 MiB into a fresh block takes 9 ms, with 4 KiB pages 24 ms. Only whole
+// pages of the block are advised, so it occupies no more memory.
+inline void advise_huge_pages([[maybe_unused]] const Tensor& result) {
+#if defined(MADV_HUGEPAGE)
+  constexpr int64_t kPage = 2 << 20, kFrom = 2 * kPage;
+  const int64_t bytes = result.numel() * result.element_size();
+  if (bytes < kFrom) return;
+  const int64_t begin = (int64_t)result.mutable_data_ptr();
+  const int64_t first = (begin + kPage - 1) / kPage * kPage, end = (begin + bytes) / kPage * kPage;
+  madvise((void*)first, end - first, MADV_HUGEPAGE);  // may be refused
 #endif
 }
-constexpr int64_t kAdvisedFrom = 4 << 20;
+#endif
 
 // A new contiguous tensor on the device of `like`.
 inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
@@ -101,10 +104,9 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
       device.index, &result));
   Tensor tensor(result);
-  const int64_t bytes = tensor.numel() * tensor.element_size();
-  if (bytes >= kAdvisedFrom && device.type == aoti_torch_device_type_cpu()) {
-    advise_huge_pages(tensor.mutable_data_ptr(), bytes);
-  }
+#if !defined(TW_CUDA)
+  if (device.type == aoti_torch_device_type_cpu()) advise_huge_pages(tensor);
+#endif
   if (poison) torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 0xa5 : std::nan(""));
   return tensor;
 }

@@ -131,3 +131,18 @@ def load(ptr,
         '        "not a docstring"',
         "    )",
     ]
+
+
+def test_blocks_that_cudas_build_leaves_out_do_not_count_there(tmp_path: Path) -> None:
+    file = tmp_path / "tensor.h"
+    whole = "#if !defined(TW_CUDA)\nint cpu;\n#if defined(X)\nint x;\n#endif\n#endif\n"
+    hashes = []
+    for text in ("int both;\n", f"int both;\n{whole}", f"int more;\n{whole}"):
+        file.write_text(text)
+        hashes.append([sources.hash_of([file], tmp_path, on_cuda=flag) for flag in (True, False)])
+    (cuda, cpu), (same, other), (changed, _) = hashes
+    assert cuda == same != changed
+    assert cpu != other
+    file.write_text("#if !defined(TW_CUDA)\nint cpu;\n#else\nint cuda;\n#endif\n")
+    with pytest.raises(ValueError, match="has another branch"):
+        sources.hash_of([file], tmp_path, on_cuda=True)
