@@ -117,12 +117,12 @@ MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], di
     "bert": (
         _encoder("Bert"),
         tokens,
-        {"layer_norm": 2, "linear_act (gelu)": 3, "dropout_add_layer_norm": 4},
+        {"layer_norm": 2, "linear_act (gelu)": 3, "dropout_add_layer_norm": 4, **_LOSS},
     ),
     "roberta": (
         _encoder("Roberta"),
         tokens,
-        {"layer_norm": 2, "linear_act (gelu)": 2, "dropout_add_layer_norm": 4},
+        {"layer_norm": 2, "linear_act (gelu)": 2, "dropout_add_layer_norm": 4, **_LOSS},
     ),
     "vit": (_vit, _images, {"layer_norm": 5, "linear_act (gelu)": 2}),
     "t5": (
@@ -132,6 +132,7 @@ MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], di
             "rms_norm": 12,
             "gated_act (gelu by tanh)": 4,
             "on the CPU block_sparse_attention over all keys": 6,
+            **_LOSS,
         },
     ),
     "llama": (_decoder("Llama"), tokens, _LIKE_LLAMA),
