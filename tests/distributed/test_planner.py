@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -223,5 +224,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     shown = capsys.readouterr().out
     assert "s a step, by rates stated by the vendor" in shown
     assert picture.stat().st_size > 1000
+    assert cli.main(["plan", *sizes, "--devices", "4", "--no-overlap"]) == 0
+    slower = capsys.readouterr().out
+    quick, slow = (re.search(r"([\d.e-]+) s a step", text) for text in (shown, slower))
+    assert quick and slow
+    assert float(quick[1]) < float(slow[1])
     assert cli.main(["plan", *sizes, "--memory", "0.001"]) == 2
     assert "no choice fits" in capsys.readouterr().out

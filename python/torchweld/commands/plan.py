@@ -26,6 +26,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = f"{', '.join(PROFILES)}, or a JSON file with the fields of a Profile"
     parser.add_argument("--profile", default="h100", help=about)
     parser.add_argument("--memory", type=float, help="GB of a device that may be used")
+    about = "nothing is sent while devices compute, as between processes of a CPU"
+    parser.add_argument("--no-overlap", action="store_true", help=about)
     parser.add_argument("--optimizer", nargs="+", choices=STATES, default=["adamw"])
     parser.add_argument("--searcher", choices=SEARCHERS, default="enumerate")
     parser.add_argument("--plot", help="a file for the picture of a step's timeline")
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
             o.devices,
             load_profile(o.profile) if o.profile.endswith(".json") else o.profile,
             memory=o.memory and o.memory * 1e9,
-            links=Links(node=o.node),
+            links=Links(node=o.node, overlaps=not o.no_overlap),
             searcher=o.searcher,
             optimizer=tuple(o.optimizer),
         )
