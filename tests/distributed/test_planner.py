@@ -227,7 +227,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert cli.main(["plan", *sizes, "--devices", "4", "--no-overlap"]) == 0
     slower = capsys.readouterr().out
     quick, slow = (re.search(r"([\d.e-]+) s a step", text) for text in (shown, slower))
-    assert quick and slow
+    assert quick
+    assert slow
     assert float(quick[1]) < float(slow[1])
     assert cli.main(["plan", *sizes, "--memory", "0.001"]) == 2
     assert "no choice fits" in capsys.readouterr().out
