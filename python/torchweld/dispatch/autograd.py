@@ -97,13 +97,10 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
     plain_at = [inputs.index(name) for name in plain]
     typed_at = [inputs.index(name) for name in typed]
 
-    # The sources of the backward op's arguments, and the position of each input's gradient.
-    sources = {name: ("saved", at) for at, name in enumerate(saved)}
-    sources |= {name: ("kept", at) for at, name in enumerate(plain)}
-    sources |= {f"{name}_dtype": ("kept", len(plain) + at) for at, name in enumerate(typed)}
-    sources |= {f"grad_{name}": ("grad", at) for at, name in enumerate(public)}
-    sources |= {f"need_{name}": ("need", at) for at, name in enumerate(inputs)}
-    arguments_from = [sources[name] for name in wanted]
+    # What the backward pass has, in this order, and where the backward op's arguments are in it.
+    has = [*saved, *plain, *(f"{name}_dtype" for name in typed)]
+    has += [*(f"grad_{name}" for name in public), *(f"need_{name}" for name in inputs)]
+    arguments_at = [has.index(name) for name in wanted]
     gradient_at = [
         gradients.index(f"grad_{name}") if f"grad_{name}" in gradients else None for name in inputs
     ]
@@ -134,19 +131,17 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
 
     def backward(ctx: Any, *grads: Any) -> Any:
         op, kernel = _NODES[node]
-        if all(grad is None for grad in grads):
+        for grad in grads:
+            if grad is not None:
+                break
+        else:
             return (None,) * len(inputs)
         if ctx.late is not None and (late := _take_left_over(ctx, grads)) is not None:
             return late
         needs = ctx.needs_input_grad
         asked = _list_asked(inputs, needs, ctx.same) if ctx.same else needs
-        values_by_kind = {
-            "saved": ctx.saved_tensors,
-            "kept": ctx.kept,
-            "grad": grads,
-            "need": asked,
-        }
-        arguments = [values_by_kind[kind][at] for kind, at in arguments_from]
+        has = (*ctx.saved_tensors, *ctx.kept, *grads[: len(public)], *asked)
+        arguments = [has[at] for at in arguments_at]
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:
             made = op.eager_backward(*arguments)  # its graph gives second derivatives

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from torchweld.dispatch.autograd import (
     Differentiable,
@@ -49,6 +50,8 @@ class Kernel:
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self.function = autograd_function(Differentiable.of(op), self)
+        # torch's apply without its search for wrappers of transforms, in which eager serves.
+        self._apply = super(torch.autograd.Function, self.function).apply
         arguments, _ = op.forward.split(" -> ")
         public = ", ".join(f"Tensor {name}" for name in op.public)
         schema = f"{arguments} -> ({public})"
@@ -62,7 +65,7 @@ class Kernel:
         if torch.is_grad_enabled():
             for value in inputs:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    return self.function.apply(*inputs)
+                    return (self.function.apply if is_compiling() else self._apply)(*inputs)
         return self.public(as_tuple(self.forward(*inputs)))
 
     def public(self, results: tuple[torch.Tensor, ...]) -> Any:
