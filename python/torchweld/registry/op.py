@@ -108,6 +108,8 @@ class Op:
     # Names of the forward's arguments that get a gradient, and the position of dropout's seed.
     differentiable: list[str] = field(init=False)
     seed_at: int | None = field(init=False)
+    # The dtypes in which eager serves small inputs.
+    dtypes_of_eager: tuple[torch.dtype, ...] = field(init=False)
     # Positions of the forward's tensors, of the weights among them (factors of GEMMs, which have
     # other sizes than rows), and of the flags that decide what a kernel does.
     tensors_at: tuple[int, ...] = field(init=False)
@@ -127,6 +129,8 @@ class Op:
         object.__setattr__(self, "differentiable", [n for n in arguments if f"grad_{n}" in made])
         seed_at = arguments.index("seed") if "seed" in arguments else None
         object.__setattr__(self, "seed_at", seed_at)
+        exact = tuple(x for x in self.dtypes if x.itemsize != 2 or not self.eager_rounds)
+        object.__setattr__(self, "dtypes_of_eager", exact)
         kinds = list(enumerate(self.forward_signature.types))
         object.__setattr__(self, "tensors_at", tuple(i for i, kind in kinds if "Tensor" in kind))
         specs = ((i, value) for sample in self.samples for i, value in enumerate(sample))
