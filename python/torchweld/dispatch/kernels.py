@@ -51,7 +51,8 @@ class Kernel:
         self._public_at = [results.index(name) for name in op.public]
         self.function = autograd_function(Differentiable.of(op), self)
         # torch's apply without its search for wrappers of transforms, in which eager serves.
-        self._apply = super(torch.autograd.Function, self.function).apply
+        base: Any = super(torch.autograd.Function, self.function)
+        self._apply = base.apply
         arguments, _ = op.forward.split(" -> ")
         public = ", ".join(f"Tensor {name}" for name in op.public)
         schema = f"{arguments} -> ({public})"
