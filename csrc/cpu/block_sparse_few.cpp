@@ -243,16 +243,15 @@ class Split {
 
   // The products of all queries with the keys of a tile. One query reads keys as they are stored.
   void multiply_keys(A* z, int64_t lanes, Span key) {
-    const T* k = tokens<T>(a_.k, batch_, key_head_, key.first);
-    if (sizeof(T) == sizeof(A) || a_.queries == 1) {
+    const auto multiply_rows = [&](const auto* k, int64_t pitch) {
       for (int64_t r = 0; r < a_.queries; ++r) {
-        dot_keys(z + r * lanes, q_ + r * a_.width, k, a_.k.token, key.count, a_.width);
+        dot_keys(z + r * lanes, q_ + r * a_.width, k, pitch, key.count, a_.width);
       }
-      return;
-    }
-    const A* wide = rows_of<T>(a_.k, batch_, key_head_, key, a_.width, rows_);
-    for (int64_t r = 0; r < a_.queries; ++r) {
-      dot_keys(z + r * lanes, q_ + r * a_.width, wide, a_.width, key.count, a_.width);
+    };
+    if (sizeof(T) == sizeof(A) || a_.queries == 1) {
+      multiply_rows(tokens<T>(a_.k, batch_, key_head_, key.first), a_.k.token);
+    } else {
+      multiply_rows(rows_of<T>(a_.k, batch_, key_head_, key, a_.width, rows_), a_.width);
     }
   }
 

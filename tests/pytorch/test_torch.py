@@ -261,3 +261,21 @@ def test_schema_and_implementation_agree(target: Target) -> None:
         unchanged = all(torch.allclose(e, b) for e, b in same)
         assert not unchanged, op.forward_signature.arguments[position]
         torch.testing.assert_close(call(op, *changed), expected)
+
+
+def test_a_tensor_that_left_a_transform() -> None:
+    """Its wrapper of torch.func.grad is dead, and autograd records calls with it as with others."""
+    left: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)
+        return x.square().sum()
+
+    torch.func.grad(function)(torch.randn(3, 64))
+    weight = torch.ones(64, requires_grad=True)
+    with torchweld.use_backend("cpu"):
+        ours = torchweld.functional.layer_norm(left[0], (64,), weight)
+    theirs = torch.nn.functional.layer_norm(left[0], (64,), weight)
+    (mine,) = torch.autograd.grad(ours.sin().sum(), weight)
+    (wanted,) = torch.autograd.grad(theirs.sin().sum(), weight)
+    torch.testing.assert_close(mine, wanted)

@@ -104,7 +104,7 @@ def _flags_of(address: int) -> list[str]:
     return []
 
 
-@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason=f"{HUGE_PAGES} does not exist")
 def test_large_results_ask_for_huge_pages() -> None:
     x = torch.ones(64, 2**18)
     with torch.no_grad():

@@ -156,8 +156,8 @@ def block_sparse_attention(
         A tensor [batch, heads, queries, value_dim] of q's dtype; with `return_lse` also a float32
         tensor [batch, heads, queries], -inf where a query sees nothing.
     """
-    alone = key_padding_mask is alibi_slopes is bias is sinks is seed is shard is None
-    if alone and softcap == 0 == dropout_p:
+    needs_no_options = key_padding_mask is alibi_slopes is bias is sinks is seed is shard is None
+    if needs_no_options and softcap == 0 and dropout_p == 0:
         results = _attend_directly(q, k, v, layout, scale, causal)
         if results is not None:
             return results if return_lse else results[0]
