@@ -79,6 +79,10 @@ check: env ## Run the tests for every change: each op, optimizer and tool once, 
 	@$(PYTEST) -n 2 --dist worksteal -m "once or not (processes or long)" \
 	  -k "not interpreter and not emulator" $(ARGS)
 
+.PHONY: test-matrix
+test-matrix: export TORCHWELD_MATRIX := 1
+test-matrix: test ## Run `make test` with all combinations of tests that otherwise run a covering part
+
 .PHONY: test-isa
 test-isa: env ## Test kernels on every CPU instruction set except the best, which `make test` uses
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.list_supported_isas()[1:])'); do \

@@ -15,6 +15,8 @@ from typing import Any
 # Waiting threads sleep: with a test on every core, spinning would slow the threads that they wait
 # for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+# Inductor compiles in the test's process: another one for its pool would only import torch again.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 

@@ -6,13 +6,14 @@ import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import matrix
 from torchweld.distributed import Parallel, parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
@@ -91,7 +92,7 @@ def _accepted(*names: str) -> Iterator[Declaration]:
             yield declaration
 
 
-def _pairs(declaration: Declaration) -> set[tuple[str, str]]:
+def _pairs(declaration: Declaration) -> set[Hashable]:
     values = [f"{key}={value}" for key, value in declaration.config.items()]
     return {*itertools.combinations(values, 2), (declaration.name, "")}
 
@@ -101,13 +102,7 @@ def cover() -> list[Declaration]:
     """Declarations that hold each structure, and each pair of values that are accepted together."""
     structures = itertools.product(_PIPELINES, _TENSORS, _RINGS, _DATA)
     some = [declaration for names in structures for declaration in _accepted(*names)]
-    pairs = [_pairs(declaration) for declaration in some]
-    missing = set[tuple[str, str]]().union(*pairs)
-    chosen = []
-    while missing:
-        best = max(range(len(some)), key=lambda at: len(pairs[at] & missing))
-        chosen.append(some[best])
-        missing -= pairs[best]
+    chosen = matrix.cover(some, _pairs)
     return sorted(chosen, key=lambda declaration: declaration.processes)
 
 
