@@ -104,7 +104,7 @@ SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_seams.py a
 .PHONY: stack
 stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 	@rm -f build/stack.jsonl
-	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/distributed/test_every_declaration.py tests/peers/peer_stack.py tests/peers/peer_named_models.py $(SEAMS) $(ARGS)
+	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl TORCHWELD_MATRIX=1 $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/distributed/test_every_declaration.py tests/peers/peer_stack.py tests/peers/peer_named_models.py $(SEAMS) $(ARGS)
 	@$(PY) tests/helpers/stack_table.py build/stack.jsonl
 
 # python3.12 itself, or pyenv's where that is not the version in use.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import matrix
 import torchweld
 from processes import processes
 from torchweld.distributed import LowPrecisionReduceScatter, reduce_in_low_precision
@@ -149,7 +150,8 @@ def _trains(rank: int, ranks: int) -> None:
         assert abs(losses[name] - losses["bfloat16"]) < 0.1 * losses["bfloat16"], losses
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+# Sums of four ranks are bounded above.
+@pytest.mark.parametrize("ranks", [2, 4] if matrix.WHOLE else [2])
 def test_training_beside_bfloat16(ranks: int) -> None:
     with processes(ranks) as group:
         group.run(None, _trains, ranks)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import stack_cells
 from processes import processes, starts
-from stack import Cell, adamw
+from stack import STEPS, Cell, adamw
 from torchweld.distributed import checkpoint, tp_plan, zero3
 
 TIMEOUT = 20.0  # seconds
@@ -68,11 +68,11 @@ def _go_on(rank: int, strategy: str, steps: tuple[int, int], folder: str) -> Non
 
 
 def test_four_to_two_to_one(tmp_path: Path) -> None:
-    """FSDP2 on four, tensor parallelism on two, one process: ten steps of one run."""
-    for count, strategy, steps in ((4, "FSDP2", (0, 4)), (2, "TP", (4, 7)), (1, "", (7, 10))):
+    """FSDP2 on four, tensor parallelism on two, one process: the steps of one run."""
+    for count, strategy, steps in ((4, "FSDP2", (0, 2)), (2, "TP", (2, 3)), (1, "", (3, STEPS))):
         with processes(count) as some:
             some.run("cpu", _go_on, strategy, steps, str(tmp_path))
-    found = torch.load(tmp_path / "10.pt")
+    found = torch.load(tmp_path / f"{STEPS}.pt")
     one, exact = torch.load(stack_cells.reference("GPT", "fp32"))
     off = stack_cells.differences({"parameters": found}, one, one["parameters"])
     unit = stack_cells.differences(one, exact, one["parameters"])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+import matrix
 import torchweld
 from oracle import TORCH
 from processes import processes
@@ -116,9 +117,9 @@ def _equals_one_process(
 SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
 
 
-@pytest.mark.parametrize("balanced", [False, True], ids=["in order", "balanced"])
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "backend", "balanced"), matrix.combine(LAYOUTS, ("cpu", "eager"), (False, True))
+)
 def test_equals_one_process(name: str, backend: str, balanced: bool) -> None:
     """Every argument of attention, in float64 and in float32."""
     every = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double(), "with_sinks": True}

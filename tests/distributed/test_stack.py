@@ -1,20 +1,21 @@
 """The matrix: models trained by each strategy equal themselves trained by one process.
 
-Ten steps with dropout, on real processes. CI runs a covering subset; `make stack` runs all cells
-and writes docs/stack.md.
+Some steps with dropout, on real processes. `make test` runs a covering subset; `make stack` runs
+ten steps of all cells and writes docs/stack.md.
 """
 
 from __future__ import annotations
 
 import pytest
 
+import matrix
 import stack_cells
 from oracle import TORCH
 from processes import processes
 from stack import STRATEGIES
 from stack_cells import Cell
 
-CELLS = stack_cells.ALL if stack_cells.results_file() else stack_cells.covering()
+CELLS = stack_cells.ALL if matrix.WHOLE else stack_cells.covering()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
