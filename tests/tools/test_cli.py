@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fresh
 import torchweld
 from torchweld.commands import cli, doctor
 from torchweld.dispatch import choice, native
@@ -20,12 +20,12 @@ from torchweld.dispatch.engine.question import Answer
 from torchweld.dispatch.engine.store import Entry, Store
 from torchweld.registry import EAGER, OPS
 
+# As `python -m torchweld`.
+MODULE = "import runpy; runpy.run_module('torchweld', run_name='__main__', alter_sys=True)"
+
 
 def _run(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "torchweld", *arguments]
-    finished = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    finished = fresh.run(MODULE, *arguments, **environment)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     return finished.stdout

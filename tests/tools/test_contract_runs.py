@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import os
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,17 @@ import pytest
 from torchweld.bench import jobs
 from torchweld.bench.cases import SMALLEST
 from torchweld.bench.contract import Limit, Verdict, run_contract
-from torchweld.bench.jobs import Job
+from torchweld.bench.jobs import Job, JobOutcome
 from torchweld.bench.runner import Plan
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis takes longer to import than such tests run."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
 
 # After a planted fault every later test of its process fails, as after a kernel's fault on a GPU.
 _OPS = """
@@ -24,55 +33,54 @@ import os, time
 import pytest
 
 broken = False
-IDS = ["layer_norm-gpu-cuda-a", "layer_norm-gpu-cuda-b", "layer_norm-gpu-triton",
-       "rms_norm-gpu-cuda", "rms_norm-gpu-triton", "layer_norm-cpu",
-       "dropout_add_layer_norm-gpu-cuda"]
+FAULTS = {
+    "layer_norm-gpu-cuda": "assert False",
+    "rms_norm-gpu-cuda": "broken = True",
+    "normalize_act-gpu-cuda": "os.abort()",
+    "bias_act-gpu-cuda": "time.sleep(1000)",
+}
+IDS = [f"{name}-{test}" for name in FAULTS for test in "ab"]
+IDS += ["layer_norm-gpu-triton", "rms_norm-gpu-triton", "normalize_act-gpu-triton"]
+IDS += ["softmax_dropout-gpu-cuda", "layer_norm-cpu", "dropout_add_layer_norm-gpu-cuda"]
 
 
 @pytest.mark.parametrize("target", IDS, ids=IDS)
 def test_it(target):
-    global broken
-    if target == "layer_norm-gpu-cuda-a":
-        FAULT
+    if target.endswith("-a"):
+        exec(FAULTS[target[:-2]], globals())
     assert not broken
 
 
 def test_more():
     assert not broken
 """
-
-
-def _failing(fault: str, tmp_path: Path) -> Counter[tuple[str, str, bool]]:
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "test_it.py").write_text(_OPS.replace("FAULT", fault))
-    targets = {(op, b) for op in ("layer_norm", "rms_norm") for b in ("cuda", "triton")}
-    return _counted(run_contract(tmp_path, targets, Limit(8)))
+OUTCOMES = {
+    ("layer_norm", "cuda"): [False, True],  # it fails
+    ("rms_norm", "cuda"): [False, False],  # it breaks the GPU
+    ("normalize_act", "cuda"): [False],  # it crashes
+    ("bias_act", "cuda"): [False],  # it hangs
+    ("layer_norm", "triton"): [True],
+    ("rms_norm", "triton"): [True],
+    ("normalize_act", "triton"): [True],
+    ("softmax_dropout", "cuda"): [True],
+}
 
 
 def _counted(found: Iterable[Verdict]) -> Counter[tuple[str, str, bool]]:
     return Counter((tested.op, tested.backend, tested.fault is None) for tested in found)
 
 
-INNOCENT = [("layer_norm", "triton"), ("rms_norm", "cuda"), ("rms_norm", "triton")]
-
-
-@pytest.mark.parametrize(
-    ("fault", "outcomes"),
-    [
-        ("assert False", [False, True]),
-        ("broken = True", [False, False]),
-        ("os.abort()", [False]),
-        ("time.sleep(1000)", [False]),
-    ],
-    ids=["fails", "breaks", "crashes", "hangs"],
-)
-def test_a_fault_is_of_its_op_and_backend(fault: str, outcomes: list[bool], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few_plugins")
+def test_a_fault_is_of_its_op_and_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_it.py").write_text(_OPS)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # four at once: others run while one hangs
     start = time.monotonic()
-    counted = _failing(fault, tmp_path)
-    expected = Counter([(*target, True) for target in INNOCENT])
-    expected += Counter([("layer_norm", "cuda", passed) for passed in outcomes])
-    assert counted == expected
+    counted = _counted(run_contract(tmp_path, {*OUTCOMES}, Limit(6)))
+    assert counted == Counter(
+        (*t, passed) for t, outcomes in OUTCOMES.items() for passed in outcomes
+    )
     assert time.monotonic() - start < 60
 
 
@@ -100,6 +108,7 @@ def test_nothing_named():
 """
 
 
+@pytest.mark.usefixtures("few_plugins")
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_rules_fault_is_its_own(broken: bool, tmp_path: Path) -> None:
     """Tests that name no rule count for each."""
@@ -127,8 +136,70 @@ JOB = Job(
 )
 
 
-def test_a_job_tells_what_it_measured() -> None:
-    found = jobs.run_apart(JOB)
+# Measures as it does, but does what a file says after the first direction.
+_PLANTED = """
+import os, time
+from pathlib import Path
+from torchweld.bench import runner
+measure = runner.measure
+def planted(*given):
+    found = measure(*given)
+    yield next(found)
+    exec(Path(FILE).read_text())
+    yield from found
+runner.measure = planted
+"""
+
+
+class _Counted(jobs.Worker):
+    """A worker that knows how often it started a process."""
+
+    starts = 0
+
+    def _start(self) -> subprocess.Popen[str]:
+        self.starts += 1
+        return super()._start()
+
+
+@dataclass
+class Ran:
+    """A job's outcome, and then its worker: the starts, and whether it has a process."""
+
+    outcome: JobOutcome
+    starts: int
+    lives: bool
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ran]]:
+    """A worker's jobs, one after another."""
+    folder = tmp_path_factory.mktemp("planted")
+    fault = folder / "fault.py"
+    (folder / "sitecustomize.py").write_text(_PLANTED.replace("FILE", repr(str(fault))))
+    worker = _Counted()
+
+    def run(planted: str, seconds: float = 600.0) -> Ran:
+        fault.write_text(planted)
+        found = worker.run(JOB, seconds)
+        return Ran(found, worker.starts, worker._process is not None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        try:
+            found = {"first": run("")}
+            begin = time.perf_counter()
+            found["second"] = run("")
+            # It measures more than the one before the fault.
+            longest = 1 + round(3 * (time.perf_counter() - begin))
+            found[f"longer than {longest} s"] = run("time.sleep(9999)", longest)
+            found["ended with status -6"] = run("os.abort()")
+            yield found
+        finally:
+            worker.close()
+
+
+def test_a_job_tells_what_it_measured(ran: dict[str, Ran]) -> None:
+    found = ran["first"].outcome
     assert found.fault is None
     directions = [{result.direction for result in results} for results in found.results]
     assert directions == [{"fwd"}, {"full"}]
@@ -137,48 +208,31 @@ def test_a_job_tells_what_it_measured() -> None:
     assert {line.op for line in found.overheads} == {"layer_norm"}
 
 
-def test_a_worker_goes_on() -> None:
+def test_a_worker_goes_on(ran: dict[str, Ran]) -> None:
     """Its jobs share a process, and the one after a fault has a new one."""
-    worker = jobs.Worker()
-    try:
-        pids = []
-        for seconds in (600.0, 600.0, 0.01, 600.0):
-            found = worker.run(JOB, seconds)
-            assert found.fault == (None if seconds > 1 else "it took longer than 0.01 s")
-            assert not found.is_shortage
-            assert len(found.results) == (2 if seconds > 1 else 0)
-            pids.append(worker._process.pid if worker._process else None)
-        first, second, none, last = pids
-        assert first == second != last
-        assert none is None
-    finally:
-        worker.close()
+    assert [(each.starts, each.lives) for each in ran.values()] == [
+        *[(1, True), (1, True), (1, False)],
+        (2, False),
+    ]
+    assert ran["second"].outcome.fault is None
+    assert len(ran["second"].outcome.results) == 2
 
 
-def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    begin = time.perf_counter()
-    _run_with(tmp_path, "os.abort()", 600, "ended with status -6")
-    # A process starts slowly on a busy machine.
-    seconds = math.ceil(3 * (time.perf_counter() - begin))
-    _run_with(tmp_path, "time.sleep(9999)", seconds, f"longer than {seconds} s")
-
-
-def _run_with(folder: Path, fault: str, seconds: int, told: str) -> None:
+def test_a_jobs_process_may_end(ran: dict[str, Ran]) -> None:
     """Earlier output counts; the fault is attributed to its backend."""
-    planted = f"""
-import os, time
-from torchweld.bench import runner
-measure = runner.measure
-def planted(*given):
-    yield next(measure(*given))
-    {fault}
-runner.measure = planted
-"""
-    (folder / "sitecustomize.py").write_text(planted)
-    found = jobs.run_apart(JOB, seconds=seconds)
-    assert [result.direction for result in found.results[0]] == ["fwd", "fwd"]
-    assert len(found.results) == 1
-    (refusal,) = jobs.refuse_all(JOB, found)
-    assert (refusal.op, refusal.contender, refusal.status) == ("layer_norm", "cpu", "refused")
-    assert told in (refusal.reason or "")
+    for told, each in list(ran.items())[2:]:
+        found = each.outcome
+        assert told in (found.fault or "")
+        assert not found.is_shortage
+        assert [result.direction for result in found.results[0]] == ["fwd", "fwd"]
+        assert len(found.results) == 1
+        (refusal,) = jobs.refuse_all(JOB, found)
+        assert (refusal.op, refusal.contender, refusal.status) == ("layer_norm", "cpu", "refused")
+        assert told in (refusal.reason or "")
+
+
+def test_a_process_that_has_no_time_tells_nothing() -> None:
+    found = jobs.run_apart(JOB, 0.01)
+    assert found.fault == "it took longer than 0.01 s"
+    assert not found.is_shortage
+    assert found.results == []

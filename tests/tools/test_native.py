@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import fresh
 from conftest import EMULATED
 from torchweld.dispatch import native
 from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
@@ -38,14 +39,15 @@ print(f"{y.sum().item():.4f} {w.grad.norm().item():.4f}")
 
 
 def _run(program: str = PROGRAM, **environment: str) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """What the program prints in an interpreter that imports torchweld anew."""
+    result = fresh.run(program, **environment)
+    assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
+
+
+@functools.cache
+def _of_eager() -> list[str]:
+    return _run(TORCHWELD_LIB="/nonexistent")
 
 
 @pytest.mark.parametrize("isa", native.list_supported_isas())
@@ -53,15 +55,14 @@ def test_every_instruction_set_can_be_forced(isa: str) -> None:
     """The library of that name serves, and numbers agree to rounding."""
     which, numbers = _run(TORCHWELD_CPU_ISA=isa)
     assert which == f"{isa} cpu"
-    expected = _run(TORCHWELD_LIB="/nonexistent")[1]
     assert np.allclose(
-        [float(n) for n in numbers.split()], [float(n) for n in expected.split()], rtol=1e-4
+        [float(n) for n in numbers.split()], [float(n) for n in _of_eager()[1].split()], rtol=1e-4
     )
 
 
 def test_without_libraries_eager_serves() -> None:
     """torchweld can be imported, and records the reason."""
-    assert _run(TORCHWELD_LIB="/nonexistent")[0] == "None eager"
+    assert _of_eager()[0] == "None eager"
     program = "import torchweld; print(torchweld.backends()['cpu'])"
     assert "does not exist" in _run(program, TORCHWELD_LIB="/nonexistent")[0]
     assert "'sse9'" in _run(program, TORCHWELD_CPU_ISA="sse9")[0]
@@ -169,7 +170,10 @@ print(torch.equal(y, exact.to(torch.float32).half()), (y != exact.half()).sum().
 
 
 def test_importing_leaves_the_compiler_alone() -> None:
-    """Some of torch's modules take longer to import than torchweld and its command line."""
+    """Some of torch's modules take longer to import than torchweld and its command line.
+
+    An interpreter that has imported nothing tells.
+    """
     heavy = ["torch._dynamo", "sympy", "transformers", "torch.distributed.checkpoint"]
     heavier = [*heavy, "torch.distributed.tensor", "triton"]
     program = f"""
@@ -178,7 +182,10 @@ print([module for module in {heavier} if module in sys.modules])
 import torchweld.commands.cli
 print([module for module in {heavy} if module in sys.modules])
 """
-    assert _run(program) == ["[]", "[]"]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"]
 
 
 def _fits(architectures: str, capability: str) -> bool:

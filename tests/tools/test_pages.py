@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fresh
 import torchweld
 from torchweld import pages
 
@@ -43,9 +44,8 @@ print(*found, resident())
 
 @pytest.mark.skipif(pages.why_not() is not None, reason=str(pages.why_not()))
 def test_large_blocks_stay_resident_and_are_given_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
-    )
+    done = fresh.run(FAULTS)
+    assert done.returncode == 0, done.stderr
     before, kept, inside, outside = map(int, done.stdout.split())
     assert before >= BLOCK // 2**21  # a huge page is one fault
     assert kept <= before // 100
