@@ -6,6 +6,8 @@ It repeats work that has the same outcome every time:
   device function.
 * It derives a tensor's type, shape and NumPy dtype at every operation, and compares types and
   shapes that are the same object.
+* It promotes and broadcasts operands that already have one type, and turns the same Python number
+  into the same block of numbers.
 * It computes whether integers overflow and discards the answer, which only debug mode asserts.
 """
 
@@ -16,6 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -25,6 +28,7 @@ def make_faster() -> None:
     _patch_once_per_launch()
     _derive_types_once()
     _compare_only_what_differs()
+    _prepare_operands_once()
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -52,7 +56,24 @@ def _patch_once_per_launch() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    patch_attribute = interpreter._patch_attr
+    wrapper = tl.core.builtin(lambda: None).__code__
+
+    def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Call what the wrapper of a builtin calls. The wrapper only asks for `_semantic`."""
+        if getattr(member, "__code__", None) is not wrapper:
+            patch_attribute(obj, name, member, builder, scope)
+            return
+        inner, semantic = member.__wrapped__, interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
     interpreter._patch_lang = patch_for_launch
+    interpreter._patch_attr = patch_builtin
     interpreter.InterpretedFunction.__call__ = call_device_function
 
 
@@ -105,3 +126,57 @@ def _compare_only_what_differs() -> None:
 
     tl.dtype.__eq__ = equal_or_same_dtypes
     TritonSemantic.broadcast_impl_value = broadcast_unless_equal
+
+
+# So many blocks of numbers are kept, and then forgotten.
+_MOST_NUMBERS = 256
+
+
+def _prepare_operands_once() -> None:
+    """Keep which types two operands are promoted and broadcast to, and blocks of one number.
+
+    Tensors of one name of a type have one type object, which is kept, see `_derive_types_once`.
+    """
+    prepare = TritonSemantic.binary_op_type_checking_impl
+    plans: dict[tuple[int, int, tuple[bool, ...]], tuple[Any, Any]] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
+
+    def change(self: Any, operand: Any, type_: Any) -> Any:
+        if operand.type is type_:
+            return operand
+        if operand.dtype.name != type_.scalar.name:
+            operand = self.cast(operand, type_.scalar)
+            if operand.type is type_:
+                return operand
+        data = np.broadcast_to(operand.handle.data, type_.shape)
+        return tl.tensor(interpreter.TensorHandle(data, operand.handle.dtype), type_)
+
+    def prepare_tensors(self: Any, lhs: Any, rhs: Any, how: tuple[bool, ...]) -> Any:
+        key = (id(lhs.type), id(rhs.type), how)
+        if key in plans:
+            left_type, right_type = plans[key]
+            return change(self, lhs, left_type), change(self, rhs, right_type)
+        left, right = prepare(self, lhs, rhs, *how)
+        plans[key] = left.type, right.type
+        return left, right
+
+    def prepare_by_plan(self: Any, lhs: Any, rhs: Any, *how: bool) -> Any:
+        of_tensors = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if all(of_tensors):
+            return prepare_tensors(self, lhs, rhs, how)
+        if not any(of_tensors):
+            return prepare(self, lhs, rhs, *how)
+        tensor, number = (lhs, rhs) if of_tensors[0] else (rhs, lhs)
+        # -0.0 equals 0.0, and True equals 1.
+        key = (id(tensor.type), type(number), repr(number), of_tensors, how)
+        if key in numbers:
+            changed, block = numbers[key]
+            changed = change(self, tensor, changed)
+            return (changed, block) if of_tensors[0] else (block, changed)
+        left, right = prepare(self, lhs, rhs, *how)
+        if len(numbers) == _MOST_NUMBERS:
+            numbers.clear()
+        numbers[key] = (left.type, right) if of_tensors[0] else (right.type, left)
+        return left, right
+
+    TritonSemantic.binary_op_type_checking_impl = prepare_by_plan
