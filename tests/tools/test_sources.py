@@ -75,33 +75,31 @@ def test_a_line_of_any_source_moves_the_hashes_of_what_it_is_part_of(tmp_path: P
     for folder in ("csrc", "triton_kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
 
-    def hashes() -> dict[tuple[str, str], str]:
-        return {
-            (name, backend): sources.sources_hash(op, backend, tmp_path)
-            for name, op in PROVEN.items()
-            for backend in op.sources
-        }
+    def found(key: tuple[str, str]) -> str:
+        return sources.sources_hash(PROVEN[key[0]], key[1], tmp_path)
 
-    parts = {
-        key: {
-            p.relative_to(tmp_path) for p in sources.find_sources(PROVEN[key[0]], key[1], tmp_path)
-        }
-        for key in hashes()
-    }
-    before = hashes()
+    keys = [(name, backend) for name, op in PROVEN.items() for backend in op.sources]
+    parts = {key: {*sources.find_sources(PROVEN[key[0]], key[1], tmp_path)} for key in keys}
+    before = {key: found(key) for key in keys}
     paths = sorted(set().union(*parts.values()))
     for path in paths:
-        _append(tmp_path / path, "# one", "// one")
-    assert hashes() == before
+        _append(path, "# one", "// one")
+    assert {key: found(key) for key in keys} == before
+    texts = {path: path.read_text() for path in paths}
     for path in paths:
-        file = tmp_path / path
-        text = file.read_text()
-        _append(file, "one = 1", "int one;")
-        after = hashes()
-        assert {key for key in before if after[key] != before[key]} == {
-            key for key, files in parts.items() if path in files
-        }, path
-        file.write_text(text)
+        _append(path, "one = 1", "int one;")
+        moved = {key for key, files in parts.items() if path in files}
+        assert not [key for key in moved if found(key) == before[key]], path
+        path.write_text(texts[path])
+    # The other files move no hash, not even all of them together.
+    for path in paths:
+        _append(path, "one = 1", "int one;")
+    for key, files in parts.items():
+        for path in files:
+            path.write_text(texts[path])
+        assert found(key) == before[key]
+        for path in files:
+            _append(path, "one = 1", "int one;")
 
 
 def test_only_what_a_kernel_computes_counts(tmp_path: Path) -> None:
