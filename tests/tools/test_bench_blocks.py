@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,9 +11,8 @@ import torch
 from torch import nn
 
 import torchweld
-from torchweld.bench import blocks, jobs, limits, machine
+from torchweld.bench import blocks, demo, jobs, limits, machine
 from torchweld.bench.blocks import BLOCKS, BlockCase
-from torchweld.bench.demo import LENGTH
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
@@ -22,16 +22,19 @@ PLAN = Plan(("fwd", "bwd", "full"), ["cpu"], [], seconds=0, rounds=(1, 1))
 
 
 def _measured(name: str, dtype: torch.dtype = torch.float32) -> dict[tuple[str, str], Result]:
-    shape = (2, LENGTH, WIDTH) if BLOCKS[name].whole else SHAPE
+    shape = (2, demo.LENGTH, WIDTH) if BLOCKS[name].whole else SHAPE
     case = BlockCase(BLOCKS[name], shape, dtype, "cpu")
     found = [result for results in jobs.measure_case(case, PLAN, wall_time) for result in results]
     return {(result.direction, result.contender): result for result in found}
 
 
+_found = functools.cache(_measured)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name != "gpt"])
 def test_a_block_is_timed_before_and_after_fuse(name: str, dtype: torch.dtype) -> None:
-    found = _measured(name, dtype)
+    found = _found(name, dtype)
     assert list(found) == [(d, c) for d in PLAN.directions for c in ("eager", "fused")]
     assert all(result.status == "timed" and result.ms for result in found.values())
     assert all(result.peak_bytes for result in found.values())
@@ -44,7 +47,7 @@ def test_a_block_is_timed_before_and_after_fuse(name: str, dtype: torch.dtype) -
 
 def test_operations_are_those_of_its_products() -> None:
     """Four products of width x width and two of width x 4 width; scores and values."""
-    found = _measured("pre_norm_block")
+    found = _found("pre_norm_block", torch.float32)
     tokens = BATCH * TOKENS
     forward = 2 * tokens * 12 * WIDTH**2 + 2 * 2 * tokens * TOKENS * WIDTH
     assert found["fwd", "eager"].flops == forward
@@ -57,7 +60,9 @@ def test_operations_are_those_of_its_products() -> None:
     )
 
 
-def test_a_models_steps_are_timed_with_its_optimizers() -> None:
+def test_a_models_steps_are_timed_with_its_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "LENGTH", TOKENS)
+    monkeypatch.setattr(demo, "LAYERS", 2)
     found = _measured("gpt")
     steps = {contender: r for (direction, contender), r in found.items() if direction == "step"}
     assert list(steps) == ["eager", "fused", "fused, 8-bit"]
