@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from conftest import PLACES, running_at
-from oracle import exact, incoming, run, sample_inputs
+from oracle import exact, incoming, run
 from torchweld import BackendError, random
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.ops.attention.samples import SAMPLES
-from torchweld.registry import materialize
+from torchweld.registry import TensorSpec, materialize
 from torchweld.sparse import BlockLayout
 from watched import watched
 
@@ -33,6 +34,18 @@ pytestmark = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[
 FEW = [i for i, sample in enumerate(SAMPLES) if sample[0].shape[-3:][0] < 1000]
 # Every argument; keys that are not as many as queries, and share heads.
 TELLING = (0, 6)
+
+
+def _few_heads(sample: tuple[Any, ...]) -> list[Any]:
+    """The sample with two of the 20 heads that pool enough errors: one program takes one head."""
+
+    def take(spec: Any) -> Any:
+        if not isinstance(spec, TensorSpec):
+            return spec
+        return replace(spec, shape=tuple(2 if size == 20 else size for size in spec.shape))
+
+    heads = sample[0].shape[-3:][0]
+    return [take(value) if heads == 20 else value for value in sample]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +61,7 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_samples(dtype: torch.dtype, at: int) -> None:
     """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
-    inputs = sample_inputs(OP, dtype, DEVICE, dtype)[at]
+    inputs = materialize(_few_heads(SAMPLES[at]), dtype, DEVICE, param_dtype=dtype, seed=at)
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
     terms = OP.numerics.terms(*inputs, **grads)
@@ -282,13 +295,16 @@ def test_any_pieces_give_the_same_numbers_each_time(
     for least in (16, 32, 64):
         monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", least)
         runs = []
-        for given in (arguments, arguments, turned):
+        # The interpreter has one thread, which takes any pieces in the same order each time.
+        again = [arguments] if least == 16 or DEVICE == "cuda" else []
+        for given in (arguments, turned, *again):
             y, _ = as_tuple(call(OP, *given))
             runs.append(torch.autograd.grad(y.square().sum(), inputs))
         for one, other in zip(runs[0], runs[1], strict=True):
-            assert torch.equal(one, other)
-        for one, other in zip(runs[0], runs[2], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for other_run in runs[2:]:
+            for one, other in zip(runs[0], other_run, strict=True):
+                assert torch.equal(one, other)
         kinds.append(runs[0])
     for kind in kinds[1:]:
         torch.testing.assert_close(kind, kinds[0], rtol=1e-5, atol=1e-6)
