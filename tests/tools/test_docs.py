@@ -6,14 +6,17 @@ import inspect
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pages
 import torchweld
+from processes import starts
 from torchweld.bench import recording
 from torchweld.commands import doctor
 
@@ -56,12 +59,23 @@ def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert pages.run(page)
 
 
+PAGES = _with("processes")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", _with("processes"))
+@pytest.mark.parametrize("page", PAGES)
 def test_a_pages_processes_run(page: str, tmp_path: Path) -> None:
-    """By torchrun, in two processes: every block of the page, in order."""
+    """In two processes: every block of the page, in order.
+
+    torchrun starts those of the first page. Those of the others have the same variables, and fork
+    from a process that has imported torch.
+    """
+    (_by_torchrun if page == PAGES[0] else _forked)(page, tmp_path)
+
+
+def _by_torchrun(page: str, folder: Path) -> None:
+    script = folder / "page.py"
     count = len(pages.blocks(page))
-    script = tmp_path / "page.py"
     script.write_text(f"import pages\n\nassert pages.run({page!r}, 'processes') == {count}\n")
     places = [str(Path(pages.__file__).parent), str(ROOT / "python"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
@@ -72,13 +86,42 @@ def test_a_pages_processes_run(page: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ran = subprocess.run(
         [*command, "--nproc-per-node", "2", str(script)],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+def _forked(page: str, folder: Path) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        starts().Process(target=_be_rank, args=(rank, port, page, folder)) for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=240)
+    if any(process.exitcode != 0 for process in started):
+        for process in started:
+            process.kill()
+        pytest.fail("\n".join(told.read_text()[-4000:] for told in folder.glob("*.told")))
+
+
+def _be_rank(rank: int, port: int, page: str, folder: Path) -> None:
+    os.environ |= {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MPLBACKEND": "Agg"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+    }
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    with Path(f"{rank}.told").open("w") as told:
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+    assert pages.run(page, "processes") == len(pages.blocks(page))
 
 
 def test_every_page_with_python_is_known() -> None:
