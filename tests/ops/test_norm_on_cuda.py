@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import matrix
 from conftest import EMULATED, GPU
 from oracle import assert_right
 from torchweld.registry import OPS, materialize
@@ -24,18 +25,20 @@ WIDE = (8200, 12288, 16384, 16392, 20488, 32768, 32776, 65536, 65544, 16390)
 TWO_PASSES = (8200, 12288, 32776)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def _combine(widths: tuple[int, ...]) -> pytest.MarkDecorator:
+    """The norm, the width, and the dtype."""
+    axes = (("layer_norm", "rms_norm"), widths, (torch.float32, torch.bfloat16))
+    return pytest.mark.parametrize(("name", "width", "dtype"), matrix.combine(*axes), ids=str)
+
+
+@_combine(WIDTHS)
 def test_backward(cuda_device: str, name: str, width: int, dtype: torch.dtype) -> None:
     op = OPS[name]
     inputs = materialize(op.sized((ROWS,), (width,)), dtype, cuda_device)
     assert_right(op, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", WIDE)
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@_combine(WIDE)
 def test_backward_of_wide_rows(cuda_device: str, name: str, width: int, dtype: torch.dtype) -> None:
     """Two chunks, one of which has more rows than are copied ahead."""
     op = OPS[name]
@@ -111,9 +114,7 @@ def no_clusters() -> Iterator[None]:
 
 @pytest.mark.skipif(GPU, reason="a GPU has clusters or has none")
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", TWO_PASSES)
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@_combine(TWO_PASSES)
 def test_backward_in_two_passes(
     cuda_device: str, name: str, width: int, dtype: torch.dtype
 ) -> None:
