@@ -17,7 +17,7 @@ from typing import NoReturn
 
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program's status and what it printed; `arguments` are its sys.argv."""
+    """The program's status and what it printed."""
     server = _start()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -31,15 +31,14 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
     return subprocess.CompletedProcess(arguments, status, *texts)
 
 
-def run_file(path: str) -> str:
+def run_file(path: str, *arguments: str, **environment: str) -> str:
     """What a test's file prints as a script, among the files of its folder and the helpers."""
-    program = """
+    program = f"""
 import runpy, sys
-from pathlib import Path
-sys.path[:0] = [str(Path(sys.argv[1]).parent), sys.argv[2]]
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.path[:0] = [{str(Path(path).parent)!r}, {str(Path(__file__).parent)!r}]
+runpy.run_path({path!r}, run_name="__main__")
 """
-    ran = run(program, path, str(Path(__file__).parent))
+    ran = run(program, *arguments, **environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -6,17 +6,14 @@ Triton's JIT runs in its own process, since TRITON_INTERPRET=1 disables it in th
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import resources
+import fresh
 from resources import CAPABILITIES, launches, signature_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -106,11 +103,7 @@ def _attentions() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(Path(resources.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, __file__]
-    return json.loads(subprocess.check_output(command, env=environment, text=True))
+    return json.loads(fresh.run_file(__file__, TRITON_INTERPRET="0"))
 
 
 def test_specialised_integers_are_named(found: dict[str, Any]) -> None:
