@@ -21,7 +21,7 @@ S = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
 MICROBATCHES, ROWS, STEPS = 4, 2, 2
 
 
-def _train(config: Any, offset: int = 0, **given: Any) -> tuple[list[float], Any]:
+def _train(config: Any, steps: range, **given: Any) -> tuple[list[float], Any]:
     torch.manual_seed(0)
     training = parallelize(
         Transformer(S),
@@ -34,14 +34,14 @@ def _train(config: Any, offset: int = 0, **given: Any) -> tuple[list[float], Any
         **given,
     )
     norms = []
-    for step in range(offset, offset + STEPS):
+    for step in steps:
         batch = [make_batch(S, ROWS, 10 * step + number) for number in training.own]
         norms.append(training.step(batch, step)[1].item())
     return norms, training
 
 
 def _write(rank: int, config: Any, path: str) -> None:
-    norms, training = _train(config)
+    norms, training = _train(config, range(STEPS))
     training.save(f"{path}-saved", STEPS)
     if rank == 0:
         torch.save(norms, path)
@@ -49,7 +49,7 @@ def _write(rank: int, config: Any, path: str) -> None:
 
 def _resume(rank: int, config: Any, path: str) -> None:
     torch.manual_seed(1)
-    _, training = _train(config, offset=5)
+    _, training = _train(config, range(5, 6))
     assert training.load(f"{path}-saved") == STEPS
     batch = [make_batch(S, ROWS, 50 + number) for number in training.own]
     norm = training.step(batch, STEPS)[1].item()

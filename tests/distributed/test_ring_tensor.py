@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+import matrix
 import torchweld
 from oracle import TORCH
 from processes import processes
@@ -102,9 +103,9 @@ def _equals_one_process(rank: int, name: str, dim: int, dtype: torch.dtype, bala
     torch.testing.assert_close(of_sinks, half(wanted[3], 0) if dim else wanted[3], **tolerance)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "backend", "dim"), matrix.combine(LAYOUTS, ("cpu", "eager"), DIMS)
+)
 def test_attention_equals_one_process(name: str, backend: str, dim: str) -> None:
     """Dropout, slopes, sinks and padding, with the rest of the heads or of the batch elsewhere."""
     with processes(4) as four:

@@ -117,9 +117,9 @@ def test_a_declaration_in_a_file(folder: Path, declared: str) -> None:
         pytest.skip("DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence")
     config = folder / "parallel.toml"
     config.write_text(f"[parallel]\n{declared}\n")
-    found = _run(4, folder, "--config", str(config))
-    assert found["losses"] == pytest.approx(_alone(folder)["losses"], rel=1e-6)
-    assert found["norms"] == pytest.approx(_alone(folder)["norms"], rel=1e-5)
+    found = _run(4, folder, "--config", str(config), "--steps", "2")
+    assert found["losses"] == pytest.approx(_alone(folder)["losses"][:2], rel=1e-6)
+    assert found["norms"] == pytest.approx(_alone(folder)["norms"][:2], rel=1e-5)
 
 
 @pytest.mark.parametrize(
