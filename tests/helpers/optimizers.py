@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+import matrix
 from torchweld import optim
 from torchweld.ops.optimizer.reference import read_param
 
@@ -174,6 +176,33 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
     (optim.Lion, {"weight_decay": 0.1, "cautious": True, "cautious_decay": True}),
     (optim.AdamW, {"ema_decay": 0.9}),
 ]
+
+
+def rules_of(*codec: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The rules to run with this dtype, state_dtype and masters: all of them in the whole matrix.
+
+    A kernel is compiled for a rule, a dtype and a state_dtype. Each kernel runs with one kind of
+    masters, each rule with all kinds, and each codec with a rule that has moments.
+    """
+    found = [RULES[at] for at, *of in _rules_and_codecs() if tuple(of) == codec]
+    assert found
+    return found
+
+
+@functools.cache
+def _rules_and_codecs() -> list[tuple[Any, ...]]:
+    every = [(at, *codec) for at, codec in itertools.product(range(len(RULES)), CODECS)]
+    return every if matrix.WHOLE else matrix.cover(every, _list_parts)
+
+
+def _list_parts(combination: tuple[Any, ...]) -> set[Any]:
+    rule, dtype, state_dtype, masters = combination
+    kind, settings = RULES[rule]
+    parts = {(rule, dtype, state_dtype), (rule, str(masters))}
+    if kind is not optim.SGD or "momentum" in settings:
+        parts.add((dtype, state_dtype, str(masters)))
+    return parts
+
 
 # One optimizer of each rule, with every setting having an effect.
 BY_RULE: dict[str, Any] = {

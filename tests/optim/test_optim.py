@@ -11,13 +11,13 @@ import torch
 import torchweld
 from optimizers import (
     CODECS,
-    RULES,
     Optimizer,
     U,
     draw,
     draw_grads,
     draw_grads_by_row,
     maker,
+    rules_of,
     run,
     same,
     snapshot,
@@ -187,7 +187,7 @@ def test_the_kernel_is_the_reference_to_the_bit(
 ) -> None:
     """Every codec, at any thread count, with each of the rule's branches."""
     threads = torch.get_num_threads()
-    for kind, settings in RULES:
+    for kind, settings in rules_of(dtype, state_dtype, masters):
         make = maker(kind, settings, state_dtype, masters)
         with torchweld.use_backend("eager"):
             expected = snapshot(*run(make, 3, dtype))

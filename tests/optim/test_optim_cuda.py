@@ -24,6 +24,7 @@ from optimizers import (
     draw_grads,
     draw_grads_by_row,
     maker,
+    rules_of,
     run,
     same,
     snapshot,
@@ -41,7 +42,7 @@ def test_the_kernel_is_the_reference_to_the_bit(
     dtype: torch.dtype, state_dtype: Any, masters: Any, cuda_device: str
 ) -> None:
     """Every codec with each of the rule's branches."""
-    for kind, settings in RULES:
+    for kind, settings in rules_of(dtype, state_dtype, masters):
         make = maker(kind, settings, state_dtype, masters)
         with torchweld.use_backend("eager"):
             expected = snapshot(*run(make, 2, dtype, device=cuda_device))

@@ -41,6 +41,10 @@ def _stepped(make: Any, params: list[torch.Tensor], grads: Any, steps: int = 3) 
 # --- torch's defaults -------------------------------------------------------------------------
 
 
+# Every number of dimensions, and rows of one block and of two.
+_SMALL = ((7,), (5, 300), (1,), (), (0, 5), (4, 3, 5))
+
+
 @contextmanager
 def _default(default: Any) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -64,7 +68,8 @@ def test_defaults_change_no_step(
     state_dtype = torch.float32 if "Adafactor" in kind.__name__ else "8bit"
     for more in ({}, {"maximize": True, "max_grad_norm": 1.0}):
         make = maker(kind, settings | more, state_dtype)
-        start, grads = [p.detach() for p in draw()], [torch.randn_like(p) for p in draw()]
+        start = [p.detach() for p in draw(shapes=_SMALL)]
+        grads = [torch.randn_like(p) for p in start]
         plain = [p.clone().requires_grad_() for p in start]
         expected = snapshot(plain, _stepped(make, plain, grads))
         params = [p.clone().requires_grad_() for p in start]
