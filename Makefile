@@ -110,17 +110,23 @@ stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 # python3.12 itself, or pyenv's where that is not the version in use.
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+# In a lane, `test-lane` runs one of each kind of the tests of several processes.
+LANE := lane and (once or not processes)
+.PHONY: test-lane-all
+test-lane-all: export LANE := lane
+test-lane-all: test-lane ## Run `make test-lane` with all tests of several processes
+
 .PHONY: test-lane
 test-lane: ## Run the tests that depend on torch under Python 3.12, the oldest torch (2.10) and Triton 3.6
 	@[ -n "$(PYTHON312)" ] || { echo "torchweld: the second lane did not run: no python3.12 with venv"; exit 0; }; \
 	free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
 	[ -d .venv-2.10 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
-	$(MAKE) --no-print-directory lane PYTHON=$(PYTHON312) TORCH=2.10.0 VENV=.venv-2.10
+	$(MAKE) --no-print-directory lane LANE="$(LANE)" PYTHON=$(PYTHON312) TORCH=2.10.0 VENV=.venv-2.10
 
 # Triton 3.6 does not interpret under numpy >= 2.4.
 .PHONY: lane
 lane: env
-	@$(PYTEST) -n 2 --dist worksteal -m lane -k "not interpreter and not emulator" $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m "$(LANE)" -k "not interpreter and not emulator" $(ARGS)
 
 .PHONY: resources
 resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and record its resources

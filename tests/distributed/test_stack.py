@@ -15,6 +15,8 @@ from processes import processes
 from stack import STRATEGIES
 from stack_cells import Cell
 
+pytestmark = pytest.mark.once
+
 CELLS = stack_cells.ALL if matrix.WHOLE else stack_cells.covering()
 
 
