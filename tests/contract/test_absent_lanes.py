@@ -6,6 +6,7 @@ infinity. The widths cover every possible number of empty lanes of every instruc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -35,10 +36,19 @@ def _zeros_among(shape: tuple[int, ...], generator: torch.Generator) -> list[tor
     return grads
 
 
+@functools.cache
 def _gradients() -> list[torch.Tensor]:
+    """Matrices, then vectors: two gradients of four for each width, the others in the other shape.
+
+    Widths that leave as many of 16 lanes empty have different ones.
+    """
     generator = torch.Generator().manual_seed(0)
-    shapes = [(4, width) for width in WIDTHS] + [(width,) for width in WIDTHS]
-    return [g for shape in shapes for g in _zeros_among(shape, generator)]
+    found = []
+    for rows in ((4,), ()):
+        for i, width in enumerate(WIDTHS):
+            first = (i // 2 + i // 16 + len(rows)) % 2
+            found += _zeros_among((*rows, width), generator)[first::2]
+    return found
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -88,16 +98,16 @@ def test_zeros_in_gradients(
         found, _ = _stepped(make, dtype, grads)
     with torchweld.use_backend("eager"):
         expected, _ = _stepped(make, dtype, grads)
-    for p, e in zip(found, expected, strict=True):
-        unit = torch.finfo(dtype).eps
-        torch.testing.assert_close(p, e, rtol=4 * unit, atol=1e-7, equal_nan=True)
+    unit = torch.finfo(dtype).eps
+    values = (torch.cat([p.flatten() for p in params]) for params in (found, expected))
+    torch.testing.assert_close(*values, rtol=4 * unit, atol=1e-7, equal_nan=True)
     if "eps" not in settings:
         assert all(p.isfinite().all() for p in found)
 
 
 def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
     """Rules whose steps depend on sums, with a row of zeros and widths that leave lanes empty."""
-    grads = [g.to(cuda_device) for g in _gradients()[: 4 * 40 : 7]]
+    grads = [g.to(cuda_device) for g in _gradients()[: 2 * 40 : 3]]
     for kind, settings in KINDS[-9:]:
         make = maker(kind, settings)
         found, _ = _stepped(make, torch.float32, grads)
