@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,21 +84,28 @@ def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
+@functools.cache
+def _attentions(batch_first: bool) -> tuple[nn.Module, nn.Module]:
+    """The same attention before and after fuse()."""
+    before = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
+    after = torchweld.fuse(copy.deepcopy(before))
+    assert isinstance(after, Weld)
+    assert not isinstance(before, Weld)
+    return before, after
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", _masks(1, 1))
 def test_attention_with_masks(name: str, batch_first: bool) -> None:
     """Results, weights and gradients equal torch's, in self and cross attention."""
     torch.manual_seed(0)
-    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
     shape = (2, LENGTH, WIDTH) if batch_first else (LENGTH, 2, WIDTH)
     x, memory = (torch.randn(shape, requires_grad=True) for _ in range(2))
     masks = _masks(2, 4)[name]
     for given in ((x, x, x), (x, memory, memory)):
-        leaves = [x, *attention.parameters()]
         found = []
-        for welded in (False, True):
-            (torchweld.fuse if welded else torchweld.unfuse)(attention)
-            assert isinstance(attention, Weld) == welded
+        for attention in _attentions(batch_first):
+            leaves = [x, *attention.parameters()]
             y, weights = attention(*given, **masks)
             found.append([y, weights, *torch.autograd.grad((y * y.cos()).sum(), leaves)])
         for a, b in zip(*found, strict=True):
