@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,7 +58,10 @@ def _serve() -> None:
     sys.path.pop(0)  # the helpers' folder
     for line in sys.stdin:
         program, arguments, environment, folder, printed = json.loads(line)
-        if (child := os.fork()) == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy's threads, which wait
+            child = os.fork()
+        if child == 0:
             _be(program, arguments, environment, folder, printed)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from graphlib import TopologicalSorter
@@ -59,6 +60,7 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+@functools.cache
 def _imports(name: str) -> set[str]:
     """The modules of torchweld that a module imports, at any level."""
     path, found = MODULES[name], set()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweld.bench.cases import DTYPES, Case, cases
+from torchweld.bench.cases import DTYPES, SMALLEST, Case, cases
 from torchweld.commands import cli, tune
 from torchweld.dispatch import choice
 from torchweld.dispatch.engine import asking
@@ -110,6 +110,7 @@ def test_a_file_to_ship_answers_elsewhere(
         "run",
         lambda command, **_: (tune.ask(command[-1], "cpu"), SimpleNamespace(returncode=0))[1],
     )
+    monkeypatch.setattr(tune, "SIZES", (SMALLEST,))
     shipped = tmp_path / "shipped.json"
     assert cli.main(["tune", "layer_norm", "--write", str(shipped)]) == 0
     printed = capsys.readouterr().out
