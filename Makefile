@@ -14,6 +14,9 @@ VENV ?= .venv
 CUDA ?= $(if $(shell command -v nvidia-smi),1,0)
 export TORCHWELD_CUDA := $(CUDA)
 
+# Compiled modules are kept, whatever the environment says: tests start hundreds of interpreters.
+export PYTHONDONTWRITEBYTECODE :=
+
 ifeq ($(VENV),none)
 PY := $(PYTHON)
 else
