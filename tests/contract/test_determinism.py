@@ -22,12 +22,14 @@ def test_bitwise_the_same(target: Target) -> None:
         for arguments in target.op.samples + target.op.benchmarks[:1]:
             inputs = materialize(arguments, torch.float32, target.device)
             torch.set_num_threads(1)
-            first, second = run(target.op, inputs), run(target.op, inputs)
+            first = run(target.op, inputs)
+            # The emulator takes blocks and warps in another order each time, whatever torch's
+            # threads are.
+            others = [] if target.place == "emulator" else [run(target.op, inputs)]
             torch.set_num_threads(3)
-            third = run(target.op, inputs)
+            others.append(run(target.op, inputs))
             for name, value in first.items():
-                assert torch.equal(value, second[name])
-                assert torch.equal(value, third[name])
+                assert all(torch.equal(value, other[name]) for other in others)
     finally:
         torch.set_num_threads(threads)
 

@@ -14,6 +14,7 @@ from torchweld.dispatch.call import call
 from torchweld.registry import Op, TensorSpec, materialize
 
 Results = dict[str, torch.Tensor]
+LEAST_POOL = 10_000  # errors
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -115,7 +116,7 @@ def assert_bounded(
             pool["terms"].add(terms[name], terms[name])
     narrow = any(x.itemsize == 2 for x in samples[0] if isinstance(x, torch.Tensor))
     for (name, result_dtype), pool in pools.items():
-        assert pool["ours"].count >= 10_000
+        assert pool["ours"].count >= LEAST_POOL
         for measure in ("rms", "max"):
             error, eager, rounding, sums = (
                 getattr(pool[kind], measure) for kind in ("ours", "eager", "rounding", "terms")
