@@ -32,17 +32,16 @@ def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tenso
 
 
 def _nearest(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The nearest codes by distance to all 256 values, exact in float64."""
+    """The nearest codes by distance to the values on both sides, exact in float64."""
     values = MAPS[signed].double()
-    found = []
-    for part in fractions.double().split(4096):
-        if not signed:
-            part = part.abs()
-        distance = (part.unsqueeze(1) - values).abs()
-        least = distance == distance.amin(1, keepdim=True)
-        # The larger magnitude if two are equally near.
-        found.append(torch.where(least, values.abs(), -1.0).argmax(1))
-    return torch.cat(found)
+    exact = fractions.double() if signed else fractions.double().abs()
+    above = torch.searchsorted(values, exact).clamp(1, 255)
+    below = above - 1
+    distances = [(exact - values[codes]).abs() for codes in (below, above)]
+    # The larger magnitude if two are equally near.
+    is_larger = values[above].abs() > values[below].abs()
+    is_above = (distances[1] < distances[0]) | ((distances[1] == distances[0]) & is_larger)
+    return torch.where(is_above, above, below)
 
 
 def _floats(bits: torch.Tensor) -> torch.Tensor:

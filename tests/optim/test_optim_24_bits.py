@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ INT8 = torch.empty(0, dtype=torch.int8)
 SHAPES = ((7,), (33, 70), (16, 256))
 
 
-def _every_pattern() -> torch.Tensor:
-    """The float32 of each of 2^24 patterns."""
-    return torch.arange(2**24, dtype=torch.int64).sub(2**23).mul(256).int().view(torch.float32)
+def _every_pattern() -> Iterator[torch.Tensor]:
+    """The float32 of each of 2^24 patterns, in parts that a cache holds."""
+    for first in range(-(2**23), 2**23, 2**16):
+        patterns = torch.arange(first, first + 2**16, dtype=torch.int64)
+        yield patterns.mul(256).int().view(torch.float32)
 
 
 @pytest.mark.numbers
@@ -58,7 +61,11 @@ def test_every_pattern_returns() -> None:
 @pytest.mark.parametrize("last", [0x00, 0x7F, 0x80, 0x81, 0xFF])
 def test_every_float_rounds_to_the_nearest(last: int) -> None:
     """The upper 24 bits of every float32, with the last byte at a tie and beside it, exactly."""
-    exact = _every_pattern()
+    for exact in _every_pattern():
+        _assert_rounds_to_the_nearest(exact, last)
+
+
+def _assert_rounds_to_the_nearest(exact: torch.Tensor, last: int) -> None:
     value = (exact.view(torch.int32) | last).view(torch.float32)
     half, low = split_param(value, torch.bfloat16, INT8)
     assert low is not None
