@@ -175,6 +175,104 @@ def test_a_layer_that_does_not_learn_is_not_done_twice(activation: str) -> None:
     assert torch.equal(found, expected)
 
 
+# --- Results that the block changes in place ------------------------------------------------------
+
+
+class _InPlace(torch.autograd.Function):
+    """A linear layer that adds its bias in place, as DeepSpeed's is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        y = x @ w.T
+        y += bias
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w, (grads[0].mT @ x).sum(0), grads[0].sum((0, 1))
+
+
+def _halve_first(y: torch.Tensor) -> torch.Tensor:
+    first, second = torch.unsafe_chunk(y, 2, -1)
+    return torch.cat([first.mul_(0.5), second], -1)
+
+
+CHANGES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "layer": lambda fc, x: fc(x).add_(x),
+    "product": lambda fc, x: (x @ fc.weight.T).add_(fc.bias),
+    "view": lambda fc, x: fc(x).view(-1).mul_(2).view_as(x),
+    "function": lambda fc, x: _InPlace.apply(x, fc.weight, fc.bias),
+    "foreach": lambda fc, x: (y := fc(x), torch._foreach_mul_([y], 2.0))[0],
+    "unsafe parts": lambda fc, x: _halve_first(fc(x)),
+    "data": lambda fc, x: (y := fc(x), y.data.mul_(2))[0],
+    "out": lambda fc, x: (y := fc(x), torch.mul(y.detach(), 2, out=y.detach()))[0],
+    "ours": lambda fc, x: functional.linear_act(x, fc.weight, fc.bias, activation="gelu").mul_(2),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_result_that_changes(change: str, backend: str) -> None:
+    """The backward pass would make the change twice: an error, unless the result is not kept."""
+    torch.manual_seed(0)
+    fc, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, 8, WIDTH)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = CHANGES[change](fc, x)
+        return y.sin() * y
+
+    def run(**how: Any) -> tuple[torch.Tensor, ...]:
+        there = x.clone().requires_grad_()
+        y = checkpoint(block, there, use_reentrant=False, **how) if how else block(there)
+        return torch.autograd.grad(y.sum(), (there, fc.weight))
+
+    with torchweld.use_backend(backend):
+        expected = run()
+        assert all(map(torch.equal, run(determinism_check="default"), expected))
+        if change == "ours":
+            assert all(map(torch.equal, run(context_fn=selective_contexts), expected))
+        else:
+            message = r"saved result of aten\.(addmm|mm)\.default in place, by aten\."
+            with pytest.raises(torchweld.ArgumentError, match=message):
+                run(context_fn=selective_contexts)
+
+
+def test_a_compiled_block_that_changes_a_kept_result() -> None:
+    """A graph has no changes in place."""
+    fc, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, 8, WIDTH, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return CHANGES["product"](fc, x).sin()
+
+    compiled = torch.compile(
+        lambda x: checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    expected = torch.autograd.grad(block(x).sum(), (x, fc.weight))
+    found = torch.autograd.grad(compiled(x).sum(), (x, fc.weight))
+    torch.testing.assert_close(found, expected)
+
+
+def _changes_a_sum(rank: int) -> None:
+    from torch.distributed import _functional_collectives
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        total = _functional_collectives.all_reduce(x.detach(), "sum", torch.distributed.group.WORLD)
+        return x.sin() * total.add_(1)
+
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with pytest.raises(torchweld.ArgumentError, match=r"all_reduce.* in place, by aten\.add_"):
+        checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
+
+
+def test_a_sum_over_devices_that_changes() -> None:
+    with processes(2) as two:
+        two.run("cpu", _changes_a_sum)
+
+
 def _reduced_once(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (

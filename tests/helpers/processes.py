@@ -108,16 +108,20 @@ def _destroy_groups() -> None:
     gc.collect()
 
 
-_kept: dict[int, Processes] = {}
+_kept: dict[tuple[int, str], Processes] = {}
 
 
 @contextmanager
-def processes(count: int) -> Iterator[Processes]:
-    """The processes of the last test, or new ones after a failure."""
-    if count not in _kept:
-        _kept[count] = Processes(count)
+def processes(count: int, package: str = "") -> Iterator[Processes]:
+    """The processes of the last test, or new ones after a failure.
+
+    A package that changes torch for all of a process, as DeepSpeed does, has its own.
+    """
+    key = count, package
+    if key not in _kept:
+        _kept[key] = Processes(count)
     try:
-        yield _kept[count]
+        yield _kept[key]
     except BaseException:
-        _kept.pop(count).stop()
+        _kept.pop(key).stop()
         raise

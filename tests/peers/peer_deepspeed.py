@@ -79,5 +79,5 @@ def test_zero() -> None:
 
     In processes that are ended from outside: DeepSpeed's do not always end well by themselves.
     """
-    with processes(2) as started:
+    with processes(2, "deepspeed") as started:
         started.run("cpu", _zero)

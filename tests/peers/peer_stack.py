@@ -75,5 +75,5 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(cell: stack_cells.Cell) -> None:
-    with processes(2) as two:
+    with processes(2, "deepspeed") as two:
         two.run("cpu", _cell, cell, stack_cells.reference(cell.model, cell.dtype), RESULTS)

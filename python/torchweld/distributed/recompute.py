@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 from torchweld.errors import ArgumentError
 
@@ -58,9 +64,62 @@ def _draws_random_numbers(op: Any, args: Any, kwargs: Any) -> bool:
     return dict(zip(names, args, strict=False)).get("dropout_p", kwargs.get("dropout_p", 0)) > 0
 
 
+class _SavesUnchanged(_CachingTorchDispatchMode):
+    """Saves results in the forward pass, and refuses to change one in place.
+
+    The backward pass would make the change twice. torch itself compares versions, which miss some
+    changes: of a product of three dimensions, by `torch._foreach_` functions, of `unsafe_chunk`'s
+    parts, and of `data`.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        super().__init__(save_policy, storage)
+        self._saved: dict[int, Any] = {}  # ops by the address of their result's memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            self._refuse_to_change_saved(func, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if save_policy(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
+            self._saved |= dict.fromkeys(_find_memory(result), func)
+        return result
+
+    def _refuse_to_change_saved(self, op: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        for at, argument in enumerate(op._schema.arguments):
+            if argument.is_write:
+                value = args[at] if at < len(args) else kwargs.get(argument.name)
+                for saved in _find_memory(value) & self._saved.keys():
+                    change = f"changes a saved result of {self._saved[saved]} in place, by {op}"
+                    raise ArgumentError(
+                        "selective_contexts",
+                        "block",
+                        f"one that {change}",
+                        "other operations, or a checkpoint that saves no results",
+                    )
+
+
+def _find_memory(value: Any) -> set[int]:
+    """The addresses of the memory of tensors. Tensors of a graph that is being traced have none."""
+    found: set[int] = set()
+    for x in tree_leaves(value):
+        if is_traceable_wrapper_subclass(x):  # a DTensor, or the result of a collective
+            found |= _find_memory([getattr(x, name) for name in x.__tensor_flatten__()[0]])
+        elif type(x) in (torch.Tensor, torch.nn.Parameter):
+            found.add(x.untyped_storage()._cdata)
+    return found
+
+
 def selective_contexts() -> Any:
-    """Make a checkpoint's contexts with save_policy: for the forward pass and its repetition."""
-    return create_selective_checkpoint_contexts(save_policy)
+    """Make a checkpoint's contexts with save_policy: for the forward pass and its repetition.
+
+    Raises:
+        ArgumentError: in the forward pass, if the block changes a saved result in place.
+    """
+    forward, again = create_selective_checkpoint_contexts(save_policy)
+    return _SavesUnchanged(forward.storage), again  # type: ignore[attr-defined]
 
 
 def recompute(module: torch.nn.Module, keep: bool = False) -> torch.nn.Module:
