@@ -47,14 +47,8 @@ def _find_rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def _compare(rank: int, name: str, sequence: bool) -> str:
+def _compare(whole: Any, given: dict[str, torch.Tensor], loss: Any, sequence: bool) -> str:
     """Return "right", or the reason why the plan refuses the model."""
-    whole: Any = torchweld.fuse(named_models.build(name).double().train())
-    batch = named_models.make_batch(name)
-    given = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-    expected = whole(**given).loss
-    assert whole(**given).loss == expected  # nothing is random
-    expected.backward()
     model = copy.deepcopy(whole)
     model.zero_grad()
     try:
@@ -63,11 +57,11 @@ def _compare(rank: int, name: str, sequence: bool) -> str:
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         return f"refused: {error}"
     try:
-        loss = model(**given).loss
+        found = model(**given).loss
     except ArgumentError as error:  # the number of an image's patches is known only now
         return f"refused: {error}"
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-11)
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-9, atol=1e-11)
     wanted = dict(whole.named_parameters())
     largest = max(p.grad.abs().max().item() for p in wanted.values() if p.grad is not None)
     for key, parameter in model.named_parameters():
@@ -81,7 +75,14 @@ def _compare(rank: int, name: str, sequence: bool) -> str:
 
 
 def _plan(rank: int, name: str) -> None:
-    found = {key: _compare(rank, name, key == "sequence") for key in ("tensor", "sequence")}
+    whole: Any = torchweld.fuse(named_models.build(name).double().train())
+    batch = named_models.make_batch(name)
+    given = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    loss = whole(**given).loss
+    assert whole(**given).loss == loss  # nothing is random
+    loss.backward()
+    plans = {"tensor": False, "sequence": True}
+    found = {key: _compare(whole, given, loss.detach(), plans[key]) for key in plans}
     if rank == 0:
         keep_model(name, found)
 
