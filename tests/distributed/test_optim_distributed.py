@@ -55,8 +55,8 @@ def _shards(rank: int) -> None:
                 if name != "step"
             )
             # One resumes from what another saved.
-            part = run(settings, place, range(1, 3))
-            saved = ([whole_of(p.detach()) for p in part[0]], part[1].state_dict())
+            begun = run(settings, place, range(1, 3))
+            saved = ([whole_of(p.detach()) for p in begun[0]], begun[1].state_dict())
             assert_same(run(settings, place, range(3, 4), saved), expected)
 
     # A state sharded in another way is rejected as a whole.

@@ -111,8 +111,8 @@ def _factored_on(kernel: bool, limit: float | None) -> None:
             for p in found[0]:
                 for name, value in found[1].state[p].items():
                     assert isinstance(value, DTensor) == (name != "step")
-            part = run(settings, place, range(1, 3), kind=kind)
-            saved = ([whole_of(p.detach()) for p in part[0]], part[1].state_dict())
+            begun = run(settings, place, range(1, 3), kind=kind)
+            saved = ([whole_of(p.detach()) for p in begun[0]], begun[1].state_dict())
             with _threads(3 if kernel else 1):
                 again = run(settings, place, range(3, 4), saved, kind=kind)
             for p, q in zip(found[0], again[0], strict=True):

@@ -244,8 +244,8 @@ def test_a_product_that_fails_runs_torchs_gemm(device: str, status: str) -> None
     assert found == [status != "success"] * 2
     if status != "success":
         x, w, bias = materialize(arguments((4,), width, 8), torch.float32, device)
-        for found, right in zip(_kernel(x, w, bias), _unfused(x, w, bias), strict=True):
-            torch.testing.assert_close(found, right)
+        for ours, right in zip(_kernel(x, w, bias), _unfused(x, w, bias), strict=True):
+            torch.testing.assert_close(ours, right)
 
 
 def test_float32_as_tf32(device: str) -> None:
