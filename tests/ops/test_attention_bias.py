@@ -230,13 +230,13 @@ def test_random_biases(
 
 @pytest.mark.parametrize("kind", ["dense", "line", "plane"])
 def test_gradients_and_second_derivatives(kind: str) -> None:
-    layout = BlockLayout.sliding_window(12, window_size=(9, 2), block=16)
-    q, k, v = (_draw(1, 2, 12, 3, seed=i, dtype=torch.float64) for i in range(3))
+    layout = BlockLayout.sliding_window(9, window_size=(6, 2), block=16)
+    q, k, v = (_draw(1, 2, 9, 3, seed=i, dtype=torch.float64) for i in range(3))
     if kind == "dense":
-        leaf = _draw(1, 2, 12, 12, dtype=torch.float64)
+        leaf = _draw(1, 2, 9, 9, dtype=torch.float64)
     else:
         leaf = _draw(2, 5, dtype=torch.float64)
-    shape = (15,) if kind == "line" else (3, 7)
+    shape = (15,) if kind == "line" else (3, 5)
     buckets = (torch.arange(torch.Size(shape).numel()) % 5).view(shape)
 
     def function(q: Any, k: Any, v: Any, leaf: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import matrix
 import torchweld
 from conftest import PLACES
 from oracle import exact, incoming, run
@@ -387,9 +388,10 @@ def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
         assert torch.equal(its, wanted)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("compiler", "recompute", "momentum"),
+    matrix.combine(("aot_eager", "inductor"), (False, True), (0.1, None)),
+)
 def test_the_module_compiles(momentum: float | None, recompute: bool, compiler: str) -> None:
     """One graph, buffers updated in it, no compilation for a later step."""
     torch._dynamo.reset()

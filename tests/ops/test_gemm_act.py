@@ -13,6 +13,7 @@ import torch
 import seams
 import torchweld
 from conftest import GPU, PLACES, running_at
+from matrix import combine
 from oracle import assert_bounded, exact, incoming
 from torchweld import functional
 from torchweld.dispatch.engine import asking
@@ -117,7 +118,9 @@ def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: boo
     kernel = torch.ops.torchweld.linear_act.triton
     matrix = x.reshape(-1, 72)
     offset = torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(2, 150, 72)
-    for given, fit in ((x, True), (offset, False), (x[..., 1:], False)):
+    views = ((x, True), (offset, False), (x[..., 1:], False))
+    combinations = combine(range(len(views)), (True, False), (True, False))
+    for given, fit in (views[at] for at, *flags in combinations if flags == [save_z, bias]):
         factor = weight[:, : given.shape[-1]].contiguous()
         assert linear_act_persistent.fits(given.reshape(-1, given.shape[-1]), factor) == fit
         results = [

@@ -108,7 +108,7 @@ def test_narrow_rows_that_a_warp_takes_together(
 ) -> None:
     """With each of the rule's branches; with widths that take this path and others."""
     widths = [2, 4, 8, 12, 16, 32, 64, 100, 128]
-    shapes = [(rows, width) for width in widths for rows in (1, 150)]
+    shapes = [(150, width) for width in widths] + [(1, 8), (1, 100)]
     for kind, settings in RULES:
         # If nothing is skipped, values that are not finite spread.
         grads = draw_grads if kind in (optim.SGD, optim.LARS) else draw_grads_by_row
@@ -144,7 +144,7 @@ def test_more_tensors_than_a_launch_takes(
     for backend in ("cuda", "eager"):
         params = draw(dtype, shapes, cuda_device)
         optimizer = kind(params, lr=1e-2, stochastic_rounding=rounding)
-        for seed in range(3):
+        for seed in range(2):
             draw_grads(params, seed)
             for p in params[::3] if seed == 0 else ():
                 p.grad = None
@@ -152,7 +152,7 @@ def test_more_tensors_than_a_launch_takes(
                 optimizer.step()
         results.append(snapshot(params, optimizer))
     assert same(*results)
-    assert {int(optimizer.state[p]["step"]) for p in params} == {2, 3}
+    assert {int(optimizer.state[p]["step"]) for p in params} == {1, 2}
 
 
 @STATES
