@@ -29,7 +29,7 @@ def _choose(
 ) -> list[list[Any]]:
     """Every second sample, which has this dtype of parameters, and enough others for the pools.
 
-    The others have the other dtype of parameters, as this one has in the other 16-bit dtype.
+    The other samples have the other dtype of parameters. In the other 16-bit dtype they swap.
     """
     first = ([*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype)) % 2
     chosen = {*range(first, len(samples), 2)}
