@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -57,21 +56,22 @@ class _WithLoss(torch.nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
 
-def _is_real(each: object) -> bool:
-    """Whether this is a tensor with memory: an earlier trace may have left fake ones."""
-    if not isinstance(each, torch.Tensor) or isinstance(each, FakeTensor):
-        return False
-    return each.device.type == "cpu"
+def _find_own(each: object) -> torch.Tensor | None:
+    """This process's part of a tensor, unless it has no memory: earlier traces leave fake ones."""
+    if not isinstance(each, torch.Tensor):
+        return None
+    own = each.to_local() if is_dtensor(each) else each  # type: ignore[attr-defined]
+    has_memory = type(own) in (torch.Tensor, torch.nn.Parameter) and own.device.type == "cpu"
+    return own if has_memory and not torch._is_functional_tensor(own) else None
 
 
 def _count_live() -> int:
     """Count the bytes of all tensors that Python can reach."""
     gc.collect()
     found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if _is_real(each):
-            storage = (each.to_local() if is_dtensor(each) else each).untyped_storage()  # type: ignore[attr-defined]
-            found[storage.data_ptr()] = storage.nbytes()
+    for own in map(_find_own, gc.get_objects()):
+        if own is not None:
+            found[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
     return sum(found.values())
 
 
