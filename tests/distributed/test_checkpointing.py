@@ -239,6 +239,21 @@ def test_a_kept_result_that_changes(change: str, backend: str) -> None:
                 run(context_fn=selective_contexts)
 
 
+def test_sparse_tensors_have_no_memory_to_compare() -> None:
+    """A block may change one that it made."""
+    fc, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        at = torch.tensor([[0, 1, 1], [2, 0, 0]])
+        graph = torch.sparse_coo_tensor(at, torch.ones(3), (3, 3), check_invariants=True)
+        return torch.sparse.mm(graph.mul_(2), fc(x)).sin()
+
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    y = checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)
+
+
 def test_a_compiled_block_that_changes_a_kept_result() -> None:
     """A graph has no changes in place."""
     fc, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, 8, WIDTH, requires_grad=True)

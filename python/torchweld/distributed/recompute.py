@@ -102,12 +102,12 @@ class _SavesUnchanged(_CachingTorchDispatchMode):
 
 
 def _find_memory(value: Any) -> set[int]:
-    """The addresses of the memory of tensors. Tensors of a graph that is being traced have none."""
+    """The addresses of the memory of tensors. Sparse and traced tensors have none."""
     found: set[int] = set()
     for x in tree_leaves(value):
         if is_traceable_wrapper_subclass(x):  # a DTensor, or the result of a collective
             found |= _find_memory([getattr(x, name) for name in x.__tensor_flatten__()[0]])
-        elif type(x) in (torch.Tensor, torch.nn.Parameter):
+        elif type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided:
             found.add(x.untyped_storage()._cdata)
     return found
 
