@@ -83,6 +83,7 @@ def _statistics(
     softcap,
     width,
     targets,
+    logits_stride,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTH: tl.constexpr,
@@ -92,6 +93,7 @@ def _statistics(
     """Reads a row and stores its statistics; returns the highest u and the sum."""
     places = tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     seen = tl.where(ignored, 0, width)
+    logits_ptr += row * logits_stride
     # Each lane keeps the maximum and the sums of its own columns, a few at a time: there is one
     # exponential a column, and no reduction across threads before the end.
     highest = tl.full([LANES], -float("inf"), tl.float32)
@@ -104,7 +106,7 @@ def _statistics(
     for start in range(0, seen, LANES * COLUMNS):
         column = start + places
         inside = column < width
-        z = tl.load(logits_ptr + row * width + column, mask=inside, other=0).to(tl.float32)
+        z = tl.load(logits_ptr + column, mask=inside, other=0).to(tl.float32)
         u, _ = _transform(z, scale, softcap, inverse, CAPPED)
         u = tl.where(inside, u, -float("inf"))
         most = tl.max(u, 1)
@@ -151,7 +153,7 @@ def _statistics(
     for k in range(0, targets):
         t = tl.load(target_ptr + row * targets + k)
         inside = (t >= 0) & (t < width)
-        z = tl.load(logits_ptr + row * width + t, mask=inside, other=0).to(tl.float32)
+        z = tl.load(logits_ptr + t, mask=inside, other=0).to(tl.float32)
         u, _ = _transform(z, scale, softcap, inverse, CAPPED)
         absent = tl.where(t < 0, 0, float("nan"))
         tl.store(picked_ptr + row * targets + k, tl.where(inside, u, absent))
@@ -177,11 +179,15 @@ def _differentiate(
     softcap,
     width,
     targets,
+    grad_stride,
+    logits_stride,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Reads a row again, or for the first time, and stores the gradient of its logits."""
     lane = tl.arange(0, BLOCK)
+    grad_ptr += row * grad_stride
+    logits_ptr += row * logits_stride
     highest = tl.where(highest == -float("inf"), 0, highest)
     log_sum = tl.where(total == 0, 0, tl.log(tl.where(total == 0, 1, total)))
     on_p = tl.load(coefficients_ptr + row * 5)
@@ -198,7 +204,7 @@ def _differentiate(
     for start in range(0, width, BLOCK):
         column = start + lane
         inside = column < width
-        z = tl.load(logits_ptr + row * width + column, mask=inside, other=0).to(tl.float32)
+        z = tl.load(logits_ptr + column, mask=inside, other=0).to(tl.float32)
         u, slope = _transform(z, scale, softcap, inverse, CAPPED)
         log_p = (u - highest) - log_sum
         p = tl.exp(log_p)
@@ -215,8 +221,7 @@ def _differentiate(
             t = tl.load(target_ptr + row * targets + k)
             du += tl.where(column == t, tl.load(grad_picked_ptr + row * targets + k), 0)
         du = tl.where(ignored, 0, du * slope)
-        at = grad_ptr + row * width + column
-        tl.store(at, du.to(grad_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_ptr + column, du.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -235,6 +240,7 @@ def _forward(
     softcap,
     width,
     targets,
+    logits_stride,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTH: tl.constexpr,
@@ -249,15 +255,16 @@ def _forward(
     inputs = (logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored)
     numbers = (scale, softcap, width, targets)
     top, total, mass = _statistics(
-        *results, *inputs, *numbers, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS
+        *results, *inputs, *numbers, logits_stride, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS
     )
     if coefficients_ptr is not None:
         # Other threads read the target's logit above, which this one may overwrite.
         tl.debug_barrier()
         tensors = (target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
         found = (top, total, mass, inverse, ignored)
+        strides = (logits_stride, logits_stride)
         block: tl.constexpr = LANES * COLUMNS
-        _differentiate(logits_ptr, logits_ptr, *tensors, *found, *numbers, CAPPED, block)
+        _differentiate(logits_ptr, logits_ptr, *tensors, *found, *numbers, *strides, CAPPED, block)
 
 
 @triton.jit
@@ -275,6 +282,8 @@ def _gradient(
     softcap,
     width,
     targets,
+    grad_stride,
+    logits_stride,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -284,7 +293,8 @@ def _gradient(
     at = statistics_ptr + row * 6
     found = (tl.load(at), tl.load(at + 1), tl.load(at + 5), inverse, ignored)
     inputs = (logits_ptr, target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
-    _differentiate(grad_ptr, *inputs, *found, scale, softcap, width, targets, CAPPED, BLOCK)
+    numbers = (scale, softcap, width, targets, grad_stride, logits_stride)
+    _differentiate(grad_ptr, *inputs, *found, *numbers, CAPPED, BLOCK)
 
 
 # --- Launches ---------------------------------------------------------------------------------
@@ -315,9 +325,20 @@ def _check(logits: torch.Tensor, target: torch.Tensor, how: tuple[Any, ...]) -> 
         raise ValueError("tensors do not fit the logits")
 
 
+def _is_in_rows(logits: torch.Tensor) -> bool:
+    return logits.shape[1] < 2 or logits.stride(1) == 1
+
+
+def _in_rows(logits: torch.Tensor) -> torch.Tensor:
+    """The logits with adjacent columns; rows may have any distance, as padded ones have."""
+    return logits if _is_in_rows(logits) else logits.contiguous()
+
+
 def _check_in_place(logits: torch.Tensor) -> None:
-    if not logits.is_contiguous():
-        raise ValueError("logits that are overwritten have to be contiguous")
+    rows, width = logits.shape
+    if not _is_in_rows(logits) or (rows > 1 and logits.stride(0) < width):
+        accepted = "adjacent columns, and rows that do not overlap"
+        raise ValueError(f"logits that are overwritten need {accepted}")
 
 
 def _forward_launch(
@@ -331,7 +352,7 @@ def _forward_launch(
     """`grads`: coefficients and the gradients of what is picked, if the gradient is wanted too."""
     weight, q, inverse, scale, softcap = how
     tensors = (*results, logits, target, *grads, weight, q, inverse)
-    numbers = (scale, softcap, logits.shape[1], target.shape[1])
+    sizes = (logits.shape[1], target.shape[1], logits.stride(0))
     flags = {"CAPPED": softcap != 0, "ENTROPY": sums[0], "SMOOTH": sums[1]}
     needs_registers = any(sums) or q is not None or softcap != 0
     if grads[0] is not None:
@@ -341,7 +362,8 @@ def _forward_launch(
         flags |= _tile(logits, 2 if needs_registers else 4)
         if any(sums):
             flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free
-    return launch(_forward, logits.shape[0], *tensors, *numbers, **flags)._replace(spreads=True)
+    arguments = (*tensors, scale, softcap, *sizes)
+    return launch(_forward, logits.shape[0], *arguments, **flags)._replace(spreads=True)
 
 
 def _gradient_launch(
@@ -353,9 +375,10 @@ def _gradient_launch(
 ) -> Launch:
     weight, q, inverse, scale, softcap = how
     tensors = (grad, logits, target, *of_rows, weight, q, inverse)
-    numbers = (scale, softcap, logits.shape[1], target.shape[1])
+    sizes = (logits.shape[1], target.shape[1], grad.stride(0), logits.stride(0))
     flags = {"CAPPED": softcap != 0, **_block(logits, 2)}
-    return launch(_gradient, logits.shape[0], *tensors, *numbers, **flags)._replace(spreads=True)
+    arguments = (*tensors, scale, softcap, *sizes)
+    return launch(_gradient, logits.shape[0], *arguments, **flags)._replace(spreads=True)
 
 
 def _laid_out(how: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -383,35 +406,39 @@ def _run_forward(
     return picked, statistics, best
 
 
-# --- Called by dispatch, with the signatures of the ops' schemas ---
-
-
-def loss_rows(
-    logits: torch.Tensor, target: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _run_forward(logits.contiguous(), target, (None, None), others[:5], *others[5:])
-
-
-def loss_rows_backward_(
+def _run_gradient(
+    grad: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
     statistics: torch.Tensor,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
     *others: Any,
-    out: torch.Tensor | None = None,
 ) -> None:
     how, target = _laid_out(others), target.contiguous()
-    _check_in_place(logits)
     _check(logits, target, how)
     of_rows = tuple(t.contiguous() for t in (statistics, coefficients, grad_picked))
-    run(logits, _gradient_launch(logits if out is None else out, logits, target, of_rows, how))
+    run(logits, _gradient_launch(grad, logits, target, of_rows, how))
+
+
+# --- Called by dispatch, with the signatures of the ops' schemas ---
+
+
+def loss_rows(
+    logits: torch.Tensor, target: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _run_forward(_in_rows(logits), target, (None, None), others[:5], *others[5:])
+
+
+def loss_rows_backward_(logits: torch.Tensor, *others: Any) -> None:
+    _check_in_place(logits)
+    _run_gradient(logits, logits, *others)
 
 
 def loss_rows_backward(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-    logits = logits.contiguous()
+    logits = _in_rows(logits)
     grad = empty_like(logits)
-    loss_rows_backward_(logits, *others, out=grad)
+    _run_gradient(grad, logits, *others)
     return grad
 
 
@@ -429,12 +456,13 @@ def loss_rows_both_(
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
-    for dtype, width, softcap in (
-        (torch.bfloat16, 128256, 0.0),
-        (torch.bfloat16, 256000, 30.0),
-        (torch.float32, 32001, 0.0),
+    for dtype, width, stride, softcap in (
+        (torch.bfloat16, 128256, 128256, 0.0),
+        (torch.bfloat16, 256000, 256000, 30.0),
+        (torch.bfloat16, 50257, 50304, 0.0),  # as linear losses pad them
+        (torch.float32, 32001, 32001, 0.0),
     ):
-        logits = torch.empty(4, width, dtype=dtype, device="meta")
+        logits = torch.empty(4, stride, dtype=dtype, device="meta")[:, :width]
         rows = logits.new_empty(4, dtype=torch.float32)
         target = logits.new_empty((4, 1), dtype=torch.int64)
         statistics = logits.new_empty((4, STATISTICS), dtype=torch.float32)

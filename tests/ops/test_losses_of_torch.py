@@ -17,11 +17,13 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweld
+from conftest import running_at
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
@@ -281,10 +283,10 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
     got = rows.BACKWARD.overload("triton")(*arguments)
     exact = rows.BACKWARD.reference(*arguments)
     torch.testing.assert_close(got, exact, **close)
-    strided = logits.t().contiguous().t()
-    if not strided.is_contiguous():
-        with pytest.raises(ValueError, match="contiguous"):
-            in_place.overload("triton")(strided, target, coefficients, picked, *how, False, True)
+    overlapping = torch.empty(4 * width).as_strided(logits.shape, (width - 1, 1))
+    for refused in (logits.t().contiguous().t(), overlapping) if width > 1 else ():
+        with pytest.raises(ValueError, match="adjacent columns, and rows that do not overlap"):
+            in_place.overload("triton")(refused, target, coefficients, picked, *how, False, True)
     for smooth in (False, True):
         results = []
         for run in (in_place.overload("triton"), in_place.reference):
@@ -294,6 +296,106 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
             torch.testing.assert_close(got, exact, **close)
     if softcap == 0:
         assert torch.equal(found[2], true[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 197, 9001])
+@pytest.mark.parametrize("targets", [0, 1, 3])
+def test_padded_rows_have_the_bits_of_contiguous_ones(
+    width: int, targets: int, dtype: torch.dtype
+) -> None:
+    """No kernel reads or writes the padding, which is NaN and infinity here."""
+    pytest.importorskip("triton")
+    count = 4
+    logits = (torch.randn(count, width) * 3).to(dtype)
+    padding = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38]).to(dtype)
+    base = padding.repeat(count, width // 4 + 16)
+    padded = base[:, :width]
+    before = base.clone()
+    target = torch.randint(0, width, (count, targets))
+    target[1] = -1
+    target[2, 1:] = rows.ELSEWHERE
+    q = torch.rand(count, width) if targets == 0 else None
+    how = (torch.rand(width) + 0.1, q, torch.rand(count) + 0.5, 0.7, 4.0 if targets == 3 else 0.0)
+    coefficients, picked = torch.randn(count, 5), torch.randn(count, targets)
+
+    def run(place: torch.Tensor) -> list[torch.Tensor]:
+        place.copy_(logits)
+        forward = rows.FORWARD.overload("triton")(place, target, *how, True, True, True)
+        given = (target, forward[1], coefficients, picked, *how)
+        made = [*forward, rows.BACKWARD.overload("triton")(place, *given)]
+        rows.BACKWARD_IN_PLACE.overload("triton")(place, *given)
+        made.append(place.clone())
+        place.copy_(logits)
+        given = (target, coefficients, picked, *how, True, True)
+        return [*made, *rows.BOTH_IN_PLACE.overload("triton")(place, *given), place]
+
+    for got, true in zip(run(padded), run(logits.clone()), strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), true.view(torch.uint8))
+    beside = base[:, width:].contiguous()
+    assert torch.equal(beside.view(torch.uint8), before[:, width:].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("where", ["interpreter", "eager"])
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {},
+        {"reduction": "none", "label_smoothing": 0.1},
+        {"logits_dtype": torch.float32},
+        {"batch_invariant": True},
+    ],
+    ids=["kept", "recomputed", "in blocks", "batch invariant"],
+)
+def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's logits have padded rows in all chunks. Padding of NaN is in no result."""
+    if where == "interpreter":
+        pytest.importorskip("triton")
+    classes, features = 523, 24
+    dtype = torch.float16 if "logits_dtype" in kw else torch.float32
+    made = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(n, features, generator=made).to(dtype).requires_grad_() for n in (150, classes)
+    ]
+    target = torch.randint(0, classes, (150,), generator=made)
+    target[::7] = -100
+    kept, strides = chunks._Gemms.__init__, set()
+
+    def poisoned(gemms: Any, *others: Any) -> None:
+        kept(gemms, *others)
+        whole = gemms._buffer.untyped_storage().nbytes() // gemms._buffer.element_size()
+        gemms._buffer.as_strided((whole,), (1,)).fill_(torch.nan)
+        strides.add(gemms._buffer.stride())
+
+    results = []
+    for pads in (False, True):
+        monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
+        monkeypatch.setattr(chunks._Gemms, "__init__", poisoned)
+        with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
+            loss = functional.linear_cross_entropy(*given, target, memory=300_000, **kw)
+            assert isinstance(loss, torch.Tensor)
+            results.append([loss, *torch.autograd.grad(loss.sum(), given)])
+        assert strides == {(544 if pads else classes, 1)}  # 17 lines of 32 numbers
+        strides.clear()
+    unit = torch.finfo(dtype).eps
+    for got, true in zip(*results, strict=True):
+        torch.testing.assert_close(got, true, rtol=16 * unit, atol=16 * unit)
+
+
+@pytest.mark.parametrize(("classes", "dtype"), [(50257, torch.bfloat16), (3, torch.float32)])
+def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
+    """To whole lines of 128 bytes, which the memory of a chunk counts."""
+    each = 128 // dtype.itemsize
+    with FakeTensorMode():
+        for device, width in (("cpu", classes), ("cuda", -(-classes // each) * each)):
+            x, weight = (torch.empty(n, 64, dtype=dtype, device=device) for n in (9000, classes))
+            layer = chunks.Layer(x, weight, None, 2**28, None, True, False, classes)
+            needs = chunks.Needs(True, False, False)
+            taken = chunks.count_bytes_of_row(layer, False, needs)
+            assert taken == width * dtype.itemsize
+            buffer = chunks._Gemms(layer, needs, 64)._buffer
+            assert buffer.shape == (64, classes)
+            assert buffer.stride() == (width, 1)
 
 
 def test_the_table_of_memory_is_current() -> None:

@@ -20,6 +20,11 @@ from torchweld.ops.loss.rows import How
 _MULTIPLE = 64
 # The rows of every GEMM with batch_invariant, so that results do not depend on the number of rows.
 _INVARIANT = 64
+# On a GPU rows of logits begin at multiples of so many bytes, and blocks of their columns at such
+# multiples of elements. cuBLAS takes its fast kernels only for leading dimensions that are a
+# multiple of 16 bytes. Triton loads 16 bytes at a time only where rows begin at multiples of 16
+# elements. No two rows then share a line of the caches.
+_LINE = 128
 
 
 class Layer(NamedTuple):
@@ -54,9 +59,22 @@ class Needs(NamedTuple):
 NO_GRADIENT = Needs(False, False, False)
 
 
+def _pads_rows(device: torch.device) -> bool:
+    """Whether rows of logits are padded: kernels for the CPU take contiguous ones."""
+    return device.type == "cuda"
+
+
+def _pad(layer: Layer, width: int) -> int:
+    """Count the elements from one row of logits to the next."""
+    if not _pads_rows(layer.input.device):
+        return width
+    each = _LINE // layer.find_dtype().itemsize
+    return -(-width // each) * each
+
+
 def count_bytes_of_row(layer: Layer, drops: bool, needs: Needs) -> int:
     """Count the bytes that a row of a chunk takes."""
-    width, features = layer.widest, layer.weight.shape[1]
+    width, features = _pad(layer, layer.widest), layer.weight.shape[1]
     size = layer.input.element_size()
     copies = int(drops) + int((drops or layer.is_widened()) and needs.input)
     in_blocks = layer.find_dtype().itemsize if layer.is_widened() else 0
@@ -71,7 +89,8 @@ def _has_blocks(layer: Layer, needs: Needs) -> bool:
 def _block(layer: Layer) -> int:
     """Count the rows of the weight that are converted at a time, in an eighth of the memory."""
     row = max(1, layer.weight.shape[1] * 4)
-    return max(1, min(layer.widest, layer.memory // 8 // row))
+    most = max(1, min(layer.widest, layer.memory // 8 // row))
+    return most - most % _LINE if _LINE <= most < layer.widest else most
 
 
 def find_rows(function: str, layer: Layer, needs: Needs) -> int:
@@ -139,7 +158,9 @@ class _Gemms:
     ) -> None:
         self.layer, self.needs = layer, needs
         x, weight = layer.input, layer.weight
-        self._buffer = x.new_empty((each, weight.shape[0]), dtype=layer.find_dtype())
+        width = weight.shape[0]
+        strides = (_pad(layer, width), 1)
+        self._buffer = x.new_empty_strided((each, width), strides, dtype=layer.find_dtype())
         self._block = _block(layer)
         self._has_total = total is not None
         self._started = self._has_total
