@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .tensors import (
     check_beside,
     check_like,
@@ -335,6 +335,7 @@ def _gated_act_backward_launch(
 # --- Called by the registry, with the signatures of the ops' schemas ---
 
 
+@replayed
 def bias_act(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str, approximate: str
 ) -> torch.Tensor:
@@ -344,6 +345,7 @@ def bias_act(
     return y
 
 
+@replayed
 def bias_act_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -356,6 +358,7 @@ def bias_act_backward(
     return _bias_act_gradients(grad_y, x, bias, wanted, _kind(activation, approximate))
 
 
+@replayed
 def act_backward(
     grad_y: torch.Tensor,
     z: torch.Tensor,
@@ -382,6 +385,7 @@ def _bias_act_gradients(
     return grad_x, or_empty(grad_bias, x)
 
 
+@replayed
 def gated_act(
     gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
 ) -> torch.Tensor:
@@ -392,6 +396,7 @@ def gated_act(
     return y
 
 
+@replayed
 def gated_act_backward(
     grad_y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, approximate: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,7 @@ from .chunks import (
     partials_of,
     store_partial,
 )
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .tensors import (
     check_like,
     contiguous,
@@ -325,6 +325,7 @@ def _columns(x: torch.Tensor, *columns: torch.Tensor | None) -> tuple[torch.Tens
 # --- Called by the registry, with the signatures of the ops' schemas ---
 
 
+@replayed
 def normalize_act(
     x: torch.Tensor,
     mean: torch.Tensor,
@@ -340,6 +341,7 @@ def normalize_act(
     return y
 
 
+@replayed
 def normalize_act_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -363,6 +365,7 @@ def normalize_act_backward(
     return or_empty(grad_x, x), or_empty(sums[0], x), or_empty(sums[1], x)
 
 
+@replayed
 def batch_norm_act_grad_x(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -384,6 +387,7 @@ def batch_norm_act_grad_x(
     return grad_x
 
 
+@replayed
 def column_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mean, var = _floats(x, x.shape[-1]), _floats(x, x.shape[-1])
     run(x, *_statistics_launches(rows_of(x), mean, var))

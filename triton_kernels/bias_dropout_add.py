@@ -41,7 +41,7 @@ import triton.language as tl
 
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
 from .dropout import Sizes, check_dropout, dropout_arguments, dropped
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .rows import NUMBERING
 from .tensors import (
     check_beside,
@@ -212,6 +212,7 @@ def _backward_launches(
 # --- Called by the registry, with the signatures of the op's schemas ---
 
 
+@replayed
 def bias_dropout_add(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -230,6 +231,7 @@ def bias_dropout_add(
     return y
 
 
+@replayed
 def bias_dropout_add_backward(
     grad_y: torch.Tensor,
     bias: torch.Tensor | None,

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from .dropout import Sizes, check_dropout, dropout_arguments, dropped
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .norm_rows import (
     backward_launches,
     check_norm,
@@ -434,6 +434,7 @@ def _dropout_add_norm_backward(
 # --- Called by the registry, with the signatures of the ops' schemas ---
 
 
+@replayed
 def dropout_add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -453,6 +454,7 @@ def dropout_add_layer_norm(
     return z, y, mean, rstd
 
 
+@replayed
 def dropout_add_layer_norm_backward(
     grad_z: torch.Tensor | None,
     grad_y: torch.Tensor | None,
@@ -478,6 +480,7 @@ def dropout_add_layer_norm_backward(
     return _dropout_add_norm_backward(*saved, x_dtype, *needs)
 
 
+@replayed
 def dropout_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -495,6 +498,7 @@ def dropout_add_rms_norm(
     return z, y, rstd
 
 
+@replayed
 def dropout_add_rms_norm_backward(
     grad_z: torch.Tensor | None,
     grad_y: torch.Tensor | None,

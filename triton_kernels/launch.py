@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +42,36 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
     return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options})
 
 
+def start(launch: Launch, options: dict[str, Any]) -> Any:
+    """Start the kernel; returns Triton's compiled one, which the interpreter does not have."""
+    return launch.kernel[(launch.grid,)](*launch.args, **options)
+
+
+class _Watched(threading.local):
+    """What starts the launches of this thread in place of `start`."""
+
+    by: Callable[[Launch, dict[str, Any]], None] | None = None
+
+
+_watched = _Watched()
+
+
+def watch(by: Callable[[Launch, dict[str, Any]], None] | None) -> None:
+    """Let `by` start the launches of this thread with their options; None ends it."""
+    _watched.by = by
+
+
+def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function whose allocations and launches depend on nothing but its arguments.
+
+    They may depend on the tensors' dtypes, sizes, strides, devices and alignment, and on the values
+    of all other arguments, but not on a setting of torch's, on numbers in a tensor, or on a trial.
+    torchweld.dispatch.replay then repeats them for calls that are alike.
+    """
+    function.launching = sys.modules[__name__]  # type: ignore[attr-defined]
+    return function
+
+
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
     with torch.cuda.device_of(on):
@@ -47,7 +80,10 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
                 continue
             unaligned = each.spreads and not are_aligned(*each.args)
             options = each.unaligned_options() if unaligned else each.options
-            each.kernel[(each.grid,)](*each.args, **options)
+            if _watched.by is not None:
+                _watched.by(each, options)
+            else:
+                start(each, options)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .norm_rows import (
     backward_launches,
     check_norm,
@@ -265,6 +265,7 @@ def _norm_backward(
 # --- Called by the registry, with the signatures of the ops' schemas ---
 
 
+@replayed
 def layer_norm(
     x: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -277,6 +278,7 @@ def layer_norm(
     return y, mean, rstd
 
 
+@replayed
 def layer_norm_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -294,6 +296,7 @@ def layer_norm_backward(
     return grad_x, or_empty(grad_weight, x), or_empty(grad_bias, x)
 
 
+@replayed
 def rms_norm(
     x: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -304,6 +307,7 @@ def rms_norm(
     return y, rstd
 
 
+@replayed
 def rms_norm_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .chunks import add_chunks_launches, chunks_of, partials_of
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .rotary_rows import differentiate_chunk, rotate_tile
 from .tensors import check_beside, check_like, contiguous, gradient_of, or_empty
 
@@ -421,6 +421,7 @@ def _empty_result(like: torch.Tensor | None) -> torch.Tensor | None:
 # --- Called by the registry, with the signatures of the op's schemas ---
 
 
+@replayed
 def rotary_embedding(
     x: torch.Tensor,
     key: torch.Tensor | None,
@@ -453,6 +454,7 @@ def rotary_embedding(
     return tuple(or_empty(result, x) for result in (y, key_y, rstd, key_rstd))  # type: ignore[return-value]
 
 
+@replayed
 def rotary_embedding_backward(
     grad_y: torch.Tensor,
     grad_key_y: torch.Tensor,

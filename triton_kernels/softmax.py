@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .dropout import Sizes, check_dropout, dropout_arguments, factors
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .rows import NUMBERING, place, row_map
 from .tensors import contiguous, empty_like
 
@@ -340,6 +340,7 @@ def _backward_launch(
 # --- Called by the registry, with the signatures of the op's schemas ---
 
 
+@replayed
 def softmax_dropout(
     scores: torch.Tensor,
     mask: torch.Tensor | None,
@@ -360,6 +361,7 @@ def softmax_dropout(
     return y, statistics
 
 
+@replayed
 def softmax_dropout_backward(
     grad_y: torch.Tensor,
     y: torch.Tensor | None,

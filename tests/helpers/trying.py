@@ -54,4 +54,4 @@ def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, **ms: float) -> Tr
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what this process knows of calls, as a new one does."""
     monkeypatch.setattr(asking, "_served", {})
-    monkeypatch.setattr(op_question, "_recent", Recent())
+    monkeypatch.setattr(op_question, "_recent", Recent[str]())

@@ -28,13 +28,13 @@ def _arguments(rows: int = 32, width: int = 64, dtype: torch.dtype = torch.float
 
 
 @pytest.fixture
-def kept() -> Recent:
-    found = Recent()
+def kept() -> Recent[str]:
+    found = Recent[str]()
     found.keep(NORM, _arguments(), "cuda")
     return found
 
 
-def test_a_call_with_other_values_is_found(kept: Recent) -> None:
+def test_a_call_with_other_values_is_found(kept: Recent[str]) -> None:
     assert kept.find(NORM, _arguments()) == "cuda"
     kept.keep(NORM, _arguments(rows=8), "triton")  # another shape displaces nothing
     assert kept.find(NORM, _arguments()) == "cuda"
@@ -84,7 +84,7 @@ DIFFERENT: dict[str, Callable[[], list[Any]]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_a_call_that_differs_is_not_found(what: str, kept: Recent) -> None:
+def test_a_call_that_differs_is_not_found(what: str, kept: Recent[str]) -> None:
     assert kept.find(NORM, DIFFERENT[what]()) is None
     assert kept.find(DROP, _arguments()) is None, "another op"
 
@@ -98,7 +98,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_call_in_another_state_is_not_found(state: str, kept: Recent) -> None:
+def test_a_call_in_another_state_is_not_found(state: str, kept: Recent[str]) -> None:
     """A call that was kept in that state is not found outside it either."""
     given = _arguments()
     with STATES[state]():
@@ -111,7 +111,7 @@ def test_a_call_in_another_state_is_not_found(state: str, kept: Recent) -> None:
 
 
 def test_autocast_to_another_dtype_is_not_found() -> None:
-    kept, given = Recent(), _arguments()
+    kept, given = Recent[str](), _arguments()
     with torch.autocast("cpu", torch.bfloat16):
         kept.keep(NORM, given, "cuda")
         assert kept.find(NORM, given) == "cuda"
@@ -121,7 +121,7 @@ def test_autocast_to_another_dtype_is_not_found() -> None:
         assert op_question.class_of(NORM, given) != at_bf16
 
 
-def test_a_transformed_or_traced_call_is_not_found(kept: Recent) -> None:
+def test_a_transformed_or_traced_call_is_not_found(kept: Recent[str]) -> None:
     found: list[str | None] = []
     _, *rest = _arguments()
 
@@ -140,7 +140,7 @@ def test_a_transformed_or_traced_call_is_not_found(kept: Recent) -> None:
 
 def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "_SIZES", 3)
-    kept = Recent()
+    kept = Recent[str]()
     for rows in (1, 2, 3, 4):
         kept.keep(NORM, _arguments(rows), "cuda")
     found = [kept.find(NORM, _arguments(rows)) for rows in (1, 2, 3, 4)]
@@ -153,7 +153,7 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_a_single_element_lies_decides_nothing() -> None:
     """For example, a seed may lie anywhere."""
-    kept, seeds = Recent(), torch.zeros(4, dtype=torch.int64)
+    kept, seeds = Recent[str](), torch.zeros(4, dtype=torch.int64)
     x = torch.randn(32, 64)
     kept.keep(DROP, [x, seeds[:1]], "triton")
     assert kept.find(DROP, [x, seeds[1:2]]) == "triton"
@@ -162,7 +162,7 @@ def test_where_a_single_element_lies_decides_nothing() -> None:
 
 
 def test_objects_and_unaligned_tensors_are_not_kept() -> None:
-    kept = Recent()
+    kept = Recent[str]()
     for given in ([_arguments()[0], object()], DIFFERENT["an input beside"]()):
         kept.keep(NORM, given, "cuda")
         assert kept.find(NORM, given) is None
@@ -172,7 +172,7 @@ BUDGET = 0.5
 
 
 def _of_class(name: str) -> float:
-    op, kept = OPS[name], Recent()
+    op, kept = OPS[name], Recent[str]()
     given = materialize(op.sized((64,), (1024,)), torch.float32, requires_grad=True)
     kept.keep(op, given, "cuda")
     assert kept.find(op, given) == "cuda"

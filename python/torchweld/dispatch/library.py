@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchweld.dispatch import replay
 from torchweld.dispatch.tile_question import connect
 
 LIBRARY = torch.library.Library("torchweld", "DEF")
@@ -52,7 +53,9 @@ def _implement_in_triton(name: str, source: str) -> None:
         return module
 
     def implementation(*inputs: Any) -> Any:
-        return getattr(find_module(), name)(*inputs)
+        function = getattr(find_module(), name)
+        launching = getattr(function, "launching", None)
+        return function(*inputs) if launching is None else replay.call(function, launching, inputs)
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter

@@ -25,7 +25,7 @@ _ROWS_BEHIND_GEMMS = 251
 
 # The backends of recent calls. Every call begins with a look-up here, so it reads no device; a call
 # that matches a recent one does not even compute its class.
-_recent = Recent()
+_recent: Recent[str] = Recent()
 
 
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:

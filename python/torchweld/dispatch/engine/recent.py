@@ -1,4 +1,4 @@
-"""Recent calls and their backends, compared in everything that a choice may depend on.
+"""Recent calls and what was found for them, compared in everything that it may depend on.
 
 Every warm call on a GPU makes a look-up here, so it has to be fast: reading a tensor's dtype,
 device or sizes in Python costs 40 to 100 ns each. torch's guards for compiled graphs compare all
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -23,43 +23,56 @@ except ImportError:  # a later torch: every call takes the slow path
 ALIGNMENT = 16
 # Limits: sizes kept per op, and calls kept per size.
 _SIZES, _ALIKE = 1024, 4
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _IsLike = Callable[[Sequence[Any]], bool]
+_Found = TypeVar("_Found")
 
 
-class Recent:
-    """The backends of recent calls. It makes no choices."""
+class Recent(Generic[_Found]):
+    """What was found for recent calls: a backend, or a plan. It finds nothing itself.
 
-    def __init__(self) -> None:
-        # Keyed by op and by the elements of the first argument; the guards compare exact sizes.
-        self._calls: dict[Hashable, dict[int, tuple[tuple[_IsLike, str], ...]]] = {}
+    `every_address`: where a tensor of one element lies may matter, too.
+    """
 
-    def find(self, op: Hashable, inputs: Sequence[Any]) -> str | None:
-        """The backend of an equal recent call; None without one."""
+    def __init__(self, *, every_address: bool = False) -> None:
+        # Keyed by op and by the elements of one argument; the guards compare exact sizes.
+        self._calls: dict[Hashable, dict[int, tuple[tuple[_IsLike, _Found], ...]]] = {}
+        self._least_addressed = 1 if every_address else 2
+
+    def find(self, op: Hashable, inputs: Sequence[Any], at: int = 0) -> _Found | None:
+        """What was found for an equal recent call; None without one. `at` is a tensor's place."""
         try:
-            calls = self._calls[op][inputs[0].numel()]
+            calls = self._calls[op][inputs[at].numel()]
         except KeyError:
             return None
-        for is_like, backend in calls:
+        for is_like, found in calls:
             if is_like(inputs):
-                return backend
+                return found
         return None
 
-    def keep(self, op: Hashable, inputs: Sequence[Any], backend: str) -> None:
-        """Keep a call's backend, unless an argument is a misaligned tensor or a custom object."""
-        at = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
-        others = tuple(i for i in range(len(inputs)) if i not in at)
-        tensors: list[torch.Tensor] = [inputs[i] for i in at]
-        if _guards is None or not all(map(_is_aligned, tensors)):
+    def can_keep(self, inputs: Sequence[Any]) -> bool:
+        """Whether no argument is a misaligned tensor or a custom object."""
+        return _guards is not None and all(
+            value.data_ptr() % ALIGNMENT == 0
+            if isinstance(value, torch.Tensor)
+            else _is_plain(value)
+            for value in inputs
+        )
+
+    def keep(self, op: Hashable, inputs: Sequence[Any], found: _Found, at: int = 0) -> None:
+        """Keep what was found for a call, if such a call can be recognised."""
+        if not self.can_keep(inputs):
             return
-        if not all(_is_plain(inputs[i]) for i in others):
-            return
+        tensors_at = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+        others = tuple(i for i in range(len(inputs)) if i not in tensors_at)
+        tensors: list[torch.Tensor] = [inputs[i] for i in tensors_at]
+        addressed = tuple(i for i in tensors_at if inputs[i].numel() >= self._least_addressed)
         sizes: list[Any] = [list(t.shape) for t in tensors]
         strides: list[Any] = [list(t.stride()) for t in tensors]
         exact = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
         device = tensors[0].device.type
         autocast = torch.is_autocast_enabled(device)
-        is_like = _comparison(at, tuple(i for i in at if inputs[i].numel() > 1), others)(
+        is_like = _comparison(tensors_at, addressed, others)(
             _guards.TensorGuards(*tensors, **exact).check,
             tuple(inputs[i] for i in others),
             torch.is_grad_enabled(),
@@ -68,8 +81,8 @@ class Recent:
         of_op = self._calls.setdefault(op, {})
         if len(of_op) >= _SIZES:
             of_op.clear()
-        size = inputs[0].numel()
-        of_op[size] = ((is_like, backend), *of_op.get(size, ()))[:_ALIKE]
+        size = inputs[at].numel()
+        of_op[size] = ((is_like, found), *of_op.get(size, ()))[:_ALIKE]
 
 
 @functools.cache
@@ -80,8 +93,7 @@ def _comparison(
 
     Its code is generated, since a loop over the arguments would double its time. `alike` compares
     the tensors' types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
-    state, which transforms, modes, tracing and autocast change. Tensors with more than one
-    element are `addressed`: their alignment matters.
+    state: transforms, modes, tracing and autocast change it. `addressed` tensors must be aligned.
     """
     addresses = " | ".join(f"given[{i}].data_ptr()" for i in addressed) or "0"
     made: Callable[..., _IsLike] = eval(
@@ -100,10 +112,6 @@ def _comparison(
         },
     )
     return made
-
-
-def _is_aligned(t: torch.Tensor) -> bool:
-    return t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous()
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,220 @@
+"""Repeats the allocations and launches of a Triton call for later calls that are alike.
+
+The Python of a call takes longer than its kernels where rows are few: 80 us for a residual with
+dropout and norm, and Triton adds 30 us a launch, most of them to find the compiled kernel for 40
+arguments. Everything that this decides is the same for calls with the same tensors but for their
+addresses. The first call is therefore recorded: which tensors it allocates, and which compiled
+kernels it launches, with what. Later ones allocate and launch.
+
+A call is recorded only if its function is marked (triton_kernels/launch.py says what that
+promises), and it does nothing but allocate, view and launch. Other calls run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from torchweld.dispatch.engine.recent import Recent
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+}
+
+
+class _Step(NamedTuple):
+    """A launch: Triton's launcher, its arguments, and the tensors that take which of the places."""
+
+    launch: Callable[..., Any]
+    arguments: list[Any]
+    places: list[tuple[int, int]]
+
+
+class Plan(NamedTuple):
+    """What a call does. Tensors are numbered: the call's arguments, then those it allocates."""
+
+    device: int  # -1: the CPU, for Triton's interpreter
+    allocations: list[Callable[[], torch.Tensor]]
+    steps: list[_Step]
+    results: list[int]
+    is_single: bool
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Allocate, launch, and return the results."""
+        tensors = [*inputs, *[allocate() for allocate in self.allocations]]
+        for launch, arguments, places in self.steps:
+            arguments = arguments.copy()
+            for at, number in places:
+                arguments[at] = tensors[number]
+            launch(*arguments)
+        if self.is_single:
+            return tensors[self.results[0]]
+        return tuple([tensors[number] for number in self.results])
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees what a call allocates, and whether it does anything that a plan cannot repeat."""
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        super().__init__()
+        self._start = start
+        self.made: list[torch.Tensor] = []
+        self.launches: list[tuple[Any, dict[str, Any], Any]] = []
+        self.fits = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.made.append(result)
+        elif func not in _VIEWS:
+            self.fits = False
+        return result
+
+    def start(self, launch: Any, options: dict[str, Any]) -> None:
+        """Start a kernel, unseen by this mode, and keep how."""
+        with _disable_current_modes():  # the interpreter is written in torch
+            compiled = self._start(launch, options)
+        self.launches.append((launch, options, compiled))
+
+    def make_plan(self, inputs: Sequence[Any], result: Any) -> Plan | None:
+        """The plan of the recorded call; None if it cannot be repeated."""
+        given = [x for x in inputs if isinstance(x, torch.Tensor)]
+        owners = {t.untyped_storage()._cdata for t in (*given, *self.made)}
+        # A pointer belongs to one tensor for sure only if no two share memory.
+        if not self.fits or len(owners) < len(given) + len(self.made):
+            return None
+        numbered = [*inputs, *self.made]
+        results = list(result) if isinstance(result, tuple) else [result]
+        numbers: list[int] = []
+        made = list(self.made)
+        for x in results:
+            number = _find(numbered, x)
+            if number is None or number < len(inputs) or number in numbers:
+                return None
+            at = number - len(inputs)
+            if _count_bytes(x) != _count_bytes(made[at]):
+                return None
+            made[at] = x  # may have another shape than it was allocated in
+            numbers.append(number)
+        steps = []
+        for launched in self.launches:
+            if (step := _make_step(numbered, *launched)) is None:
+                return None
+            steps.append(step)
+        allocations = [_allocation_of(t) for t in made]
+        return Plan(
+            given[0].get_device(), allocations, steps, numbers, not isinstance(result, tuple)
+        )
+
+
+def _find(numbered: Sequence[Any], tensor: torch.Tensor) -> int | None:
+    """The number of the tensor that begins where this one does; None if there is none."""
+    for number, x in enumerate(numbered):
+        if isinstance(x, torch.Tensor) and (
+            x.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        ):
+            is_same = x.data_ptr() == tensor.data_ptr() and x.dtype == tensor.dtype
+            return number if is_same else None
+    return None
+
+
+def _allocation_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Allocate a tensor like this one."""
+    shape = tuple(tensor.shape)
+    make = torch.empty_strided
+    return partial(make, shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _count_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes from the tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _make_step(
+    numbered: Sequence[Any], launch: Any, options: dict[str, Any], compiled: Any
+) -> _Step | None:
+    arguments, places = list(launch.args), []
+    for at, value in enumerate(arguments):
+        if isinstance(value, torch.Tensor):
+            if (number := _find(numbered, value)) is None:
+                return None
+            places.append((at, number))
+            arguments[at] = None
+    if compiled is None:  # the interpreter
+        return _Step(partial(launch.kernel[(launch.grid,)], **options), arguments, places)
+    rest = launch.kernel.arg_names[len(arguments) :]
+    arguments += [options[name] for name in rest]
+    return _Step(compiled[(launch.grid, 1, 1)], arguments, places)
+
+
+_plans: Recent[Plan] = Recent(every_address=True)
+
+
+def call(function: Callable[..., Any], launching: Any, inputs: Sequence[Any]) -> Any:
+    """function(*inputs), from the plan of a recent call like it if there is one.
+
+    `launching` is the module triton_kernels/launch.py.
+    """
+    at = next(at for at, x in enumerate(inputs) if isinstance(x, torch.Tensor))
+    plan = _plans.find(function, inputs, at)
+    if plan is None:
+        if _plans.can_keep(inputs):
+            return _record(function, launching, inputs, at)
+    elif plan is not _NONE and _is_current(plan.device):
+        return plan.run(inputs)
+    return function(*inputs)
+
+
+def _is_current(device: int) -> bool:
+    """Whether Triton launches on this device; it has no other way to be told."""
+    return device < 0 or torch.cuda.current_device() == device
+
+
+# Of calls that cannot be repeated.
+_NONE = Plan(-1, [], [], [], False)
+
+
+def _record(
+    function: Callable[..., Any],
+    launching: Any,
+    inputs: Sequence[Any],
+    at: int,
+) -> Any:
+    """Run the call, and keep its plan."""
+    recorder = _Recorder(launching.start)
+    launching.watch(recorder.start)
+    try:
+        with recorder:
+            result = function(*inputs)
+    finally:
+        launching.watch(None)
+    plan = recorder.make_plan(inputs, result)
+    _plans.keep(function, inputs, _NONE if plan is None else plan, at)
+    return result

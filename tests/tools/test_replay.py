@@ -1,0 +1,204 @@
+"""Calls that repeat a plan: the bits of the call itself, and no plan where one could be wrong."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import PLACES, running_at
+from oracle import Results, run
+from torchweld import triton_kernels
+from torchweld.dispatch import replay
+from torchweld.dispatch.engine.recent import Recent
+from torchweld.registry import OPS, Op, materialize
+from torchweld.triton_kernels import launch
+
+PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
+DEVICE = PLACES[PLACE][1]
+kernels = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
+
+
+def _list_replayed() -> set[str]:
+    names: set[str] = set()
+    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        functions = vars(importlib.import_module(module.name)).items()
+        names |= {name for name, function in functions if hasattr(function, "launching")}
+    return names
+
+
+REPLAYED = _list_replayed()
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The plans that are run, in order."""
+    ran: list[Any] = []
+    run_plan = replay.Plan.run
+
+    def count(plan: Any, inputs: Sequence[Any]) -> Any:
+        ran.append(plan)
+        return run_plan(plan, inputs)
+
+    monkeypatch.setattr(replay.Plan, "run", count)
+    monkeypatch.setattr(replay, "_plans", Recent(every_address=True))
+    with running_at(PLACE, monkeypatch):
+        yield ran
+
+
+def _run_plainly(op: Op, inputs: Sequence[Any]) -> Results:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "call", lambda function, _, inputs: function(*inputs))
+        return run(op, [*inputs])
+
+
+def _assert_same(a: Results, b: Results) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.stride() == b[name].stride(), name
+        torch.testing.assert_close(value, b[name], rtol=0, atol=0, equal_nan=True)
+
+
+@kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", sorted(REPLAYED & OPS.keys()))
+def test_every_sample_has_the_bits_of_its_call(name: str, plans: list[Any]) -> None:
+    op = OPS[name]
+    replayed = 0
+    for sample in op.samples:
+        if op.why_not("triton", materialize(sample, torch.float32, DEVICE)) is not None:
+            continue
+        first, other = (materialize(sample, torch.float32, DEVICE, seed=at) for at in (0, 1))
+        run(op, first)
+        before = len(plans)
+        _assert_same(run(op, other), _run_plainly(op, other))
+        replayed += len(plans) > before
+    assert replayed > len(op.samples) // 3
+
+
+def _norm(rows: int = 6, width: int = 32, dtype: torch.dtype = torch.float32) -> list[Any]:
+    x = torch.randn(rows, width, device=DEVICE).to(dtype)
+    weight, bias = (torch.randn(width, device=DEVICE).to(dtype) for _ in range(2))
+    return [x, [width], weight, bias, 1e-5]
+
+
+def _change(at: int, change: Callable[[Any], Any]) -> list[Any]:
+    inputs = _norm()
+    inputs[at] = change(inputs[at])
+    return inputs
+
+
+def _beside(x: torch.Tensor) -> torch.Tensor:
+    """The same values one element past an aligned place."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+OTHERS: dict[str, Callable[[], list[Any]]] = {
+    "another epsilon": lambda: _change(4, lambda _: 0.5),
+    "no bias": lambda: _change(3, lambda _: None),
+    "more rows": lambda: _norm(rows=8),
+    "another shape": lambda: _norm(rows=12, width=16),
+    "as many elements": lambda: _change(0, lambda x: x.view(2, 3, 32)),
+    "strides": lambda: _change(0, lambda x: torch.cat([x, x], 1)[:, :32]),
+    "a misaligned input": lambda: _change(0, _beside),
+    "a misaligned weight": lambda: _change(2, _beside),
+    "another dtype of weights": lambda: _norm(dtype=torch.float16)[:1] + _norm()[1:],
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any]) -> None:
+    op = OPS["layer_norm"]
+    run(op, _norm())
+    for _ in range(3):
+        inputs = OTHERS[name]()
+        _assert_same(run(op, inputs), _run_plainly(op, inputs))
+
+
+@kernels
+def test_tensors_that_were_one_may_differ(plans: list[Any]) -> None:
+    """A plan from a call with one tensor in two places would read it twice for ever."""
+    op = OPS["bias_dropout_add"]
+    x, y = torch.randn(4, 32, device=DEVICE), torch.randn(4, 32, device=DEVICE)
+    names = op.forward_signature.arguments
+    values = dict.fromkeys(names) | {"p": 0.0}
+    for residual in (x, y, x, y):
+        inputs = list((values | {names[0]: x, "residual": residual}).values())
+        made = op.kernels["triton"].run(inputs)
+        torch.testing.assert_close(made, x + residual, rtol=0, atol=0)
+
+
+@kernels
+def test_seeds_are_read_anew(plans: list[Any]) -> None:
+    x = torch.ones(16, 64, device=DEVICE)
+    op = OPS["bias_dropout_add"]
+    names = op.forward_signature.arguments
+    values = dict.fromkeys(names) | {names[0]: x, "residual": torch.zeros_like(x), "p": 0.5}
+    drawn = []
+    for number in (1, 2, 1):
+        seed = torch.full((1,), number, device=DEVICE)
+        drawn.append(op.kernels["triton"].run(list((values | {"seed": seed}).values())))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert len(plans) == 2
+
+
+# What a plan cannot repeat, as functions of two tensors.
+UNFIT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "it computes": lambda a, b: a + b,
+    "it copies": lambda a, b: a.clone(),
+    "it fills": lambda a, b: torch.zeros_like(a),
+    "it reads a number": lambda a, b: torch.empty(int(b[0]), device=a.device),
+    "it returns an argument": lambda a, b: a,
+    "it returns a tensor twice": lambda a, b: (made := torch.empty_like(a), made),
+    "it returns a part": lambda a, b: torch.empty_like(a)[:2],
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> None:
+    calls = 0
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return UNFIT[what](a, b)
+
+    a, b = torch.randn(4, 4), torch.ones(1, dtype=torch.int64)
+    for _ in range(3):
+        replay.call(function, launch, [a, b])
+    assert calls == 3
+    assert not plans
+
+
+def test_allocations_alone_are_repeated(plans: list[Any]) -> None:
+    def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.new_empty(3, 4).t(), torch.empty_like(a, dtype=torch.int32)
+
+    a = torch.randn(4, 4)
+    made = [replay.call(function, launch, [a]) for _ in range(3)]
+    assert len(plans) == 2
+    assert [[(x.shape, x.stride(), x.dtype) for x in pair] for pair in made[1:]] == [
+        [(x.shape, x.stride(), x.dtype) for x in made[0]]
+    ] * 2
+    assert len({x.data_ptr() for pair in made for x in pair}) == 6
+
+
+def test_errors_leave_no_plan(plans: list[Any]) -> None:
+    def function(a: torch.Tensor, fails: bool) -> torch.Tensor:
+        if fails:
+            raise ValueError("no")
+        return torch.empty_like(a)
+
+    a = torch.randn(4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            replay.call(function, launch, [a, True])
+    for _ in range(2):
+        replay.call(function, launch, [a, False])
+    assert len(plans) == 1
