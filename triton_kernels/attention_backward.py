@@ -19,7 +19,7 @@ from .attention_parts import (
     slope_of,
     store_own_rows,
 )
-from .block_lists import row_walks
+from .block_lists import partner_of, row_walks
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
@@ -55,7 +55,7 @@ def attention_deltas(
 
 @triton.jit
 def differentiate(
-    walk, start, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+    walk, start, partner, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
@@ -64,8 +64,9 @@ def differentiate(
     k_ptr, k_stride, v_ptr, v_stride, width, deep = sources
     masks_ptr, padding_ptr, keys, shift = masking
     key, inside, seen = next_keys(
-        walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
-    )
+        walk, start, partner, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK,
+        CHECKED,
+    )  # fmt: skip
     k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
     v = head_rows(v_ptr, key, v_stride, inside, deep, DEEP, DEEP_FITS)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -73,7 +74,7 @@ def differentiate(
     z, capped = logits(product, query[:, None], key[None, :], shift, seen, scoring, SOFTCAP)
     kept = 1.0
     if dropout[0] is not None:
-        kept = kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
+        kept = kept_factors(walk, start, partner, dropout, COLUMNS, BLOCK, CHECKED)
     after = tl.exp2(z - lse[:, None]) * (grad_weight * kept - delta[:, None])
     before = after
     if SOFTCAP:
@@ -83,15 +84,15 @@ def differentiate(
 
 @triton.jit
 def _add_query_gradient(
-    walk, start, sums, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+    walk, start, partner, sums, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the next keys."""
     grad, _, k, _, _ = differentiate(
-        walk, start, q, grad_y, lse, delta, query, sources, masking, scoring, dropout, SOFTCAP,
-        PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP, DEEP_FITS, CHECKED,
+        walk, start, partner, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+        SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP, DEEP_FITS, CHECKED,
     )  # fmt: skip
     return tl.dot(grad.to(k.dtype), k, sums, input_precision=PRECISION)
 
@@ -200,17 +201,23 @@ def attention_query_gradient(
     dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    partner = partner_of((entries_ptr, unchecked), 0, COLUMNS, BLOCK)
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
+        coming = partner_of((entries_ptr, unchecked), start + COLUMNS, COLUMNS, BLOCK)
         sums = _add_query_gradient(
-            (entries_ptr, unchecked), start, sums, q, grad_y, lse, delta, query, sources, masking,
-            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-            DEEP_FITS, False,
+            (entries_ptr, unchecked), start, partner, sums, q, grad_y, lse, delta, query, sources,
+            masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
+            DEEP, DEEP_FITS, False,
         )  # fmt: skip
+        partner = coming
+    partner = partner_of((entries_ptr, checked), 0, COLUMNS, BLOCK)
     for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
+        coming = partner_of((entries_ptr, checked), start + COLUMNS, COLUMNS, BLOCK)
         sums = _add_query_gradient(
-            (entries_ptr, checked), start, sums, q, grad_y, lse, delta, query, sources, masking,
-            scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-            DEEP_FITS, True,
+            (entries_ptr, checked), start, partner, sums, q, grad_y, lse, delta, query, sources,
+            masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
+            DEEP, DEEP_FITS, True,
         )  # fmt: skip
+        partner = coming
     grad_q_ptr += (at + first) * width
     store_own_rows(grad_q_ptr, sums * scale, here, width, width, WIDTH)

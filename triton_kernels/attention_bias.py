@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .attention_backward import differentiate
 from .attention_parts import LOG2_E, UNSPECIALIZED, finite, head_rows, place, slope_of
-from .block_lists import rank_of, row_walks
+from .block_lists import partner_of, rank_of, row_walks
 
 
 @triton.jit
@@ -201,10 +201,11 @@ def attention_bias_gradient(
             masking = (masks_ptr, padding_ptr + batch * keys, keys, keys - queries)
         dropout = (seed_ptr, row, threshold, kept_scale, first_group)
         for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS, num_stages=1):
+            partner = partner_of((entries_ptr, unchecked), start, COLUMNS, BLOCK)
             _, grad, _, key, inside = differentiate(
-                (entries_ptr, unchecked), start, q, grad_y, lse, delta, query, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-                DEEP_FITS, False,
+                (entries_ptr, unchecked), start, partner, q, grad_y, lse, delta, query, sources,
+                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
+                DEEP, DEEP_FITS, False,
             )  # fmt: skip
             if BY_PAIR:
                 _add_pairs(sums_ptr, grad, query, key, inside, queries, keys)
@@ -213,10 +214,11 @@ def attention_bias_gradient(
                     sums_ptr, scratch_ptr, grad, query, key, bias_row, queries, keys, distances
                 )
         for start in tl.range(0, checked[3] * BLOCK, COLUMNS, num_stages=1):
+            partner = partner_of((entries_ptr, checked), start, COLUMNS, BLOCK)
             _, grad, _, key, inside = differentiate(
-                (entries_ptr, checked), start, q, grad_y, lse, delta, query, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-                DEEP_FITS, True,
+                (entries_ptr, checked), start, partner, q, grad_y, lse, delta, query, sources,
+                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
+                DEEP, DEEP_FITS, True,
             )  # fmt: skip
             if BY_PAIR:
                 _add_pairs(sums_ptr, grad, query, key, inside, queries, keys)

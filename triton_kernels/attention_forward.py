@@ -19,14 +19,14 @@ from .attention_parts import (
     slope_of,
     store_own_rows,
 )
-from .block_lists import row_walks
+from .block_lists import partner_of, row_walks
 
 
 @triton.jit
 def _attend(
-    walk, start, state, q, query, sources, masking, scoring, dropout, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
+    walk, start, partner, state, q, query, sources, masking, scoring, dropout,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the next keys and values."""
@@ -34,8 +34,9 @@ def _attend(
     k_ptr, k_stride, v_ptr, v_stride, width, deep = sources
     masks_ptr, padding_ptr, keys, shift = masking
     key, inside, seen = next_keys(
-        walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK, CHECKED
-    )
+        walk, start, partner, masks_ptr, padding_ptr, query, keys, shift, CAUSAL, COLUMNS, BLOCK,
+        CHECKED,
+    )  # fmt: skip
     k = head_rows(k_ptr, key, k_stride, inside, width, WIDTH, FITS)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     z, _ = logits(product, query[:, None], key[None, :], shift, seen, scoring, SOFTCAP)
@@ -45,7 +46,7 @@ def _attend(
     e = tl.exp2(z - base[:, None])
     total = total * shrunk + tl.sum(e, 1)
     if dropout[0] is not None:
-        e *= kept_factors(walk, start, dropout, COLUMNS, BLOCK, CHECKED)
+        e *= kept_factors(walk, start, partner, dropout, COLUMNS, BLOCK, CHECKED)
     v = head_rows(v_ptr, key, v_stride, inside, deep, DEEP, DEEP_FITS)
     sums = tl.dot(e.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
     return sums, total, above
@@ -153,18 +154,24 @@ def attention_forward(
         highest = tl.zeros([ROWS], tl.float32) + sink
         total = tl.where(highest == -float("inf"), 0.0, 1.0)
     state = (sums, total, highest)
+    partner = partner_of((entries_ptr, unchecked), 0, COLUMNS, BLOCK)
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
+        coming = partner_of((entries_ptr, unchecked), start + COLUMNS, COLUMNS, BLOCK)
         state = _attend(
-            (entries_ptr, unchecked), start, state, q, query, sources, masking, scoring, dropout,
-            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            (entries_ptr, unchecked), start, partner, state, q, query, sources, masking, scoring,
+            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
             DEEP_FITS, False,
         )  # fmt: skip
+        partner = coming
+    partner = partner_of((entries_ptr, checked), 0, COLUMNS, BLOCK)
     for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
+        coming = partner_of((entries_ptr, checked), start + COLUMNS, COLUMNS, BLOCK)
         state = _attend(
-            (entries_ptr, checked), start, state, q, query, sources, masking, scoring, dropout,
-            SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
+            (entries_ptr, checked), start, partner, state, q, query, sources, masking, scoring,
+            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
             DEEP_FITS, True,
         )  # fmt: skip
+        partner = coming
     sums, total, highest = state
     nothing = total == 0
     total = tl.where(nothing, 1, total)

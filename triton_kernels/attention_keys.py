@@ -43,6 +43,7 @@ from .block_lists import (
     column_walks,
     masks_of,
     part_of,
+    partner_of,
     piece_of,
     pieces_of,
     rank_of,
@@ -53,7 +54,7 @@ from .dropout import factors_of_groups
 
 @triton.jit
 def _add_key_gradients(
-    walk, start, state, k, v, first, shown, sources, masking, scoring, dropout,
+    walk, start, partner, state, k, v, first, shown, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr, OF_KEYS: tl.constexpr,
@@ -65,13 +66,17 @@ def _add_key_gradients(
     masks_ptr, queries, shift = masking
     COLUMNS: tl.constexpr = k.shape[0]
     key = first + tl.arange(0, COLUMNS)
-    query, listed = tokens(walk, start, 1, ROWS, BLOCK, True)
+    query, listed = tokens(walk, start, partner, 1, ROWS, BLOCK, True)
     inside = listed & (query < queries)
-    q = head_rows(q_ptr, query, q_stride, inside, width, WIDTH, FITS)
-    grad_y = head_rows(grad_y_ptr, query, grad_stride, inside, deep, DEEP, DEEP_FITS)
     # A weight of a query that is not there is exp2(-inf).
     lse = finite(tl.load(lse_ptr + query, mask=inside, other=float("inf"))) * LOG2_E
+    if not CHECKED and ROWS <= BLOCK:
+        # Past the last query it is read again, so that the loads of rows need no masks.
+        query = tl.minimum(query, queries - 1)
+        inside = tl.full([ROWS], 1, tl.int1)
     delta = tl.load(delta_ptr + query, mask=inside, other=0)
+    q = head_rows(q_ptr, query, q_stride, inside, width, WIDTH, FITS)
+    grad_y = head_rows(grad_y_ptr, query, grad_stride, inside, deep, DEEP, DEEP_FITS)
     seen = tl.broadcast_to(shown[:, None], [COLUMNS, ROWS])
     if CHECKED and CAUSAL:
         seen = seen & (query[None, :] + shift >= key[:, None])
@@ -198,8 +203,6 @@ def attention_key_gradients(
         which = tl.load(lines_ptr + 4 * rank)
     first = which * BLOCK + part
     here = tl.where(has_line, keys - first, 0)
-    key = first + tl.arange(0, COLUMNS)
-    present = tl.arange(0, COLUMNS) < here
     first_row = tl.cast(first, tl.int64)
     k_ptr += batch * k_batch_stride + key_head.to(tl.int64) * k_head_stride + first_row * k_stride
     v_ptr += batch * v_batch_stride + key_head.to(tl.int64) * v_head_stride + first_row * v_stride
@@ -207,7 +210,8 @@ def attention_key_gradients(
     v = own_rows(v_ptr, here, v_stride, deep, COLUMNS, DEEP, DEEP_FITS)
     if padding_ptr is not None:
         padding_ptr += batch * keys
-    shown = shown_keys(padding_ptr, key, present)
+    key = first + tl.arange(0, COLUMNS)
+    shown = shown_keys(padding_ptr, key, tl.arange(0, COLUMNS) < here)
     masking = (masks_ptr, queries, keys - queries)
     grad_k = tl.zeros([COLUMNS, WIDTH] if OF_KEYS else [1], tl.float32)
     grad_v = tl.zeros([COLUMNS, DEEP] if OF_VALUES else [1], tl.float32)
@@ -257,19 +261,27 @@ def attention_key_gradients(
         scoring = (inner, outer, slopes_ptr, slope, apart, bias)
         number = first_number + batch * number_batch_stride + wide_head * number_head_stride
         dropout = (seed_ptr, number, threshold, kept_scale, first_group)
+        partner = partner_of((entries_ptr, unchecked), from_whole * BLOCK, ROWS, BLOCK)
         for start in tl.range(from_whole * BLOCK, unchecked[3] * BLOCK, ROWS):
+            coming = partner_of((entries_ptr, unchecked), start + ROWS, ROWS, BLOCK)
             state = _add_key_gradients(
-                (entries_ptr, unchecked), start, state, k, v, first, shown, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, DEEP,
-                DEEP_FITS, False, OF_KEYS, OF_VALUES,
+                (entries_ptr, unchecked), start, partner, state, k, v, first, shown, sources,
+                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
+                DEEP, DEEP_FITS, False, OF_KEYS, OF_VALUES,
             )  # fmt: skip
-        # No loads run ahead: they would not fit the registers beside two sums and conditions.
-        for start in tl.range(from_checked * BLOCK, checked[3] * BLOCK, ROWS, num_stages=1):
-            state = _add_key_gradients(
-                (entries_ptr, checked), start, state, k, v, first, shown, sources, masking,
-                scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS, DEEP,
-                DEEP_FITS, True, OF_KEYS, OF_VALUES,
-            )  # fmt: skip
+            partner = coming
+        if CAUSAL or masks_ptr is not None:
+            # No loads run ahead: they would not fit the registers beside two sums and conditions.
+            partner = partner_of((entries_ptr, checked), from_checked * BLOCK, ROWS, BLOCK)
+            for start in tl.range(from_checked * BLOCK, checked[3] * BLOCK, ROWS, num_stages=1):
+                coming = partner_of((entries_ptr, checked), start + ROWS, ROWS, BLOCK)
+                state = _add_key_gradients(
+                    (entries_ptr, checked), start, partner, state, k, v, first, shown, sources,
+                    masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
+                    DEEP, DEEP_FITS, True, OF_KEYS, OF_VALUES,
+                )  # fmt: skip
+                partner = coming
+    grad_k, grad_v = state
     at = plane.to(tl.int64) * keys + first
     whole = here
     if partials_ptr is not None:
@@ -279,16 +291,15 @@ def attention_key_gradients(
         partials_ptr += (slot * BLOCK + part) * (WIDTH + DEEP)
         if pieces > 1:
             if OF_KEYS:
-                sums = state[0] * scale
+                sums = grad_k * scale
                 store_own_rows(partials_ptr, sums, here, WIDTH + DEEP, WIDTH, WIDTH)
             if OF_VALUES:
-                sums = state[1]
-                store_own_rows(partials_ptr + WIDTH, sums, here, WIDTH + DEEP, DEEP, DEEP)
+                store_own_rows(partials_ptr + WIDTH, grad_v, here, WIDTH + DEEP, DEEP, DEEP)
     if whole > 0:
         if OF_KEYS:
-            store_own_rows(grad_k_ptr + at * width, state[0] * scale, whole, width, width, WIDTH)
+            store_own_rows(grad_k_ptr + at * width, grad_k * scale, whole, width, width, WIDTH)
         if OF_VALUES:
-            store_own_rows(grad_v_ptr + at * deep, state[1], whole, deep, deep, DEEP)
+            store_own_rows(grad_v_ptr + at * deep, grad_v, whole, deep, deep, DEEP)
 
 
 @triton.jit

@@ -126,14 +126,14 @@ def shown_keys(padding_ptr, key, inside):
 
 @triton.jit
 def next_keys(
-    walk, start, masks_ptr, padding_ptr, query, keys, shift, CAUSAL: tl.constexpr,
+    walk, start, partner, masks_ptr, padding_ptr, query, keys, shift, CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """The next keys of a tile of queries, which of them exist, and which of them each query sees.
 
     The compiler drops conditions that are always true.
     """
-    key, inside = tokens(walk, start, 1, COLUMNS, BLOCK, CHECKED)
+    key, inside = tokens(walk, start, partner, 1, COLUMNS, BLOCK, CHECKED)
     inside = inside & (key < keys) if CHECKED else tl.full([COLUMNS], 1, tl.int1)
     shown = inside & shown_keys(padding_ptr, key, inside)
     seen = tl.broadcast_to(shown[None, :], [query.shape[0], COLUMNS])
@@ -142,16 +142,17 @@ def next_keys(
     if CHECKED and masks_ptr is not None:
         GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
         mask = masks_of(walk, start, GROUP, COLUMNS // GROUP, BLOCK)
-        first_key, _ = tokens(walk, start, GROUP, COLUMNS // GROUP, BLOCK, True)
+        first_key, _ = tokens(walk, start, partner, GROUP, COLUMNS // GROUP, BLOCK, True)
         seen = seen & bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS)
     return key, inside, seen
 
 
 @triton.jit
 def kept_factors(
-    walk, start, dropout, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
-):
+    walk, start, partner, dropout, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    CHECKED: tl.constexpr,
+):  # fmt: skip
     """Factors of dropout for the next keys of a tile of queries."""
     seed_ptr, number, threshold, kept_scale, first_group = dropout
-    group, _ = tokens(walk, start, 4, COLUMNS // 4, BLOCK, CHECKED)
+    group, _ = tokens(walk, start, partner, 4, COLUMNS // 4, BLOCK, CHECKED)
     return factors_of_groups(seed_ptr, number, first_group + group // 4, threshold, kept_scale)

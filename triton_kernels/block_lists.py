@@ -63,19 +63,40 @@ def _entry(walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def partner_of(walk, start, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The partner of the entry of COUNT tokens from `start` on, or 0 past the end of the walk.
+
+    Loops look it up an iteration ahead: addresses of tokens depend on it, and no thread does
+    anything else while it waits. Tokens of several entries get 0, and `tokens` looks theirs up.
+    """
+    at, inside, _ = _entry(walk, start, 1, COUNT, BLOCK)
+    if COUNT > BLOCK:
+        partner = tl.zeros([], tl.int32)
+    elif walk[0] is None:
+        partner = at
+    else:
+        partner = tl.load(walk[0] + 2 * at, mask=inside, other=0)
+    return partner
+
+
+@triton.jit
 def tokens(
-    walk, start, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
-):
-    """Positions of tokens in the sequence, and whether they belong to the walk; see `_entry`."""
+    walk, start, partner, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Positions of tokens in the sequence, and whether they belong to the walk; see `_entry`.
+
+    `partner` is that of their entry, as `partner_of` returns it.
+    """
     at, inside, _ = _entry(walk, start, STEP, COUNT, BLOCK)
     offset = tl.arange(0, COUNT) * STEP
-    if walk[0] is None:
-        partner = at
-    elif CHECKED and STEP * COUNT > BLOCK:
-        partner = tl.load(walk[0] + 2 * at, mask=inside, other=0)
-    else:
-        partner = tl.load(walk[0] + 2 * at)
     if STEP * COUNT > BLOCK:
+        if walk[0] is None:
+            partner = at
+        elif CHECKED:
+            partner = tl.load(walk[0] + 2 * at, mask=inside, other=0)
+        else:
+            partner = tl.load(walk[0] + 2 * at)
         return partner * BLOCK + (start + offset) % BLOCK, inside
     else:
         return partner * BLOCK + start % BLOCK + offset, inside
