@@ -279,19 +279,22 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
         for got, exact in zip(found, true, strict=True):
             torch.testing.assert_close(got, exact, **close)
     coefficients, picked = torch.randn(count, 5), torch.randn(count, targets)
-    arguments = (logits, target, true[1], coefficients, picked, *how)
-    got = rows.BACKWARD.overload("triton")(*arguments)
-    exact = rows.BACKWARD.reference(*arguments)
-    torch.testing.assert_close(got, exact, **close)
+    without = coefficients.clone()
+    without[:, rows.ON_ENTROPY : rows.ON_SMOOTH + 1] = 0
+    for each in (coefficients, without):  # kernels skip terms that no row has
+        arguments = (logits, target, true[1], each, picked, *how)
+        got = rows.BACKWARD.overload("triton")(*arguments)
+        exact = rows.BACKWARD.reference(*arguments)
+        torch.testing.assert_close(got, exact, **close)
     overlapping = torch.empty(4 * width).as_strided(logits.shape, (width - 1, 1))
     for refused in (logits.t().contiguous().t(), overlapping) if width > 1 else ():
         with pytest.raises(ValueError, match="adjacent columns, and rows that do not overlap"):
             in_place.overload("triton")(refused, target, coefficients, picked, *how, False, True)
-    for smooth in (False, True):
+    for smooth, each in ((False, without), (True, coefficients)):
         results = []
         for run in (in_place.overload("triton"), in_place.reference):
             over = logits.clone()
-            results.append([over, *run(over, target, coefficients, picked, *how, smooth, True)])
+            results.append([over, *run(over, target, each, picked, *how, smooth, True)])
         for got, exact in zip(*results, strict=True):
             torch.testing.assert_close(got, exact, **close)
     if softcap == 0:
