@@ -449,3 +449,11 @@ def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = F.cross_entropy(F.linear(x.double(), wide), target, reduction="sum")
     (exact,) = torch.autograd.grad(loss, wide)
     assert (found - exact).norm() <= (rounded - exact).norm()
+
+
+def test_a_cuda_graph_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake tensor has no numbers to wait for, as little as a tensor of a graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        assert chunks.find_counted(torch.empty(8, 1, dtype=torch.int64, device="cuda")) is None
+    assert chunks.find_counted(torch.tensor([[1], [-1]])) is not None

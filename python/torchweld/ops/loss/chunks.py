@@ -25,6 +25,7 @@ _INVARIANT = 64
 # multiple of 16 bytes. Triton loads 16 bytes at a time only where rows begin at multiples of 16
 # elements. No two rows then share a line of the caches.
 _LINE = 128
+_ACCESS = 16  # bytes
 
 
 class Layer(NamedTuple):
@@ -70,6 +71,20 @@ def _pad(layer: Layer, width: int) -> int:
         return width
     each = _LINE // layer.find_dtype().itemsize
     return -(-width // each) * each
+
+
+def _divide_classes(layer: Layer) -> list[slice]:
+    """All classes, or those past the last multiple of 16 bytes apart from the others.
+
+    Padded rows alone do not help a GPU's library: by an odd number of columns or of products it
+    takes kernels for unaligned matrices, which were 5 times slower. The few classes come first, so
+    that sums with theirs are rounded to 16 bits when they are small.
+    """
+    width = layer.weight.shape[0]
+    even = width - width % (_ACCESS // layer.find_dtype().itemsize)
+    if not _pads_rows(layer.input.device) or even in (0, width):
+        return [slice(None)]
+    return [slice(even, None), slice(0, even)]
 
 
 def count_bytes_of_row(layer: Layer, drops: bool, needs: Needs) -> int:
@@ -118,8 +133,11 @@ def keeps_sums(layer: Layer, needs: Needs, rows_of_chunk: int) -> bool:
 
 
 def find_counted(target: torch.Tensor) -> torch.Tensor | None:
-    """Find the numbers of the rows with a target; None if all rows have one."""
-    if target.shape[1] == 0:
+    """Find the numbers of the rows with a target; None: take all.
+
+    A CUDA graph cannot wait for the number of rows, so there the row kernels skip the others.
+    """
+    if target.shape[1] == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     counted = (target != -1).any(1)
     return None if bool(counted.all()) else counted.nonzero().squeeze(1)
@@ -162,6 +180,7 @@ class _Gemms:
         strides = (_pad(layer, width), 1)
         self._buffer = x.new_empty_strided((each, width), strides, dtype=layer.find_dtype())
         self._block = _block(layer)
+        self._parts = _divide_classes(layer)
         self._has_total = total is not None
         self._started = self._has_total
         self._sums = not self._has_total and keeps_sums(layer, needs, each)
@@ -181,7 +200,7 @@ class _Gemms:
         if layer.batch_invariant and count < len(self._buffer):
             x = torch.cat([x, x.new_zeros(len(self._buffer) - count, x.shape[1])])
             logits = self._buffer
-        for at in self._blocks() if layer.is_widened() else [slice(None)]:
+        for at in self._blocks() if layer.is_widened() else self._parts:
             weight, part = layer.weight[at].to(layer.find_dtype()), logits[:, at]
             if bias is None:
                 torch.mm(x.to(layer.find_dtype()), weight.t(), out=part)
@@ -195,7 +214,10 @@ class _Gemms:
         """Write the input's gradient of some rows."""
         layer = self.layer
         if not layer.is_widened():
-            torch.mm(grad, layer.weight, out=out)
+            first, *rest = self._parts
+            torch.mm(grad[:, first], layer.weight[first], out=out)
+            for at in rest:
+                out.addmm_(grad[:, at], layer.weight[at])
             return
         total = grad.new_zeros(out.shape)
         for at in self._blocks():
@@ -211,13 +233,14 @@ class _Gemms:
             return
         layer = self.layer
         if self._sums and grad.element_size() == 2 and _adds_to_float32(grad.device, grad.dtype):
-            _add_to_float32(total, grad.t(), x, self._started)
+            for at in self._parts:
+                _add_to_float32(total[at], grad[:, at].t(), x, self._started)
             self._started = True
             return
         # On processors without 16-bit products torch has the whole result in float32 beside it.
         is_copied = layer.input.is_cpu and layer.input.element_size() == 2
         widens = layer.is_widened() or self._sums
-        for at in self._blocks() if widens or is_copied else [slice(None)]:
+        for at in self._blocks() if widens or is_copied else self._parts:
             left, right, out = grad[:, at].t(), x.to(grad.dtype), total[at]
             if self._started and widens:
                 out += left @ right
