@@ -25,8 +25,10 @@ from .block_lists import partner_of, row_walks
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
 def attention_deltas(
     delta_ptr,
+    base_ptr,
     y_ptr,
     grad_y_ptr,
+    lse_ptr,
     grad_lse_ptr,
     rows,
     heads,
@@ -38,7 +40,11 @@ def attention_deltas(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The inner products of grad_y and y, less grad_lse, of rows of all heads."""
+    """The inner products of grad_y and y, less grad_lse, of rows of all heads.
+
+    Also the base of their exponentials: the log-sum-exp in units of log 2, or 0 of a row that sees
+    nothing. Programs would otherwise compute it for every pair of a row and a tile of keys.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     plane, query = row // queries, row % queries
     inside = row < rows
@@ -51,11 +57,13 @@ def attention_deltas(
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row, mask=inside, other=0)
     tl.store(delta_ptr + row, delta, mask=inside)
+    base = finite(tl.load(lse_ptr + row, mask=inside, other=0)) * LOG2_E
+    tl.store(base_ptr + row, base, mask=inside)
 
 
 @triton.jit
 def differentiate(
-    walk, start, partner, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+    walk, start, partner, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
@@ -75,7 +83,7 @@ def differentiate(
     kept = 1.0
     if dropout[0] is not None:
         kept = kept_factors(walk, start, partner, dropout, COLUMNS, BLOCK, CHECKED)
-    after = tl.exp2(z - lse[:, None]) * (grad_weight * kept - delta[:, None])
+    after = tl.exp2(z - base[:, None]) * (grad_weight * kept - delta[:, None])
     before = after
     if SOFTCAP:
         before *= 1 - capped * capped
@@ -84,14 +92,14 @@ def differentiate(
 
 @triton.jit
 def _add_query_gradient(
-    walk, start, partner, sums, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+    walk, start, partner, sums, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the next keys."""
     grad, _, k, _, _ = differentiate(
-        walk, start, partner, q, grad_y, lse, delta, query, sources, masking, scoring, dropout,
+        walk, start, partner, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
         SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP, DEEP_FITS, CHECKED,
     )  # fmt: skip
     return tl.dot(grad.to(k.dtype), k, sums, input_precision=PRECISION)
@@ -101,7 +109,7 @@ def _add_query_gradient(
 def attention_query_gradient(
     grad_q_ptr,
     grad_y_ptr,
-    lse_ptr,
+    base_ptr,
     delta_ptr,
     q_ptr,
     k_ptr,
@@ -182,7 +190,7 @@ def attention_query_gradient(
     grad_y_ptr += first_row * grad_stride
     grad_y = own_rows(grad_y_ptr, here, grad_stride, deep, ROWS, DEEP, DEEP_FITS)
     at = plane.to(tl.int64) * queries
-    lse = finite(tl.load(lse_ptr + at + query, mask=present, other=0)) * LOG2_E
+    base = tl.load(base_ptr + at + query, mask=present, other=0)
     delta = tl.load(delta_ptr + at + query, mask=present, other=0)
     k_ptr += batch * k_batch_stride + key_head * k_head_stride
     v_ptr += batch * v_batch_stride + key_head * v_head_stride
@@ -205,7 +213,7 @@ def attention_query_gradient(
     for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
         coming = partner_of((entries_ptr, unchecked), start + COLUMNS, COLUMNS, BLOCK)
         sums = _add_query_gradient(
-            (entries_ptr, unchecked), start, partner, sums, q, grad_y, lse, delta, query, sources,
+            (entries_ptr, unchecked), start, partner, sums, q, grad_y, base, delta, query, sources,
             masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
             DEEP, DEEP_FITS, False,
         )  # fmt: skip
@@ -214,7 +222,7 @@ def attention_query_gradient(
     for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
         coming = partner_of((entries_ptr, checked), start + COLUMNS, COLUMNS, BLOCK)
         sums = _add_query_gradient(
-            (entries_ptr, checked), start, partner, sums, q, grad_y, lse, delta, query, sources,
+            (entries_ptr, checked), start, partner, sums, q, grad_y, base, delta, query, sources,
             masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
             DEEP, DEEP_FITS, True,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .attention_backward import differentiate
-from .attention_parts import LOG2_E, UNSPECIALIZED, finite, head_rows, place, slope_of
+from .attention_parts import UNSPECIALIZED, head_rows, place, slope_of
 from .block_lists import partner_of, rank_of, row_walks
 
 
@@ -77,7 +77,7 @@ def attention_bias_gradient(
     bias_heads,
     distances,
     grad_y_ptr,
-    lse_ptr,
+    base_ptr,
     delta_ptr,
     q_ptr,
     k_ptr,
@@ -181,7 +181,7 @@ def attention_bias_gradient(
         own_grad = grad_y_ptr + batch * grad_batch_stride + wide_head * grad_head_stride
         grad_y = head_rows(own_grad, query, grad_stride, present, deep, DEEP, DEEP_FITS)
         at = (batch * heads + head) * queries
-        lse = finite(tl.load(lse_ptr + at + query, mask=present, other=0)) * LOG2_E
+        base = tl.load(base_ptr + at + query, mask=present, other=0)
         delta = tl.load(delta_ptr + at + query, mask=present, other=0)
         sources = (
             k_ptr + batch * k_batch_stride + key_head * k_head_stride,
@@ -203,7 +203,7 @@ def attention_bias_gradient(
         for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS, num_stages=1):
             partner = partner_of((entries_ptr, unchecked), start, COLUMNS, BLOCK)
             _, grad, _, key, inside = differentiate(
-                (entries_ptr, unchecked), start, partner, q, grad_y, lse, delta, query, sources,
+                (entries_ptr, unchecked), start, partner, q, grad_y, base, delta, query, sources,
                 masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
                 DEEP, DEEP_FITS, False,
             )  # fmt: skip
@@ -216,7 +216,7 @@ def attention_bias_gradient(
         for start in tl.range(0, checked[3] * BLOCK, COLUMNS, num_stages=1):
             partner = partner_of((entries_ptr, checked), start, COLUMNS, BLOCK)
             _, grad, _, key, inside = differentiate(
-                (entries_ptr, checked), start, partner, q, grad_y, lse, delta, query, sources,
+                (entries_ptr, checked), start, partner, q, grad_y, base, delta, query, sources,
                 masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
                 DEEP, DEEP_FITS, True,
             )  # fmt: skip

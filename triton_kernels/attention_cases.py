@@ -79,7 +79,7 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
         contests, after = gradient_contests(call, y, lse, lse, (call.q, call.k, call.v))
-        yield name, delta_launch(call, lse, y, y, lse)
+        yield name, delta_launch(call, lse, lse, y, y, lse, lse)
         for contest in (forward_contest(call, y, lse), *contests):
             for launched in contest.launches():
                 yield name, launched

@@ -28,9 +28,7 @@ import triton
 import triton.language as tl
 
 from .attention_parts import (
-    LOG2_E,
     UNSPECIALIZED,
-    finite,
     head_rows,
     logits,
     own_rows,
@@ -57,24 +55,22 @@ def _add_key_gradients(
     walk, start, partner, state, k, v, first, shown, sources, masking, scoring, dropout,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
-    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr, OF_KEYS: tl.constexpr,
+    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr, RAGGED: tl.constexpr, OF_KEYS: tl.constexpr,
     OF_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Add what the next queries contribute. Tiles are transposed: [keys, queries]."""
     grad_k, grad_v = state
-    q_ptr, q_stride, grad_y_ptr, grad_stride, lse_ptr, delta_ptr, width, deep = sources
+    q_ptr, q_stride, grad_y_ptr, grad_stride, base_ptr, delta_ptr, width, deep = sources
     masks_ptr, queries, shift = masking
     COLUMNS: tl.constexpr = k.shape[0]
     key = first + tl.arange(0, COLUMNS)
     query, listed = tokens(walk, start, partner, 1, ROWS, BLOCK, True)
-    inside = listed & (query < queries)
+    inside = tl.full([ROWS], 1, tl.int1)
+    if RAGGED or ROWS > BLOCK:
+        inside = listed & (query < queries)
     # A weight of a query that is not there is exp2(-inf).
-    lse = finite(tl.load(lse_ptr + query, mask=inside, other=float("inf"))) * LOG2_E
-    if not CHECKED and ROWS <= BLOCK:
-        # Past the last query it is read again, so that the loads of rows need no masks.
-        query = tl.minimum(query, queries - 1)
-        inside = tl.full([ROWS], 1, tl.int1)
-    delta = tl.load(delta_ptr + query, mask=inside, other=0)
+    base = tl.sum(tl.load(base_ptr + query[:, None], mask=inside[:, None], other=float("inf")), 1)
+    delta = tl.sum(tl.load(delta_ptr + query[:, None], mask=inside[:, None], other=0), 1)
     q = head_rows(q_ptr, query, q_stride, inside, width, WIDTH, FITS)
     grad_y = head_rows(grad_y_ptr, query, grad_stride, inside, deep, DEEP, DEEP_FITS)
     seen = tl.broadcast_to(shown[:, None], [COLUMNS, ROWS])
@@ -89,7 +85,7 @@ def _add_key_gradients(
         seen = seen & tl.trans(bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS))
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     z, capped = logits(product, query[None, :], key[:, None], shift, seen, scoring, SOFTCAP)
-    weight = tl.exp2(z - lse[None, :])
+    weight = tl.exp2(z - base[None, :])
     kept = 1.0
     if dropout[0] is not None:
         seed_ptr, number, threshold, kept_scale, first_group = dropout
@@ -113,7 +109,7 @@ def attention_key_gradients(
     grad_v_ptr,
     partials_ptr,
     grad_y_ptr,
-    lse_ptr,
+    base_ptr,
     delta_ptr,
     q_ptr,
     k_ptr,
@@ -178,6 +174,7 @@ def attention_key_gradients(
     DEEP: tl.constexpr,
     DEEP_FITS: tl.constexpr,
     PER_HEAD: tl.constexpr,
+    RAGGED: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_VALUES: tl.constexpr,
 ):
@@ -248,7 +245,7 @@ def attention_key_gradients(
             q_stride,
             grad_y_ptr + batch * grad_batch_stride + wide_head * grad_head_stride,
             grad_stride,
-            lse_ptr + query_plane * queries,
+            base_ptr + query_plane * queries,
             delta_ptr + query_plane * queries,
             width,
             deep,
@@ -267,7 +264,7 @@ def attention_key_gradients(
             state = _add_key_gradients(
                 (entries_ptr, unchecked), start, partner, state, k, v, first, shown, sources,
                 masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
-                DEEP, DEEP_FITS, False, OF_KEYS, OF_VALUES,
+                DEEP, DEEP_FITS, False, RAGGED, OF_KEYS, OF_VALUES,
             )  # fmt: skip
             partner = coming
         if CAUSAL or masks_ptr is not None:
@@ -278,7 +275,7 @@ def attention_key_gradients(
                 state = _add_key_gradients(
                     (entries_ptr, checked), start, partner, state, k, v, first, shown, sources,
                     masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
-                    DEEP, DEEP_FITS, True, OF_KEYS, OF_VALUES,
+                    DEEP, DEEP_FITS, True, RAGGED, OF_KEYS, OF_VALUES,
                 )  # fmt: skip
                 partner = coming
     grad_k, grad_v = state

@@ -379,8 +379,10 @@ def forward_contest(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Contest:
 def delta_launch(
     call: Call,
     delta: torch.Tensor,
+    base: torch.Tensor,
     y: torch.Tensor,
     grad_y: torch.Tensor,
+    lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> Launch:
     rows, width = delta.numel(), call.options["DEEP"]
@@ -388,7 +390,7 @@ def delta_launch(
     return launch(
         attention_deltas,
         triton.cdiv(rows, own),
-        *(delta, y, grad_y, grad_lse, rows, call.q.shape[1], call.q.shape[2], call.v.shape[3]),
+        *(delta, base, y, grad_y, lse, grad_lse, rows, *call.q.shape[1:3], call.v.shape[3]),
         *grad_y.stride()[:3],
         ROWS=own,
         WIDTH=width,
@@ -399,12 +401,12 @@ def delta_launch(
 def gradient_contests(
     call: Call,
     grad_y: torch.Tensor,
-    lse: torch.Tensor,
+    base: torch.Tensor,
     delta: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
 ) -> tuple[list[Contest], list[Launch]]:
     """The launches for the gradients that are wanted: of q, and of k and v. Others follow them."""
-    saved = (grad_y, lse, delta, call.q, call.k, call.v, call.scale)
+    saved = (grad_y, base, delta, call.q, call.k, call.v, call.scale)
     grad_q, *grad_kv = grads
     contests: list[Contest] = []
     after: list[Launch] = []
@@ -454,6 +456,7 @@ def _key_contests(
                 (*own, partials),
                 {
                     "PER_HEAD": per_head,
+                    "RAGGED": call.q.shape[2] % block != 0,
                     "OF_KEYS": own[0] is not None,
                     "OF_VALUES": own[1] is not None,
                 },
@@ -511,18 +514,18 @@ def block_sparse_attention_backward(
         made(x, memory_format=torch.contiguous_format) if wanted else None
         for x, wanted in ((q, need_q), (k, need_k), (v, need_v))
     ]
-    delta = torch.empty_like(lse)
+    delta, base = torch.empty_like(lse), torch.empty_like(lse)
     if lse.numel():
-        grad_y = _four(grad_y)
+        grad_y, lse = _four(grad_y), lse.contiguous()
         lse_gradient = None if grad_lse is None else grad_lse.contiguous()
-        run(q, delta_launch(call, delta, y, grad_y, lse_gradient))
-        contests, after = gradient_contests(call, grad_y, lse, delta, grads)
+        run(q, delta_launch(call, delta, base, y, grad_y, lse, lse_gradient))
+        contests, after = gradient_contests(call, grad_y, base, delta, grads)
         for contest in contests:
             run_contest(q, contest)
         run(q, *after)
     grad_sinks = grad_bias = nothing
     if bias is not None and need_bias:
-        grad_bias = _gradient_of_bias(call, bias, grad_y, lse, delta)
+        grad_bias = _gradient_of_bias(call, bias, grad_y, base, delta)
     if sinks is not None and need_sinks:
         grad_sinks = _gradient_of_sinks(sinks, lse, delta)
     grad_q, grad_k, grad_v = (nothing if x is None else x for x in grads)
@@ -539,7 +542,7 @@ def bias_launch(
     call: Call,
     bias: torch.Tensor,
     grad_y: torch.Tensor,
-    lse: torch.Tensor,
+    base: torch.Tensor,
     delta: torch.Tensor,
 ) -> tuple[Launch, torch.Tensor]:
     """The launch for the gradient of a bias, and the sums that it adds to."""
@@ -561,7 +564,7 @@ def bias_launch(
         attention_bias_gradient,
         (
             *(sums, scratch, parts, bias.shape[0], bias.shape[1], bias.shape[3]),
-            *(grad_y, lse, delta, call.q, call.k, call.v),
+            *(grad_y, base, delta, call.q, call.k, call.v),
         ),
         Tile(own, own, 4, 1),
         grad=grad_y,
@@ -571,11 +574,11 @@ def bias_launch(
 
 
 def _gradient_of_bias(
-    call: Call, bias: torch.Tensor, grad_y: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+    call: Call, bias: torch.Tensor, grad_y: torch.Tensor, base: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor:
-    if not lse.numel() or not call.k.shape[2]:
+    if not base.numel() or not call.k.shape[2]:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    launched, sums = bias_launch(call, bias, grad_y, lse, delta)
+    launched, sums = bias_launch(call, bias, grad_y, base, delta)
     run(call.q, launched)
     if call.biasing[2] is None:
         sums = sums.sum(0)  # in one order

@@ -47,6 +47,7 @@ SPECIALISED = {
             *("x_stride", "x_row_stride", "weight_stride", "weight_row_stride", "gate_stride"),
             *("up_stride", "residual_stride", "grad_stride", "grad_y_stride", "grad_z_stride"),
             *("z_stride", "q_stride", "k_stride", "v_stride", "mask_stride", "mask_stride0"),
+            "logits_stride",
             *("mask_stride1", "mask_stride2", "q_batch_stride", "q_head_stride"),
             *("k_batch_stride", "k_head_stride", "v_batch_stride", "v_head_stride"),
             *("grad_batch_stride", "grad_head_stride"),
