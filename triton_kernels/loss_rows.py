@@ -139,21 +139,9 @@ def _add_tile(
 
 @triton.jit
 def _statistics(
-    at,
-    picked_ptr,
-    argmax_ptr,
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    q_ptr,
-    row,
-    inverse,
-    ignored,
-    scale,
-    softcap,
-    width,
-    targets,
-    logits_stride,
+    results,
+    inputs,
+    sizes,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTH: tl.constexpr,
@@ -162,6 +150,9 @@ def _statistics(
     STAGES: tl.constexpr,
 ):
     """Reads a row and stores its statistics; returns the highest u and the sum."""
+    at, picked_ptr, argmax_ptr = results
+    logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored = inputs
+    scale, softcap, width, targets, logits_stride = sizes
     places = tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     logits_ptr += row * logits_stride
     if q_ptr is not None:
@@ -268,30 +259,19 @@ def _differentiate_tile(
 @triton.jit
 def _differentiate(
     grad_ptr,
-    logits_ptr,
-    target_ptr,
-    coefficients_ptr,
-    grad_picked_ptr,
-    weight_ptr,
-    q_ptr,
-    row,
-    highest,
-    total,
-    mass,
-    inverse,
-    ignored,
-    scale,
-    softcap,
-    width,
-    targets,
-    grad_stride,
-    logits_stride,
+    inputs,
+    found,
+    sizes,
     CAPPED: tl.constexpr,
     SINGLE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Reads a row again, or for the first time, and stores the gradient of its logits."""
+    logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row = inputs
+    coefficients_ptr, grad_picked_ptr = grads
+    highest, total, mass, inverse, ignored = found
+    scale, softcap, width, targets, grad_stride, logits_stride = sizes
     grad_ptr += row * grad_stride
     logits_ptr += row * logits_stride
     target_ptr += row * targets
@@ -377,27 +357,17 @@ def _forward(
     ignored = _is_ignored(target_ptr, row, targets)
     results = (statistics_ptr + row * 6, picked_ptr, argmax_ptr)
     inputs = (logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored)
-    numbers = (scale, softcap, width, targets)
+    sizes = (scale, softcap, width, targets, logits_stride)
     top, total, mass = _statistics(
-        *results,
-        *inputs,
-        *numbers,
-        logits_stride,
-        CAPPED,
-        ENTROPY,
-        SMOOTH,
-        LANES,
-        COLUMNS,
-        STAGES,
+        results, inputs, sizes, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS, STAGES
     )
     if coefficients_ptr is not None:
-        tensors = (target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+        grads = (coefficients_ptr, grad_picked_ptr)
+        given = (logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row)
         found = (top, total, mass, inverse, ignored)
-        sizes = (scale, softcap, width, targets, logits_stride, logits_stride)
+        with_grad = (scale, softcap, width, targets, logits_stride, logits_stride)
         tile: tl.constexpr = LANES * COLUMNS
-        _differentiate(
-            logits_ptr, logits_ptr, *tensors, *found, *sizes, CAPPED, SINGLE, tile, STAGES
-        )
+        _differentiate(logits_ptr, given, found, with_grad, CAPPED, SINGLE, tile, STAGES)
 
 
 @triton.jit
@@ -428,10 +398,11 @@ def _gradient(
     ignored = _is_ignored(target_ptr, row, targets)
     at = statistics_ptr + row * 6
     found = (tl.load(at), tl.load(at + 1), tl.load(at + 5), inverse, ignored)
-    inputs = (logits_ptr, target_ptr, coefficients_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
-    numbers = (scale, softcap, width, targets, grad_stride, logits_stride)
+    grads = (coefficients_ptr, grad_picked_ptr)
+    inputs = (logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row)
+    sizes = (scale, softcap, width, targets, grad_stride, logits_stride)
     tile: tl.constexpr = LANES * COLUMNS
-    _differentiate(grad_ptr, *inputs, *found, *numbers, CAPPED, SINGLE, tile, STAGES)
+    _differentiate(grad_ptr, inputs, found, sizes, CAPPED, SINGLE, tile, STAGES)
 
 
 # --- Launches ---------------------------------------------------------------------------------

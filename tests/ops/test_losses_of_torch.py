@@ -325,9 +325,9 @@ def test_padded_rows_have_the_bits_of_contiguous_ones(
     def run(place: torch.Tensor) -> list[torch.Tensor]:
         place.copy_(logits)
         forward = rows.FORWARD.overload("triton")(place, target, *how, True, True, True)
-        given = (target, forward[1], coefficients, picked, *how)
-        made = [*forward, rows.BACKWARD.overload("triton")(place, *given)]
-        rows.BACKWARD_IN_PLACE.overload("triton")(place, *given)
+        saved = (target, forward[1], coefficients, picked, *how)
+        made = [*forward, rows.BACKWARD.overload("triton")(place, *saved)]
+        rows.BACKWARD_IN_PLACE.overload("triton")(place, *saved)
         made.append(place.clone())
         place.copy_(logits)
         given = (target, coefficients, picked, *how, True, True)
@@ -375,7 +375,8 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
         monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
         monkeypatch.setattr(chunks._Gemms, "__init__", poisoned)
         with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
-            loss = functional.linear_cross_entropy(*given, target, memory=300_000, **kw)
+            settings: Any = {"memory": 300_000, **kw}
+            loss = functional.linear_cross_entropy(given[0], given[1], target, **settings)
             assert isinstance(loss, torch.Tensor)
             results.append([loss, *torch.autograd.grad(loss.sum(), given)])
         assert strides == {(544 if pads else classes, 1)}  # 17 lines of 32 numbers
