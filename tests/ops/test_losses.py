@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 import torchweld
 from torchweld import functional
 from torchweld.errors import ArgumentError
+from torchweld.ops.loss import chunks
 
 pytestmark = pytest.mark.numbers
 
@@ -390,6 +391,73 @@ def test_compiled_whole_with_ignored_rows(name: str) -> None:
             agree(got, true, torch.float32)
         target = target.roll(1)
         target[:30] = -100
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 0.1},
+    "weights": {"weight": torch.arange(1.0, 301.0), "token_weights": torch.arange(70.0)},
+    "none": {"reduction": "none"},
+    "lse": {"return_lse": True},
+    "float16": {},
+}
+
+
+@pytest.mark.lane
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_compute_logits_once(
+    name: str, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For "mean" and "sum", in each chunk, with the bits that code has which is not compiled."""
+    made = make(70, 300, 16, torch.float16 if name == "float16" else torch.float32)
+    x, weight, bias, target = made
+    target[:9] = -100
+    given = [x, weight, bias]
+    kept_out = {"weight": weight, "input": x}.get(frozen)
+    wanted = [t.requires_grad_() for t in given if t is not kept_out]
+    computed = []
+    kept = chunks._Gemms.compute_logits
+    monkeypatch.setattr(
+        chunks._Gemms, "compute_logits", lambda gemms, x: computed.append(len(x)) or kept(gemms, x)
+    )
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        loss = LINEAR(x, weight, target, linear_bias=bias, memory=40_000, **COMPILED[name])
+        return 3 * (loss[0] if isinstance(loss, tuple) else loss).sum()
+
+    torch._dynamo.reset()  # it compiles a function only so often
+    results, counts = [], []
+    calls: tuple[Any, ...] = (run, torch.compile(run, fullgraph=True, backend="aot_eager"))
+    for call in calls:
+        computed.clear()
+        loss = call(*given)
+        results.append([loss, *torch.autograd.grad(loss, wanted)])
+        counts.append(sum(computed))
+    counted = int((target != -100).sum())
+    times = 2 if name in ("none", "lse", "float16") else 1
+    assert counts == [times * counted, times * counted]
+    for got, true in zip(*results, strict=True):
+        assert torch.equal(got, true)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False)])
+def test_graphs_know_the_strides_of_results(needs: tuple[bool, ...]) -> None:
+    """Also those of the gradients of a transposed input and weight."""
+    x, weight = (torch.randn(16, n).t() for n in (70, 300))
+    layer = (x, weight, torch.randn(300), 40_000, None, True, False, 300)
+    how = (torch.arange(70)[:, None], None, None, None, 1.0, 0.0)
+    grads = torch.randn(70, 5), torch.randn(70, 1)
+    ops = torch.ops.torchweld
+    forward = (ops.linear_rows.default, (*layer, *how, False, False, False))
+    statistics = forward[0](*forward[1])[1]
+    for op, inputs in (
+        forward,
+        (ops.linear_rows_backward.default, (*layer, *how, statistics, *grads, *needs)),
+        (ops.linear_rows_both.default, (*layer, *how, *grads, False, *needs)),
+    ):
+        torch.library.opcheck(op, inputs, test_utils="test_faketensor")
 
 
 def test_autocast_and_checkpoint() -> None:

@@ -241,10 +241,10 @@ def linear_cross_entropy(
         target, how = sharded.take_classes(shared, target), sharded.take_weights(shared, how)
     kind = None if checks.autocasts(input.device.type) else input.dtype
     into_grad = accumulate == "grad"
-    if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs):
+    if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs, shared):
         if reduction == "mean":
             factors = factors.divide(count)
-        made = add_up(of_linear.find_total(layer, target, how, factors, shared))
+        made = add_up(of_linear.find_total(layer, target, how, factors, shared, needs))
         if reduction == "mean":
             made = torch.where(count == 0, torch.nan, made)
         return wrap(made.to(kind or made.dtype))
@@ -508,15 +508,23 @@ def _find_needs(layer: Layer) -> Needs:
 
 
 def _keeps_gradients(
-    layer: Layer, loss: reductions.Loss, return_lse: bool, how: How, needs: Needs
+    layer: Layer,
+    loss: reductions.Loss,
+    return_lse: bool,
+    how: How,
+    needs: Needs,
+    shared: Classes | None,
 ) -> bool:
     """Whether the gradients are computed with the loss: one number multiplies them later.
 
-    In float16 that number is a loss scale, without which they would vanish.
+    In float16 that number is a loss scale, without which they would vanish. An exported graph
+    needs no gradients, and the op that computes both does not exchange results of shared classes.
     """
     if loss.reduction == "none" or return_lse or layer.input.dtype == torch.float16:
         return False
-    if not any(needs) or torch.compiler.is_compiling() or _takes_eager(how):
+    if not any(needs) or torch.compiler._is_exporting_flag or _takes_eager(how):
+        return False
+    if shared is not None and torch.compiler.is_compiling():
         return False
     weights = loss.token_weights
     return weights is None or not weights.requires_grad

@@ -83,9 +83,7 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 def _fake_gradients(layer: Layer, needs: Any) -> tuple[torch.Tensor, ...]:
     sources = (layer.input, layer.weight, layer.bias)
     made = [
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        if need and x is not None
-        else None
+        torch.empty_like(x) if need and x is not None else None
         for x, need in zip(sources, needs, strict=True)
     ]
     return _present(layer, tuple(made))  # type: ignore[arg-type]
@@ -93,6 +91,18 @@ def _fake_gradients(layer: Layer, needs: Any) -> tuple[torch.Tensor, ...]:
 
 def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return _fake_gradients(Layer(*inputs[:_LAYERS]), inputs[-3:])
+
+
+def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    layer, target, how, (*grads, smooth) = _split(inputs[:-3])
+    arguments = (layer, target, how, *grads, smooth, Needs(*inputs[-3:]), None)
+    made, gradients = chunks.run_both(_NAME, *arguments)
+    return (*made, *_present(layer, gradients))
+
+
+def _fake_both(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    made = _fake_forward(*inputs[: _LAYERS + _HOWS], False)
+    return (*made, *_fake_backward(*inputs))
 
 
 _run_forward = _define(
@@ -111,6 +121,16 @@ _run_backward = _define(
 )
 
 
+_run_both = _define(
+    "linear_rows_both",
+    f"({_LAYER}, {_HOW}, {_GRADS}, bool smooth, {_NEEDS})"
+    " -> (Tensor picked, Tensor statistics, Tensor argmax,"
+    " Tensor grad_input, Tensor grad_linear_weight, Tensor grad_bias)",
+    _both,
+    _fake_both,
+)
+
+
 def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     """The results by plain torch, with all logits at once."""
     kind = layer.find_dtype()
@@ -121,6 +141,7 @@ def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Want
 
 # The arguments of the autograd functions are plain: Dynamo makes no graph of tuples with tensors.
 _LAYER_FIELDS, _HOW_FIELDS = len(Layer._fields), len(How._fields)
+_FACTORS = len(Factors._fields)
 
 
 class _Rows(torch.autograd.Function):
@@ -233,6 +254,41 @@ class _Total(torch.autograd.Function):
         return (*before, *kept, *after)
 
 
+class _TotalInGraph(torch.autograd.Function):
+    """_Total while torch compiles, which has no second derivatives.
+
+    The graph holds the gradients, so the backward pass cannot scale them in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: torch.Tensor,
+        need_input: bool,
+        need_weight: bool,
+        need_bias: bool,
+        *fields: Any,
+    ) -> torch.Tensor:
+        factors, rest = Factors(*fields[:_FACTORS]), fields[_FACTORS:]
+        layer, how = Layer(*rest[:_LAYER_FIELDS]), How(*rest[_LAYER_FIELDS:])
+        wanted, needs = factors.find_wanted(), (need_input, need_weight, need_bias)
+        coefficients = factors.make_coefficients(how, target)
+        arguments = (*how.get_arguments(), *coefficients, wanted.smooth, *needs)
+        picked, statistics, argmax, *grads = _run_both(*layer, target, *arguments)
+        ctx.needs = needs
+        ctx.save_for_backward(*grads)
+        return factors.add_up(results.find((picked, statistics, argmax), target, how, wanted))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        scaled = [
+            (of * grad).to(of.dtype) if need else None
+            for of, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+        ]
+        after = (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        return (*(None,) * (4 + _FACTORS), *scaled, *after)
+
+
 def _refuse_shared(classes: Classes | None) -> None:
     """Refuse second derivatives: they need all logits at once, which no device has."""
     if classes is not None:
@@ -241,9 +297,16 @@ def _refuse_shared(classes: Classes | None) -> None:
 
 
 def find_total(
-    layer: Layer, target: torch.Tensor, how: How, factors: Factors, classes: Classes | None
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    factors: Factors,
+    classes: Classes | None,
+    needs: Needs,
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once."""
+    if torch.compiler.is_compiling():
+        return _TotalInGraph.apply(target, *needs, *factors, *layer, *how)  # type: ignore[no-any-return]
     return _Total.apply(classes, target, factors, *layer, *how)  # type: ignore[no-any-return]
 
 
