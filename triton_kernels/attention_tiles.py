@@ -2,7 +2,7 @@
 
 One product feeds the next, so that Triton gives every warp 16 whole rows of both. A tile therefore
 takes `4 * max(rows // 64, 1)` warps: with more, several warps compute the same rows. The tiles here
-do not, and spill no registers; docs/notebook/attention-tiles.md has what they take on each GPU, and
+do not. docs/notebook/attention-tiles.md has what they take on each GPU, and what an H200 measured;
 tests/tools/test_triton_aot.py compiles them.
 """
 
@@ -39,8 +39,10 @@ _WIDE, _NARROW = (
     (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
 )
 _SCORES = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)
+_AHEAD = Tile(128, 32, 8, 3), Tile(64, 32, 4, 3)
 _LONG = (Tile(128, 128, 8, 2),)
 _SMALL = Tile(32, 32, 4, 1)
+_NARROWEST = 64  # head with tiles of its own
 # The kernels, and the sums of keys, of values or of both that a launch has. By the generation of
 # the GPU and the padded head. From sm_90 on a group of four warps computes 64 rows at once.
 FORWARD, QUERIES, KEYS, VALUES, BOTH = "forward", "queries", "keys", "values", "both"
@@ -62,13 +64,13 @@ _TILES: dict[int, dict[str, dict[int, Choice]]] = {
     },
     90: {
         FORWARD: {
-            64: Choice(_SCORES, _SCORES, _LONG),
-            128: Choice(_SCORES, _SCORES, _LONG),
+            64: Choice(_SCORES, (_SCORES[0], _AHEAD[1]), _LONG),
+            128: Choice((_AHEAD[0], _SCORES[1]), (_SCORES[0], _AHEAD[1]), _SCORES[:1]),
             256: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
         },
         QUERIES: {
-            64: Choice(_WIDE, _NARROW),
-            128: Choice(_WIDE, _NARROW),
+            64: Choice((_AHEAD[1], _WIDE[1]), _AHEAD[1:]),
+            128: Choice((_AHEAD[0], _WIDE[1]), _AHEAD[1:]),
             256: Choice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
         },
         KEYS: {
@@ -79,7 +81,10 @@ _TILES: dict[int, dict[str, dict[int, Choice]]] = {
             128: _same(*_NARROW),
             256: Choice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
         },
-        BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)))},
+        BOTH: {
+            64: Choice(_SCORES[1:], _NARROW[1:]),
+            128: Choice((_WIDE[1], _AHEAD[1]), (_AHEAD[1], _NARROW[1]), _SCORES[:1]),
+        },
     },
     100: {
         FORWARD: {
@@ -93,13 +98,22 @@ _TILES: dict[int, dict[str, dict[int, Choice]]] = {
         BOTH: {64: _same(*_NARROW)},
     },
 }
-# Up to this width the sums of keys and of values fit the registers together.
-BOTH_SUMS = 64
 
 
 def generation_of(capability: tuple[int, int]) -> int:
     """Whose tiles a GPU takes. Consumer GPUs have the instructions and shared memory of sm_80."""
     return {9: 90, 10: 100}.get(capability[0], 80)
+
+
+def sums_of(generation: int, width: int, *, plain: bool) -> tuple[str, ...]:
+    """What the launches for a padded head sum: keys and values together, or one after the other.
+
+    Both sums of a head of 128 spill a few registers on sm_90, but the scores are computed once: an
+    H200 takes 1.21 ms where two launches without spills take 2.1. `plain`: 16 bits, and no bias for
+    each pair.
+    """
+    widest = max(_TILES[generation][BOTH]) if plain else _NARROWEST
+    return (BOTH,) if width <= widest else (KEYS, VALUES)
 
 
 def tiles_of(
@@ -117,7 +131,7 @@ def tiles_of(
 
     `wide`: elements are of float32; `biased`: the places of each pair's bias take registers.
     """
-    choice = _TILES[generation][kernel][max(width, 64)]
+    choice = _TILES[generation][kernel][max(width, _NARROWEST)]
     tiles = choice.heavy if heavy else choice.light
     by_rule, *smaller = [tile for tile in tiles if tile.own <= block] or [tiles[-1]]
     # From sm_100 on, products of 64 rows take slower instructions.

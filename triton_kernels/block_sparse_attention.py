@@ -2,10 +2,10 @@
 
 With P pairs of a query and a key in the layout's blocks and heads of width d, the forward pass
 takes 4 P d operations and the backward pass 14 P d: its two kernels both compute scores and their
-gradients, so that neither needs atomics. Past a width of 64 the gradients of keys and of values
-have a launch each, and the backward pass takes 16 P d. A block of 128 x 128 at d = 128 takes 8.4
-million operations and reads 64 KiB of keys and values, which neighbouring programs find in L2. So
-products, not bytes, set the floor.
+gradients, so that neither needs atomics. Past a width of 64, or of 128 on sm_90, the gradients of
+keys and of values have a launch each, and the backward pass takes 16 P d. A block of 128 x 128 at
+d = 128 takes 8.4 million operations and reads 64 KiB of keys and values, which neighbouring
+programs find in L2. So products, not bytes, set the floor.
 
 Programs. A program of the forward pass, or of `attention_query_gradient`, takes a tile of a row of
 blocks. A program of `attention_key_gradients` takes a tile of a column of blocks, and walks over
@@ -41,7 +41,6 @@ from .attention_forward import attention_forward
 from .attention_keys import attention_key_gradients, attention_key_sums
 from .attention_tiles import (
     BOTH,
-    BOTH_SUMS,
     FORWARD,
     KEYS,
     QUERIES,
@@ -49,6 +48,7 @@ from .attention_tiles import (
     Pieces,
     divide,
     generation_of,
+    sums_of,
     tiles_of,
 )
 from .contest import Contest, Tile, run_contest
@@ -125,13 +125,17 @@ class Call(NamedTuple):
         """This call's tiles for a kernel, by the names in attention_tiles.py; the rule's first."""
         lists = self.rows if kernel in (FORWARD, QUERIES) else self.columns
         width = max(self.options["WIDTH"], self.options["DEEP"])
-        _, _, stride, row = self.biasing
         return tiles_of(
             *(self.generation, kernel, width, self.options["BLOCK"], lists.tokens),
             wide=self.q.dtype.itemsize == 4,
             heavy=any(self.beside[at] is not None for at in (0, 3, 4)),
-            biased=self.beside[3] is not None and (stride is not None or row is not None),
+            biased=self.is_biased(),
         )
+
+    def is_biased(self) -> bool:
+        """Whether there is a bias whose places take registers."""
+        _, _, stride, row = self.biasing
+        return self.beside[3] is not None and (stride is not None or row is not None)
 
     def contest(
         self,
@@ -431,9 +435,10 @@ def _key_contests(
     """Those of the gradients of k and v; one of the two may not be wanted."""
     options, lists, (batch, key_heads, keys, _) = call.options, call.columns, call.k.shape
     block, planes = options["BLOCK"], batch * key_heads
+    plain = call.q.dtype.itemsize == 2 and not call.is_biased()
+    wanted = {BOTH: True, KEYS: grad_k is not None, VALUES: grad_v is not None}
     width = max(options["WIDTH"], options["DEEP"])
-    sums = [BOTH] if width <= BOTH_SUMS else [KEYS] * (grad_k is not None)
-    sums += [VALUES] * (width > BOTH_SUMS and grad_v is not None)
+    sums = [name for name in sums_of(call.generation, width, plain=plain) if wanted[name]]
     per_head = lists.strides[1] > 0 and call.group > 1
     pieces = divide(
         *(planes, lists.lines, call.q.shape[2], call.group, block, call.tiles(sums[0])[0].own),
