@@ -461,12 +461,13 @@ def _forward_launch(
     sizes = (logits.shape[1], target.shape[1], logits.stride(0))
     flags = {"CAPPED": softcap != 0, "SINGLE": target.shape[1] == 1}
     flags |= {"ENTROPY": sums[0], "SMOOTH": sums[1]}
+    needs_registers = any(sums) or q is not None or softcap != 0
     if grads[0] is not None:
-        # With so many threads and so much shared memory a multiprocessor has one program, and the
-        # rows of all programs stay in L2.
-        flags |= _tile(logits, 32, 1, stages=4)
+        # With so many threads a multiprocessor has one program, and the rows of all programs stay
+        # in L2. An H200 takes 0.74 ms for 4096 x 131072 in bfloat16, as long as copies of as many
+        # bytes; with loads ahead in their place 0.82.
+        flags |= _tile(logits, 32, 1, stages=4) if needs_registers else _tile(logits, 32, 2)
     else:
-        needs_registers = any(sums) or q is not None or softcap != 0
         flags |= _tile(logits, 8, 2 if needs_registers else 4)
         if any(sums):
             flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free

@@ -11,6 +11,7 @@ import unittest
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -458,3 +459,18 @@ def test_a_cuda_graph_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         assert chunks.find_counted(torch.empty(8, 1, dtype=torch.int64, device="cuda")) is None
     assert chunks.find_counted(torch.tensor([[1], [-1]])) is not None
+
+
+def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs with 8, 24 and 141 GB."""
+    gpu, sizes = torch.device("cuda"), iter((8e9, 24e9, 141e9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [chunks.find_memory(torch.device(name)) for name in ("cpu", "cuda")] == [2**28] * 2
+
+    def read(device: torch.device) -> Any:
+        assert device == gpu
+        return SimpleNamespace(total_memory=int(next(sizes)))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", read)
+    assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 375_000_000, 2**30]

@@ -51,7 +51,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         z_loss: float = 0.0,
         softcap: float | None = None,
         logit_scale: float | None = None,
-        memory: int = 2**28,
+        memory: int | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, bias, device, dtype)
         self.register_buffer("class_weight", weight, persistent=False)

@@ -15,6 +15,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.rows import How
+from torchweld.registry.constant import assume_constant_result
 
 # GEMMs of 64 rows are as fast per row as larger ones within a tenth.
 _MULTIPLE = 64
@@ -26,6 +27,8 @@ _INVARIANT = 64
 # elements. No two rows then share a line of the caches.
 _LINE = 128
 _ACCESS = 16  # bytes
+# Of a chunk, by default.
+_LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**30
 
 
 class Layer(NamedTuple):
@@ -58,6 +61,19 @@ class Needs(NamedTuple):
 
 
 NO_GRADIENT = Needs(False, False, False)
+
+
+@assume_constant_result
+def find_memory(device: torch.device) -> int:
+    """Find how many bytes a chunk takes by default.
+
+    On a GPU few rows leave processors idle in the GEMM of the input's gradient, and every chunk
+    reads and writes the sum of the weight's gradient.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor's
+        return _LEAST_MEMORY
+    whole = torch.cuda.get_device_properties(device).total_memory
+    return min(max(whole // 64, _LEAST_MEMORY), _MOST_MEMORY)
 
 
 def _pads_rows(device: torch.device) -> bool:

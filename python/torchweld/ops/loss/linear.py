@@ -40,7 +40,7 @@ def linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor: ...
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     return_lse: Literal[True],
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -90,7 +90,7 @@ def linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     return_lse: bool,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -114,7 +114,7 @@ def linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     return_lse: bool = False,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +144,8 @@ def linear_cross_entropy(
         token_weights: a factor of each row's loss, of the rows' shape.
         return_lse: also return the log-sum-exp of each row, float32, 0 in ignored rows.
         logits_dtype: torch.float32 computes the GEMMs of a 16-bit input in float32.
-        memory: bytes for a chunk: its logits, and copies of its rows.
+        memory: bytes for a chunk: its logits, and copies of its rows. None is 2**28, or on a GPU a
+            64th of its memory, but at most 2**30.
         accumulate: "float32" sums a 16-bit weight's gradient over several chunks in a float32
             buffer of the weight's size, in addition to `memory`. "parameter" sums in the weight's
             dtype. "grad" adds to an existing linear_weight.grad in the backward pass, in its dtype,
@@ -270,7 +271,7 @@ def linear_logprobs(  # type: ignore[overload-overlap]  # a bool is taken as Tru
     return_lse: Literal[False] = False,
     return_argmax: Literal[False] = False,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor: ...
@@ -291,7 +292,7 @@ def linear_logprobs(
     return_lse: bool = False,
     return_argmax: bool = False,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, ...]: ...
@@ -311,7 +312,7 @@ def linear_logprobs(
     return_lse: bool = False,
     return_argmax: bool = False,
     logits_dtype: torch.dtype | None = None,
-    memory: int = 2**28,
+    memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -334,7 +335,8 @@ def linear_logprobs(
         return_argmax: also return the class of the largest logit; the first of equals, and -1 in
             rows without a target.
         logits_dtype: torch.float32 computes the GEMMs of a 16-bit input in float32.
-        memory: bytes for a chunk: its logits, and copies of its rows.
+        memory: bytes for a chunk: its logits, and copies of its rows. None is 2**28, or on a GPU a
+            64th of its memory, but at most 2**30.
         accumulate: "float32" sums a 16-bit weight's gradient over several chunks in a float32
             buffer of the weight's size, in addition to `memory`. "parameter" sums in the weight's
             dtype. "grad" adds to an existing linear_weight.grad in the backward pass, in its dtype,
@@ -413,7 +415,7 @@ def _make_layer(
     bias: Any,
     *,
     logits_dtype: torch.dtype | None,
-    memory: int,
+    memory: int | None,
     accumulate: str,
     batch_invariant: bool,
     shared: Classes | None,
@@ -445,8 +447,10 @@ def _make_layer(
         raise ArgumentError(function, "logits_dtype", logits_dtype, "None for float64")
     arguments.check_choice(function, "accumulate", accumulate, _ACCUMULATE)
     checks.flag(function, "batch_invariant", batch_invariant)
-    if type(memory) is not int:
-        raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int")
+    if memory is None:
+        memory = chunks.find_memory(input.device)
+    elif type(memory) is not int:
+        raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int, or None")
     of_logits = None if logits_dtype == input.dtype else logits_dtype
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     if accumulate == "grad" and not (original is weight and original.is_leaf and _is_plain(shared)):
