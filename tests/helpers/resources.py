@@ -38,6 +38,7 @@ NEVER_UNALIGNED = {
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
     "linear_act_persistent._linear_act_persistent": "reads descriptors: such views have none",
+    "symmetric._symmetric": "reads descriptors: such views have none",
     "attention_forward.attention_forward": "reads copies of such views",
     "attention_backward.attention_deltas": "reads copies of such views",
     "attention_backward.attention_query_gradient": "reads copies of such views",

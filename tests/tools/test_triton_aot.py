@@ -42,6 +42,7 @@ WARPS = dict.fromkeys(
         "attention_bias.attention_bias_gradient",
         "rotary._rotate",
         "rotary._differentiate",
+        "symmetric._symmetric",
     ),
     8,
 )
