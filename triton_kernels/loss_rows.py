@@ -8,7 +8,7 @@ run time.
 
 On an H200 an earlier form took 2.6 ms for the loss and the gradient of 4096 x 131072 in bfloat16,
 where the floor is 0.8 ms: a thread had 14 instructions for an element's statistics and 29 for its
-gradient. This form has 9 to 13 for either, and has not run on a GPU yet.
+gradient. This form has 9 to 13 for either, and takes 0.74 ms.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -461,18 +461,20 @@ def _forward_launch(
     sizes = (logits.shape[1], target.shape[1], logits.stride(0))
     flags = {"CAPPED": softcap != 0, "SINGLE": target.shape[1] == 1}
     flags |= {"ENTROPY": sums[0], "SMOOTH": sums[1]}
-    needs_registers = any(sums) or q is not None or softcap != 0
+    needs_registers, aligned = any(sums) or q is not None or softcap != 0, False
     if grads[0] is not None:
         # With so many threads a multiprocessor has one program, and the rows of all programs stay
         # in L2. An H200 takes 0.74 ms for 4096 x 131072 in bfloat16, as long as copies of as many
         # bytes; with loads ahead in their place 0.82.
-        flags |= _tile(logits, 32, 1, stages=4) if needs_registers else _tile(logits, 32, 2)
+        aligned = not needs_registers and not (logits.stride(0) % 16 or logits.data_ptr() % 16)
+        flags |= _tile(logits, 32, 2) if aligned else _tile(logits, 32, 1, stages=4)
     else:
         flags |= _tile(logits, 8, 2 if needs_registers else 4)
         if any(sums):
             flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free
     arguments = (*tensors, scale, softcap, *sizes)
-    return launch(_forward, logits.shape[0], *arguments, **flags)._replace(spreads=True)
+    made = launch(_forward, logits.shape[0], *arguments, **flags)
+    return made._replace(spreads=not aligned, aligned=aligned)
 
 
 def _gradient_launch(

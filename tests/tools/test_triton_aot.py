@@ -46,8 +46,16 @@ WARPS = dict.fromkeys(
     ),
     8,
 )
-# Bytes that a thread spills under Triton 3.6. The pinned one, for which tiles were chosen, spills
-# none.
+# Bytes that a thread may spill. Where the sums of keys and of values share a launch on sm_90, an H200
+# is faster with them; nearly all are outside the loop over blocks without conditions.
+MAY_SPILL = {
+    "attention_bias.attention_bias_gradient on sm_90": 16,
+    "attention_forward.attention_forward on sm_90": 8,
+    "attention_keys.attention_key_gradients on sm_80": 32,
+    "attention_keys.attention_key_gradients on sm_90": 384,
+    "attention_keys.attention_key_gradients on sm_100": 24,
+}
+# And under Triton 3.6, for which tiles were not chosen.
 PINNED = TORCH >= (2, 13)
 SPILLED = {
     "attention_bias.attention_bias_gradient": 8,
@@ -105,8 +113,9 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
         warps = WARPS.get(row["kernel"], 16) if row["aligned"] else row["warps"]
         assert taken["registers"] <= REGISTERS_PER_MULTIPROCESSOR // (32 * warps), row
         name = row["kernel"] if row["aligned"] else f"{row['kernel']} of views"
-        spilled = SPILLED.get(f"{name} on sm_{capability}", SPILLED.get(name, 0))
-        assert taken["spilled"] <= (0 if PINNED else spilled), row
+        at = f"{name} on sm_{capability}"
+        spilled = 0 if PINNED else SPILLED.get(at, SPILLED.get(name, 0))
+        assert taken["spilled"] <= max(spilled, MAY_SPILL.get(at, 0)), row
         if not REPEATED.search(row["case"]):
             assert taken["repeats"] <= 1, row
         is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
