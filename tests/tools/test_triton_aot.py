@@ -46,8 +46,8 @@ WARPS = dict.fromkeys(
     ),
     8,
 )
-# Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster with
-# them; nearly all are outside the loop over blocks without conditions.
+# Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
+# with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
     "attention_bias.attention_bias_gradient on sm_90": 16,
     "attention_forward.attention_forward on sm_90": 8,
