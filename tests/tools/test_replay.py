@@ -73,7 +73,8 @@ def test_every_sample_has_the_bits_of_its_call(name: str, plans: list[Any]) -> N
         if op.why_not("triton", materialize(sample, torch.float32, DEVICE)) is not None:
             continue
         first, other = (materialize(sample, torch.float32, DEVICE, seed=at) for at in (0, 1))
-        run(op, first)
+        for _ in range(2):  # the second is recorded
+            run(op, first)
         before = len(plans)
         _assert_same(run(op, other), _run_plainly(op, other))
         replayed += len(plans) > before
@@ -114,8 +115,9 @@ OTHERS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any]) -> None:
     op = OPS["layer_norm"]
-    run(op, _norm())
-    for _ in range(3):
+    for _ in range(2):
+        run(op, _norm())
+    for _ in range(4):
         inputs = OTHERS[name]()
         _assert_same(run(op, inputs), _run_plainly(op, inputs))
 
@@ -127,7 +129,7 @@ def test_tensors_that_were_one_may_differ(plans: list[Any]) -> None:
     x, y = torch.randn(4, 32, device=DEVICE), torch.randn(4, 32, device=DEVICE)
     names = op.forward_signature.arguments
     values = dict.fromkeys(names) | {"p": 0.0}
-    for residual in (x, y, x, y):
+    for residual in (x, x, y, x, y):
         inputs = list((values | {names[0]: x, "residual": residual}).values())
         made = op.kernels["triton"].run(inputs)
         torch.testing.assert_close(made, x + residual, rtol=0, atol=0)
@@ -140,12 +142,13 @@ def test_seeds_are_read_anew(plans: list[Any]) -> None:
     names = op.forward_signature.arguments
     values = dict.fromkeys(names) | {names[0]: x, "residual": torch.zeros_like(x), "p": 0.5}
     drawn = []
-    for number in (1, 2, 1):
+    for number in (3, 3, 1, 2, 1):
         seed = torch.full((1,), number, device=DEVICE)
         drawn.append(op.kernels["triton"].run(list((values | {"seed": seed}).values())))
-    assert torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[0], drawn[1])
-    assert len(plans) == 2
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[2], drawn[4])
+    assert not torch.equal(drawn[2], drawn[3])
+    assert len(plans) == 3
 
 
 # What a plan cannot repeat, as functions of two tensors.
@@ -170,9 +173,9 @@ def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> No
         return UNFIT[what](a, b)
 
     a, b = torch.randn(4, 4), torch.ones(1, dtype=torch.int64)
-    for _ in range(3):
+    for _ in range(4):
         replay.call(function, launch, [a, b])
-    assert calls == 3
+    assert calls == 4
     assert not plans
 
 
@@ -181,12 +184,12 @@ def test_allocations_alone_are_repeated(plans: list[Any]) -> None:
         return a.new_empty(3, 4).t(), torch.empty_like(a, dtype=torch.int32)
 
     a = torch.randn(4, 4)
-    made = [replay.call(function, launch, [a]) for _ in range(3)]
+    made = [replay.call(function, launch, [a]) for _ in range(4)]
     assert len(plans) == 2
     assert [[(x.shape, x.stride(), x.dtype) for x in pair] for pair in made[1:]] == [
         [(x.shape, x.stride(), x.dtype) for x in made[0]]
-    ] * 2
-    assert len({x.data_ptr() for pair in made for x in pair}) == 6
+    ] * 3
+    assert len({x.data_ptr() for pair in made for x in pair}) == 8
 
 
 def test_errors_leave_no_plan(plans: list[Any]) -> None:
@@ -199,6 +202,23 @@ def test_errors_leave_no_plan(plans: list[Any]) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             replay.call(function, launch, [a, True])
-    for _ in range(2):
+    for _ in range(3):
         replay.call(function, launch, [a, False])
+    assert len(plans) == 1
+
+
+def test_sizes_that_never_come_again_are_not_recorded(
+    plans: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+    record = replay._record
+
+    def count(function: Any, launching: Any, inputs: Any, at: int) -> Any:
+        recorded.append(inputs[0].numel())
+        return record(function, launching, inputs, at)
+
+    monkeypatch.setattr(replay, "_record", count)
+    for size in (3, 4, 5, 4, 4):
+        replay.call(torch.empty_like, launch, [torch.randn(size)])
+    assert recorded == [4]
     assert len(plans) == 1

@@ -3,8 +3,9 @@
 The Python of a call takes longer than its kernels where rows are few: 80 us for a residual with
 dropout and norm, and Triton adds 30 us a launch, most of them to find the compiled kernel for 40
 arguments. Everything that this decides is the same for calls with the same tensors but for their
-addresses. The first call is therefore recorded: which tensors it allocates, and which compiled
-kernels it launches, with what. Later ones allocate and launch.
+addresses. The second of such calls is therefore recorded: which tensors it allocates, and which
+compiled kernels it launches, with what. Later ones allocate and launch. The first is not, since a
+call may have sizes that never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are.
@@ -185,8 +186,9 @@ def call(function: Callable[..., Any], launching: Any, inputs: Sequence[Any]) ->
     at = next(at for at, x in enumerate(inputs) if isinstance(x, torch.Tensor))
     plan = _plans.find(function, inputs, at)
     if plan is None:
-        if _plans.can_keep(inputs):
-            return _record(function, launching, inputs, at)
+        _plans.keep(function, inputs, _SEEN, at)
+    elif plan is _SEEN:
+        return _record(function, launching, inputs, at)
     elif plan is not _NONE and _is_current(plan.device):
         return plan.run(inputs)
     return function(*inputs)
@@ -197,8 +199,8 @@ def _is_current(device: int) -> bool:
     return device < 0 or torch.cuda.current_device() == device
 
 
-# Of calls that cannot be repeated.
-_NONE = Plan(-1, [], [], [], False)
+# Of calls that were seen once, and of calls that cannot be repeated.
+_SEEN, _NONE = (Plan(-1, [], [], [], False) for _ in range(2))
 
 
 def _record(

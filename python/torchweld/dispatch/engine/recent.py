@@ -50,7 +50,7 @@ class Recent(Generic[_Found]):
                 return found
         return None
 
-    def can_keep(self, inputs: Sequence[Any]) -> bool:
+    def _can_keep(self, inputs: Sequence[Any]) -> bool:
         """Whether no argument is a misaligned tensor or a custom object."""
         return _guards is not None and all(
             value.data_ptr() % ALIGNMENT == 0
@@ -61,7 +61,7 @@ class Recent(Generic[_Found]):
 
     def keep(self, op: Hashable, inputs: Sequence[Any], found: _Found, at: int = 0) -> None:
         """Keep what was found for a call, if such a call can be recognised."""
-        if not self.can_keep(inputs):
+        if not self._can_keep(inputs):
             return
         tensors_at = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
         others = tuple(i for i in range(len(inputs)) if i not in tensors_at)
@@ -82,7 +82,8 @@ class Recent(Generic[_Found]):
         if len(of_op) >= _SIZES:
             of_op.clear()
         size = inputs[at].numel()
-        of_op[size] = ((is_like, found), *of_op.get(size, ()))[:_ALIKE]
+        rest = [call for call in of_op.get(size, ()) if not call[0](inputs)]
+        of_op[size] = ((is_like, found), *rest)[:_ALIKE]
 
 
 @functools.cache

@@ -25,7 +25,6 @@ batch, so batches of a size are all equally long, the last one with zeros at its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ import torch
 
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
+from torchweld.registry.constant import assume_constant_result
 
 Coefficients = Sequence[tuple[float, float, float]]
 # Jordan's; torch.optim.Muon has them too.
@@ -206,15 +206,15 @@ _SYMMETRIC = BareOp(
 def _fits_tiles(x: torch.Tensor) -> bool:
     """Whether the kernel for symmetric products takes such factors, and is worth it."""
     return (
-        has_descriptors(x.device)
-        and x.dtype.itemsize == 2
+        x.dtype.itemsize == 2
         and x.shape[-2] >= _TILES_FROM
         and x.shape[-1] % _MULTIPLE == 0
         and x.is_contiguous()
+        and has_descriptors(x.device)
     )
 
 
-@functools.cache
+@assume_constant_result
 def has_descriptors(device: torch.device) -> bool:
     """Whether a GPU copies tiles by descriptors."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
