@@ -160,7 +160,14 @@ def _clone(inputs: Sequence[Any]) -> list[Any]:
         if isinstance(value, list):
             return [clone(one) for one in value]
         if isinstance(value, torch.Tensor):
-            return clones.setdefault(id(value), value.detach().clone())
+            return clones.setdefault(id(value), _clone_as_it_lies(value.detach()))
         return value
 
     return [clone(value) for value in inputs]
+
+
+def _clone_as_it_lies(x: torch.Tensor) -> torch.Tensor:
+    """Clone a tensor with its strides, which padded rows would lose: kernels differ by them."""
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        return x.clone()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
