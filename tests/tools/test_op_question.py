@@ -600,7 +600,7 @@ def test_bare_ops_are_checked_on_a_part(
 
 
 def test_copies_for_a_trial_lie_as_the_arguments() -> None:
-    """Padded rows stay padded, one tensor in two places stays one, and broadcast ones are copied."""
+    """Padded rows stay padded, and one tensor in two places stays one; broadcast ones are packed."""
     padded, broadcast = torch.randn(4, 16)[:, :7], torch.randn(3, 1).expand(3, 5)
     copies = bare._clone([padded, padded, broadcast, padded.t(), 2.0])
     assert copies[0] is copies[1]
