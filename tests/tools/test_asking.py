@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweld.dispatch import bare
 from torchweld.dispatch.engine import asking, files
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.question import Question
@@ -511,3 +512,15 @@ def test_a_process_that_waits_too_long_asks_again(
     assert _ask(_engine(tmp_path), Script(ms={"cuda": 9.0, "triton": 1.0, EAGER: 2.0})) == "triton"
     assert _ask(engine, script) == "triton"
     assert script.judged == []
+
+
+def test_copies_for_a_trial_lie_as_the_arguments() -> None:
+    """Padded rows stay padded; one tensor in two places stays one; broadcast ones are packed."""
+    padded, broadcast = torch.randn(4, 16)[:, :7], torch.randn(3, 1).expand(3, 5)
+    copies = bare._clone([padded, padded, broadcast, padded.t(), 2.0])
+    assert copies[0] is copies[1]
+    assert copies[0].stride() == (16, 1)
+    assert copies[3].stride() == (1, 16)
+    for copied, x in zip(copies, (padded, padded, broadcast, padded.t()), strict=False):
+        assert torch.equal(copied, x)
+        assert copied.data_ptr() != x.data_ptr()

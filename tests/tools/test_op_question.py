@@ -597,15 +597,3 @@ def test_bare_ops_are_checked_on_a_part(
     op.run(*_copies(inputs))
     (answer,) = trials.answers()
     assert (answer.backend, answer.why, answer.faults) == ("cpu", "check", {})
-
-
-def test_copies_for_a_trial_lie_as_the_arguments() -> None:
-    """Padded rows stay padded, and one tensor in two places stays one; broadcast ones are packed."""
-    padded, broadcast = torch.randn(4, 16)[:, :7], torch.randn(3, 1).expand(3, 5)
-    copies = bare._clone([padded, padded, broadcast, padded.t(), 2.0])
-    assert copies[0] is copies[1]
-    assert copies[0].stride() == (16, 1)
-    assert copies[3].stride() == (1, 16)
-    for copied, x in zip(copies, (padded, padded, broadcast, padded.t()), strict=False):
-        assert torch.equal(copied, x)
-        assert copied.data_ptr() != x.data_ptr()

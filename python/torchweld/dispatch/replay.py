@@ -1,8 +1,8 @@
 """Repeats the allocations and launches of a Triton call for later calls that are alike.
 
-The Python of a call takes longer than its kernels where rows are few: 80 us for a residual with
-dropout and norm, and Triton adds 30 us a launch, most of them to find the compiled kernel for 40
-arguments. Everything that this decides is the same for calls with the same tensors but for their
+The Python of a call takes longer than its kernels where rows are few: on an EPYC 80 us for a
+residual with dropout and norm, besides Triton's, which looks for the compiled kernel of 40
+arguments at each launch. Everything that this decides is the same for calls with the same tensors but for their
 addresses. The second of such calls is therefore recorded: which tensors it allocates, and which
 compiled kernels it launches, with what. Later ones allocate and launch. The first is not, since a
 call may have sizes that never come again.
