@@ -2,10 +2,10 @@
 
 The Python of a call takes longer than its kernels where rows are few: on an EPYC 80 us for a
 residual with dropout and norm, besides Triton's, which looks for the compiled kernel of 40
-arguments at each launch. Everything that this decides is the same for calls with the same tensors but for their
-addresses. The second of such calls is therefore recorded: which tensors it allocates, and which
-compiled kernels it launches, with what. Later ones allocate and launch. The first is not, since a
-call may have sizes that never come again.
+arguments at each launch. Everything that this decides is the same for calls with the same tensors
+but for their addresses. The second of such calls is therefore recorded: which tensors it allocates,
+and which compiled kernels it launches, with what. Later ones allocate and launch. The first is not
+recorded, since a call may have sizes that never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are.
