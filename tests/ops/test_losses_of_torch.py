@@ -305,7 +305,7 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1, 7, 197, 9001])
 @pytest.mark.parametrize("targets", [0, 1, 3])
-def test_padded_rows_have_the_bits_of_contiguous_ones(
+def test_padded_rows_have_the_bits_of_contiguous_ones_in_the_interpreter(
     width: int, targets: int, dtype: torch.dtype
 ) -> None:
     """No kernel reads or writes the padding, which is NaN and infinity here."""
