@@ -162,10 +162,12 @@ def test_where_a_single_element_lies_decides_nothing() -> None:
 
 
 def test_objects_and_unaligned_tensors_are_not_kept() -> None:
-    kept = Recent[str]()
-    for given in ([_arguments()[0], object()], DIFFERENT["an input beside"]()):
+    """Nor is a tensor in two places, which no guard matches."""
+    kept, (x, *_) = Recent[str](), _arguments()
+    for given in ([x, object()], DIFFERENT["an input beside"](), [x, x]):
         kept.keep(NORM, given, "cuda")
         assert kept.find(NORM, given) is None
+        assert not kept._calls
 
 
 BUDGET = 0.5

@@ -51,12 +51,16 @@ class Recent(Generic[_Found]):
         return None
 
     def _can_keep(self, inputs: Sequence[Any]) -> bool:
-        """Whether no argument is a misaligned tensor or a custom object."""
-        return _guards is not None and all(
-            value.data_ptr() % ALIGNMENT == 0
-            if isinstance(value, torch.Tensor)
-            else _is_plain(value)
-            for value in inputs
+        """Whether no argument is a misaligned tensor or a custom object.
+
+        Guards match no call that has one tensor in two places.
+        """
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        return (
+            _guards is not None
+            and len({id(t) for t in tensors}) == len(tensors)
+            and all(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+            and all(isinstance(value, torch.Tensor) or _is_plain(value) for value in inputs)
         )
 
     def keep(self, op: Hashable, inputs: Sequence[Any], found: _Found, at: int = 0) -> None:
