@@ -218,7 +218,7 @@ FAULTS = [
     ),
     Fault(
         "triton_kernels/symmetric.py",
-        "tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)",
+        "tl.where(row * (row + 1) // 2 > number, row - 1, row)",
         "row",
         "tests/ops/test_symmetric_triton.py",
     ),
