@@ -94,6 +94,19 @@ def test_matrices_are_orthogonalised_by_it(gram: bool, monkeypatch: pytest.Monke
         assert (tiled - wide).norm() <= 1.5 * (plain - wide).norm() < 0.02 * wide.norm()
 
 
+def test_larger_batches_take_products_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses them, and an answer for smaller ones serves all sizes."""
+    monkeypatch.setattr(orthogonal, "has_descriptors", lambda _: True)
+
+    def fits(*shape: int) -> bool:
+        return orthogonal._fits_tiles(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+
+    assert fits(1, 46336, 46336)
+    assert not fits(1, 46344, 46344)
+    assert not fits(1, 46344, 2048)  # a factor that fits, and a product that does not
+    assert not fits(4, 16384, 32768)
+
+
 def test_other_matrices_are_refused() -> None:
     x, product = _random(2, 16, 16), torch.ops.torchweld.symmetric_product.triton
     offset = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)

@@ -71,8 +71,9 @@ class _Limits(NamedTuple):
 # as long: 16 matrices of 2048 x 2048, one by one and in blocks, took 78 ms, 5 of them for products.
 # Four such matrices at a time fill its processors: 730 TFLOP/s, where one reaches 605.
 _ON_CPU, _ON_GPU = _Limits(512, 2**18, False), _Limits(4096, 2**22, True, 4, 2**25)
-# Rows from which the kernel for symmetric products beats one product, and its multiple of columns.
-_TILES_FROM, _MULTIPLE = 2048, 8
+# Rows from which the kernel for symmetric products beats one product, its multiple of columns, and
+# the elements of a batch that its 32-bit places cannot reach.
+_TILES_FROM, _MULTIPLE, _TOO_MANY = 2048, 8, 2**31
 
 
 def _limits(x: torch.Tensor) -> _Limits:
@@ -209,6 +210,7 @@ def _fits_tiles(x: torch.Tensor) -> bool:
         x.dtype.itemsize == 2
         and x.shape[-2] >= _TILES_FROM
         and x.shape[-1] % _MULTIPLE == 0
+        and len(x) * x.shape[-2] * max(x.shape[-2:]) < _TOO_MANY
         and x.is_contiguous()
         and has_descriptors(x.device)
     )
