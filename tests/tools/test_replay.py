@@ -164,6 +164,19 @@ def test_seeds_are_read_anew(plans: list[Any]) -> None:
     assert len(plans) == 3
 
 
+@kernels
+def test_inference_mode_has_results_of_its_own(plans: list[Any]) -> None:
+    """A plan of either mode makes the tensors that the mode makes."""
+    inputs = _norm()
+    wanted = _run_plainly(OPS["layer_norm"], inputs)["y"]
+    for at in range(8):
+        with torch.inference_mode(at % 2 == 1):
+            made = OPS["layer_norm"].kernels["triton"].run(inputs)
+            torch.testing.assert_close(made, wanted, rtol=0, atol=0)
+        assert made.is_inference() == (at % 2 == 1)
+    assert len(plans) == 4
+
+
 # What a plan cannot repeat, as functions of two tensors.
 UNFIT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "it computes": lambda a, b: a + b,

@@ -46,7 +46,7 @@ _VIEWS = {
 
 
 class _Step(NamedTuple):
-    """A launch: Triton's launcher, its arguments, and the tensors that take which of the places."""
+    """A launch: Triton's launcher, its arguments, and which tensors take which of their places."""
 
     launch: Callable[..., Any]
     arguments: list[Any]
@@ -88,11 +88,16 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _ALLOCATIONS and func not in _VIEWS:
+            with self:  # inference mode does not take composite ops such as reshape apart
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            self.fits = False
+        result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
             self.made.append(result)
-        elif func not in _VIEWS:
-            self.fits = False
         return result
 
     def start(self, launch: Any, options: dict[str, Any]) -> None:
@@ -199,7 +204,7 @@ def _is_current(device: int) -> bool:
     return device < 0 or torch.cuda.current_device() == device
 
 
-# Of calls that were seen once, and of calls that cannot be repeated.
+# They stand for the plan of a call that was seen once, and of one that cannot be repeated.
 _SEEN, _NONE = (Plan(-1, [], [], [], False) for _ in range(2))
 
 
