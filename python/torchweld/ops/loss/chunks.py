@@ -27,7 +27,7 @@ _INVARIANT = 64
 # elements. No two rows then share a line of the caches.
 _LINE = 128
 _ACCESS = 16  # bytes
-# Of a chunk, by default.
+# A chunk takes so many bytes by default: these on a CPU or a small GPU, those on a large one.
 _LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**30
 
 
@@ -92,9 +92,9 @@ def _pad(layer: Layer, width: int) -> int:
 def _divide_classes(layer: Layer) -> list[slice]:
     """All classes, or those past the last multiple of 16 bytes apart from the others.
 
-    Padded rows alone do not help a GPU's library: by an odd number of columns or of products it
-    takes kernels for unaligned matrices, which were 5 times slower. The few classes come first, so
-    that sums with theirs are rounded to 16 bits when they are small.
+    A GPU's library needs more than padded rows: it also takes its kernels for unaligned matrices,
+    which were 5 times slower, where the number of columns or of products is odd. The few classes
+    come first, so that their sums are rounded to 16 bits while they are small.
     """
     width = layer.weight.shape[0]
     even = width - width % (_ACCESS // layer.find_dtype().itemsize)
