@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import tempfile
 import time
@@ -56,6 +57,9 @@ EMULATED = Path(
     )
 )
 
+
+# Thresholds of the garbage collector: a tenth of the collections that Python does by default.
+COLLECT = 10_000, 10, 10
 
 # CI's last moment, in seconds since the epoch. Later tests do not run, and the summary counts them.
 LAST_MOMENT = float(os.environ.get("TORCHWELD_TESTS_UNTIL", "inf"))
@@ -135,6 +139,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
     # The longest tests begin first, so that the last minutes have work for every worker.
     items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of collections of garbage, which searched them at great cost."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

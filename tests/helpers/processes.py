@@ -1,7 +1,8 @@
 """Processes that gloo connects. Tests share them, since starting them is slow.
 
-Each scenario has process groups of its own: gloo's threads wake a hundred times a second, so the
-groups of a hundred earlier tests would take more time than the test.
+They keep the groups of their meshes, so that DTensor, whose caches name groups, need not plan anew
+what an earlier scenario did. All groups share a thread of gloo's, since it wakes a hundred times a
+second: with one for each group these threads would take a quarter of a core.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
 
 import torchweld
 
@@ -81,13 +82,15 @@ class Processes:
 def _serve(rank: int, count: int, end: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    gc.freeze()  # what has been imported need not be searched after each scenario
+    dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
+    _keep_groups_of_meshes()
+    gc.freeze()  # what has been imported need not be searched again
     while True:
         store, backend, scenario, given = end.recv()
         # All processes have ended the last scenario, so that none waits for its groups. DeepSpeed
         # goes on with the groups that it has seen first.
         if dist.is_initialized() and "deepspeed" not in sys.modules:
-            _destroy_groups()
+            _destroy_other_groups()
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
         failure = None
@@ -100,12 +103,46 @@ def _serve(rank: int, count: int, end: Connection) -> None:
         end.send(failure)
 
 
-def _destroy_groups() -> None:
-    """Destroy all groups, and DTensor's caches, which name them."""
-    dist.destroy_process_group()
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(torch.distributed.tensor.debug, name, lambda: None)()
+class _OnOneDevice(dist.ProcessGroupGloo):
+    """A group on the device of all others, which has the thread."""
+
+    _devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        if not self._devices:
+            self._devices.append(gloo.create_default_device())
+        options = gloo._Options()
+        options._devices, options._timeout = self._devices, timeout
+        super().__init__(store, rank, size, options)
+
+
+# The groups' names of every mesh that a scenario has made.
+_of_meshes: dict[Any, list[Any]] = {}
+
+
+def _keep_groups_of_meshes() -> None:
+    """Give equal meshes the same groups. To DTensor's caches they are one mesh anyway."""
+    mesh: Any = DeviceMesh
+    make = mesh._init_process_groups
+
+    def find(layout: Any, ranks: torch.Tensor, *rest: Any) -> list[Any]:
+        key = layout, tuple(ranks.flatten().tolist()), *rest
+        if key not in _of_meshes:
+            _of_meshes[key] = make(layout, ranks, *rest)
+        return _of_meshes[key].copy()
+
+    mesh._init_process_groups = staticmethod(find)
+
+
+def _destroy_other_groups() -> None:
+    """Destroy the groups that are no mesh's."""
+    kept = {dist.group.WORLD.group_name, *[name for names in _of_meshes.values() for name in names]}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_name not in kept:
+            dist.destroy_process_group(group)
     gc.collect()
+    gc.freeze()  # nor what is left: caches, and what was imported since
 
 
 _kept: dict[tuple[int, str], Processes] = {}

@@ -37,8 +37,10 @@ def check_attached(
     """
     ours, known = set(map(id, params)), {id(ref()) for ref in attached}
     wrapper = torch.nn.parallel.DistributedDataParallel
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), wrapper) or id(candidate) in known:
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if wrapper in kind.__mro__}
+    for candidate in objects:
+        if type(candidate) not in kinds or id(candidate) in known:
             continue
         if any(id(p) in ours for p in candidate.parameters()):
             actual = "in a DistributedDataParallel, which averages gradients too"
