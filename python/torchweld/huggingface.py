@@ -12,12 +12,18 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     and_masks,
@@ -28,6 +34,7 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld import functional
 from torchweld.errors import ArgumentError
@@ -39,6 +46,7 @@ NAME = "torchweld_sparse"
 # The attribute that holds a module's layouts.
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
+_WINDOWS: dict[int, Layouts] = {}
 # Names of the modules with which a decoder attends to its encoder.
 _CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
 
@@ -81,9 +89,9 @@ def set_layout(
 ) -> None:
     """Give a model's attention a layout.
 
-    Its attention modules share the layouts. Attention stays dense in three cases: in passes of
-    `generate`, which get `past_key_values`; with fewer queries than keys; and from a decoder to its
-    encoder.
+    Its attention modules share the layouts. Attention stays as the model has it by itself, dense or
+    over its own sliding window, in three cases: in passes of `generate`, which get
+    `past_key_values`; with fewer queries than keys; and from a decoder to its encoder.
 
     Args:
         model: a model whose attn_implementation is "torchweld_sparse", or an encoder of LongT5.
@@ -94,6 +102,8 @@ def set_layout(
         layers: the `layer_idx` of the layers to change; None: all.
     """
     layouts, state = None if layout is None else Layouts(layout), getattr(model, _PASS, None)
+    if layouts is not None:
+        _check_implementation(model)
     if state is None:
         state = _Pass()
         setattr(model, _PASS, state)
@@ -126,6 +136,32 @@ def set_layout(
         raise ArgumentError("set_layout", "layers", repr(layers), accepted)
 
 
+def _check_implementation(model: Any) -> None:
+    """Check that a model's attention asks transformers for `attention`, or is LongT5's."""
+    if not isinstance(model, PreTrainedModel) or any(map(_has_window, model.modules())):
+        return
+    modules = [m for m in model.modules() if _asks_for_attention(m)]
+    if not modules:
+        actual = f"a {type(model).__name__}, whose attention transformers cannot replace"
+        accepted = "a model of transformers that takes attn_implementation"
+        raise ArgumentError("set_layout", "model", actual, accepted)
+    configs = [m.config for m in modules if hasattr(m, "config")]
+    names = {config._attn_implementation for config in configs}
+    functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
+    if attention not in functions:
+        actual = f"a {type(model).__name__} with {', '.join(map(repr, sorted(map(str, names))))}"
+        accepted = f"one with attn_implementation={NAME!r}"
+        raise ArgumentError("set_layout", "model", actual, accepted)
+
+
+def _asks_for_attention(module: torch.nn.Module) -> bool:
+    """Whether the file of a module's class has the table of attention functions."""
+    if isinstance(module, PreTrainedModel):  # the base class has it for other purposes
+        return False
+    files = [vars(sys.modules[each.__module__]) for each in type(module).__mro__]
+    return any(ALL_ATTENTION_FUNCTIONS is file.get("ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
 def _has_window(module: Any) -> bool:
     """Whether a module is an attention of LongT5's encoder, which cuts sequences into blocks."""
     needed = ("local_radius", "block_len", "compute_bias", "_relative_position_bucket")
@@ -142,6 +178,17 @@ def _keep_table(module: Any) -> None:
         module.compute_bias = functools.partial(_compute_bias, module, {})
 
 
+class _SharedBias(NamedTuple):
+    """The bias that a layer hands on to later ones, and the weight that its table is a view of."""
+
+    bias: BlockBias
+    weight: torch.Tensor
+
+    def view(self) -> BlockBias:
+        """A new view for one layer: a reentrant checkpoint makes the first one without a graph."""
+        return self.bias.with_table(self.weight.t())
+
+
 def _compute_bias(
     module: Any,
     buckets: dict[torch.device, torch.Tensor],
@@ -156,29 +203,33 @@ def _compute_bias(
     return _relative_bias(module, buckets)
 
 
-def _relative_bias(module: Any, buckets: dict[torch.device, torch.Tensor]) -> BlockBias:
+def _relative_bias(module: Any, buckets: dict[torch.device, torch.Tensor]) -> _SharedBias:
     """The bias by distance of an attention of T5's kind, whose buckets are kept by device."""
     weight = module.relative_attention_bias.weight
     if weight.device not in buckets:
         last = module.relative_attention_max_distance
-        buckets[weight.device] = module._relative_position_bucket(
-            torch.arange(-last, last + 1, device=weight.device),
-            bidirectional=not module.is_decoder,
-            num_buckets=module.relative_attention_num_buckets,
-            max_distance=last,
-        )
-    return BlockBias.relative(weight.t(), buckets[weight.device])
+        find = module._relative_position_bucket
+        settings = {
+            "bidirectional": not module.is_decoder,
+            "num_buckets": module.relative_attention_num_buckets,
+            "max_distance": last,
+        }
+        # UMT5's has them from its module.
+        settings = settings if "bidirectional" in inspect.signature(find).parameters else {}
+        distances = torch.arange(-last, last + 1, device=weight.device)
+        buckets[weight.device] = find(distances, **settings)
+    return _SharedBias(BlockBias.relative(weight.t(), buckets[weight.device]), weight)
 
 
 def _attend_locally(
     module: Any,
     hidden_states: torch.Tensor,
     mask: torch.Tensor | None = None,
-    position_bias: BlockBias | None = None,
+    position_bias: _SharedBias | None = None,
     output_attentions: bool = False,
-) -> tuple[torch.Tensor, BlockBias | None]:
+) -> tuple[torch.Tensor, _SharedBias | None]:
     """The forward of LongT5's local attention, over a layout."""
-    _check_unserved(position_bias, BlockBias, output_attentions)
+    _check_unserved(position_bias, _SharedBias, output_attentions)
     if position_bias is None and module.has_relative_attention_bias:
         position_bias = _relative_bias(module, {})
     if mask is not None:  # [batch, 1, blocks, queries of a block, keys of three blocks]
@@ -192,9 +243,9 @@ def _attend_globally(
     module: Any,
     hidden_states: torch.Tensor,
     mask: torch.Tensor | None = None,
-    position_bias: tuple[BlockBias, torch.Tensor] | None = None,
+    position_bias: tuple[_SharedBias, torch.Tensor, Any] | None = None,
     output_attentions: bool = False,
-) -> tuple[torch.Tensor, tuple[BlockBias, torch.Tensor]]:
+) -> tuple[torch.Tensor, tuple[_SharedBias, torch.Tensor, Any]]:
     """The forward of LongT5's transient-global attention, whose local part has a layout.
 
     Each token also sees a sum of every `global_block_size` tokens.
@@ -207,8 +258,11 @@ def _attend_globally(
     numbers, segments = long_t5._make_global_fixed_block_ids(counted, module.global_block_size)
     if position_bias is None:
         side_bias = module.compute_side_bias(counted, segments)
-        position_bias = _relative_bias(module, {}), side_bias
-    near, side_bias = position_bias
+        position_bias = _relative_bias(module, {}), side_bias, module
+    near, side_bias, first = position_bias
+    trains = torch.is_grad_enabled() and first.global_relative_attention_bias.weight.requires_grad
+    if trains and not side_bias.requires_grad:  # it was made in a reentrant checkpoint
+        side_bias = first.compute_side_bias(counted, segments)
     keep = None if mask is None else mask.bool()
     y, lse = _attend_in_window(module, hidden_states, keep, near)
     if segments.shape[-1]:
@@ -235,11 +289,12 @@ def _check_unserved(position_bias: Any, kind: type, output_attentions: bool) -> 
 
 
 def _attend_in_window(
-    module: Any, x: torch.Tensor, keep: torch.Tensor | None, bias: BlockBias | None
+    module: Any, x: torch.Tensor, keep: torch.Tensor | None, shared: _SharedBias | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of LongT5's heads over the module's layout."""
     q, k, v = _project(module, x, x)
     layout = getattr(module, _LAYOUTS)[0].of(q, k)
+    bias = None if shared is None else shared.view()
     return _attend_without_scale(module, q, k, v, layout, None if keep is None else ~keep, bias)
 
 
@@ -347,11 +402,10 @@ _PLAIN = [
         sliding_window_bidirectional_overlay(1),
     )
 ]
-# Arguments that do not change what `attention` computes. The mask says which positions are packed,
-# and the layout replaces a sliding window.
+# Arguments that do not change what `attention` computes. The mask says which positions are packed.
 _WITHOUT_EFFECT = {
-    *("sliding_window", "position_ids", "cache_position", "use_cache", "deterministic"),
-    *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("position_ids", "cache_position", "use_cache", "deterministic", "num_items_in_batch"),
+    *("output_hidden_states", "output_router_logits", "return_dict"),
 }
 
 
@@ -366,10 +420,14 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | BlockBias | None = None,
+    position_bias: torch.Tensor | BlockBias | _SharedBias | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls: inputs [batch, heads, length, head_dim]."""
+    """The function that transformers calls: inputs [batch, heads, length, head_dim].
+
+    A layout replaces `sliding_window`, except in passes of `generate`.
+    """
     layouts, state = getattr(module, _LAYOUTS, (None, None))
     if layouts is None or state is None:
         actual = f"{type(module).__name__} without a layout"
@@ -379,7 +437,10 @@ def attention(
         if name not in _WITHOUT_EFFECT and extra is not None and extra is not False:
             accepted = "None: attention over a layout does not take it"
             raise ArgumentError(NAME, name, f"a {type(extra).__name__}", accepted)
+    if isinstance(position_bias, _SharedBias):
+        position_bias = position_bias.view()
     is_part = query.shape[2] != key.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if attention_mask is not None and _adds(attention_mask) and not is_part:
         if position_bias is not None:
             accepted = "None beside position_bias, or booleans [batch, keys]"
@@ -390,6 +451,12 @@ def attention(
         actual = f"of shape {list(attention_mask.shape)}"
         raise ArgumentError(NAME, "attention_mask", actual, "[batch, keys], 1 where a key counts")
     if is_part and (attention_mask is None or attention_mask.ndim == 4):
+        # Without a mask, queries begin at the first key: a cache may have room for more keys.
+        # torch's attention knows that of `is_causal`, but only without a mask or a bias.
+        is_own = bool(softcap) or s_aux is not None or position_bias is not None
+        crosses = layouts is _DENSE
+        if attention_mask is None and is_own and causal and not crosses and query.shape[2] > 1:
+            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
         if position_bias is not None:
             attention_mask = _add_to_mask(position_bias, attention_mask, query, key)
         if softcap or s_aux is not None:
@@ -399,13 +466,12 @@ def attention(
             settings = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
             masked = _attend_with_mask(query, key, value, attention_mask, scaling, *settings)
             return masked.transpose(1, 2).contiguous(), None
-        # Without a mask, queries begin at the first key: a cache may have room for more keys.
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
-    dense = state.generates or is_part
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    layout = (_DENSE if dense else layouts).of(query, key)
+    if state.generates or is_part:
+        layouts = _DENSE if sliding_window is None else _make_window(sliding_window, causal)
+    layout = layouts.of(query, key)
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         layout = state.within_documents(layout, attention_mask)
         attention_mask = None  # the layout includes it
@@ -415,7 +481,7 @@ def attention(
         value,
         layout,
         scale=scaling,
-        causal=bool(causal),
+        causal=causal,
         key_padding_mask=None if attention_mask is None else ~attention_mask,
         bias=position_bias,
         sinks=s_aux,
@@ -424,6 +490,15 @@ def attention(
         training=module.training,
     )
     return y.transpose(1, 2).contiguous(), None
+
+
+def _make_window(size: int, causal: bool) -> Layouts:
+    """The layouts of a model's own sliding window: a token sees this many, itself among them."""
+    if not causal:
+        accepted = "None in a pass with past_key_values of a model that is not causal"
+        raise ArgumentError(NAME, "sliding_window", f"{size}", accepted)
+    window = functools.partial(BlockLayout.sliding_window, window_size=(size - 1, 0))
+    return _WINDOWS.setdefault(size, Layouts(window))
 
 
 def _adds(mask: torch.Tensor) -> bool:

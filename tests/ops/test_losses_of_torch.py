@@ -252,6 +252,35 @@ def test_what_is_refused(name: str, value: Any, message: str) -> None:
         functional.linear_cross_entropy(**given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("others", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+def test_a_weight_of_more_dimensions_is_torchs(dtype: torch.dtype, others: dict[str, Any]) -> None:
+    """A loss at each of 3 x 2 positions; arguments about chunks are refused, not forgotten."""
+    leaves = [torch.randn(s).to(dtype).requires_grad_() for s in ((6, 5), (7, 3, 2, 5), (7, 3, 2))]
+    target = torch.randint(0, 7, (6, 3, 2))
+    target[1, 2] = -100
+    x, weight, bias = leaves
+
+    def run(function: Any) -> list[torch.Tensor]:
+        loss = function(x, weight, target, linear_bias=bias, **others)
+        return [loss, *torch.autograd.grad(loss.sum(), leaves)]
+
+    wide = [t.detach().double() for t in leaves]
+    logits = F.linear(wide[0], wide[1].flatten(0, 2), wide[2].flatten()).view(6, 7, 3, 2)
+    exact = F.cross_entropy(logits, target, **others)
+    lce: Any = functional.linear_cross_entropy
+    found = run(lce)
+    # A logit is a sum of 6 terms below 10: off by 6 roundings of 60. A loss is of two logits.
+    assert (found[0] - exact).abs().max() <= 2 * 6 * 60 * torch.finfo(dtype).eps / 2
+    if hasattr(F, "linear_cross_entropy"):  # not in older versions
+        for mine, theirs in zip(found, run(F.linear_cross_entropy), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    refused = {"logits_dtype": torch.float32, "memory": 2**20, "accumulate": "grad"}
+    for name, value in (refused | {"batch_invariant": True}).items():
+        with pytest.raises(ArgumentError, match=f"{name} is .* of more than two dimensions"):
+            lce(x, weight, target, **{name: value})
+
+
 @pytest.mark.parametrize("width", [1, 37, 5000])
 @pytest.mark.parametrize("targets", [0, 1, 3])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])

@@ -155,6 +155,7 @@ def _swin() -> tuple[Any, Callable[[int], dict[str, Any]]]:
 MODELS: dict[str, Callable[[], Any]] = {
     "T5": functools.partial(_t5, "T5"),
     "MT5": functools.partial(_t5, "MT5"),
+    "UMT5": functools.partial(_t5, "UMT5"),
     "LongT5": functools.partial(_long_t5, "local"),
     "LongT5 with globals": functools.partial(_long_t5, "transient-global"),
     "DeepSeek-V3": _deepseek,
@@ -224,6 +225,25 @@ def test_training_and_generating_as_eager(name: str, how: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     if tokens is not None:
         assert torch.equal(tokens, their_tokens)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5", "LongT5", "LongT5 with globals"])
+def test_every_layer_teaches_the_table_under_checkpoints(name: str, reentrant: bool) -> None:
+    """A reentrant checkpoint runs the layer that hands its table on without a graph."""
+    huggingface.register()
+    found = []
+    for how in ("eager", "layout"):
+        model, draw = _make(name, how)
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model(**draw(0), use_cache=False).loss.backward()
+        found.append({key: p.grad for key, p in model.named_parameters() if "relative" in key})
+    eager, mine = found
+    assert all(grad.any() for grad in eager.values())
+    for key, grad in eager.items():
+        torch.testing.assert_close(mine[key], grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("attends", ["local", "transient-global"])

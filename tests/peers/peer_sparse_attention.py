@@ -14,18 +14,28 @@ from transformers import (
     BartModel,
     BertConfig,
     BertModel,
+    DynamicCache,
+    EncoderDecoderCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RobertaConfig,
     RobertaModel,
+    StaticCache,
     T5Config,
     T5EncoderModel,
+    T5ForConditionalGeneration,
 )
 from transformers.masking_utils import (
     and_masks,
@@ -66,6 +76,10 @@ def _gpt2(**more: Any) -> torch.nn.Module:
     own = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
     return GPT2LMHeadModel(GPT2Config(**sizes, **own, **more))
+
+
+def _llama(**more: Any) -> torch.nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=128, **more))
 
 
 def _bart(**more: Any) -> torch.nn.Module:
@@ -192,6 +206,17 @@ def test_attention_to_an_encoder_is_dense(length: int) -> None:
     assert not torch.allclose(found[0], whole, atol=1e-3)
 
 
+def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
+    """One with another implementation, and one whose attention transformers cannot replace."""
+    with pytest.raises(ArgumentError, match="a OPTForCausalLM with 'sdpa'; accepted: one with"):
+        huggingface.set_layout(_opt(attn_implementation="sdpa"), WINDOW)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+    model = GPTJForCausalLM(GPTJConfig(**sizes, n_positions=256))
+    model.set_attn_implementation(huggingface.NAME)  # a line in a log is all that this does
+    with pytest.raises(ArgumentError, match="whose attention transformers cannot replace"):
+        huggingface.set_layout(model, WINDOW)
+
+
 def test_a_model_without_a_layout_says_so() -> None:
     tokens, keep = _tokens()
     with pytest.raises(ArgumentError, match="set_layout"):
@@ -208,18 +233,72 @@ def _gemma2(**more: Any) -> torch.nn.Module:
     return Gemma2ForCausalLM(Gemma2Config(**SMALL, **own, **caps, **more))
 
 
-def test_generate_keeps_the_soft_cap() -> None:
-    """Passes with a cache compute what eager computes, which has the cap."""
+def _mistral(**more: Any) -> torch.nn.Module:
+    own = {"num_key_value_heads": 2, "intermediate_size": 128, "sliding_window": 40}
+    return MistralForCausalLM(MistralConfig(**SMALL, **own | more))
+
+
+def _gpt_oss(**more: Any) -> torch.nn.Module:
+    own = {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 64, "sliding_window": 40}
+    own |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return GptOssForCausalLM(GptOssConfig(**SMALL, **own | more))
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("room", [None, 29, 64])
+@pytest.mark.parametrize("window", [8, 40])
+@pytest.mark.parametrize("make", [_llama, _mistral, _gemma2, _gpt_oss])
+def test_passes_with_a_cache_are_eagers(
+    make: Callable[..., torch.nn.Module], window: int, room: int | None, is_padded: bool
+) -> None:
+    """A prompt, several tokens and one; the model's own window, soft cap and sinks take part.
+
+    The cache grows, or has room for more keys from the start.
+    """
     torch.manual_seed(0)
-    plain = _gemma2(attn_implementation="eager").eval()
-    sparse = _gemma2(attn_implementation=huggingface.NAME).eval()
-    sparse.load_state_dict(plain.state_dict())
-    huggingface.set_layout(sparse, functools.partial(BlockLayout.dense, block=16))
+    own = {} if make is _llama else {"sliding_window": window}
+    models: list[Any] = [
+        make(attn_implementation=kind, **own).eval() for kind in ("eager", huggingface.NAME)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    huggingface.set_layout(models[1], WINDOW)
+    tokens, _ = _tokens()
+    keep = torch.ones_like(tokens)
+    keep[1, :3] = 0 if is_padded else 1
+    logits = []
+    for model in models:
+        sizes = {"config": model.config} | ({"max_cache_len": room} if room else {})
+        cache = StaticCache(**sizes) if room else DynamicCache(**sizes)
+        given = {"past_key_values": cache, "use_cache": True}
+        passes = [
+            model(tokens[:, begin:end], attention_mask=keep[:, :end], **given).logits
+            for begin, end in ((0, 20), (20, 28), (28, 29))
+        ]
+        logits.append(torch.cat(passes, 1)[keep[:, :29].bool()])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_t5_in_a_cache_with_room_is_eagers() -> None:
+    """The decoder's bias takes the place of a mask, which would have said that it is causal."""
+    torch.manual_seed(0)
+    own = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     tokens, _ = _tokens()
     logits = []
-    for model in (plain, sparse):
-        cache = model(tokens[:, :20], use_cache=True).past_key_values
-        logits.append(model(tokens[:, 20:28], past_key_values=cache).logits)
+    for kind in ("eager", huggingface.NAME):
+        torch.manual_seed(0)
+        config = T5Config(vocab_size=VOCABULARY, **own)
+        model: Any = T5ForConditionalGeneration._from_config(config, attn_implementation=kind)
+        if kind == huggingface.NAME:
+            huggingface.set_layout(model.decoder, WINDOW)
+            huggingface.set_layout(model.encoder, functools.partial(BlockLayout.dense, block=16))
+        sizes = {"config": model.config.get_text_config(decoder=True), "max_cache_len": 64}
+        cache = EncoderDecoderCache(StaticCache(**sizes), StaticCache(**sizes))
+        given = {"input_ids": tokens[:, :64], "past_key_values": cache, "use_cache": True}
+        passes = [
+            model.eval()(decoder_input_ids=tokens[:, begin:end], **given).logits
+            for begin, end in ((0, 12), (12, 20), (20, 21))
+        ]
+        logits.append(torch.cat(passes, 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
@@ -306,7 +385,3 @@ def test_arguments_that_change_scores_are_refused() -> None:
     for name in ("indices", "block_indices", "cu_seq_lens_q", "sinks", "output_attentions"):
         with pytest.raises(ArgumentError, match=name):
             huggingface.attention(module, q, q, q, **{name: torch.ones(1)})
-
-
-def _llama(**more: Any) -> torch.nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=128, **more))

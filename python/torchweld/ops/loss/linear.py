@@ -127,7 +127,8 @@ def linear_cross_entropy(
 
     Args:
         input: [*, in_features]; float32, bfloat16, float16 (or float64).
-        linear_weight: [V, in_features]. [V, *, in_features], as torch allows, is not chunked.
+        linear_weight: [V, in_features]. [V, *, in_features], as torch allows, is not chunked, and
+            takes no argument about chunks: logits_dtype, memory, "grad" and batch_invariant.
         target: classes, [*], or probabilities, [*, V].
         linear_bias: [V].
         weight: of the classes, [V], as in cross_entropy; it gets no gradient.
@@ -158,6 +159,7 @@ def linear_cross_entropy(
     name = _CROSS_ENTROPY
     accumulate = _read_options(options, accumulate)
     if _has_dimensions(linear_weight):
+        _refuse_chunks(logits_dtype, memory, accumulate, batch_invariant)
         return _run_on_dimensions(
             input,
             linear_weight,
@@ -483,6 +485,22 @@ def _read_options(options: Any, accumulate: str) -> str:
 
 def _has_dimensions(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim > 2
+
+
+def _refuse_chunks(
+    logits_dtype: torch.dtype | None, memory: int | None, accumulate: str, batch_invariant: bool
+) -> None:
+    """Refuse arguments that say how chunks are computed, where all logits are made at once."""
+    refused = (
+        ("logits_dtype", logits_dtype, logits_dtype is None),
+        ("memory", memory, memory is None),
+        ("accumulate", accumulate, accumulate in _ACCUMULATE[:2]),
+        ("batch_invariant", batch_invariant, batch_invariant is False),
+    )
+    for name, value, fits in refused:
+        if not fits:
+            accepted = "its default for a linear_weight of more than two dimensions"
+            raise ArgumentError(_CROSS_ENTROPY, name, repr(value), accepted)
 
 
 def _run_on_dimensions(
