@@ -71,6 +71,10 @@ def _compare(whole: Any, given: dict[str, torch.Tensor], loss: Any, sequence: bo
             full = grad.full_tensor() if isinstance(grad, DTensor) else grad
             # Some models compute norms, angles and routers in float32.
             assert (full - target).abs().max() <= 2**-21 * largest, key
+    with torch.inference_mode():
+        logits, expected = (each(**given).logits for each in (model, whole))
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     return "right"
 
 

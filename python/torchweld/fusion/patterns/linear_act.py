@@ -25,7 +25,8 @@ class LinearAct(Weld, torch.nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.t() if self.weld_transposed else self.weight
+        # Not t(), which a DTensor does not have in inference mode.
+        weight = self.weight.mT if self.weld_transposed else self.weight
         return functional.linear_act(
             input,
             weight,
