@@ -108,6 +108,7 @@ def set_layout(
         state = _Pass()
         setattr(model, _PASS, state)
         model.register_forward_pre_hook(_before_pass, with_kwargs=True)
+        model.register_forward_hook(_after_pass, always_call=True)
     windows: dict[int, Layouts] = {}
     count = 0
     for name, module in model.named_modules():
@@ -330,6 +331,15 @@ def _attend_without_scale(
 
 def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     getattr(model, _PASS).generates = kwargs.get("past_key_values") is not None
+
+
+def _after_pass(model: torch.nn.Module, args: Any, output: Any) -> None:
+    """End a pass of `generate`: the next may be of a part of the model, which tells us nothing.
+
+    With gradients a checkpoint may run the pass again.
+    """
+    if not torch.is_grad_enabled():
+        getattr(model, _PASS).generates = False
 
 
 def mask(

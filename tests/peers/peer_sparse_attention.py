@@ -180,8 +180,11 @@ def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
     plain, sparse = (model.eval() for model in _pair(make, WINDOW))
     keep = keep.flip(1)  # prompts are padded on the left
     given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    features = sparse.base_model(tokens)[0]
     wanted, found = (m.generate(tokens, attention_mask=keep, **given) for m in (plain, sparse))
     assert torch.equal(found, wanted)
+    # A part of the model has the layout again.
+    assert torch.equal(sparse.base_model(tokens)[0], features)
     # The prompt's pass of training is not.
     assert not torch.allclose(sparse(tokens)[0], plain(tokens)[0], atol=1e-3)
 
