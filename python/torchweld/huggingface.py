@@ -159,8 +159,8 @@ def _asks_for_attention(module: torch.nn.Module) -> bool:
     """Whether the file of a module's class has the table of attention functions."""
     if isinstance(module, PreTrainedModel):  # the base class has it for other purposes
         return False
-    files = [vars(sys.modules[each.__module__]) for each in type(module).__mro__]
-    return any(ALL_ATTENTION_FUNCTIONS is file.get("ALL_ATTENTION_FUNCTIONS") for file in files)
+    files = [sys.modules.get(each.__module__) for each in type(module).__mro__]
+    return any(getattr(file, "ALL_ATTENTION_FUNCTIONS", None) for file in files)
 
 
 def _has_window(module: Any) -> bool:
@@ -449,7 +449,7 @@ def attention(
             raise ArgumentError(NAME, name, f"a {type(extra).__name__}", accepted)
     if isinstance(position_bias, _SharedBias):
         position_bias = position_bias.view()
-    is_part = query.shape[2] != key.shape[2]
+    is_part, crosses = query.shape[2] != key.shape[2], layouts is _DENSE
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if attention_mask is not None and _adds(attention_mask) and not is_part:
         if position_bias is not None:
@@ -464,7 +464,6 @@ def attention(
         # Without a mask, queries begin at the first key: a cache may have room for more keys.
         # torch's attention knows that of `is_causal`, but only without a mask or a bias.
         is_own = bool(softcap) or s_aux is not None or position_bias is not None
-        crosses = layouts is _DENSE
         if attention_mask is None and is_own and causal and not crosses and query.shape[2] > 1:
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
         if position_bias is not None:
@@ -479,7 +478,7 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
-    if state.generates or is_part:
+    if (state.generates or is_part) and not crosses:
         layouts = _DENSE if sliding_window is None else _make_window(sliding_window, causal)
     layout = layouts.of(query, key)
     if attention_mask is not None and attention_mask.dtype == torch.int64:

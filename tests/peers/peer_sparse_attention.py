@@ -183,9 +183,8 @@ def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
     features = sparse.base_model(tokens)[0]
     wanted, found = (m.generate(tokens, attention_mask=keep, **given) for m in (plain, sparse))
     assert torch.equal(found, wanted)
-    # A part of the model has the layout again.
+    # A later pass of a part of the model is not, nor the prompt's pass of training.
     assert torch.equal(sparse.base_model(tokens)[0], features)
-    # The prompt's pass of training is not.
     assert not torch.allclose(sparse(tokens)[0], plain(tokens)[0], atol=1e-3)
 
 
@@ -218,6 +217,25 @@ def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
     model.set_attn_implementation(huggingface.NAME)  # a line in a log is all that this does
     with pytest.raises(ArgumentError, match="whose attention transformers cannot replace"):
         huggingface.set_layout(model, WINDOW)
+
+
+def test_a_class_without_a_module_is_no_error() -> None:
+    """As one that was made at run time may be."""
+    model = _opt(attn_implementation=huggingface.NAME)
+    model.own = type("Own", (torch.nn.Module,), {"__module__": "nowhere"})()
+    huggingface.set_layout(model, WINDOW)
+
+
+def test_attention_to_an_encoder_has_no_window() -> None:
+    """Nor in a pass with a cache, where a decoder's attention to itself has the model's own."""
+    module: Any = torch.nn.Module()
+    module.is_cross_attention = True
+    huggingface.set_layout(module, WINDOW)
+    module.torchweld_pass.generates = True
+    q, k, v = torch.randn(3, 1, 2, 64, 8)
+    found, _ = huggingface.attention(module, q, k, v, is_causal=False, sliding_window=4)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_model_without_a_layout_says_so() -> None:
@@ -283,7 +301,6 @@ def test_passes_with_a_cache_are_eagers(
 
 def test_t5_in_a_cache_with_room_is_eagers() -> None:
     """The decoder's bias takes the place of a mask, which would have said that it is causal."""
-    torch.manual_seed(0)
     own = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     tokens, _ = _tokens()
     logits = []
