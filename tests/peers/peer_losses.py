@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -136,6 +137,27 @@ def test_it_compiles_whole() -> None:
     compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="aot_eager")
     for mine, theirs in zip(_differentiate(compiled, **tokens()), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_wrapped_by_somebody_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source says nothing of the wrapper, which a rewritten forward would lose."""
+    kind = transformers.LlamaForCausalLM
+
+    def doubled(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            result.loss = 2 * result.loss
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(kind, "forward", doubled(kind.forward))
+    model = build("llama")
+    expected = model(**tokens()).loss
+    torch.testing.assert_close(torchweld.fuse(model)(**tokens()).loss, expected)
+    (row,) = [row for row in torchweld.explain_fusion(model) if row.what == "LlamaForCausalLM"]
+    assert "is wrapped by" in row.reason
 
 
 # --- Losses by torch's CrossEntropyLoss: masked words, and encoders with decoders ----------------

@@ -1,33 +1,96 @@
-"""Forwards made anew from their source, with names of their file replaced by attributes."""
+"""Forwards rewritten from their source, with names of their file replaced by attributes."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchweld.fusion import probe
 
+# Decorators of transformers that rename or fill in arguments, or make a tuple of the result: the
+# rewritten forward runs under them too. `capture_outputs` is none of them: it looks up the name of
+# the module's class.
+_KEPT = ("deprecate_kwarg", "can_return_tuple", "merge_with_config_defaults")
+# These only write documentation.
+_DROPPED = (
+    *("auto_docstring", "add_start_docstrings_to_model_forward", "replace_return_docstrings"),
+)
+
+
+class CannotRewriteError(Exception):
+    """A forward that is not rewritten; the message is the reason in words."""
+
+
+def unwrap(forward: Any) -> Any:
+    """The method under a forward's decorators, or None if there is none in Python."""
+    inner = inspect.unwrap(forward) if callable(forward) else None
+    return inner if isinstance(inner, types.FunctionType) else None
+
 
 def parse(forward: Any) -> tuple[ast.Module, ast.FunctionDef]:
-    """Parse the source of a method."""
-    lines, first = inspect.getsourcelines(forward)
+    """Parse the source of a method with the decorators that its rewritten form keeps."""
+    inner = unwrap(forward)
+    if inner is None:
+        raise CannotRewriteError("its forward is not written in Python")
+    if inner.__closure__:
+        is_super = "__class__" in inner.__code__.co_freevars
+        raise CannotRewriteError(
+            "its forward calls super()" if is_super else f"its forward is {_name(inner)}'s closure"
+        )
+    lines, first = inspect.getsourcelines(inner)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef):
-        raise ValueError("it is no plain method")
+        raise CannotRewriteError("its forward is not a method by itself")
+    function.decorator_list = _keep_decorators(forward, function.decorator_list)
     ast.increment_lineno(tree, first - 1)
     return tree, function
 
 
+def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]:
+    """The decorators to keep, which made all that a method is wrapped in."""
+    inner, kept = unwrap(forward), []
+    for decorator in decorators:
+        called = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        if called in _DROPPED:
+            continue
+        if called not in _KEPT:
+            raise CannotRewriteError(f"its forward is decorated by {called}")
+        codes = _list_codes(getattr(inner.__globals__.get(called), "__code__", None))
+        if getattr(forward, "__code__", None) in codes and forward is not inner:
+            forward = forward.__wrapped__
+            kept.append(decorator)
+    if forward is not inner:  # by somebody else, after its class was made
+        raise CannotRewriteError(f"its forward is wrapped by {_name(forward)}")
+    return kept
+
+
+def _list_codes(code: Any) -> Iterator[Any]:
+    """A function's code, and the code of the functions in it."""
+    if isinstance(code, types.CodeType):
+        yield code
+        for constant in code.co_consts:
+            yield from _list_codes(constant)
+
+
+def _name(function: Any) -> str:
+    """Name a wrapper by the function that makes it; functools.wraps leaves its code's name."""
+    code = getattr(function, "__code__", None)
+    name = str(getattr(code, "co_qualname", getattr(code, "co_name", type(function).__name__)))
+    return name.partition(".<locals>")[0]
+
+
 def compile_like(forward: Any, tree: ast.Module, function: ast.FunctionDef) -> Callable[..., Any]:
     """Compile a method's changed tree in the globals of its file, which compilers guard on."""
+    inner = unwrap(forward)
     _drop_annotations(function)
     made: dict[str, Any] = {}
-    code = compile(ast.fix_missing_locations(tree), inspect.getfile(forward), "exec")
-    exec(code, forward.__globals__, made)
+    code = compile(ast.fix_missing_locations(tree), inspect.getfile(inner), "exec")
+    exec(code, inner.__globals__, made)
     result: Callable[..., Any] = made[function.name]
     return result
 
@@ -35,21 +98,19 @@ def compile_like(forward: Any, tree: ast.Module, function: ast.FunctionDef) -> C
 def rewrite(forward: Any, name: str, attribute: str) -> Callable[..., Any]:
     """The forward with `self.<attribute>` where it reads `name` from its file."""
     tree, function = parse(forward)
-    if function.decorator_list:
-        raise ValueError("it is no plain method")
     changed = _Names(function.args.args[0].arg, name, attribute)
-    tree = changed.visit(tree)
+    function.body = [changed.visit(statement) for statement in function.body]
     if not changed.count:
-        raise ValueError(f"it does not read {name}")
+        raise CannotRewriteError(f"its forward does not read {name} itself")
     return compile_like(forward, tree, function)
 
 
-def why_not_rewrite(forward: Any, name: str) -> str | None:
-    """Why a forward cannot be made anew from its source, or None."""
-    if forward.__closure__ or hasattr(forward, "__wrapped__"):
-        return "its forward is decorated, or calls super()"
+def why_not(write: Callable[[], object]) -> str | None:
+    """Why `write` cannot make a forward from the source of another one, or None."""
     try:
-        rewrite(forward, name, "_")
+        write()
+    except CannotRewriteError as error:
+        return str(error)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         return f"its forward cannot be read ({probe.in_words(error)})"
     return None
@@ -57,8 +118,8 @@ def why_not_rewrite(forward: Any, name: str) -> str | None:
 
 def reads(forward: Any, *names: str) -> bool:
     """Whether the code of a forward reads all of these names."""
-    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-    return code is not None and set(names) <= set(code.co_names)
+    inner = unwrap(forward)
+    return inner is not None and set(names) <= set(inner.__code__.co_names)
 
 
 def _drop_annotations(function: ast.FunctionDef) -> None:

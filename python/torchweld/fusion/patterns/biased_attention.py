@@ -13,7 +13,7 @@ from torchweld import functional
 from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, is_welded, why_not_change, why_not_copy
 from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.rewrite import reads, rewrite, why_not_rewrite
+from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 from torchweld.sparse import BlockLayout, Layouts
@@ -43,7 +43,7 @@ class BiasedAttention(Weld):
         if "welded_from" in vars(cls):
             forward = cls.welded_from.forward
             cls.weld_forward = rewrite(forward, _FUNCTIONS, "weld_functions")
-            cls.weld_functions = _Functions(forward.__globals__[_FUNCTIONS])
+            cls.weld_functions = _Functions(unwrap(forward).__globals__[_FUNCTIONS])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.weld_forward(*args, **kwargs)
@@ -167,7 +167,7 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     assert hidden is not None
     device = view.device(module)
     inputs = [probe.values((2, _count_tokens(module), hidden), device)]
-    if "position_embeddings" in forward.__code__.co_varnames:
+    if "position_embeddings" in unwrap(forward).__code__.co_varnames:
         width = getattr(module, "qk_rope_head_dim", 0) or getattr(module, "head_dim", hidden)
         inputs.append(probe.values((2, _count_tokens(module), width), device))
     changes = (
@@ -178,7 +178,8 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
 
 def _why_not_weld(module: torch.nn.Module, forward: Any) -> str | None:
     """Why an attention cannot be changed, or None."""
-    reason = why_not_change(module) or why_not_copy(module) or why_not_rewrite(forward, _FUNCTIONS)
+    reason = why_not_change(module) or why_not_copy(module)
+    reason = reason or why_not(lambda: rewrite(forward, _FUNCTIONS, "_"))
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if reason is None and implementation != "sdpa":
         reason = f"its attention is {implementation!r}, and only 'sdpa' is replaced"
@@ -189,7 +190,7 @@ def _has_slow_attention(module: Any) -> bool:
     """Whether torch's attention on the CPU keeps all scores of this module."""
     if isinstance(getattr(module, "relative_position_bias", None), torch.nn.Module):
         return True
-    if "position_bias" in forward_of(module).__code__.co_varnames:
+    if "position_bias" in unwrap(forward_of(module)).__code__.co_varnames:
         return True
     widths = [getattr(module, name, None) for name in ("qk_rope_head_dim", "v_head_dim")]
     return all(isinstance(width, int) for width in widths)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_change
 from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.rewrite import compile_like, parse, reads
+from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
 from torchweld.fusion.twin import CannotCopyError
 from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
@@ -26,8 +25,6 @@ from torchweld.fusion.weld import Change, Weld
 # A forward calls its model's own loss function, or makes torch's module and calls that.
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
-# Decorators of a forward: those that are kept, and those that only write its documentation.
-_KEPT, _DROPPED = ("can_return_tuple",), ("auto_docstring",)
 _HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
 _ADVICE = (
@@ -242,10 +239,10 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
 
     The loss is self.loss_function, or torch's CrossEntropyLoss.
     """
-    forward = forward_of(module)
-    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-    if is_welded(module) or code is None or not {_LOSS, _CROSS_ENTROPY} & {*code.co_names}:
+    inner = unwrap(forward_of(module))
+    if is_welded(module) or not (reads(inner, _LOSS) or reads(inner, _CROSS_ENTROPY)):
         return
+    code = inner.__code__
     what = type(module).__name__
     heads = [name for name in _HEADS if name in code.co_names and name in module._modules]
     head = module._modules[heads[0]] if len(heads) == 1 else None
@@ -288,11 +285,7 @@ def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str |
         return f"its {name} is a {type(head).__name__}, not a plain linear layer"
     if reads(type(module).forward, _LOSS) and (reason := _why_not_its_function(module)):
         return reason
-    try:
-        _rewrite(type(module).forward, name)
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        return f"its forward cannot be rewritten ({probe.in_words(error)})"
-    return None
+    return why_not(lambda: _rewrite(type(module).forward, name))
 
 
 def _why_not_its_function(module: Any) -> str | None:
@@ -411,27 +404,18 @@ def _why_not_same(module: torch.nn.Module, settings: dict[str, Any]) -> str | No
 
 def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
     """The forward with `self.weld_head` and `self.weld_loss` for the head and the loss function."""
-    inner = inspect.unwrap(forward)
-    if inner.__closure__:
-        raise ValueError("it calls super()")
-    tree, function = parse(inner)
-    kept = []
-    for decorator in function.decorator_list:
-        called = decorator.id if isinstance(decorator, ast.Name) else ast.unparse(decorator)
-        if called in _KEPT:
-            kept.append(decorator)
-        elif called not in _DROPPED:
-            raise ValueError(f"it is decorated by {called}")
-    function.decorator_list = list(kept)
+    tree, function = parse(forward)
     names = [argument.arg for argument in function.args.args]
     if "labels" not in names:
-        raise ValueError("it takes no labels")
-    calls = _Calls(names[0], head, _LOSS in inner.__code__.co_names)
+        raise CannotRewriteError("its forward takes no labels")
+    calls = _Calls(names[0], head, reads(forward, _LOSS))
     tree = calls.visit(tree)
     if calls.heads != 1 or calls.losses != 1 or calls.logits is None:
-        raise ValueError(f"it does not assign {head}'s result once and call one loss once")
+        raise CannotRewriteError(
+            f"its forward does not assign {head}'s result once and call one loss once"
+        )
     tree = _Results(names[0], calls.logits).visit(tree)
-    return functools.wraps(forward)(compile_like(inner, tree, function))
+    return functools.wraps(forward)(compile_like(forward, tree, function))
 
 
 class _Calls(ast.NodeTransformer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, is_welded, why_not_change, why_not_copy
 from torchweld.fusion.patterns.norm import RULES, find_norm
 from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.rewrite import reads, rewrite, why_not_rewrite
+from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
@@ -134,7 +133,7 @@ def _rotates_partly(module: torch.nn.Module, inputs: tuple[Any, ...], device: to
 def _keeps_dtype(forward: Any) -> bool:
     """Whether the function of a forward's file returns 16 bits where the angles have 32."""
     x, angles = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(1, 1, 8)
-    rotate = inspect.unwrap(forward).__globals__.get(_ROTATES)
+    rotate = unwrap(forward).__globals__.get(_ROTATES)
     if rotate is None:
         return False
     try:
@@ -150,7 +149,8 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     if is_welded(module) or not reads(forward, _ROTATES):
         return
     what = type(module).__name__
-    reason = why_not_change(module) or why_not_copy(module) or why_not_rewrite(forward, _ROTATES)
+    reason = why_not_change(module) or why_not_copy(module)
+    reason = reason or why_not(lambda: rewrite(forward, _ROTATES, "_"))
     width = getattr(module, "head_dim", None)
     hidden = next((p.shape[-1] for p in module.parameters() if p.ndim == 2), None)
     if reason is None and not (isinstance(width, int) and hidden):
