@@ -1,0 +1,256 @@
+"""A save is whole or absent, at whatever moment of it a process is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from matrix import WHOLE
+from processes import processes, starts
+from torchweld.distributed import RowSharded, checkpoint, parallelize
+from torchweld.errors import ArgumentError
+from transformer import Settings, Transformer, compute_loss, make_batch
+
+S = Settings(vocabulary=16, length=8, width=16, heads=2, layers=2)
+STRATEGIES: dict[str, Any] = {
+    **{name: name for name in ("ddp", "zero1", "zero2", "zero3", "tp", "pp")},
+    "2bw": {"pipeline": {"size": 2, "schedule": "2bw"}},
+}
+
+
+def _train(strategy: str, steps: int) -> Any:
+    torch.manual_seed(0)
+    example = (torch.zeros((1, S.length), dtype=torch.int64),)
+    given = {"loss_fn": compute_loss, "microbatches": 2, "quiet": True}
+    config = STRATEGIES[strategy]
+    training = parallelize(Transformer(S), config, device="cpu", example=example, **given)
+    for step in range(steps):
+        _step(training, step)
+    return training
+
+
+def _step(training: Any, number: int) -> None:
+    training.step([make_batch(S, 1, 10 * number + at) for at in training.own], number)
+
+
+def _content(training: Any) -> list[torch.Tensor]:
+    """This process's parts of parameters and states."""
+    optimizer = training.optimizer
+    optimizer = optimizer.optimizer if isinstance(optimizer, RowSharded) else optimizer
+    states = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
+    found = [
+        *training.model.parameters(),
+        *(state[key] for state in states for key in sorted(state)),
+    ]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+
+
+# --- Moments --------------------------------------------------------------------------------------
+
+# Called before each change of a file, with its path.
+_at_change: list[Callable[[str], None]] = []
+_CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+@contextmanager
+def _watching(folder: str, act: Callable[[], None]) -> Iterator[None]:
+    """Act before each change in a folder, and when a file has been written."""
+
+    def see(event: str, args: Any) -> None:
+        if event in _CHANGES and _at_change and (event != "open" or _writes(args[2])):
+            _at_change[0](str(args[0]))
+
+    def note_change(path: str) -> None:
+        if path.startswith(folder):
+            _at_change.clear()
+            act()
+            _at_change.append(note_change)
+
+    if not hasattr(sys, "_watches_changes"):
+        sys.addaudithook(see)  # for as long as the process lives
+        sys._watches_changes = True  # type: ignore[attr-defined]
+    sync = os.fsync
+    os.fsync = lambda fd: (note_change(folder), sync(fd))[1]
+    _at_change.append(note_change)
+    try:
+        yield
+    finally:
+        _at_change.clear()
+        os.fsync = sync
+
+
+def _writes(flags: Any) -> bool:
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+def _keep_moments(rank: int, strategy: str, path: str) -> None:
+    """Copy the folder at each moment of a second save; each copy loads as one of both saves."""
+    training = _train(strategy, 1)
+    training.save(f"{path}/saved", 1)
+    contents = {1: _content(training)}
+    _step(training, 1)
+    contents[2] = _content(training)
+    moments: list[str] = []
+
+    def keep() -> None:
+        moments.append(f"{path}/{rank}-{len(moments)}")
+        shutil.copytree(f"{path}/saved", moments[-1])
+
+    with _watching(f"{path}/saved", keep):
+        training.save(f"{path}/saved", 2)
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, moments)
+    every = [moment for some in everyones for moment in some]
+    found = []
+    for moment in (*every[:: 1 if WHOLE else len(every) // 9], f"{path}/saved"):
+        found.append(training.load(moment))
+        assert all(map(torch.equal, _content(training), contents[found[-1]])), moment
+    assert len(found) >= 10
+    assert (found[0], found[-1]) == (1, 2)
+    kept = [name for name in os.listdir(f"{path}/saved") if name != ".metadata"]
+    assert len(kept) == 1  # the data of the first save is deleted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES if WHOLE else ("zero1", "pp"))
+def test_each_moment_of_a_save_loads(strategy: str, tmp_path: Path) -> None:
+    with processes(2) as two:
+        two.run("cpu", _keep_moments, strategy, str(tmp_path))
+
+
+# --- Processes that are killed --------------------------------------------------------------------
+
+
+def _until_killed(rank: int, strategy: str, path: str, victim: int, moment: int) -> None:
+    """Save twice; in the second save a process is killed before a change of a file."""
+    torch.set_num_threads(1)
+    store, timeout = f"file://{path}/store", timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+    training = _train(strategy, 1)
+    training.save(f"{path}/saved", 1)
+    torch.save(_content(training), f"{path}/1-{rank}")
+    _step(training, 1)
+    torch.save(_content(training), f"{path}/2-{rank}")
+    dist.barrier()
+    left = [moment]
+
+    def count_down() -> None:
+        if rank == victim and left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+
+    with _watching(f"{path}/saved", count_down):
+        training.save(f"{path}/saved", 2)
+
+
+def _load_whole(rank: int, strategy: str, path: str) -> None:
+    training = _train(strategy, 0)
+    step = training.load(f"{path}/saved")
+    assert all(map(torch.equal, _content(training), torch.load(f"{path}/{step}-{rank}")))
+    training.save(f"{path}/saved", 3)  # what the interrupted save left is no obstacle
+    assert training.load(f"{path}/saved") == 3
+    dist.barrier()
+    assert len(os.listdir(f"{path}/saved")) == 2
+
+
+# The second process only writes its part; the first one then publishes the save.
+KILLS = [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (0, 7)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES if WHOLE else ("zero3",))
+def test_a_killed_save(strategy: str, tmp_path: Path) -> None:
+    for victim, moment in KILLS if WHOLE else KILLS[1:8:6]:
+        path = str(tmp_path / f"{victim}-{moment}")
+        os.mkdir(path)
+        started = [
+            starts().Process(target=_until_killed, args=(rank, strategy, path, victim, moment))
+            for rank in range(2)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(120)
+        assert started[victim].exitcode == -signal.SIGKILL
+        with processes(2) as two:
+            two.run("cpu", _load_whole, strategy, path)
+
+
+# --- Folders that are refused ---------------------------------------------------------------------
+
+
+def _refuse(rank: int, path: str) -> None:
+    """All processes say what is wrong, and the model stays as it was."""
+    training = _train("zero3", 1)
+    first = _content(training)
+    for name in ("old", "new"):
+        _step(training, 1)
+        training.save(f"{path}/{name}", 5)
+    now = _content(training)
+    if rank == 0:
+        shutil.copytree(f"{path}/new", f"{path}/missing")
+        (old,), (new,) = (Path(path, name).glob("step-*") for name in ("old", "missing"))
+        shutil.copytree(f"{path}/new", f"{path}/mixed")
+        shutil.copy(old / "__1_0.distcp", f"{path}/mixed/{new.name}/__1_0.distcp")
+        shutil.copytree(f"{path}/new", f"{path}/cut")
+        os.truncate(f"{path}/cut/{new.name}/__1_0.distcp", 100)
+        (new / "__1_0.distcp").unlink()
+        shutil.copytree(f"{path}/new", f"{path}/unfinished")
+        os.unlink(f"{path}/unfinished/.metadata")
+        shutil.copytree(f"{path}/new", f"{path}/torn")
+        os.truncate(f"{path}/torn/.metadata", 100)
+    dist.barrier()
+    refused = {
+        "missing": r"whose step-5-.*/__1_0.distcp has 0 of \d+ bytes; accepted: the folder of a fi",
+        "cut": r"whose step-5-.*/__1_0.distcp has 100 of \d+ bytes",
+        "mixed": r"whose part 1 is of step-5-\w+, and others of step-5-\w+",
+        "unfinished": r"which has no .metadata: no save has finished",
+        "torn": r"whose .metadata cannot be read",
+        "nowhere": r"which has no .metadata",
+    }
+    for name, message in refused.items():
+        with pytest.raises(ArgumentError, match=message):
+            training.load(f"{path}/{name}")
+    assert all(map(torch.equal, _content(training), now))
+    with pytest.raises(ArgumentError, match="step is 6, 7 on different processes"):
+        training.save(f"{path}/new", 6 + rank)
+    with pytest.raises(ArgumentError, match="folder is 's3://bucket'"):
+        training.save("s3://bucket", 6)
+    assert training.load(f"{path}/new") == 5
+    assert not all(map(torch.equal, first, now))
+
+
+def _load_torch(rank: int, path: str) -> None:
+    """A folder that torch's own save wrote loads, and is replaced; other files stay."""
+    training = _train("zero3", 1)
+    before = _content(training)
+    parameters, states = checkpoint.get_state_dict(
+        training.model, training.optimizer, options=checkpoint._FLAT
+    )
+    dcp.save({"model": parameters, "optimizer": states, "step": 1}, checkpoint_id=path)
+    Path(path, f"notes-{rank}").touch()
+    _step(training, 1)
+    assert training.load(path) == 1
+    assert all(map(torch.equal, _content(training), before))
+    training.save(path, 2)
+    dist.barrier()
+    assert training.load(path) == 2
+    names = sorted(name[:6] for name in os.listdir(path))
+    assert names == [".metad", "notes-", "notes-", "step-2"]
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    with processes(2) as two:
+        two.run("cpu", _refuse, str(tmp_path))
+        two.run("cpu", _load_torch, str(tmp_path / "torch"))
