@@ -21,6 +21,8 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Cache,
+    GenerationMixin,
     PreTrainedModel,
     masking_utils,
 )
@@ -47,6 +49,7 @@ NAME = "torchweld_sparse"
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
 _WINDOWS: dict[int, Layouts] = {}
+_COUNTED: set[Callable[..., Any]] = set()  # methods `generate` that are wrapped
 # Names of the modules with which a decoder attends to its encoder.
 _CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
 
@@ -55,7 +58,8 @@ class _Pass:
     """The state of the pass that a model is in."""
 
     def __init__(self) -> None:
-        self.generates = False
+        # Whether the pass got a cache, and how many calls of `generate` run.
+        self.has_cache, self.generating = False, 0
         # The numbers of documents in the last pass, and the layouts restricted to them.
         self._documents: weakref.ref[torch.Tensor] | None = None
         self._packed: dict[BlockLayout, BlockLayout] = {}
@@ -90,8 +94,8 @@ def set_layout(
     """Give a model's attention a layout.
 
     Its attention modules share the layouts. Attention stays as the model has it by itself, dense or
-    over its own sliding window, in three cases: in passes of `generate`, which get
-    `past_key_values`; with fewer queries than keys; and from a decoder to its encoder.
+    over its own sliding window, in four cases: in a pass that gets a cache; causal attention in a
+    call of `generate`; with fewer queries than keys; and from a decoder to its encoder.
 
     Args:
         model: a model whose attn_implementation is "torchweld_sparse", or an encoder of LongT5.
@@ -109,6 +113,7 @@ def set_layout(
         setattr(model, _PASS, state)
         model.register_forward_pre_hook(_before_pass, with_kwargs=True)
         model.register_forward_hook(_after_pass, always_call=True)
+    _watch_generate(type(model))
     windows: dict[int, Layouts] = {}
     count = 0
     for name, module in model.named_modules():
@@ -330,16 +335,53 @@ def _attend_without_scale(
 
 
 def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    getattr(model, _PASS).generates = kwargs.get("past_key_values") is not None
+    getattr(model, _PASS).has_cache = any(_is_cache(x) for x in (*args, *kwargs.values()))
 
 
 def _after_pass(model: torch.nn.Module, args: Any, output: Any) -> None:
-    """End a pass of `generate`: the next may be of a part of the model, which tells us nothing.
+    """End a pass with a cache: the next may be of a part of the model, which tells us nothing.
 
     With gradients a checkpoint may run the pass again.
     """
     if not torch.is_grad_enabled():
-        getattr(model, _PASS).generates = False
+        getattr(model, _PASS).has_cache = False
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache: releases of transformers give it different names.
+
+    Older ones also take keys and values of layers, in tuples.
+    """
+    pairs = isinstance(value, (tuple, list)) and value and isinstance(value[0], (tuple, list))
+    return bool(pairs) or isinstance(value, Cache)
+
+
+def _watch_generate(kind: type) -> None:
+    """Count the calls of `generate` that run, of a class and of transformers' own.
+
+    Its passes without a cache are like others. The model may be a part of the one that generates.
+    """
+    for each in (*kind.__mro__, GenerationMixin):
+        own = vars(each).get("generate")
+        if inspect.isfunction(own) and own not in _COUNTED:
+            _COUNTED.add(counted := _count_calls(own))
+            each.generate = counted
+
+
+def _count_calls(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(generate)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = self.modules() if isinstance(self, torch.nn.Module) else ()
+        states = {state for m in modules if (state := getattr(m, _PASS, None)) is not None}
+        for state in states:
+            state.generating += 1
+        try:
+            return generate(self, *args, **kwargs)
+        finally:
+            for state in states:
+                state.generating -= 1
+
+    return counted
 
 
 def mask(
@@ -478,7 +520,8 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
-    if (state.generates or is_part) and not crosses:
+    without = state.has_cache or is_part or (causal and state.generating)
+    if without and not crosses:
         layouts = _DENSE if sliding_window is None else _make_window(sliding_window, causal)
     layout = layouts.of(query, key)
     if attention_mask is not None and attention_mask.dtype == torch.int64:
@@ -504,7 +547,7 @@ def attention(
 def _make_window(size: int, causal: bool) -> Layouts:
     """The layouts of a model's own sliding window: a token sees this many, itself among them."""
     if not causal:
-        accepted = "None in a pass with past_key_values of a model that is not causal"
+        accepted = "None in a pass with a cache of a model that is not causal"
         raise ArgumentError(NAME, "sliding_window", f"{size}", accepted)
     window = functools.partial(BlockLayout.sliding_window, window_size=(size - 1, 0))
     return _WINDOWS.setdefault(size, Layouts(window))

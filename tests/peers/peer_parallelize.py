@@ -83,11 +83,11 @@ def test_a_block_that_recomputes_takes_no_cache() -> None:
     for at, layer in enumerate(layers):
         layers[at] = recompute(layer)
     cache = transformers.DynamicCache()
-    model(**given, past_key_values=cache).logits.sum().backward()
+    model(**given, **{small_models.CACHE: cache}).logits.sum().backward()
     assert cache.get_seq_length() == 0
-    filled = small_models.build("llama")(**given).past_key_values
+    filled = getattr(small_models.build("llama")(**given), small_models.CACHE)
     with pytest.raises(ArgumentError, match="cache is one of 8 tokens; accepted: an empty one"):
-        model(**given, past_key_values=filled)
+        model(**given, **{small_models.CACHE: filled})
 
 
 def _refuse(rank: int) -> None:

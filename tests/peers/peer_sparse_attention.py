@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import CACHE
 from transformers import (
     BartConfig,
     BartModel,
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     DynamicCache,
     EncoderDecoderCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -212,8 +213,8 @@ def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
     """One with another implementation, and one whose attention transformers cannot replace."""
     with pytest.raises(ArgumentError, match="a OPTForCausalLM with 'sdpa'; accepted: one with"):
         huggingface.set_layout(_opt(attn_implementation="sdpa"), WINDOW)
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
-    model = GPTJForCausalLM(GPTJConfig(**sizes, n_positions=256))
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    model = BloomForCausalLM(BloomConfig(**sizes))
     model.set_attn_implementation(huggingface.NAME)  # a line in a log is all that this does
     with pytest.raises(ArgumentError, match="whose attention transformers cannot replace"):
         huggingface.set_layout(model, WINDOW)
@@ -231,7 +232,7 @@ def test_attention_to_an_encoder_has_no_window() -> None:
     module: Any = torch.nn.Module()
     module.is_cross_attention = True
     huggingface.set_layout(module, WINDOW)
-    module.torchweld_pass.generates = True
+    module.torchweld_pass.has_cache = True
     q, k, v = torch.randn(3, 1, 2, 64, 8)
     found, _ = huggingface.attention(module, q, k, v, is_causal=False, sliding_window=4)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
@@ -290,7 +291,7 @@ def test_passes_with_a_cache_are_eagers(
     for model in models:
         sizes = {"config": model.config} | ({"max_cache_len": room} if room else {})
         cache = StaticCache(**sizes) if room else DynamicCache(**sizes)
-        given = {"past_key_values": cache, "use_cache": True}
+        given = {CACHE: cache, "use_cache": True}
         passes = [
             model(tokens[:, begin:end], attention_mask=keep[:, :end], **given).logits
             for begin, end in ((0, 20), (20, 28), (28, 29))
@@ -313,7 +314,7 @@ def test_t5_in_a_cache_with_room_is_eagers() -> None:
             huggingface.set_layout(model.encoder, functools.partial(BlockLayout.dense, block=16))
         sizes = {"config": model.config.get_text_config(decoder=True), "max_cache_len": 64}
         cache = EncoderDecoderCache(StaticCache(**sizes), StaticCache(**sizes))
-        given = {"input_ids": tokens[:, :64], "past_key_values": cache, "use_cache": True}
+        given = {"input_ids": tokens[:, :64], CACHE: cache, "use_cache": True}
         passes = [
             model.eval()(decoder_input_ids=tokens[:, begin:end], **given).logits
             for begin, end in ((0, 12), (12, 20), (20, 21))

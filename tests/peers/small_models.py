@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+
+# The argument of a forward that takes a cache, and the result's attribute.
+_CODE = inspect.unwrap(transformers.LlamaForCausalLM.forward).__code__
+CACHE = "cache" if "cache" in _CODE.co_varnames else "past_key_values"
 
 _SIZES = {
     "vocab_size": 128,
