@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.zero import RowSharded
-from torchweld.errors import ArgumentError, CollectiveError
+from torchweld.errors import ArgumentError
 
 # Entries are keyed by the names of parameters, which the stages of a pipeline share.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -68,14 +69,7 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
     part = {str(_rank()): name}
     content = {"model": parameters, "optimizer": states, "step": step, "part": part}
     dcp.save(content, checkpoint_id=folder / name)
-    failure = None
-    if _rank() == 0:
-        try:
-            _publish(folder, name)
-        except Exception as error:  # the others wait to hear of it
-            failure = str(error)
-    if failure := next(_exchange(failure), None):
-        raise CollectiveError("checkpoint.save", failure)
+    compute_once("checkpoint.save", lambda: _publish(folder, name))
 
 
 def load(folder: str | Path, model: Any, optimizer: Any) -> int:

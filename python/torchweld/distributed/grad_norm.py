@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,12 +25,11 @@ def grad_norm(
         group: processes that have other parameters, such as the stages of a pipeline; None: this
             process has all parameters.
     """
-    squares: dict[Any, torch.Tensor | float] = defaultdict(float)
+    squares: dict[Any, torch.Tensor] = {}
     device: torch.device | None = None
     for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
+        # A process without a gradient takes part in the sums of the others.
+        grad = parameter.grad if parameter.grad is not None else parameter.detach()
         key, device = (), grad.device
         if isinstance(grad, DTensor):
             if any(p.is_partial() for p in grad.placements):  # add the parts before squaring
@@ -39,7 +37,9 @@ def grad_norm(
                 grad = grad.redistribute(placements=whole)
             dims = [at for at, p in enumerate(grad.placements) if not p.is_replicate()]
             key, grad = tuple(grad.device_mesh.get_group(at) for at in dims), grad.to_local()  # type: ignore[assignment]
-        squares[key] += grad.detach().float().square().sum() / getattr(parameter, COPIES, 1)
+        square = squares.setdefault(key, torch.zeros((), device=device))
+        if parameter.grad is not None:
+            square += grad.detach().float().square().sum() / getattr(parameter, COPIES, 1)
     total = torch.zeros((), device=device)
     for groups, square in squares.items():
         for shared in groups:

@@ -172,6 +172,10 @@ def ring_attention(
         actual = f"of {layout.queries} x {layout.keys} tokens, block {layout.block}"
         accepted = f"one of {length} x {length}, whose block divides {chunks} chunk(s) of a slice"
         raise ArgumentError(name, "layout", actual, f"{accepted} of {q.shape[2]}")
+    if key_padding_mask is not None:  # of a slice, it would fail on some processes only
+        checks.shaped(
+            name, "key_padding_mask", key_padding_mask, [q.shape[0], length], "[batch, length]"
+        )
     sizes = (*q.shape[:2], length, q.shape[3])
     shard = Shard(sizes, (0, 0, 0, 0)) if shard is None else shard
     shared = q.shape[1] // max(k.shape[1], 1)

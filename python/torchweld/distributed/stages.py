@@ -18,6 +18,7 @@ from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.stepping import Stepping, find_ties
 from torchweld.errors import ArgumentError
 
@@ -105,7 +106,7 @@ def pipeline(
     if len(blocks) < count:
         actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
         raise ArgumentError("pipeline", "blocks", actual, accepted)
-    block_costs, flow = _agree_on_costs(blocks, example, costs, rank, group)
+    block_costs, flow = _agree_on_costs(blocks, example, costs, group)
     cuts = balance(block_costs, count)
     numbers = assign_stages(schedule, rank, ranks, per_rank)
     ties = find_ties(blocks, cuts)
@@ -262,12 +263,12 @@ def layer_cuts(
     if len(blocks) < count:
         actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
         raise ArgumentError("layer_cuts", "layers", actual, accepted)
-    box: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
-        box = [_evaluate_costs(costs, blocks) or _measure_inside(model, blocks, example)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, group=group, group_src=0)
-    return balance(box[0], count)
+    block_costs = compute_once(
+        "layer_cuts",
+        lambda: _evaluate_costs(costs, blocks) or _measure_inside(model, blocks, example),
+        group,
+    )
+    return balance(block_costs, count)
 
 
 # --- Costs ----------------------------------------------------------------------------------------
@@ -335,6 +336,8 @@ def _measure_chain(
 
 
 def _describe(args: tuple[Any, ...], requires_grad: bool = False) -> tuple[Any, ...]:
+    """Describe a stage's arguments by meta tensors."""
+
     def to_meta(t: torch.Tensor) -> torch.Tensor:
         wanted = requires_grad and t.is_floating_point()
         return torch.empty_like(t, device="meta").requires_grad_(wanted)
@@ -404,19 +407,19 @@ def _agree_on_costs(
     blocks: Sequence[torch.nn.Module],
     example: tuple[Any, ...],
     costs: Costs | None,
-    rank: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[float], list[tuple[Any, ...]]]:
     """Return the costs of the blocks and the values between them, the same on every rank."""
-    box: list[Any] = [None]
-    if rank == 0:
+
+    def measure() -> tuple[list[float], list[tuple[Any, ...]]]:
         measured, flow = _measure_chain(blocks, example, 4 if costs is None else 1)
-        box = [(_evaluate_costs(costs, blocks) or measured, flow)]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    if len(box[0][0]) != len(blocks):
-        actual, accepted = f"{len(box[0][0])} of them", f"one for each of {len(blocks)} blocks"
+        return _evaluate_costs(costs, blocks) or measured, flow
+
+    block_costs, flow = compute_once("pipeline", measure, group)
+    if len(block_costs) != len(blocks):
+        actual, accepted = f"{len(block_costs)} of them", f"one for each of {len(blocks)} blocks"
         raise ArgumentError("pipeline", "costs", actual, accepted)
-    return box[0]
+    return block_costs, flow
 
 
 def _evaluate_costs(costs: Costs | None, blocks: Sequence[torch.nn.Module]) -> list[float]:

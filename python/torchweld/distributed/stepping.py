@@ -82,6 +82,7 @@ class Stepping:
             mine = [*dict.fromkeys(mine)]
             copies = torch.tensor(len(mine), device=self._device)
             if len(ranks) > 1:
+                _check_alike(tie, mine, groups[ranks])
                 dist.all_reduce(copies, group=groups[ranks])
             for p in mine:
                 setattr(p, COPIES, int(copies))
@@ -123,7 +124,8 @@ class Stepping:
 
     @torch.no_grad()
     def _sum(self, copies: list[Any], group: Any, before: list[Any]) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in copies]
+        # In the parameter's dtype, which all ranks share; a gradient may have another one.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype) for p in copies]
         total = grads[0]
         for grad in grads[1:]:
             total = total + grad
@@ -131,6 +133,20 @@ class Stepping:
             dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
         for p, earlier in zip(copies, before, strict=True):
             p.grad = total.clone() if earlier is None else earlier + total
+
+
+def _check_alike(tie: dict[int, str], copies: Sequence[Any], group: Any) -> None:
+    """Check that `wrap` left all copies of a shared parameter with one dtype and size."""
+    mine = [
+        (str(p.dtype), [*(p.to_local() if isinstance(p, DTensor) else p).shape]) for p in copies
+    ]
+    of_all: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, mine, group=group)
+    kinds = {f"{dtype} {shape}": None for each in of_all for dtype, shape in each}
+    if len(kinds) > 1:
+        accepted = "a wrapper that gives all stages of a shared parameter one dtype and placement"
+        actual = f"one after which {' and '.join(tie.values())} are {' and '.join(kinds)}"
+        raise ArgumentError("pipeline", "wrap", actual, accepted)
 
 
 def _has_rows(x: Any) -> bool:

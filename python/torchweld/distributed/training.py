@@ -21,6 +21,7 @@ from torchweld.distributed import checkpoint, stages
 from torchweld.distributed.feasibility import check_fit
 from torchweld.distributed.grad_norm import grad_norm
 from torchweld.distributed.memory import Memory, find_layers, memory_estimate
+from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.recompute import recompute
 from torchweld.distributed.ring import ring_slice
@@ -133,6 +134,7 @@ class Training:
         if self._averages and self.model is not parts[0]:
             self.optimizer.attach(self.model)
         self._schedule: Any = self._make_schedule(wrapped, flow) if flow else None
+        self._example = example[0]
 
     # --- Making -------------------------------------------------------------------------------
 
@@ -154,20 +156,17 @@ class Training:
         owners = {at: place for place in range(p.pipeline) for at in p.assign_stages(place)}
         flow = {0: stages._describe(example)}
         for number in range(p.stages):
-            box: list[Any] = [None]
-            if number in self._numbers:
+
+            def run(number: int = number) -> tuple[Any, ...]:
                 args = tree_map_only(
                     torch.Tensor, lambda t: torch.zeros_like(t, device=self.device), flow[number]
                 )
                 with torch.random.fork_rng(), self._autocast(), torch.no_grad():
                     result = parts[self._numbers.index(number)](*args)
                 result = result if isinstance(result, tuple) else (result,)
-                box = [[(t.shape, t.dtype) for t in result]]
-            dist.broadcast_object_list(box, group=group, group_src=owners[number])
-            flow[number + 1] = tuple(
-                torch.empty(shape, dtype=dtype, device="meta").requires_grad_()
-                for shape, dtype in box[0]
-            )
+                return stages._describe(result, requires_grad=True)
+
+            flow[number + 1] = compute_once("parallelize", run, group, owners[number])
         return flow
 
     def _make_schedule(self, parts: Sequence[Any], flow: dict[int, tuple[Any, ...]]) -> Any:
@@ -303,11 +302,27 @@ class Training:
         inputs, targets = (torch.cat(rows) for rows in zip(*batch, strict=True))
         losses: list[torch.Tensor] = []
         is_last = self.parallel.stages - 1 in self._numbers
+        self._check_inputs(inputs)
         arguments = (inputs,) if 0 in self._numbers else ()
         self._schedule.step(*arguments, target=targets if is_last else None, losses=losses)
-        loss = torch.stack(losses).mean().detach() if is_last else inputs.new_zeros(()).float()
+        # Only the last stage knows the dtype of its losses, but all stages receive one.
+        loss = torch.zeros((), device=self.device)
+        if is_last:
+            loss += torch.stack(losses).mean().detach()
         dist.all_reduce(loss, group=self.mesh.get_group("pipeline"))
         return loss
+
+    def _check_inputs(self, inputs: torch.Tensor) -> None:
+        """Refuse inputs unlike the example: the next stage would receive what it does not expect.
+
+        All stages have the same batch, so all raise the error.
+        """
+        rows, *rest = self._example.shape
+        wanted = [len(self.own) * rows, *rest], self._example.dtype
+        if ([*inputs.shape], inputs.dtype) != wanted:
+            actual = f"microbatches of {[*inputs.shape]} and {inputs.dtype} in all"
+            accepted = f"{wanted[0]} and {wanted[1]}, as in the example"
+            raise ArgumentError("Training.step", "batch", actual, accepted)
 
     # --- Checkpoints --------------------------------------------------------------------------
 
