@@ -15,6 +15,24 @@ from torchweld.errors import ArgumentError
 NUMBER: Any = (int, float, numbers.Real)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def can_read(*tensors: torch.Tensor | None) -> bool:
+    """Whether Python may branch on the tensors' numbers, and write results in place.
+
+    It may not while torch compiles, records or transforms, nor for fake, meta or batched tensors.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
+    return all(
+        t is None or (type(t) in _PLAIN and not t.is_meta and not is_batched(t)) for t in tensors
+    )
+
+
 def names(dtypes: Sequence[torch.dtype]) -> str:
     """List dtypes in words."""
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

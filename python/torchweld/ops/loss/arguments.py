@@ -88,6 +88,15 @@ torch.library.register_fake(
 )
 
 
+def _mark_batch(info: Any, at: tuple[Any, ...], target: torch.Tensor, *others: Any) -> Any:
+    """vmap's rule: an error names the place in the whole batch."""
+    marked = torch.ops.torchweld.mark_ignored.default(target.movedim(at[0], 0), *others)
+    return marked, 0
+
+
+torch.library.register_vmap("torchweld::mark_ignored", _mark_batch, lib=LIBRARY)
+
+
 def mark_ignored(
     function: str, target: torch.Tensor, classes: int, ignore_index: int
 ) -> torch.Tensor:
@@ -95,10 +104,10 @@ def mark_ignored(
 
     On a GPU a target that is not a class makes its row NaN instead, without waiting for the GPU.
     """
-    if torch.compiler.is_compiling():
-        marked = torch.ops.torchweld.mark_ignored.default(target, classes, ignore_index, function)
-        return marked  # type: ignore[no-any-return]
-    return _mark_ignored(target, classes, ignore_index, function)
+    if checks.can_read(target):
+        return _mark_ignored(target, classes, ignore_index, function)
+    marked = torch.ops.torchweld.mark_ignored.default(target, classes, ignore_index, function)
+    return marked  # type: ignore[no-any-return]
 
 
 def make_how(
@@ -115,7 +124,8 @@ def make_how(
     dtype: torch.dtype | None = None,
 ) -> How:
     """Make the How of rows with these leading sizes; check its arguments."""
-    kind = rows.accumulate_type(dtype or like.dtype)
+    of_logits = dtype or like.dtype
+    kind = rows.accumulate_type(of_logits)
     scale = 1.0 if logit_scale is None else logit_scale
     fits = isinstance(scale, checks.NUMBER) and math.isfinite(scale) and scale != 0
     check_number(function, "logit_scale", scale, "a finite number other than 0", fits)
@@ -143,7 +153,7 @@ def make_how(
         _refuse_gradient(function, "weight", weight)
         weight = weight.detach().to(kind)
         sum_of_weights = weight.sum()
-    if probabilities is not None and probabilities.dtype not in (like.dtype, kind):
+    if probabilities is not None and probabilities.dtype not in (of_logits, kind):
         probabilities = probabilities.to(kind)
     # A number is folded into scale and cap: cap * tanh(scale * z / cap) / T.
     cap = 0.0 if softcap is None else softcap / share

@@ -124,8 +124,8 @@ def _block(layer: Layer) -> int:
     return most - most % _LINE if _LINE <= most < layer.widest else most
 
 
-def find_rows(function: str, layer: Layer, needs: Needs) -> int:
-    """Find the number of rows in a chunk; raises ArgumentError if not even one fits."""
+def check_memory(function: str, layer: Layer, needs: Needs) -> int:
+    """Find how many rows fit into a chunk; raises ArgumentError if not even one does."""
     row = count_bytes_of_row(layer, True, needs)
     blocks = layer.memory // 8 if _has_blocks(layer, needs) else 0
     most = (layer.memory - blocks) // max(row, 1)
@@ -134,6 +134,12 @@ def find_rows(function: str, layer: Layer, needs: Needs) -> int:
         raise ArgumentError(
             function, "memory", f"{layer.memory}", f"at least {least}, which holds one row"
         )
+    return most
+
+
+def find_rows(function: str, layer: Layer, needs: Needs) -> int:
+    """Find the number of rows in a chunk, which depends on the number of all rows."""
+    most = check_memory(function, layer, needs)
     if layer.batch_invariant:
         return _INVARIANT
     every = max(layer.input.shape[0], 1)

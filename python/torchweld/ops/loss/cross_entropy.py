@@ -191,5 +191,6 @@ def _takes_eager(logits: torch.Tensor, probabilities: torch.Tensor | None) -> bo
         return True
     if why_not_now() is not None:
         return True
-    small = logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda
-    return small and choice.forced is None and not torch.compiler.is_compiling()
+    if choice.forced is not None or torch.compiler.is_compiling():  # sizes may be unknown
+        return False
+    return logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda

@@ -236,7 +236,7 @@ def linear_cross_entropy(
     )
     factors, count = loss.make_factors(labels.classes, how)
     needs = _find_needs(layer)
-    chunks.find_rows(name, layer, needs)
+    chunks.check_memory(name, layer, needs)
     add_up, wrap = (_keep, _keep) if place is None else (place.add_up, place.wrap)
     count = add_up(count) if reduction == "mean" else count
     target = labels.classes
@@ -393,7 +393,7 @@ def linear_logprobs(
         temperature=temperature,
         dtype=layer.find_dtype(),
     )
-    chunks.find_rows(name, layer, _find_needs(layer))
+    chunks.check_memory(name, layer, _find_needs(layer))
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
     marked = marked.reshape(math.prod(leading), several)
     if shared is not None:

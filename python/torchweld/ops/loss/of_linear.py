@@ -1,7 +1,7 @@
 """The results of rows of a linear layer's logits, differentiable, chunk by chunk.
 
-While torch compiles, chunks run inside an op of torch.library: their sizes depend on `memory` and
-on the ignored rows, which a graph does not know.
+While torch compiles or records, and for fake or batched tensors, chunks run inside an op of
+torch.library: their sizes depend on `memory` and on the ignored rows, which a graph does not know.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.library import LIBRARY
+from torchweld import checks
+from torchweld.dispatch.autograd import exports_a_derivative
+from torchweld.dispatch.library import LIBRARY, define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
 from torchweld.ops.loss.chunks import Layer, Needs
@@ -41,7 +43,8 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
     op = getattr(torch.ops.torchweld, name).default
 
     def call(*inputs: Any) -> Any:
-        return op(*inputs) if torch.compiler.is_compiling() else run(*inputs)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        return run(*inputs) if checks.can_read(*tensors) else op(*inputs)
 
     return call
 
@@ -185,7 +188,8 @@ class _Rows(torch.autograd.Function):
             made = results.differentiate_reference(row_results, layer[:3], grads)
         else:
             coefficients = results.make_coefficients(grads, statistics, target, how)
-            if ctx.into_grad and needs[1] and linear_weight.grad is not None:
+            may_add = ctx.into_grad and needs[1] and checks.can_read(linear_weight, *grads)
+            if may_add and linear_weight.grad is not None:
                 rest = (statistics, *coefficients, Needs(*needs), linear_weight.grad)
                 gradients = chunks.run_backward(_NAME, layer, target, how, *rest)
                 return (*(None,) * 6, *gradients, *after)
@@ -195,6 +199,19 @@ class _Rows(torch.autograd.Function):
                 for grad, need in zip(_run_backward(*arguments), needs, strict=True)
             ]
         return (*(None,) * 6, *made, *after)
+
+
+def _run_rows(*inputs: Any) -> Any:
+    return _Rows.apply(None, False, *inputs)
+
+
+_exported = define_differentiable(
+    "linear_rows_results",
+    "any",
+    f"(Tensor target, bool entropy, bool smooth, bool argmax, {_LAYER}, {rows.HOW_SCHEMA})"
+    f" -> {rows.RESULTS_SCHEMA}",
+    _run_rows,
+)
 
 
 class _Total(torch.autograd.Function):
@@ -213,21 +230,24 @@ class _Total(torch.autograd.Function):
     ) -> torch.Tensor:
         layer, how = Layer(*fields[:_LAYER_FIELDS]), How(*fields[_LAYER_FIELDS:])
         needs, wanted = Needs(*ctx.needs_input_grad[3:6]), factors.find_wanted()
-        combine = None
-        if classes is not None:
+        coefficients = factors.make_coefficients(how, target)
+        if classes is None:
+            arguments = (*how.get_arguments(), *coefficients, wanted.smooth, *needs)
+            *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
+            grads = (of_x, of_weight, of_bias)
+        else:
 
             def combine(made: chunks.Results, target: torch.Tensor) -> chunks.Results:
                 soft = how.probabilities is not None
                 return sharded.combine(classes, made, target, wanted, soft)
 
-        coefficients = factors.make_coefficients(how, target)
-        arguments = (layer, target, how, *coefficients, wanted.smooth, needs, combine)
-        made, grads = chunks.run_both(_NAME, *arguments)
+            rest = (*coefficients, wanted.smooth, needs, combine)
+            made, grads = chunks.run_both(_NAME, layer, target, how, *rest)
         row_results = results.find(made, target, how, wanted)
         ctx.classes = classes
         ctx.save_for_backward(*layer[:3], target, *how.get_tensors())
         ctx.layer, ctx.numbers, ctx.factors = fields[3:_LAYER_FIELDS], how.get_numbers(), factors
-        ctx.kept = [*grads]
+        ctx.kept = [of if need else None for of, need in zip(grads, needs, strict=True)]
         return factors.add_up(row_results)
 
     @staticmethod
@@ -242,7 +262,8 @@ class _Total(torch.autograd.Function):
             total = ctx.factors.add_up(row_results)
             return (*before, *results.differentiate_total(total, layer[:3], grad), *after)
         kept = ctx.kept
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if keeps_graph or not checks.can_read(grad, *kept):
             scaled = [None if of is None else (of * grad).to(of.dtype) for of in kept]
             return (*before, *scaled, *after)
         # Nobody else holds the gradients, so scale them in place and return them.
@@ -322,4 +343,6 @@ def find(
 
     With `into_grad` the backward pass adds the weight's gradient to an existing one.
     """
+    if classes is None and exports_a_derivative():
+        return RowResults(*_exported(target, *wanted, *layer, *how))
     return RowResults(*_Rows.apply(classes, into_grad, target, *wanted, *layer, *how))

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from torchweld import checks
+from torchweld.dispatch.autograd import exports_a_derivative
+from torchweld.dispatch.library import define_differentiable
 from torchweld.ops.loss import results, rows
 from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
@@ -40,17 +43,29 @@ class _Rows(torch.autograd.Function):
         logits, target, statistics, *tensors = ctx.saved_tensors
         how = How(*tensors, *ctx.numbers)
         nothing = (None,) * (5 + len(How._fields))
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             row_results = results.reference(logits, target, how, Wanted(*ctx.wanted))
             return (*results.differentiate_reference(row_results, [logits], grads), *nothing)
         arguments = (target, statistics, *results.make_coefficients(grads, statistics, target, how))
-        if ctx.in_place and not compiling and logits.is_contiguous():
+        if ctx.in_place and checks.can_read(logits, *grads) and logits.is_contiguous():
             rows.BACKWARD_IN_PLACE.run(logits, *arguments, *how.get_arguments())
             # Other nodes that saved the logits must notice that they changed.
             torch.autograd.graph.increment_version(logits)
             return (logits.detach(), *nothing)
         return (rows.BACKWARD.run(logits, *arguments, *how.get_arguments()), *nothing)
+
+
+def _run_rows(*inputs: Any) -> Any:
+    return _Rows.apply(*inputs)
+
+
+_exported = define_differentiable(
+    "loss_rows_results",
+    "any",
+    "(Tensor logits, Tensor target, bool entropy, bool smooth, bool argmax, bool in_place,"
+    f" {rows.HOW_SCHEMA}) -> {rows.RESULTS_SCHEMA}",
+    _run_rows,
+)
 
 
 def find(
@@ -60,4 +75,5 @@ def find(
     if not torch.is_grad_enabled() or not logits.requires_grad:
         made = rows.FORWARD.run(logits.detach(), target, *how.get_arguments(), *wanted)
         return results.find(made, target, how, wanted)
-    return RowResults(*_Rows.apply(logits, target, *wanted, in_place, *how))
+    run = _exported if exports_a_derivative() else _Rows.apply
+    return RowResults(*run(logits, target, *wanted, in_place, *how))

@@ -66,25 +66,30 @@ def make_coefficients(
     of_log_p, of_lse, of_entropy, of_smooth, of_soft = (
         None if grad is None or grad.numel() == 0 else grad.to(kind) for grad in grads[:5]
     )
-    coefficients = statistics.new_zeros(statistics.shape[0], rows.COEFFICIENTS)
-    on_p = coefficients[:, rows.ON_P]
+    columns = {}
+    on_p = nothing = statistics.new_zeros(statistics.shape[0])
     if of_log_p is None:
         grad_picked = statistics.new_zeros(target.shape)
     else:
         grad_picked = torch.where(target == -1, 0.0, of_log_p)
-        on_p -= grad_picked.sum(1)
+        on_p = on_p - grad_picked.sum(1)
     if of_lse is not None:
-        on_p += of_lse
+        on_p = on_p + of_lse
     if of_entropy is not None:
-        coefficients[:, rows.ON_ENTROPY] = -of_entropy
+        columns[rows.ON_ENTROPY] = -of_entropy
         # An entropy that nothing depends on may be NaN.
-        on_p -= torch.where(of_entropy == 0, 0.0, of_entropy * _entropy(statistics))
+        on_p = on_p - torch.where(of_entropy == 0, 0.0, of_entropy * _entropy(statistics))
     if of_smooth is not None:
-        coefficients[:, rows.ON_SMOOTH] = -of_smooth
-        on_p += of_smooth * how.get_whole_weight()
+        columns[rows.ON_SMOOTH] = -of_smooth
+        on_p = on_p + of_smooth * how.get_whole_weight()
     if of_soft is not None:
-        coefficients[:, rows.ON_DOT] = -of_soft
-    return coefficients, grad_picked
+        columns[rows.ON_DOT] = -of_soft
+    return _stack(columns | {rows.ON_P: on_p}, nothing), grad_picked
+
+
+def _stack(columns: dict[int, torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
+    """The gradient kernel's coefficients, not written in place: vmap may batch some columns."""
+    return torch.stack([columns.get(at, nothing) for at in range(rows.COEFFICIENTS)], 1)
 
 
 class Factors(NamedTuple):
@@ -125,20 +130,20 @@ class Factors(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient kernel's coefficients and grad_picked of the sum."""
         like = next(factor for factor in self if factor is not None)
-        coefficients = like.new_zeros(like.shape[0], rows.COEFFICIENTS)
-        on_p = coefficients[:, rows.ON_P]
+        columns = {}
+        on_p = nothing = torch.zeros_like(like)
         grad_picked = like.new_zeros(target.shape)
         if self.target is not None:
-            on_p += self.target
+            on_p = on_p + self.target
             grad_picked = torch.where(target == -1, 0.0, -self.target.unsqueeze(1))
         if self.smooth is not None:
-            on_p += self.smooth * how.get_whole_weight()
-            coefficients[:, rows.ON_SMOOTH] = -self.smooth
+            on_p = on_p + self.smooth * how.get_whole_weight()
+            columns[rows.ON_SMOOTH] = -self.smooth
         if self.soft is not None:
-            coefficients[:, rows.ON_DOT] = -self.soft
+            columns[rows.ON_DOT] = -self.soft
         if self.lse_squared is not None:
-            coefficients[:, rows.ON_LSE] = 2 * self.lse_squared
-        return coefficients, grad_picked
+            columns[rows.ON_LSE] = 2 * self.lse_squared
+        return _stack(columns | {rows.ON_P: on_p}, nothing), grad_picked
 
 
 def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:

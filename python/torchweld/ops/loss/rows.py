@@ -127,7 +127,8 @@ def _forward_reference(
         statistics[:, DOT] = torch.where(mass == 0, 0, mass * u).sum(1)
         statistics[:, MASS] = mass.sum(1)
     ignored = is_ignored(target)
-    statistics[ignored] = torch.eye(STATISTICS, dtype=u.dtype, device=u.device)[SUM]
+    neutral = torch.eye(STATISTICS, dtype=u.dtype, device=u.device)[SUM]
+    statistics = torch.where(ignored.unsqueeze(1), neutral, statistics)
     best = u.argmax(1) if argmax and u.shape[1] else target.new_full((u.shape[0],), -1)
     best = torch.where(ignored, -1, best)
     return _pick(u, target), statistics, best if argmax else target.new_empty(0)
@@ -210,6 +211,15 @@ _HOW = (
     "Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature, float scale, float softcap"
 )
 _GRADS = "Tensor coefficients, Tensor grad_picked"
+# Every field of How, and of RowResults, for ops that graphs hold.
+HOW_SCHEMA = (
+    "Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature, Tensor? sum_of_weights,"
+    " float scale, float softcap, SymInt classes, ScalarType kind"
+)
+RESULTS_SCHEMA = (
+    "(Tensor log_probabilities, Tensor lse, Tensor entropy, Tensor smooth, Tensor soft,"
+    " Tensor argmax)"
+)
 
 # The rows on which a kernel is checked at its first use on a GPU.
 _SAMPLED = 64
