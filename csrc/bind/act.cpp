@@ -36,14 +36,13 @@ void bias_act_into(const Tensor& y, const Tensor& x_in, const OptionalTensor& bi
   launch(bias_act_forward, args, x, shape.items(shape.rows), shape.width);
 }
 
-Tensor bias_act(Tensor x, OptionalTensor bias, std::string activation, std::string approximate) {
+Tensor bias_act(Tensor x, OptionalTensor bias, Text activation, Text approximate) {
   Tensor y = empty(x, x.sizes(), x.scalar_type());
   bias_act_into(y, x, bias, activation, approximate);
   return y;
 }
 
-void bias_act_in_place(Tensor x, OptionalTensor bias, std::string activation,
-                       std::string approximate) {
+void bias_act_in_place(Tensor x, OptionalTensor bias, Text activation, Text approximate) {
   STD_TORCH_CHECK(x.is_contiguous(), "input is not contiguous");
   bias_act_into(x, x, bias, activation, approximate);
 }
@@ -82,16 +81,15 @@ Tensor bias_act_grads_into(const Tensor& grad_x, const Tensor& grad_y_in, const 
 }
 
 std::tuple<Tensor, Tensor> bias_act_grads(Tensor grad_y, Tensor x, OptionalTensor bias,
-                                          std::string activation, std::string approximate,
-                                          bool need_bias) {
+                                          Text activation, Text approximate, bool need_bias) {
   Tensor grad_x = empty(x, x.sizes(), x.scalar_type());
   Tensor grad_bias =
       bias_act_grads_into(grad_x, grad_y, x, bias, activation, approximate, need_bias);
   return {grad_x, grad_bias};
 }
 
-Tensor bias_act_grads_in_place(Tensor grad_y, Tensor x, OptionalTensor bias, std::string activation,
-                               std::string approximate, bool need_bias) {
+Tensor bias_act_grads_in_place(Tensor grad_y, Tensor x, OptionalTensor bias, Text activation,
+                               Text approximate, bool need_bias) {
   STD_TORCH_CHECK(grad_y.is_contiguous(), "grad_y is not contiguous");
   return bias_act_grads_into(grad_y, grad_y, x, bias, activation, approximate, need_bias);
 }
@@ -123,7 +121,7 @@ struct Pitched {
   }
 };
 
-Tensor gated_act(Tensor gate_in, Tensor up_in, std::string activation, std::string approximate) {
+Tensor gated_act(Tensor gate_in, Tensor up_in, Text activation, Text approximate) {
   const Matrix shape(gate_in);
   check_like(up_in, gate_in, "up does not fit gate");
   const Pitched gate(gate_in, shape), up(up_in, shape);
@@ -143,7 +141,7 @@ Tensor gated_act(Tensor gate_in, Tensor up_in, std::string activation, std::stri
 
 // grad_gate and grad_up.
 std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Tensor up_in,
-                                           std::string activation, std::string approximate) {
+                                           Text activation, Text approximate) {
   const Matrix shape(gate_in);
   check_like(up_in, gate_in, "up does not fit gate");
   check_like(grad_y_in, gate_in, "grad_y does not fit gate");

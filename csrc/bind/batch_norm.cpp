@@ -54,15 +54,14 @@ void normalize_act_into(const Tensor& y, const Tensor& x_in, const Tensor& mean,
 }
 
 Tensor normalize_act(Tensor x, Tensor mean, Tensor var, OptionalTensor weight, OptionalTensor bias,
-                     double eps, std::string activation, std::string approximate) {
+                     double eps, Text activation, Text approximate) {
   Tensor y = empty(x, x.sizes(), x.scalar_type());
   normalize_act_into(y, x, mean, var, weight, bias, eps, activation, approximate);
   return y;
 }
 
 void normalize_act_in_place(Tensor x, Tensor mean, Tensor var, OptionalTensor weight,
-                            OptionalTensor bias, double eps, std::string activation,
-                            std::string approximate) {
+                            OptionalTensor bias, double eps, Text activation, Text approximate) {
   STD_TORCH_CHECK(x.is_contiguous(), "input is not contiguous");
   normalize_act_into(x, x, mean, var, weight, bias, eps, activation, approximate);
 }
@@ -96,12 +95,9 @@ struct Gradients {
 };
 
 // grad_x, grad_weight and grad_bias for given statistics. Each is empty if it is not wanted.
-std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, Tensor mean,
-                                                       Tensor var, OptionalTensor weight,
-                                                       OptionalTensor bias, double eps,
-                                                       std::string activation,
-                                                       std::string approximate, bool need_x,
-                                                       bool need_weight, bool need_bias) {
+std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(
+    Tensor grad_y, Tensor x, Tensor mean, Tensor var, OptionalTensor weight, OptionalTensor bias,
+    double eps, Text activation, Text approximate, bool need_x, bool need_weight, bool need_bias) {
   Gradients gradients(grad_y, x, mean, var, weight, bias, eps, activation, approximate);
   NormalizeActBackward& args = gradients.args;
   Tensor grad_x = need_x ? empty(x, x.sizes(), x.scalar_type()) : nothing(x);
@@ -129,8 +125,8 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(Tensor grad_y, Tensor x, 
 // grad_x for statistics of x itself, or of a larger tensor of which x is a shard.
 Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
                              OptionalTensor weight, OptionalTensor bias, Tensor mean_g_in,
-                             Tensor mean_g_x_hat_in, double eps, std::string activation,
-                             std::string approximate) {
+                             Tensor mean_g_x_hat_in, double eps, Text activation,
+                             Text approximate) {
   Gradients gradients(grad_y, x, mean, var, weight, bias, eps, activation, approximate);
   const int64_t width[] = {gradients.args.width};
   for (const Tensor* t : {&mean_g_in, &mean_g_x_hat_in}) {

@@ -68,8 +68,8 @@ bool multiply(bool (*plan)(const Args&, int64_t*), bool (*gemm)(const Args&, voi
 
 // y, and z = x @ weight^T + bias or nothing.
 std::tuple<Tensor, Tensor> linear_act(Tensor x_in, Tensor weight_in, OptionalTensor bias_in,
-                                      std::string activation, std::string approximate,
-                                      int64_t algorithm, bool save_z) {
+                                      Text activation, Text approximate, int64_t algorithm,
+                                      bool save_z) {
   const bool tf32 = check_how(activation, approximate, algorithm);
   const Matrix shape(x_in);
   STD_TORCH_CHECK(
@@ -101,8 +101,8 @@ std::tuple<Tensor, Tensor> linear_act(Tensor x_in, Tensor weight_in, OptionalTen
 
 // grad_z = (grad_y @ weight) * gelu'(z), and its sum over rows or nothing.
 std::tuple<Tensor, Tensor> act_linear_backward(Tensor grad_y_in, Tensor weight_in, Tensor z_in,
-                                               std::string activation, std::string approximate,
-                                               int64_t algorithm, bool need_bias) {
+                                               Text activation, Text approximate, int64_t algorithm,
+                                               bool need_bias) {
   const bool tf32 = check_how(activation, approximate, algorithm);
   const Matrix grad_shape(grad_y_in), shape(z_in);
   STD_TORCH_CHECK(is_beside(weight_in, z_in) && weight_in.dim() == 2 &&

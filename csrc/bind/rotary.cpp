@@ -241,7 +241,7 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 Results rotary(Tensor x_in, OptionalTensor key_in, Tensor cos, Tensor sin, OptionalTensor positions,
                OptionalTensor weight, OptionalTensor key_weight, int64_t rotary_dim,
                bool interleaved, bool proportional, std::optional<double> eps, bool plus_one,
-               std::string rounded, std::optional<int64_t> heads) {
+               Text rounded, std::optional<int64_t> heads) {
   const Settings by{rotary_dim, interleaved, proportional, eps, plus_one, rounded, heads};
   const Tensor x = with_adjacent_columns(x_in);
   const OptionalTensor key = key_in ? OptionalTensor(with_adjacent_columns(*key_in)) : std::nullopt;
@@ -281,7 +281,7 @@ Results rotary_gradients(Tensor grad_y, Tensor grad_key_y, OptionalTensor x_in,
                          OptionalTensor key_in, Tensor cos, Tensor sin, OptionalTensor positions,
                          OptionalTensor weight, OptionalTensor key_weight, int64_t rotary_dim,
                          bool interleaved, bool proportional, std::optional<double> eps,
-                         bool plus_one, std::string rounded, std::optional<int64_t> heads,
+                         bool plus_one, Text rounded, std::optional<int64_t> heads,
                          OptionalTensor rstd_in, OptionalTensor key_rstd_in, bool need_weight,
                          bool need_key_weight) {
   const Settings by{rotary_dim, interleaved, proportional, eps, plus_one, rounded, heads};

@@ -12,10 +12,35 @@
 #include <cmath>
 #include <cstdlib>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "core/dtype.h"
+
+namespace torchweld {
+
+// A string argument. torch's conversion to std::string leaks one for each call, and the heap grows
+// without bound: each of these small blocks keeps a hole from being merged with its neighbours.
+struct Text : std::string {
+  using std::string::string;
+};
+
+}  // namespace torchweld
+
+template <>
+struct torch::stable::detail::ToImpl<torchweld::Text> {
+  static torchweld::Text call(StableIValue value, uint64_t, bool) {
+    const auto handle = to<StringHandle>(value);
+    size_t length;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    const char* characters;
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &characters));
+    torchweld::Text text(characters, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
 
 namespace torchweld {
 

@@ -1,0 +1,176 @@
+"""Memory over many calls: native code keeps nothing, and the heap of a long run stays bounded.
+
+Both measure glibc's heap in a process of their own, with glibc's default settings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import platform
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import fresh
+import torchweld
+from torchweld import functional as fused
+from torchweld.bench.cases import Case
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.registry import OPS
+
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="mallinfo2 and VmRSS are glibc's and Linux's"
+)
+CALLS = 100
+OPTIMIZERS = {
+    "AdamW": {},
+    "AdamW8bit": {"class": "AdamW", "state_dtype": "8bit"},
+    "SGD": {"momentum": 0.9},
+    "LAMB": {},
+    "Lion": {},
+    "Adafactor": {},
+    "Muon": {},
+    "ScheduleFreeAdamW": {},
+}
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2: ten sizes, two of them read here."""
+
+    _fields_ = [
+        *((f"field_{i}", ctypes.c_size_t) for i in range(4)),
+        ("hblkhd", ctypes.c_size_t),
+        *((f"field_{i}", ctypes.c_size_t) for i in range(5, 7)),
+        ("uordblks", ctypes.c_size_t),
+        *((f"field_{i}", ctypes.c_size_t) for i in range(8, 10)),
+    ]
+
+
+def count_bytes_in_use() -> int:
+    """Bytes of the heap that are allocated now."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def count_bytes_kept(what: Callable[[], Any]) -> float:
+    """Bytes that a call leaves allocated: the lesser of two counts, since Python's vary."""
+    counts = []
+    for _ in range(2):
+        for _ in range(20):
+            what()
+        gc.collect()
+        before = count_bytes_in_use()
+        for _ in range(CALLS):
+            what()
+        gc.collect()
+        counts.append((count_bytes_in_use() - before) / CALLS)
+    return min(counts)
+
+
+def make_call(name: str) -> Callable[[], Any]:
+    """Forward and backward of an op on its smallest problem."""
+    op = OPS[name]
+    problem = Case(op, op.tiny, torch.float32, "cpu").draw()
+    leaves = list(problem.leaves().values())
+
+    def run() -> None:
+        results = [y for y in as_tuple(call(op, *problem.inputs)) if y.requires_grad]
+        if results:
+            torch.autograd.grad(results, leaves, [torch.ones_like(y) for y in results])
+
+    return run
+
+
+def make_step(name: str) -> Callable[[], Any]:
+    """A step of an optimizer on a matrix."""
+    settings: dict[str, Any] = dict(OPTIMIZERS[name])
+    p = torch.randn(16, 16, requires_grad=True)
+    p.grad = torch.randn(16, 16)
+    optimizer = getattr(torchweld.optim, settings.pop("class", name))([p], lr=1e-3, **settings)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    step: Callable[[], Any] = optimizer.step
+    return step
+
+
+def count_all() -> dict[str, float]:
+    """Bytes kept by a call of each op on the CPU's kernels, and by each optimizer's step."""
+    torch.set_num_threads(1)
+    kept = {}
+    with torchweld.use_backend("cpu", "eager"):
+        for name in OPS:
+            kept[name] = count_bytes_kept(make_call(name))
+        for name in OPTIMIZERS:
+            kept[name] = count_bytes_kept(make_step(name))
+    return kept
+
+
+def read_resident() -> int:
+    """VmRSS in kB."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def walk(which: str, threads: int) -> list[int]:
+    """Resident kB after a random sequence of ops of different sizes, at 100 and 300 rounds."""
+    torch.set_num_threads(threads)
+    order, width = random.Random(0), 1024
+    w = torch.ones(width, requires_grad=True)
+    ours = {
+        "norm": lambda h: fused.rms_norm(h, [width], w),
+        "gate": lambda h: fused.gated_act(h, h),
+        "residual": lambda h: fused.dropout_add_rms_norm(h, h, w, p=0.1),
+        "act": lambda h: fused.bias_act(h, activation="gelu"),
+        "softmax": lambda h: fused.softmax_dropout(h, p=0.1),
+    }
+    theirs = {
+        "norm": lambda h: functional.rms_norm(h, [width], w),
+        "gate": lambda h: functional.silu(h) * h,
+        "residual": lambda h: functional.rms_norm(functional.dropout(h, 0.1) + h, [width], w),
+        "act": functional.gelu,
+        "softmax": lambda h: functional.dropout(h.softmax(-1), 0.1),
+    }
+    ops = ours if which == "ours" else theirs
+    resident = []
+    for round_ in range(300):
+        h = torch.ones(order.choice((60, 300, 700)), width)
+        for name in order.choices(list(ops), k=4):
+            with torch.set_grad_enabled(order.random() < 0.5):
+                h = ops[name](h)
+            if h.requires_grad:
+                h.sum().backward()
+                h = h.detach()
+        if round_ in (99, 299):
+            resident.append(read_resident())
+    return resident
+
+
+def test_a_call_keeps_no_native_memory() -> None:
+    """The smallest block of glibc has 32 bytes; a leaked one in each call counts as much."""
+    kept = json.loads(fresh.run_file(__file__, "count"))
+    assert set(kept) == {*OPS, *OPTIMIZERS}
+    assert {name: n for name, n in kept.items() if n >= 24} == {}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_long_run_of_different_ops_stays_bounded(threads: int) -> None:
+    """It takes at most a tenth more than torch's ops do, and does not grow between rounds."""
+    ours, theirs = (
+        json.loads(fresh.run_file(__file__, which, str(threads))) for which in ("ours", "theirs")
+    )
+    assert ours[-1] <= 1.1 * max(theirs)
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1]
+    print(json.dumps(count_all() if asked == "count" else walk(asked, int(sys.argv[2]))))
