@@ -217,6 +217,69 @@ def test_what_cannot_be_planned_is_refused(change: dict[str, Any], message: str)
         plan_for(work, 8, 2, **given)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: replace(SMALL, flops=-1e12), "flops is -1"),
+        (lambda: replace(SMALL, bandwidth=0.0), "bandwidth is 0"),
+        (lambda: replace(SMALL, memory=math.nan), "memory is nan"),
+        (lambda: Links(node=0), "node is 0"),
+        (lambda: Links(inside=-1e9), "inside is -1"),
+        (lambda: Links(between=0.0), "between is 0"),
+        (lambda: Links(latency_inside=-1e-6), "latency_inside is -1"),
+        (lambda: describe_transformer(0, 256, 4, 1024, 64), "layers is 0"),
+        (lambda: describe_transformer(2, 256, 0, 1024, 64), "heads is 0"),
+        (lambda: describe_transformer(2, 250, 4, 1024, 64), "width is 250; .* multiple of 4 heads"),
+        (lambda: describe_transformer(2, 256, 4, 1024, -64), "length is -64"),
+        (lambda: plan_for(describe_transformer(2, 256, 4, 1024, 64), 0, 2, SMALL), "batch is 0"),
+        (lambda: plan_for(describe_transformer(2, 256, 4, 1024, 64), 8, -2, SMALL), "devices is"),
+    ],
+)
+def test_sizes_and_rates_that_cannot_be_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "profile.json: Expecting"),
+        ("[1, 2]", "profile.json: .* is a list"),
+        (json.dumps({"name": "small"}), "profile.json: .* missing .* 'flops'"),
+        (json.dumps(asdict(SMALL) | {"cores": 4}), "profile.json: .*'cores'"),
+        (json.dumps(asdict(SMALL) | {"flops": "fast"}), "flops is 'fast'"),
+        (json.dumps(asdict(SMALL) | {"flops": -1e12}), "flops is -1"),
+        (None, "No such file"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_is_one_sentence(
+    text: str | None, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["plan", "--profile", str(path)]) == 2
+    assert re.search(message, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plot", "{}/missing/step.png"], "No such file"),
+        (["--plot", "{}/step.unknown"], "'unknown' is not supported"),
+        (["--heads", "0"], "heads is 0"),
+        (["--heads", "3"], "width is 256"),
+        (["--memory", "-1"], "memory is -1"),
+    ],
+)
+def test_the_command_ends_with_a_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = ["--layers", "2", "--width", "256", "--heads", "4", "--batch", "8", "--devices", "2"]
+    assert cli.main(["plan", *sizes, *(text.format(tmp_path) for text in arguments)]) == 2
+    assert re.search(message, capsys.readouterr().out)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "16"]
     picture = tmp_path / "step.png"

@@ -418,3 +418,13 @@ def test_errors() -> None:
         memory.memory_estimate(model, optimizer, "zero4", 2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="rank"):
         memory.memory_estimate(model, optimizer, "ddp", 2, rank=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(lambda m: [{"params": [*m.parameters()]}], "dict"), (nn.Module.named_parameters, "tuple")],
+)
+def test_rows_take_parameters_without_groups(make: Any, kind: str) -> None:
+    mesh: Any = None  # it is not asked: the error comes first
+    with pytest.raises(ArgumentError, match=f"parameters is with a {kind}; accepted: .*groups"):
+        zero.RowSharded(make(nn.Linear(4, 4)), optim.AdamW, mesh)

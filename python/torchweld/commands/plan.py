@@ -36,8 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     o = options
-    work = describe_transformer(o.layers, o.width, o.heads, o.vocabulary, o.length)
     try:
+        work = describe_transformer(o.layers, o.width, o.heads, o.vocabulary, o.length)
         plan = plan_for(
             work,
             o.batch,
@@ -54,5 +54,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"{work.parameters / 1e9:.4g} G parameters on {o.devices} x {o.profile}")
     plan.show()
     if o.plot:
-        plan.simulate().draw(o.plot)
+        try:
+            plan.simulate().draw(o.plot)
+        except (OSError, ValueError) as error:  # no such folder, or a format nobody draws
+            print(error)
+            return 2
     return 0

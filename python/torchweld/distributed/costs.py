@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchweld.distributed.timeline import Action, Timeline
-from torchweld.distributed.work import Unit, Work
+from torchweld.distributed.work import Unit, Work, check_positive
+from torchweld.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Profile:
     bandwidth: float
     memory: float
     source: str
+
+    def __post_init__(self) -> None:
+        rates = {"flops": self.flops, "bandwidth": self.bandwidth}
+        check_positive("Profile", **rates, memory=self.memory)
 
 
 # The shares that training reaches of the vendors' figures for dense bfloat16 and for bandwidth.
@@ -67,6 +72,12 @@ class Links:
     latency_inside: float = 5e-6
     latency_between: float = 15e-6
     overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("Links", node=self.node, inside=self.inside, between=self.between)
+        for name in ("latency_inside", "latency_between"):
+            if not (value := getattr(self, name)) >= 0:
+                raise ArgumentError("Links", name, repr(value), "0 seconds or more")
 
     def exchange(self, size: float, count: int, span: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of `size` bytes.

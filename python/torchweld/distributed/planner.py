@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torchweld.distributed.costs import (
 from torchweld.distributed.feasibility import check_matrices, check_microbatches
 from torchweld.distributed.parallel import Parallel
 from torchweld.distributed.timeline import Timeline
-from torchweld.distributed.work import Work, measure_work
+from torchweld.distributed.work import Work, check_positive, measure_work
 from torchweld.errors import ArgumentError
 from torchweld.table import Table
 
@@ -305,6 +305,7 @@ def plan_for(
     Returns:
         A Plan. Its figures are predictions from rates; see its `source`.
     """
+    check_positive("plan_for", batch=batch, devices=devices)
     if isinstance(profile, str):
         if profile not in PROFILES:
             accepted = f"a Profile, or one of {', '.join(PROFILES)}"
@@ -359,4 +360,13 @@ def load_profile(path: str | Path) -> Profile:
     """Read a Profile from a JSON file with its fields."""
     import json
 
-    return Profile(**json.loads(Path(path).read_text()))
+    accepted = f"a JSON object with {', '.join(field.name for field in fields(Profile))}"
+    try:
+        values = json.loads(Path(path).read_text())
+        if not isinstance(values, dict):
+            raise TypeError(f"the file's value is a {type(values).__name__}")
+        return Profile(**values)
+    except ArgumentError:  # of a field, which it names
+        raise
+    except (ValueError, TypeError) as error:
+        raise ArgumentError("load_profile", "path", f"{path}: {error}", accepted) from None

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from torchweld.distributed.memory import find_layers
+from torchweld.errors import ArgumentError
 from torchweld.registry import OPS
 
 
@@ -56,6 +57,13 @@ class Work:
         return sum(unit.parameters for unit in self.units)
 
 
+def check_positive(op: str, **values: Any) -> None:
+    """Check that sizes and rates are numbers above 0."""
+    for name, value in values.items():
+        if not (isinstance(value, (int, float)) and value > 0):  # NaN is not above 0 either
+            raise ArgumentError(op, name, repr(value), "a number above 0")
+
+
 def describe_transformer(
     layers: int, width: int, heads: int, vocabulary: int, length: int, itemsize: int = 2
 ) -> Work:
@@ -64,6 +72,18 @@ def describe_transformer(
     A layer has 12 width^2 parameters. For each token it saves 10 vectors of the width and 4 hidden
     vectors; attention saves no scores.
     """
+    check_positive(
+        "describe_transformer",
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocabulary=vocabulary,
+        length=length,
+    )
+    if width % heads:
+        raise ArgumentError(
+            "describe_transformer", "width", str(width), f"a multiple of {heads} heads"
+        )
     stream = float(length * width * itemsize)
     scores = 4.0 * length**2 * width
     layer = Unit(

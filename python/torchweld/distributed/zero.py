@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweld.distributed.memory import find_blocks
+from torchweld.errors import ArgumentError
 
 
 def zero1(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> DistributedDataParallel:
@@ -79,6 +80,15 @@ class RowSharded:
         make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
         mesh: DeviceMesh,
     ) -> None:
+        parameters = [*parameters]
+        for p in parameters:
+            if not isinstance(p, torch.Tensor):
+                accepted = (
+                    "parameters; make groups in `make`, of the DTensors that it gets in order"
+                )
+                raise ArgumentError(
+                    "RowSharded", "parameters", f"with a {type(p).__name__}", accepted
+                )
         self._parameters = [p for p in parameters if p.requires_grad]
         self._mesh = mesh
         self._shards = [torch.nn.Parameter(self._make_shard(p.detach())) for p in self._parameters]
