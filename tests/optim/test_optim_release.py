@@ -139,6 +139,59 @@ def test_removed_hooks_leave_gradients() -> None:
     assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
 
 
+class _Fails(torch.autograd.Function):
+    """The identity, whose backward pass fails while `active`."""
+
+    active = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if _Fails.active:
+            raise RuntimeError("out of memory")
+        return grad
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**25])
+def test_a_backward_pass_that_failed_runs_again(
+    bucket_bytes: int, checkpoints: bool | None, to_none: bool
+) -> None:
+    """If nothing stepped in the failed pass, the trajectory is that of one without failures."""
+    models = [_model(), _model()]
+    optimizers = [optim.AdamW(model.parameters(), 1e-2) for model in models]
+    optim.release_gradients(models[0], optimizers[0], bucket_bytes=bucket_bytes)
+
+    def backward(model: torch.nn.Sequential, seed: int, fails: bool = False) -> None:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        for i, layer in enumerate(model):
+            x = _Fails.apply(x) if i == LAYERS // 2 else x  # type: ignore[no-untyped-call]
+            if checkpoints is None or i == LAYERS - 1:
+                x = layer(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=checkpoints)
+        _Fails.active = fails
+        x.square().mean().backward()
+
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            backward(models[0], 9, fails=True)
+        optimizers[0].zero_grad(set_to_none=to_none)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    with pytest.raises(torchweld.ArgumentError, match="second backward pass"):
+        backward(models[0], 2)
+    trajectories = [list(model.parameters()) for model in models]
+    assert same(*trajectories) == (bucket_bytes > 1)  # type: ignore[arg-type]
+
+
 def test_what_is_refused() -> None:
     model = _model()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ class GradientRelease:
         self._pending: list[torch.Tensor] = []
         self._pending_bytes = 0
         self._seen: set[torch.Tensor] = set()  # since the last step
+        self._pass = -1  # the backward pass, as autograd numbers them
         self._accumulates = False
         hooked = [p for p in model.parameters() if p in self._places and p.requires_grad]
         self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._take) for p in hooked]
@@ -60,6 +62,7 @@ class GradientRelease:
             accepted = "step() after each backward pass, or accumulate() around all but the last"
             raise ArgumentError(_NAME, "a gradient", "of a second backward pass", accepted)
         _check_optimizer(self._optimizer)
+        self._watch_pass()
         grad = local_part(p.grad)
         nbytes = grad.nbytes if grad.layout is torch.strided else p.nbytes
         self._seen.add(p)
@@ -67,6 +70,26 @@ class GradientRelease:
         self._pending_bytes += nbytes
         if self._pending_bytes >= self._bucket_bytes:
             self._step_pending()
+
+    def _watch_pass(self) -> None:
+        """Have the current backward pass forgotten if it fails."""
+        current = torch._C._current_graph_task_id()
+        if current == self._pass:
+            return
+        self._pass = current
+
+        def end() -> None:
+            forget.detach()
+
+        # Autograd calls `end` after a pass that succeeds, and only drops it after one that fails.
+        forget = weakref.finalize(end, self._forget)
+        forget.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _forget(self) -> None:
+        """Forget which gradients have arrived; the next pass brings them again."""
+        self._pending, self._pending_bytes = [], 0
+        self._seen.clear()
 
     def _step_pending(self) -> None:
         """Step the parameters whose gradients have arrived, and free the gradients."""
@@ -90,8 +113,7 @@ class GradientRelease:
         """The step has taken the rest."""
         for p in self._pending:
             p.grad = None
-        self._pending, self._pending_bytes = [], 0
-        self._seen.clear()
+        self._forget()
 
 
 def release_gradients(
@@ -105,7 +127,8 @@ def release_gradients(
     are those of the backward pass, so schedulers work as usual.
 
     With several backward passes a step, put all but the last in `with release.accumulate():`;
-    their gradients stay, as a sum. A second pass outside of it is an error.
+    their gradients stay, as a sum. A second pass outside of it is an error, unless the first one
+    failed: after `zero_grad()` it may run again, but buckets that had stepped have taken a step.
 
     Args:
         model: the model; under FSDP2 its parameters are DTensors, whose gradients arrive reduced.
