@@ -175,6 +175,32 @@ def test_the_authors_states_load() -> None:
     assert {"lr", "betas", "alpha", "beta3_warmup", "alpha_warmup", "eps"} <= keys
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_group_that_is_added_later_is_in_the_mode_of_the_others(mode: str) -> None:
+    """Each group's trajectory is that of an optimizer of its own."""
+    first, second = torch.linspace(-1, 1, 12), torch.linspace(2, 3, 8)
+    together = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+    apart = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+    optimizer = optim.ScheduleFreeAdamW(together[:1], lr=0.1)
+    alone = [optim.ScheduleFreeAdamW([p], lr=0.1) for p in apart]
+    for each in (optimizer, *alone):
+        each.train()
+    for step in range(4):
+        if step == 2:
+            getattr(optimizer, mode)()
+            optimizer.add_param_group({"params": together[1:]})
+            if mode == "eval":
+                optimizer.train()
+        for i, (p, own) in enumerate(zip(together, apart, strict=True)):
+            p.grad = own.grad = torch.full_like(p, 0.3 - step)
+            if i == 0 or step >= 2:
+                alone[i].step()
+        optimizer.step()
+    for each in (optimizer, *alone):
+        each.eval()
+    assert same(together, apart)  # type: ignore[arg-type]
+
+
 def test_a_scaler_skips_what_the_host_counts() -> None:
     params, optimizer = run(ScheduleFreeAdamW, 2, shapes=SHAPES)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

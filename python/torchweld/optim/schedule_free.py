@@ -99,6 +99,8 @@ class ScheduleFreeAdamW(OwnOptimizer):
         if isinstance(param_group, dict):
             self._check(self.defaults | param_group)
         super().add_param_group(param_group)
+        # Parameters that have taken no step are the same in both modes.
+        self.param_groups[-1]["train_mode"] = self.param_groups[0]["train_mode"]
 
     def _check(self, group: Group) -> None:
         name = type(self).__name__
