@@ -225,6 +225,34 @@ def test_any_size(
         torch.testing.assert_close(result, torch.cat((turned, y[..., 2 * pairs :]), -1))
 
 
+@pytest.mark.parametrize("across_heads", [False, True])
+@pytest.mark.parametrize("rounding", ["none", "result", "both"])
+@pytest.mark.parametrize("wide", ["q_norm_weight", "k_norm_weight"])
+def test_norm_weights_of_two_dtypes(wide: str, rounding: str, across_heads: bool) -> None:
+    """As when one of two norms is kept in float32: each as in a call of its own."""
+    x = [t.to(torch.bfloat16).requires_grad_() for t in (X, X[:, :2].flip(-1))]
+    weights = {}
+    for name, t in zip(("q_norm_weight", "k_norm_weight"), x, strict=True):
+        count = D * t.shape[1] if across_heads else D
+        weight = torch.linspace(0.5, 2, count, dtype=torch.float32)
+        weights[name] = weight.to(torch.float32 if name == wide else x[0].dtype).requires_grad_()
+    tables = HALF.cos().float(), HALF.sin().float()
+    how: dict[str, Any] = {"norm_eps": 1e-6, "norm_rounding": rounding}
+    how["norm_across_heads"] = across_heads
+    both = rotary_embedding_qk(*x, *tables, **weights, **how)
+    for result, t, weight in zip(both, x, weights.values(), strict=True):
+        apart = rotary_embedding(t, *tables, norm_weight=weight, **how)
+        torch.testing.assert_close(result, apart, rtol=0, atol=0)
+        grad = X[:, : t.shape[1]].to(t.dtype).cos()
+        found, expected = (
+            torch.autograd.grad(y, (t, weight), grad, retain_graph=True) for y in (result, apart)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    weights["q_norm_weight"] = weights["q_norm_weight"].detach().double()
+    with pytest.raises(torchweld.ArgumentError, match="norm_weight"):
+        rotary_embedding_qk(*x, *tables, **weights, **how)
+
+
 def test_the_backward_is_the_transpose() -> None:
     """With YaRN's factor the inverse would be off by its square."""
     x, grad = X.clone().requires_grad_(), torch.randn_like(X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,3 +88,11 @@ def check_heads(q: Any, k: Any, seq_dim: int) -> None:
     if k.ndim != q.ndim or any(at != heads and own != size for at, own, size in sizes):
         accepted = f"q's, {list(q.shape)}, but for the number of heads"
         raise ArgumentError(NAME, "k", f"of shape {list(k.shape)}", accepted)
+
+
+def in_one_dtype(x: torch.Tensor, *weights: Any) -> Sequence[Any]:
+    """The norm weights in a dtype that holds both, since kernels read one."""
+    if not all(isinstance(w, torch.Tensor) and w.dtype in checks.beside(x) for w in weights):
+        return weights  # None, or another check names it
+    wide = max((w.dtype for w in weights), key=lambda dtype: dtype.itemsize)
+    return [w.to(wide) for w in weights]

@@ -8,7 +8,7 @@ import torch
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
-from torchweld.ops.rotary.arguments import check_heads, prepare
+from torchweld.ops.rotary.arguments import check_heads, in_one_dtype, prepare
 from torchweld.ops.rotary.op import OP
 from torchweld.ops.rotary.over_devices import normalize, shares_heads
 
@@ -174,6 +174,7 @@ def rotary_embedding_qk(
         return rotated_q, rotated_k
     check_heads(q, k, seq_dim)
     inputs = [*prepare(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)]
-    inputs[1], inputs[6] = k, k_norm_weight
+    inputs[1] = k
+    inputs[5], inputs[6] = in_one_dtype(q, q_norm_weight, k_norm_weight)
     results: tuple[torch.Tensor, torch.Tensor] = call(OP, *inputs)
     return results
