@@ -123,11 +123,16 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = stride;
   const Device device = device_of(like);
+  const int32_t kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle result;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
-      device.index, &result));
+  const auto error = aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), kind,
+                                              device.type, device.index, &result);
+  // The stable ABI returns a code only. Programs look for the sentence of torch's allocator.
+  STD_TORCH_CHECK(!error || device.type != aoti_torch_device_type_cpu(),
+                  "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
+                  stride * (int64_t)aoti_torch_dtype_element_size(kind),
+                  " bytes. Error code 12 (Cannot allocate memory)");
+  TORCH_ERROR_CODE_CHECK(error);
   Tensor tensor(result);
 #if !defined(TW_CUDA)
   if (device.type == aoti_torch_device_type_cpu()) advise_huge_pages(tensor);

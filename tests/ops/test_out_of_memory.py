@@ -1,0 +1,48 @@
+"""Kernels that run out of memory say so in the words of torch's allocator."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import fresh
+
+pytestmark = pytest.mark.kernels
+
+# Room for a tenth of a result, after a call that has loaded all that one needs.
+PROGRAM = """
+import resource, torch
+from torchweld import functional as F
+
+CALLS = {
+    "gated_act": lambda x: F.gated_act(x, x),
+    "rms_norm": lambda x: F.rms_norm(x, (4096,)),
+    "softmax_dropout": lambda x: F.softmax_dropout(x),
+    "bias_act": lambda x: F.bias_act(x, x[0]),
+    "backward": lambda x: torch.autograd.grad(F.rms_norm(w.repeat(2, 1), (4096,), w).sum(), w),
+    "torch": lambda x: torch.empty_like(x),
+}
+w = torch.ones(4096, requires_grad=True)
+x = torch.ones(65536, 4096)
+for call in CALLS.values():
+    call(x[:64])
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + x.nbytes // 10,) * 2)
+for name, call in CALLS.items():
+    try:
+        call(x)
+    except RuntimeError as e:
+        print(f"{name}: {e}".replace(chr(10), " "))
+"""
+
+
+def test_the_sentence_of_torch() -> None:
+    result = fresh.run(PROGRAM, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    lines = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    asked = ["torch", "gated_act", "rms_norm", "softmax_dropout", "bias_act"]
+    assert set(lines) >= set(asked), result.stderr
+    said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes."
+    for line in lines.values():
+        assert re.search(said.format(2**30), line), lines
+        assert "Error code 12 (Cannot allocate memory)" in line
