@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,6 +31,7 @@ PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {
     "3.up": ColwiseParallel,
     "3.down": RowwiseParallel,
 }
+_GATHERS: dict[str, Any] = {"output_layouts": Replicate()}
 
 
 def _layer() -> nn.Module:
@@ -57,9 +58,23 @@ def _sharded_finely(model: Any) -> nn.Module:
 
 
 def _tensor_parallel(model: Any) -> nn.Module:
+    return _parallel(model, {name: style() for name, style in PLAN.items()})
+
+
+def _rows_before_the_activation(model: Any) -> nn.Module:
+    """Each process has a part of the sums that the activation takes."""
+    rows = RowwiseParallel(input_layouts=Replicate())
+    return _parallel(model, {"1.fc1": rows, "1.fc2": ColwiseParallel(**_GATHERS)})
+
+
+def _gathered(model: Any) -> nn.Module:
+    return _parallel(model, {"1.fc1": ColwiseParallel(**_GATHERS)})
+
+
+def _parallel(model: Any, plan: dict[str, Any]) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
-        parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
+        parallelize_module(layer, mesh, plan)
     return model
 
 
@@ -111,17 +126,8 @@ def test_sharded_and_replicated(distribute: Any, fuse_first: bool) -> None:
         two.run("cpu", _goes_on_as_it_was, distribute, fuse_first)
 
 
-def test_tensor_parallel_before() -> None:
+@pytest.mark.parametrize("fuse_first", [False, True])
+@pytest.mark.parametrize("distribute", [_tensor_parallel, _rows_before_the_activation, _gathered])
+def test_tensor_parallel(distribute: Any, fuse_first: bool) -> None:
     with processes(2) as two:
-        two.run("cpu", _goes_on_as_it_was, _tensor_parallel, False)
-
-
-def _refused(rank: int) -> None:
-    with pytest.raises(NotImplementedError, match="Linear"):
-        _tensor_parallel(torchweld.fuse(_model()))
-
-
-def test_tensor_parallel_after_is_refused_by_torch() -> None:
-    """A linear layer with its activation is not a torch.nn.Linear."""
-    with processes(2) as two:
-        two.run("cpu", _refused)
+        two.run("cpu", _goes_on_as_it_was, distribute, fuse_first)

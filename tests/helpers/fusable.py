@@ -101,6 +101,86 @@ class Output(nn.Module):
         return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
 
 
+class Parallel(nn.Module):
+    """Two layers with activations, a softmax and a dropout in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act1 = nn.Linear(WIDTH, 96), nn.GELU()
+        self.fc2, self.act2 = nn.Linear(96, WIDTH), nn.SiLU()
+        self.softmax, self.drop = nn.Softmax(-1), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.fc1(x)
+        hidden = self.act1(hidden)
+        out = self.fc2(hidden)
+        out = x + self.act2(out)
+        weights = self.drop(self.softmax(out @ out.mT))
+        return weights @ out
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        """The first layer only."""
+        return self.fc1(x)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """As in transformers."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in transformers."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class HeadNorm(PlainRMSNorm):
+    """A norm of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16))
+
+
+class RotaryAttention(nn.Module):
+    """Qwen3's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 16
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.v_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_norm, self.k_norm = HeadNorm(), HeadNorm()
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        y = (q @ k.mT / 4).softmax(-1) @ v
+        return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+
+class Rotated(nn.Module):
+    """An attention with its angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = RotaryAttention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[-2], dtype=x.dtype)[None, :, None]
+        angles = places / 100 ** torch.linspace(0, 1, 8, dtype=x.dtype).repeat(2)
+        return self.attention(x, position_embeddings=(angles.cos(), angles.sin()))[0]
+
+
 class Normalized(nn.Module):
     """A batch norm between a linear layer and an activation."""
 
@@ -133,6 +213,15 @@ MODELS = {
     "llama_norm": PlainRMSNorm,
     "gemma_norm": lambda: PlainRMSNorm(1.0),
     "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
+    "sequences": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 96),
+        nn.GELU(),
+        nn.Sequential(nn.Linear(96, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.GELU("tanh")),
+        nn.Softmax(-1),
+        nn.Dropout(0.0),
+    ),
+    "parallel": Parallel,
+    "rotary": Rotated,
     "feed_forward": lambda: FeedForward(nn.GELU("tanh")),
     "feed_forward_relu": lambda: FeedForward(nn.ReLU(inplace=True)),
     "new_gelu": lambda: FeedForward(NewGELU()),

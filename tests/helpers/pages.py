@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def run(page: str, *met: str) -> int:
     """Run the page's blocks in order in one new namespace; how many ran.
 
-    Blocks that need something that is not `met` are left out.
+    Blocks that need something that is not `met` are left out. Python finds the source of the
+    others, as it would in a file.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     ran = 0
     for at, (need, text) in enumerate(blocks(page)):
         if need in ("", *met):
-            exec(compile(text, f"{page}, block {at + 1}", "exec"), namespace)
+            name = f"{page}, block {at + 1}"
+            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+            exec(compile(text, name, "exec"), namespace)
             ran += 1
     return ran

@@ -132,11 +132,27 @@ def test_adapters_before_fuse(targets: list[str]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_an_adapter_of_a_fused_layer_is_refused() -> None:
-    """LoRA cannot add to a linear layer that includes its activation."""
-    config = LoraConfig(target_modules=["fc1"])
-    with pytest.raises(ValueError, match="not supported"):
-        get_peft_model(torchweld.fuse(build("opt")), config)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
+def test_adapters_of_a_fused_layer() -> None:
+    """An adapted layer no longer computes its activation; once merged it does again."""
+    config = LoraConfig(target_modules=["fc1"], init_lora_weights=False, lora_dropout=0.0)
+    given, results, merged = batch("opt"), [], []
+    for fused in (False, True):
+        model = build("opt").eval()
+        plain = model(**given).loss.detach()
+        torch.manual_seed(0)
+        if fused:
+            assert any(name.endswith("fc1") for name in _welds(torchweld.fuse(model)))
+        adapted: Any = get_peft_model(model, config)
+        loss = adapted(**given).loss
+        trained = [p for p in adapted.parameters() if p.requires_grad]
+        results.append([loss, *torch.autograd.grad(loss, trained)])
+        assert (loss - plain).abs() > 0.01
+        with torch.no_grad():
+            merged.append(adapted.merge_and_unload()(**given).logits)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(merged[1], merged[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,29 @@ def test_quantized(config: Callable[[], object], asked: bool) -> None:
             # few rows, and is followed by others there, but loses no more than rounding itself.
             assert (off > 0.01 * lost).float().mean() < 0.02
             assert off.max() < lost
+
+
+def _quantize(model: torch.nn.Module) -> None:
+    quantize_(model, Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("convert", [_quantize, convert_to_float8_training])
+def test_a_fused_model_is_converted_as_a_plain_one(
+    convert: Callable[[torch.nn.Module], object],
+) -> None:
+    """Its linear layers are torch.nn.Linear; what takes their place computes no activation."""
+    x = torch.randn(64, WIDTH)
+    plain = _model()[1]
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    with torch.no_grad():
+        exact = plain(x)
+        for model in (plain, fused):
+            convert(model)
+        assert type(fused[0].weight) is type(plain[0].weight)
+        expected = plain(x)
+        lost = (expected - exact).abs().max()
+        assert lost > 0
+        assert (fused(x) - expected).abs().max() < 0.1 * lost
 
 
 def test_float8_training_leaves_a_layer_with_its_activation_alone() -> None:

@@ -124,14 +124,22 @@ class Argued(nn.Linear):
         return functional.linear(input, factor * self.weight, self.bias)
 
 
+def _count_arguments(module: nn.Module) -> int:
+    return 2 if isinstance(module, (Argued, Act)) else 1
+
+
 @pytest.mark.parametrize("layers", [(Argued(64, 64), nn.GELU()), (nn.Linear(64, 64), Act())])
-def test_what_takes_more_arguments_is_not_merged(layers: tuple[nn.Module, nn.Module]) -> None:
-    """Two modules that become one have no own forward to go back to."""
+def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn.Module]) -> None:
+    """The pair is computed by one module only where the sequence calls both with one argument."""
     model = nn.Sequential(*layers)
-    reasons = [row.reason for row in torchweld.explain_fusion(model)]
-    assert any("further arguments" in reason or "another kind" in reason for reason in reasons)
+    calls = [(m, args) for m in layers for args in ((X,), (X, 2.0))[: _count_arguments(m)]]
+    expected = [module(*args) for module, args in calls]
+    whole = model(X)
     torchweld.fuse(model)
-    assert type(model[0]) is type(layers[0])
+    assert [row.becomes[:10] for row in torchweld.explain_fusion(model)] == ["linear_act"]
+    torch.testing.assert_close(model(X), whole, rtol=1e-4, atol=1e-5)
+    for (module, args), before in zip(calls, expected, strict=True):
+        torch.testing.assert_close(module(*args), before, rtol=1e-4, atol=1e-5)
 
 
 # --- One probe does not stand for all -------------------------------------------------------------
@@ -182,7 +190,7 @@ class Clipped(Norm):
     [
         (ChannelsFirst, "four dimensions"),
         (OneToken, "one token"),
-        (Branches, "other values"),
+        (Branches, "straight to it"),
         (Clipped, "other values"),
     ],
 )

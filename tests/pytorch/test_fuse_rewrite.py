@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchweld
 from torchweld.fusion import rewrite
 
 _Method = Callable[..., Any]
@@ -175,3 +176,58 @@ def test_what_others_wrapped_is_not_lost(name: str, more: tuple[Any, ...]) -> No
     reason = rewrite.why_not(lambda: rewrite.rewrite(forward, "turn", "_"))
     named = hasattr(forward.__code__, "co_qualname")  # not in Python 3.10
     assert reason == f"its forward is wrapped by {'doubled' if named else 'wrapped'}"
+
+
+class GradientCheckpointingLayer(torch.nn.Module):
+    """As in transformers 5.24: it wraps the forward of each subclass."""
+
+    passes = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def forward_with_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(self).forward is forward_with_checkpointing:
+                self.passes += 1  # a checkpoint
+            return forward(self, *args, **kwargs)
+
+        cls.forward = forward_with_checkpointing
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer of transformers with its linear layers in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act = torch.nn.Linear(8, 16), torch.nn.GELU()
+
+    @deprecate_kwarg("old", new_name="x")
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.fc1(x)
+        x = self.act(x)
+        return x
+
+
+class Inherits(Layer):
+    """Its forward is wrapped twice."""
+
+
+@pytest.mark.parametrize("kind", [Layer, Inherits])
+def test_what_a_base_class_wraps_is_wrapped_again(kind: type[Layer]) -> None:
+    """The rewritten forward too, once, under the decorators of its own."""
+    layer, x = kind(), torch.randn(4, 8)
+    expected = layer(old=x)
+    torchweld.fuse(layer)
+    (row,) = torchweld.explain_fusion(layer)
+    assert row.becomes.startswith("linear_act"), row.reason
+    assert row.welded
+    called: list[Any] = []
+    weld: Any = layer
+    pair = weld.weld_pair
+    weld.weld_pair = lambda *args: called.append(args) or pair(*args)
+    layer.passes = 0
+    torch.testing.assert_close(layer(old=x), expected, rtol=1e-4, atol=1e-5)
+    assert len(called) == 1
+    assert layer.passes == 1

@@ -47,8 +47,8 @@ def count_elements(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
-def name_hooks(module: torch.nn.Module, besides: str | None) -> str:
-    """Name the kinds of hooks on a module, without those of the package `besides`."""
+def name_hooks(module: torch.nn.Module, besides: str | tuple[str, ...] | None) -> str:
+    """Name the kinds of hooks on a module, without those of the packages `besides`."""
     kinds = []
     for kind in _HOOKS:
         hooks = getattr(module, kind, {}).values()

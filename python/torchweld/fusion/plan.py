@@ -124,29 +124,51 @@ def decide(
 def _decide(
     view: View, filter_fn: Filter | None, verify: bool
 ) -> tuple[list[Decided], list[Weldable]]:
-    claimed = {
-        id(module.get_submodule(inner))
-        for _, module in find_welds(view.model)
-        for inner in module.weld_inner
-    }
+    claims = _Claims(view.model)
     accepted: list[Decided] = []
     skipped = {id(module): row for module, row in _find_skipped(view)}
     left: list[Weldable] = [row for row in skipped.values() if row is not None]
     for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
         # Inside a weld the order in which submodules run has changed.
-        if isinstance(module, Weld) or id(module) in skipped or id(module) in claimed:
+        if isinstance(module, Weld) or id(module) in skipped or id(module) in claims.whole:
             continue
-        entries = [entry for entry in pattern(module, view) if id(entry.module) not in claimed]
+        entries = [entry for entry in pattern(module, view) if id(entry.module) not in claims.whole]
         for _, group in itertools.groupby(entries, key=lambda entry: id(entry.module)):
-            choice = _choose_first(list(group), view, filter_fn, verify, claimed)
+            choice = _choose_first(list(group), view, filter_fn, verify, claims)
             if isinstance(choice, Decided):
-                proposal = choice.proposal
                 accepted.append(choice)
-                claimed |= {id(change.module) for change in proposal.changes}
-                claimed |= {id(part) for part in proposal.inner}
+                claims.add(choice.proposal)
             elif choice is not None:
                 left.append(choice)
     return accepted, left
+
+
+class _Claims:
+    """Modules that accepted proposals change or skip.
+
+    Proposals for pairs in one module share the forward of that module, but with no other proposal.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.whole = {
+            id(module.get_submodule(inner))
+            for _, module in find_welds(model)
+            for inner in module.weld_inner
+        }
+        self._shared: set[int] = set()
+
+    def add(self, proposal: Proposal) -> None:
+        for change in proposal.changes:
+            (self._shared if change.weld.weld_shares else self.whole).add(id(change.module))
+        self.whole |= {id(part) for part in proposal.inner}
+
+    def has(self, proposal: Proposal) -> bool:
+        """Whether a module of a proposal is claimed by another one."""
+        alone = [change.module for change in proposal.changes if not change.weld.weld_shares]
+        parts = (*(change.module for change in proposal.changes), *proposal.inner)
+        return any(id(part) in self.whole for part in parts) or any(
+            id(module) in self._shared for module in alone
+        )
 
 
 def _find_skipped(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None]]:
@@ -169,7 +191,7 @@ def _choose_first(
     view: View,
     filter_fn: Filter | None,
     verify: bool,
-    claimed: set[int],
+    claims: _Claims,
 ) -> Decided | Weldable | None:
     """Choose the first entry of one module that computes the same, or the reason for none."""
     row = None
@@ -179,7 +201,7 @@ def _choose_first(
             row = row or Weldable(where, entry.what, reason=entry.reason)
             continue
         changed = [change.module for change in entry.changes]
-        if any(id(module) in claimed for module in (*changed, *entry.inner)):
+        if claims.has(entry):
             continue
         if filter_fn is not None and not all(
             filter_fn(module, view.names[id(module)]) for module in changed
@@ -204,7 +226,7 @@ def _try_once(entry: Proposal, view: View) -> tuple[str | None, float | None]:
     names = {id(part): name for name, part in entry.scope.named_modules()}
     changes = tuple(
         (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))
-        for change in entry.changes
+        for change in entry.list_changes(entry.scope)
     )
     question = f"tried {changes}"
     result: tuple[str | None, float | None] = view.ask_once(
@@ -222,16 +244,16 @@ def _try_proposal(entry: Proposal, device: torch.device) -> tuple[str | None, fl
             if isinstance(inputs_or_reason, str):
                 return inputs_or_reason, None
             inputs = tuple(inputs_or_reason)
-        changes = entry.changes
+        changes = entry.list_changes(entry.scope)
         reason = why_not_same(entry.scope, changes, inputs, device, drops=entry.drops)
         if reason is not None:
             return f"it computes something else: {reason}", None
         if entry.part is not None:
             fitting = probe.find_inputs(Twin(entry.part, device, torch.float32).module, device)
             inputs = () if isinstance(fitting, str) else tuple(fitting)
-        return None, measure_gain(
-            entry.part or entry.scope, changes, inputs, device
-        ) if inputs else None
+        part = entry.part or entry.scope
+        changes = entry.list_changes(part)
+        return None, measure_gain(part, changes, inputs, device) if inputs else None
     except CannotCopyError as error:
         return str(error), None
     except Exception as error:

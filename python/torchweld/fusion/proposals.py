@@ -20,12 +20,17 @@ class Proposal:
     module: torch.nn.Module
     what: str
     changes: tuple[Change, ...]  # the first change is that of `module`
-    scope: torch.nn.Module  # the module to run when trying the changes
+    scope: torch.nn.Module  # the module to run when trying the changes of modules in it
     inner: tuple[torch.nn.Module, ...] = ()  # modules no longer called, or with another result
     inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: find some
     part: torch.nn.Module | None = None  # the module whose traffic is measured; None: `scope`
     drops: bool = False  # whether dropout is drawn from torchweld's stream
     tried: bool = False  # whether the recogniser has tried the changes, on a smaller model
+
+    def list_changes(self, scope: torch.nn.Module) -> tuple[Change, ...]:
+        """The changes of modules in a scope."""
+        inside = {id(module) for module in scope.modules()}
+        return tuple(change for change in self.changes if id(change.module) in inside)
 
     @property
     def becomes(self) -> str:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchweld.fusion import probe
@@ -19,6 +19,8 @@ _KEPT = ("deprecate_kwarg", "can_return_tuple", "merge_with_config_defaults")
 _DROPPED = (
     *("auto_docstring", "add_start_docstrings_to_model_forward", "replace_return_docstrings"),
 )
+# transformers' base class of layers, which wraps the forward of each subclass, a weld's too.
+_WRAPPING_BASE = "GradientCheckpointingLayer"
 
 
 class CannotRewriteError(Exception):
@@ -54,6 +56,7 @@ def parse(forward: Any) -> tuple[ast.Module, ast.FunctionDef]:
 def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]:
     """The decorators to keep, which made all that a method is wrapped in."""
     inner, kept = unwrap(forward), []
+    forward = _unwrap_base(forward)
     for decorator in decorators:
         called = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
         if called in _DROPPED:
@@ -67,6 +70,16 @@ def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]
     if forward is not inner:  # by somebody else, after its class was made
         raise CannotRewriteError(f"its forward is wrapped by {_name(forward)}")
     return kept
+
+
+def _unwrap_base(forward: Any) -> Any:
+    """The forward that `_WRAPPING_BASE` wraps, once for each class down to the module's."""
+    while (base := getattr(forward, "__globals__", {}).get(_WRAPPING_BASE)) is not None:
+        wraps = getattr(base.__init_subclass__, "__func__", None)  # older ones have none
+        if forward.__code__ not in _list_codes(getattr(wraps, "__code__", None)):
+            break
+        forward = forward.__wrapped__
+    return forward
 
 
 def _list_codes(code: Any) -> Iterator[Any]:
@@ -95,13 +108,20 @@ def compile_like(forward: Any, tree: ast.Module, function: ast.FunctionDef) -> C
     return result
 
 
-def rewrite(forward: Any, name: str, attribute: str) -> Callable[..., Any]:
-    """The forward with `self.<attribute>` where it reads `name` from its file."""
+def rewrite(
+    forward: Any, name: str, attribute: str, methods: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """The forward with `self.<attribute>` where it reads `name` from its file.
+
+    `methods` replaces calls of submodules by calls of methods. Each submodule is called once.
+    """
     tree, function = parse(forward)
-    changed = _Names(function.args.args[0].arg, name, attribute)
+    changed = _Names(function.args.args[0].arg, name, attribute, methods or {})
     function.body = [changed.visit(statement) for statement in function.body]
     if not changed.count:
         raise CannotRewriteError(f"its forward does not read {name} itself")
+    if sorted(changed.called) != sorted(changed.methods):
+        raise CannotRewriteError(f"its forward does not call {' and '.join(changed.methods)} once")
     return compile_like(forward, tree, function)
 
 
@@ -134,13 +154,22 @@ def _drop_annotations(function: ast.FunctionDef) -> None:
 
 
 class _Names(ast.NodeTransformer):
-    """Replaces a name by an attribute, and counts how often."""
+    """Replaces a name by an attribute and calls of submodules by methods, and counts how often."""
 
-    def __init__(self, own: str, name: str, attribute: str) -> None:
+    def __init__(self, own: str, name: str, attribute: str, methods: Mapping[str, str]) -> None:
         self.own, self.name, self.attribute, self.count = own, name, attribute, 0
+        self.methods = methods
+        self.called: list[str] = []
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id != self.name or not isinstance(node.ctx, ast.Load):
             return node
         self.count += 1
         return ast.Attribute(ast.Name(self.own, ast.Load()), self.attribute, ast.Load())
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=self.own), attr=name) if name in self.methods:
+                self.called.append(name)
+                node.func.attr = self.methods[name]
+        return self.generic_visit(node)

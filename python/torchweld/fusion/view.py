@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,16 +134,6 @@ class View:
                 break
             module = above[0]
         return reason
-
-    def find_between(
-        self, part: torch.nn.Module, scope: torch.nn.Module
-    ) -> Iterator[torch.nn.Module]:
-        """The modules around `part` and inside `scope`."""
-        inside = {id(module) for module in scope.modules()} - {id(scope)}
-        for above in self.parents.get(id(part), []):
-            if id(above) in inside:
-                yield above
-                yield from self.find_between(above, scope)
 
     def watch(self, module: torch.nn.Module) -> Scope | str:
         """The module with the edges between its leaves, or the reason that it does not run."""

@@ -19,12 +19,13 @@ class Weld:
     it.
     """
 
-    # Whether the new class is a subclass of the module's own class.
-    weld_keeps_class: ClassVar[bool] = True
     # The function that runs, in words; "" for a submodule of another weld.
     weld_becomes: ClassVar[str] = ""
-    # Names of the submodules that the weld no longer calls.
+    # Names of the submodules that the weld no longer calls, and their classes.
     weld_inner: ClassVar[tuple[str, ...]] = ()
+    weld_inner_classes: ClassVar[tuple[type, ...]] = ()
+    # Whether several proposals may give a module this class, each with pairs of its own.
+    weld_shares: ClassVar[bool] = False
     # How many arguments of the class's own forward the tried call has. They are the first ones.
     weld_takes: ClassVar[int] = 1
     # Names of that forward's parameters, and all of its defaults.
@@ -38,10 +39,13 @@ class Weld:
     def weld_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
-        """The arguments that were tried; None if the call has another argument.
+        """The arguments that were tried, or None: then the class's own forward runs the call.
 
-        The class's own forward runs calls with other arguments.
+        It runs calls with other arguments, and all calls after something happened to a submodule
+        that the weld skips.
         """
+        if not self.weld_may_skip():
+            return None
         if len(args) == self.weld_takes and not kwargs:
             return args
         if len(args) > len(self.weld_names) or not kwargs.keys().isdisjoint(
@@ -57,6 +61,14 @@ class Weld:
             if name not in self.weld_defaults or value is not self.weld_defaults[name]:
                 return None
         return tuple(first)
+
+    def weld_may_skip(self) -> bool:
+        """Whether the submodules that the weld skips were not replaced, and have no hooks."""
+        modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        return all(
+            type(modules[name]) is cls and is_bare(modules[name])
+            for name, cls in zip(self.weld_inner, self.weld_inner_classes, strict=True)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Recreate the class for copies and pickles, since pickle would not find it."""
@@ -84,9 +96,15 @@ class Change(NamedTuple):
         return self._replace(module=module)
 
     def apply(self) -> None:
-        """Set the class."""
-        settings = (("becomes", self.becomes), *self.settings.items())
-        set_class(self.module, make_class(self.weld, type(self.module), settings))
+        """Set the class. A class that proposals share gets the pairs of all of them."""
+        was: Any = type(self.module)
+        settings = {"becomes": self.becomes, **self.settings}
+        if self.weld.weld_shares and isinstance(self.module, self.weld):
+            settings["pairs"] = (*was.weld_pairs, *settings["pairs"])
+            was = find_original(was)
+        if inner := settings.get("inner"):
+            settings["inner_classes"] = tuple(type(self.module._modules[name]) for name in inner)
+        set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
@@ -94,15 +112,12 @@ def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...
     key = (weld, was, settings)
     if key in _CLASSES:
         return _CLASSES[key]
-    bases = (weld, was) if weld.weld_keeps_class else (weld,)
-    name = was.__name__ if weld.weld_keeps_class else weld.__name__
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
     body |= {f"weld_{name}": value for name, value in settings}
     body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
-    if weld.weld_keeps_class:
-        names, defaults = read_parameters(was)
-        body |= {"weld_names": names, "weld_defaults": defaults}
-    return _CLASSES.setdefault(key, type(name, bases, body))
+    names, defaults = read_parameters(was)
+    body |= {"weld_names": names, "weld_defaults": defaults}
+    return _CLASSES.setdefault(key, type(was.__name__, (weld, was), body))
 
 
 def read_parameters(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -112,15 +127,6 @@ def read_parameters(module: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(p.name for p in parameters if p.kind in by_position)
     return names, {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def why_not_merge(module: torch.nn.Module) -> str | None:
-    """Why another module cannot compute this one's result too, or None.
-
-    If two modules become one, no forward is left for a call with other arguments.
-    """
-    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
-    return None if takes_one else "its forward has further arguments, which were not tried"
 
 
 def find_original(cls: type) -> type:
@@ -177,3 +183,14 @@ def why_not_own_forward(module: torch.nn.Module) -> str | None:
     if not is_overridden(module) or _is_own_forward(module, "_old_forward"):
         return None
     return "its forward is set on the instance, so that its class's would never run"
+
+
+def is_bare(module: Any) -> bool:
+    """Whether a call of a module runs its class's forward and no hook."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )

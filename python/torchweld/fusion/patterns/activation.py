@@ -34,16 +34,6 @@ class Activation(Weld):
         )
 
 
-class Identity(Weld):
-    """An activation or a dropout that the preceding module now computes."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:  # `why_not_merge` rejects modules that take other arguments
-            raise TypeError(f"{type(self).__name__} takes only {self.weld_names[0]} after fuse()")
-        return arguments[0]
-
-
 def in_words(kind: tuple[str, str]) -> str:
     """An activation's name in tables."""
     return kind[0] if kind[1] == "none" else f"{kind[0]} by {kind[1]}"

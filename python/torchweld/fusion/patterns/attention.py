@@ -12,8 +12,7 @@ from torch.nn.functional import linear
 from torchweld import functional
 from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, why_not_change
-from torchweld.fusion.patterns.activation import Identity
-from torchweld.fusion.patterns.edges import find_pair
+from torchweld.fusion.patterns.edges import find_pair, propose_pair
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
@@ -197,12 +196,14 @@ def why_not_usual(attention: Any) -> str | None:
 
 
 class SoftmaxDropout(Weld):
-    """A dropout that also computes the preceding softmax."""
+    """A dropout that computes the preceding softmax too if the module around it asks it to."""
 
     p: float
     training: bool
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, weld_asked: bool = False) -> Any:
+        if not weld_asked:
+            return self.welded_from.forward(self, input)
         return functional.softmax_dropout(input, p=self.p, training=self.training)
 
 
@@ -220,7 +221,7 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
         if isinstance(pair, Left):
             yield pair
             continue
-        producer: Any = pair.producer
+        producer: Any = pair.first
         if forward_of(producer) is not torch.nn.Softmax.forward:
             continue
         if producer.dim != -1:
@@ -229,12 +230,5 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
         if consumer.inplace:  # type: ignore[attr-defined]
             yield Left(consumer, what, "it works in place")
             continue
-        yield Proposal(
-            consumer,
-            what,
-            (Change(consumer, SoftmaxDropout, "softmax_dropout"), Change(producer, Identity)),
-            pair.scope.module,
-            inner=(producer, consumer),
-            inputs=pair.scope.inputs or None,
-            drops=True,
-        )
+        change = Change(consumer, SoftmaxDropout, "softmax_dropout")
+        yield propose_pair(pair, module, what, change, drops=True)

@@ -20,21 +20,20 @@ _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class BatchNormAct(Weld):
-    """A batch norm of a matrix's columns with its activation; two steps for other inputs."""
+    """A batch norm that computes its activation too if the module around it asks it to.
+
+    It does so for a matrix; other inputs take two steps.
+    """
 
     weld_activation: str
     weld_approximate: str
 
-    @property
-    def num_features(self) -> int:
-        """convert_sync_batchnorm reads this attribute, and would lose the activation."""
-        raise RuntimeError("torchweld.fuse: convert to SyncBatchNorm first, then fuse")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, weld_asked: bool = False) -> torch.Tensor:
         norm: Any = self
-        if input.ndim != 2:
-            y = self.welded_from.forward(self, input)  # type: ignore[attr-defined]
-            return ACTIVATIONS[self.weld_activation, self.weld_approximate].function(y)
+        if not weld_asked or input.ndim != 2:
+            y: torch.Tensor = self.welded_from.forward(self, input)
+            act = ACTIVATIONS[self.weld_activation, self.weld_approximate].function
+            return act(y) if weld_asked else y
         tracked = norm.track_running_stats or not norm.training
         return functional.batch_norm_act(
             input,
@@ -59,12 +58,12 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
         if kind is None:
             continue
         pair = find_pair(consumer, module, view)
-        if not isinstance(pair, Pair) or forward_of(pair.producer) not in _NORMS:
+        if not isinstance(pair, Pair) or forward_of(pair.first) not in _NORMS:
             continue
-        producer = pair.producer
+        producer = pair.first
         what = f"{type(producer).__name__} + {type(consumer).__name__}"
         if isinstance(producer, torch.nn.SyncBatchNorm):
             reason = "its statistics span several processes; LinearBatchNormAct supports that"
             yield Left(producer, what, reason)
             continue
-        yield propose_with_activation(pair, consumer, what, BatchNormAct, "batch_norm_act", kind)
+        yield propose_with_activation(pair, module, what, BatchNormAct, "batch_norm_act", kind)

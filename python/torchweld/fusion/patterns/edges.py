@@ -7,23 +7,30 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, name_hooks
-from torchweld.fusion.patterns.activation import Identity, in_words
+from torchweld.fusion.modules import forward_of
+from torchweld.fusion.patterns.activation import in_words
+from torchweld.fusion.patterns.pairs import PairOnly, find_asked
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import Scope, View
-from torchweld.fusion.weld import Change, Weld, why_not_merge
+from torchweld.fusion.weld import Change, Weld
 
 
 class Pair(NamedTuple):
-    """A module whose result only one other module reads, and the scope in which they ran."""
+    """A module whose result only a second one reads, and the scope in which they ran.
 
-    producer: torch.nn.Module
-    scope: Scope
+    The scope is None in a torch.nn.Sequential, which needs no run.
+    """
+
+    first: torch.nn.Module
+    second: torch.nn.Module
+    scope: Scope | None
 
 
 def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) -> Pair | Left | None:
     """Find the only module that feeds `consumer`, a child of `parent`."""
-    scope = _find_in_sequence(parent, consumer) or view.find_scope(parent, consumer)
+    if before := _find_in_sequence(parent, consumer):
+        return Pair(before, consumer, None)
+    scope = view.find_scope(parent, consumer)
     what = f"{type(consumer).__name__} and the layer before it"
     if scope is None:
         return None
@@ -36,50 +43,50 @@ def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) ->
     (producer,) = producers
     if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
         return Left(consumer, what, f"the {type(producer).__name__} before it also feeds others")
-    for part in (producer, consumer):
-        for around in view.find_between(part, scope.module):
-            if hooks := name_hooks(around, besides=None):
-                name = view.names[id(around)]
-                return Left(consumer, what, f"{name} has {hooks}, which would see another result")
-    return Pair(producer, scope)
+    return Pair(producer, consumer, scope)
 
 
 def propose_with_activation(
     pair: Pair,
-    consumer: torch.nn.Module,
+    parent: torch.nn.Module,
     what: str,
     weld: type[Weld],
     op: str,
     kind: tuple[str, str],
     **settings: Any,
 ) -> Proposal | Left:
-    """Propose to compute the activation in the producer; the consumer becomes an identity."""
-    producer = pair.producer
-    for part in (producer, consumer):
-        if reason := why_not_merge(part):
-            return Left(part, what, reason)
+    """Propose that the first module computes its activation, the second one, too."""
     settings |= {"activation": kind[0], "approximate": kind[1]}
+    change = Change(pair.first, weld, f"{op} ({in_words(kind)})", settings)
+    return propose_pair(pair, parent, what, change)
+
+
+def propose_pair(
+    pair: Pair, parent: torch.nn.Module, what: str, change: Change, drops: bool = False
+) -> Proposal | Left:
+    """Propose that the changed one of two modules computes both where `parent` asks it to."""
+    skips_second = change.module is pair.first
+    found = find_asked(parent, pair.first, pair.second, change.weld, skips_second)
+    if isinstance(found, str):
+        return Left(change.module, what, found)
+    asked, asking = found
+    part = PairOnly(pair.first, pair.second, asked)
     return Proposal(
-        producer,
+        change.module,
         what,
-        (
-            Change(producer, weld, f"{op} ({in_words(kind)})", settings),
-            Change(consumer, Identity),
-        ),
-        pair.scope.module,
-        inner=(producer, consumer),
-        inputs=pair.scope.inputs or None,
-        part=torch.nn.Sequential(producer, consumer),
+        (change, asking),
+        part if pair.scope is None else pair.scope.module,
+        inner=(pair.first, pair.second),
+        inputs=None if pair.scope is None else pair.scope.inputs,
+        part=part,
+        drops=drops,
     )
 
 
-def _find_in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> Scope | None:
-    """Find the edge in a torch.nn.Sequential, which needs no run."""
+def _find_in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> torch.nn.Module | None:
+    """Find the leaf before `consumer` in a torch.nn.Sequential."""
     if forward_of(parent) is not torch.nn.Sequential.forward:
         return None
     children = list(parent.children())
     at = next(at for at, child in enumerate(children) if child is consumer)
-    if at == 0 or not probe.is_leaf(children[at - 1]):
-        return None
-    pair = torch.nn.Sequential(children[at - 1], consumer)
-    return Scope(pair, (), [probe.Edge(children[at - 1], consumer)])
+    return children[at - 1] if at and probe.is_leaf(children[at - 1]) else None

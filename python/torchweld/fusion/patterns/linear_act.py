@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,21 +15,22 @@ from torchweld.fusion.view import View
 from torchweld.fusion.weld import Weld
 
 
-class LinearAct(Weld, torch.nn.Module):
-    """A linear layer with its activation; like torchweld.nn.LinearAct, not a torch.nn.Linear."""
+class LinearAct(Weld):
+    """A linear layer that computes its activation too if the module around it asks it to."""
 
-    weld_keeps_class = False
     weld_activation: str
     weld_approximate: str
     weld_transposed: bool
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, weld_asked: bool = False, **kwargs: Any) -> Any:
+        if not weld_asked:
+            return self.welded_from.forward(self, *args, **kwargs)
         # Not t(), which a DTensor does not have in inference mode.
         weight = self.weight.mT if self.weld_transposed else self.weight
         return functional.linear_act(
-            input,
+            args[0],
             weight,
             self.bias,
             activation=self.weld_activation,
@@ -36,7 +38,7 @@ class LinearAct(Weld, torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        inner = self.welded_from.extra_repr(self)  # type: ignore[attr-defined]
+        inner = self.welded_from.extra_repr(self)
         return (
             f"{inner}, activation={self.weld_activation!r}, approximate={self.weld_approximate!r}"
         )
@@ -64,7 +66,7 @@ def _find_known(
     if isinstance(pair, Left):
         yield pair
         return
-    producer = pair.producer
+    producer = pair.first
     form = view.linear(producer)
     what = f"{type(producer).__name__} + {type(consumer).__name__}"
     if form is None:
@@ -74,16 +76,16 @@ def _find_known(
         return
     transposed = form == "transposed"
     yield propose_with_activation(
-        pair, consumer, what, LinearAct, "linear_act", kind, transposed=transposed
+        pair, parent, what, LinearAct, "linear_act", kind, transposed=transposed
     )
 
 
 def _find_unknown(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) -> Iterator[Left]:
     pair = find_pair(consumer, parent, view)
-    if not isinstance(pair, Pair) or not view.linear(pair.producer):
+    if not isinstance(pair, Pair) or not view.linear(pair.first):
         return
-    what = f"{type(pair.producer).__name__} + {type(consumer).__name__}"
-    yield Left(pair.producer, what, "its activation is none of torchweld's")
+    what = f"{type(pair.first).__name__} + {type(consumer).__name__}"
+    yield Left(pair.first, what, "its activation is none of torchweld's")
 
 
 def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Left]:

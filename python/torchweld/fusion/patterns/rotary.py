@@ -20,15 +20,16 @@ from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 
 _ROTATES = "apply_rotary_pos_emb"
-_NORMS = ("q_norm", "k_norm")
+# Norms that the rotation may take along, and the methods that then run in their place.
+_NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
 
 class RotaryAttention(Weld):
     """An attention whose forward calls `weld_rotate` in place of the function of its file.
 
     The forward is made anew from its source, in the globals of its file: nothing else in it
-    changes. `norm` has the settings of the norms that the rotation takes along, whose modules then
-    do nothing.
+    changes. `norm` has the settings of the norms that the rotation takes along. Their modules are
+    not called.
     """
 
     weld_norm: tuple[tuple[str, Any], ...] = ()
@@ -36,14 +37,32 @@ class RotaryAttention(Weld):
     weld_partial: bool
     weld_keeps_dtype: bool
     weld_forward: Callable[..., Any]
+    q_norm: torch.nn.Module
+    k_norm: torch.nn.Module
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
-            cls.weld_forward = rewrite(cls.welded_from.forward, _ROTATES, "weld_rotate")
+            methods = _NORMS if cls.weld_norm else {}
+            cls.weld_forward = rewrite(cls.welded_from.forward, _ROTATES, "weld_rotate", methods)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.weld_forward(*args, **kwargs)
+
+    def weld_takes_norms(self) -> bool:
+        """Whether the rotation takes the norms along."""
+        norm = dict(self.weld_norm)
+        if not (norm and self.weld_may_skip()):
+            return False
+        # A plan's replicated weights: the modules know where their gradients are added.
+        weights = (getattr(getattr(self, name), norm["weight_name"]) for name in _NORMS)
+        return not any(map(is_dtensor, weights))
+
+    def weld_q_norm(self, x: torch.Tensor) -> Any:
+        return x if self.weld_takes_norms() else self.q_norm(x)
+
+    def weld_k_norm(self, x: torch.Tensor) -> Any:
+        return x if self.weld_takes_norms() else self.k_norm(x)
 
     def weld_rotate(
         self,
@@ -59,13 +78,9 @@ class RotaryAttention(Weld):
                 f"{q.shape[-1]}, since the attention did not run with fewer when it was fused"
             )
             raise ArgumentError(_ROTATES, "cos", f"of last size {cos.shape[-1]}", accepted)
-        norm = dict(self.weld_norm)
+        norm = dict(self.weld_norm) if self.weld_takes_norms() else {}
         inner: list[Any] = [getattr(self, name) for name in _NORMS] if norm else []
         weights = [getattr(part, norm["weight_name"]) for part in inner]
-        if any(is_dtensor(weight) for weight in weights):
-            # A plan's replicated weights: the modules know where their gradients are added.
-            q, k = (part(x, weld_applies=True) for part, x in zip(inner, (q, k), strict=True))
-            norm = {}
         # transformers has an angle for each column to rotate.
         options: dict[str, Any] = {"rotary_dim": cos.shape[-1]}
         options["seq_dim"] = -3 if unsqueeze_dim in (2, -2) else -2
@@ -86,13 +101,6 @@ class RotaryAttention(Weld):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         options["interleaved"] = self.weld_interleaved
         return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **options)
-
-
-class RotatedNorm(Weld):
-    """A norm of queries or keys, which the rotation computes unless it asks this module to."""
-
-    def forward(self, x: torch.Tensor, weld_applies: bool = False) -> Any:
-        return self.welded_from.forward(self, x) if weld_applies else x
 
 
 class _Scope(torch.nn.Module):
@@ -166,34 +174,26 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
         "rotates partly", module, lambda: _rotates_partly(module, inputs, device)
     )
     scope = _Scope(module, partial)
-    norms = [getattr(module, name, None) for name in _NORMS]
+    takes_norms = why_not(lambda: rewrite(forward, _ROTATES, "_", _NORMS)) is None
+    norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
     for interleaved in (False, True):
         for norm in _list_norms(norms, view):
-            changes = [
-                Change(
-                    module,
-                    RotaryAttention,
-                    "rotary_embedding_qk" + (", q and k norm" if norm else ""),
-                    {
-                        "norm": norm,
-                        "interleaved": interleaved,
-                        "partial": partial,
-                        "keeps_dtype": _keeps_dtype(forward),
-                        "inner": _NORMS if norm else (),
-                    },
-                )
-            ]
-            inner = tuple(part for part in norms if isinstance(part, torch.nn.Module))
-            if norm:
-                changes += [Change(part, RotatedNorm) for part in inner]
-            yield Proposal(
-                module, what, tuple(changes), scope, inner if norm else (), inputs=inputs
-            )
+            becomes = "rotary_embedding_qk" + (", q and k norm" if norm else "")
+            settings = {
+                "norm": norm,
+                "interleaved": interleaved,
+                "partial": partial,
+                "keeps_dtype": _keeps_dtype(forward),
+                "inner": tuple(_NORMS) if norm else (),
+            }
+            changes = (Change(module, RotaryAttention, becomes, settings),)
+            inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
+            yield Proposal(module, what, changes, scope, inner, inputs=inputs)
 
 
 def _list_norms(norms: list[Any], view: View) -> Iterator[tuple[tuple[str, Any], ...]]:
     """The settings of norms that a rotation may take along, then none."""
-    if all(isinstance(norm, torch.nn.Module) and not is_welded(norm) for norm in norms):
+    if norms and all(isinstance(norm, torch.nn.Module) and not is_welded(norm) for norm in norms):
         of_q, of_k = (list(_list_settings(norm, view)) for norm in norms)
         yield from (settings for settings in of_q if settings in of_k)
     yield ()

@@ -14,6 +14,7 @@ from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.patterns.attention import ON_CPU, MultiheadAttention, why_not_usual
 from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_layer_norm
 from torchweld.fusion.patterns.linear_act import LinearAct
+from torchweld.fusion.patterns.pairs import can_ask
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
@@ -22,15 +23,19 @@ _Block = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Layer(Weld):
-    """Blocks with the additions, dropouts and norms between them; linear1 has the activation."""
+    """Blocks with the additions, dropouts and norms between them."""
 
-    linear1: torch.nn.Module
+    linear1: Any
     linear2: torch.nn.Module
     dropout: torch.nn.Module
     norm_first: bool
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(self.dropout(self.linear1(x)))  # type: ignore[no-any-return]
+        if can_ask(self.linear1, LinearAct):
+            hidden = self.linear1(x, weld_asked=True)
+        else:
+            hidden = self.activation(self.linear1(x))  # type: ignore[attr-defined]
+        return self.linear2(self.dropout(hidden))  # type: ignore[no-any-return]
 
     def _blocks(self, x: torch.Tensor, blocks: list[_Block]) -> torch.Tensor:
         parts: Any = self
@@ -57,8 +62,8 @@ class EncoderLayer(_Layer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return self.welded_from.forward(  # type: ignore[attr-defined,no-any-return]
+        if not (torch.is_grad_enabled() and self.weld_may_skip()):
+            return self.welded_from.forward(  # type: ignore[no-any-return]
                 self, src, src_mask, src_key_padding_mask, is_causal
             )
 
@@ -66,9 +71,6 @@ class EncoderLayer(_Layer):
             return _attend(self, "self_attn", x, x, src_mask, src_key_padding_mask, is_causal)
 
         return self._blocks(src, [attend, self._feed_forward])
-
-    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout2(self._feed_forward(x))  # type: ignore[attr-defined,no-any-return]
 
 
 class DecoderLayer(_Layer):
@@ -85,6 +87,19 @@ class DecoderLayer(_Layer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
+        if not self.weld_may_skip():
+            return self.welded_from.forward(  # type: ignore[no-any-return]
+                self,
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+
         def attend(x: torch.Tensor) -> torch.Tensor:
             return _attend(self, "self_attn", x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
 
@@ -164,7 +179,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
                 module,
                 weld,
                 f"{becomes}; {ON_CPU}" if attentions else becomes,
-                {"inner": (*inner, "linear1")},
+                {"inner": inner},
             ),
             Change(module.linear1, LinearAct, "", settings),
             *(Change(attention, MultiheadAttention) for attention in attentions),
