@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="mallinfo2 and VmRSS are glibc's and Linux's"
 )
 CALLS = 100
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "AdamW8bit": {"class": "AdamW", "state_dtype": "8bit"},
     "SGD": {"momentum": 0.9},
@@ -93,7 +93,7 @@ def make_call(name: str) -> Callable[[], Any]:
 
 def make_step(name: str) -> Callable[[], Any]:
     """A step of an optimizer on a matrix."""
-    settings: dict[str, Any] = dict(OPTIMIZERS[name])
+    settings = dict(OPTIMIZERS[name])
     p = torch.randn(16, 16, requires_grad=True)
     p.grad = torch.randn(16, 16)
     optimizer = getattr(torchweld.optim, settings.pop("class", name))([p], lr=1e-3, **settings)
