@@ -160,7 +160,7 @@ def measured() -> str:
     parts = [
         f"On the CPU: {where['name']}, {where['threads']} threads, {where['isa']}, torch"
         f" {where['versions']['torch']}, {where['date']}; {where['conditions']}.",
-        report.markdown(recording.mark_stale(found.results, found.sources, root)),
+        _without_marks(recording.mark_stale(found.results, found.sources, root)),
     ]
     for gpu, record in recording.read_records().items():
         results = _select_middle(recording.list_results(record, root))
@@ -169,10 +169,21 @@ def measured() -> str:
             f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}; the middle"
         )
         about += " one of each op's sizes, and [all of them](docs/gpu.md)."
-        parts += [about, report.markdown([*timed, *recording.list_rivals(record)])]
+        parts += [about, _without_marks([*timed, *recording.list_rivals(record)])]
     if not recording.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _without_marks(results: list[Result]) -> str:
+    """Return a table, and below it how many of its rows are stale."""
+    marked = report.markdown(results).rstrip("\n")
+    rows = [line for line in marked.splitlines() if line.startswith("| `")]
+    stale = sum(" (stale)" in row for row in rows)
+    if not stale:
+        return marked
+    about = f"The sources of {stale} of these {len(rows)} rows have changed since."
+    return f"{marked.replace(' (stale)', '')}\n\n{about}"
 
 
 def _select_middle(results: list[Result]) -> list[Result]:
