@@ -96,7 +96,7 @@ test-isa: env ## Test kernels on every CPU instruction set except the best, whic
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
-	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.23.0" "bitsandbytes==0.50.2" \
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.24.0" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
