@@ -90,9 +90,10 @@ def check_heads(q: Any, k: Any, seq_dim: int) -> None:
         raise ArgumentError(NAME, "k", f"of shape {list(k.shape)}", accepted)
 
 
-def in_one_dtype(x: torch.Tensor, *weights: Any) -> Sequence[Any]:
+def in_one_dtype(x: torch.Tensor, a: Any, b: Any) -> Sequence[Any]:
     """The norm weights in a dtype that holds both, since kernels read one."""
-    if not all(isinstance(w, torch.Tensor) and w.dtype in checks.beside(x) for w in weights):
-        return weights  # None, or another check names it
-    wide = max((w.dtype for w in weights), key=lambda dtype: dtype.itemsize)
-    return [w.to(wide) for w in weights]
+    accepted = checks.beside(x)
+    if not all(isinstance(w, torch.Tensor) and w.dtype in accepted for w in (a, b)):
+        return a, b  # None, or another check names it
+    wide = torch.promote_types(a.dtype, b.dtype)
+    return a.to(wide), b.to(wide)
