@@ -42,6 +42,10 @@ struct torch::stable::detail::ToImpl<torchweld::Text> {
   }
 };
 
+template <>
+struct torch::stable::detail::FromImpl<torchweld::Text>
+    : torch::stable::detail::FromImpl<std::string> {};
+
 namespace torchweld {
 
 using torch::headeronly::ScalarType;
