@@ -145,7 +145,7 @@ def as_seed(
         if value.dtype != torch.int64 or value.numel() != 1:
             actual = f"a {value.dtype} tensor of shape {list(value.shape)}"
             raise ArgumentError(function, "seed", actual, "an int or one int64")
-        return value.to(device).reshape(1)
+        return value if value.shape == (1,) and value.is_cpu else value.to(device).reshape(1)
     number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not number or not 0 <= value < 2**63:
         raise ArgumentError(

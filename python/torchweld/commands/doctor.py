@@ -18,7 +18,6 @@ from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking, files, store
 from torchweld.dispatch.engine.question import describe
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
-from torchweld.registry.backends import parts
 from torchweld.table import Table
 
 WIDTH = 100
@@ -216,5 +215,5 @@ def _why_not_found(op: Op, backend: str) -> str | None:
     """Why no answer that was found on this GPU takes this backend; None if one does."""
     entries = asking.engine_for(torch.device("cuda")).entries()
     answers = [entry.answer for entry in entries if entry.kind.get("op") == op.name]
-    reasons = [None if backend in parts(a.backend) else a.why_not(backend) for a in answers]
+    reasons = [a.why_not(backend) for a in answers]
     return None if None in reasons else (reasons or [choice.UNTRIED])[-1]

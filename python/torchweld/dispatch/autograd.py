@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from torchweld.registry import Op, Signature
 
@@ -61,114 +62,139 @@ def make_unaliased(result: torch.Tensor) -> torch.Tensor:
 
     torch refuses in-place changes to a node's result that is a view or one of the node's inputs.
     """
-    if torch.compiler.is_compiling() or not result._is_view():
+    if is_compiling() or not result._is_view():
         return result
     return torch.ops.aten._unsafe_view(result, result.shape)
 
 
-# Keyed by the node's name: torch 2.10 cannot compile a function with these objects in its closure.
+# By the node's name: torch 2.10 cannot compile a function with these objects in its closure.
 _NODES: dict[str, tuple[Differentiable, Any]] = {}
 
 
-def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Function]:
+def autograd_function(
+    op: Differentiable, kernel: Any, returned: Sequence[str] = ()
+) -> type[torch.autograd.Function]:
     """Make one class for each backend, so that a backward pass runs on its forward pass's backend.
 
-    `kernel` is a Kernel, or has the same `forward`, `backward`, `public` and `backend`. Results
-    that it returns beside the public ones get no gradient.
+    `kernel` has `forward`, `backward` and `backend`. The node's first argument has the same two, in
+    a form that is ready for calls like this one, or is None. `returned` are the results that the
+    node returns, by default the public ones; others than those get no gradient.
     """
-    node = f"{op.name}_{kernel.backend.replace('/', '_')}"
+    node = f"{op.name}_{kernel.backend}"
     _NODES[node] = (op, kernel)
-    inputs, results = op.forward_signature.arguments, op.forward_signature.results
-    wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
-    types_of = dict(zip(inputs, op.forward_signature.types, strict=True))
-    public = op.public
-    # Zeros take the place of a missing gradient where the backward op cannot do without it.
-    kinds = dict(zip(wanted, op.backward_signature.types, strict=True))
-    wants_all = len(public) > 1 and any("Optional" not in kinds[f"grad_{name}"] for name in public)
-
-    # The values kept for the backward pass. Tensors go through save_for_backward, which watches
-    # them for changes in place; other arguments, and dtypes, are kept in a list.
-    values = [*inputs, *results]
-    is_tensor = {name: "Tensor" in types_of.get(name, "Tensor") for name in values}
-    saved = [name for name in values if is_tensor[name] and name in wanted]
-    plain = [name for name in inputs if not is_tensor[name] and name in wanted]
-    typed = [name for name in inputs if is_tensor[name] and f"{name}_dtype" in wanted]
-    saved_at = [values.index(name) for name in saved]
-    plain_at = [inputs.index(name) for name in plain]
-    typed_at = [inputs.index(name) for name in typed]
-
-    # What the backward pass has, in this order, and where the backward op's arguments are in it.
-    has = [*saved, *plain, *(f"{name}_dtype" for name in typed)]
-    has += [*(f"grad_{name}" for name in public), *(f"need_{name}" for name in inputs)]
-    arguments_at = [has.index(name) for name in wanted]
-    gradient_at = [
-        gradients.index(f"grad_{name}") if f"grad_{name}" in gradients else None for name in inputs
-    ]
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        op, kernel = _NODES[node]
-        made = as_tuple(kernel.forward(*arguments))
-        every = (*arguments, *made)
-        to_save = [every[at] for at in saved_at]
-        if op.unsaved is not None:
-            unsaved = op.unsaved(*arguments)
-            to_save = [
-                None if name in unsaved else value
-                for name, value in zip(saved, to_save, strict=True)
-            ]
-        ctx.save_for_backward(*to_save)
-        ctx.kept = [arguments[at] for at in plain_at] + [arguments[at].dtype for at in typed_at]
-        ctx.same = {
-            name: source for name, (source, when) in op.same_gradient.items() if when(*arguments)
-        }
-        ctx.late = None
-        returned = kernel.public(made)
-        if isinstance(returned, tuple):
-            ctx.set_materialize_grads(wants_all)
-            if beside := returned[len(public) :]:
-                ctx.mark_non_differentiable(*beside)
-        return returned
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        op, kernel = _NODES[node]
-        for grad in grads:
-            if grad is not None:
-                break
-        else:
-            return (None,) * len(inputs)
-        if ctx.late is not None and (late := _take_left_over(ctx, grads)) is not None:
-            return late
-        needs = ctx.needs_input_grad
-        asked = _list_asked(inputs, needs, ctx.same) if ctx.same else needs
-        has = (*ctx.saved_tensors, *ctx.kept, *grads[: len(public)], *asked)
-        arguments = [has[at] for at in arguments_at]
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
-            made = op.eager_backward(*arguments)  # its graph gives second derivatives
-        else:
-            made = kernel.backward(*arguments)
-        made = as_tuple(made)
-        of_inputs = [
-            made[at] if need and at is not None else None
-            for at, need in zip(gradient_at, asked, strict=True)
-        ]
-        if ctx.same:
-            named = dict(zip([f"grad_{name}" for name in inputs], of_inputs, strict=True))
-            named |= dict(zip([f"grad_{name}" for name in public], grads, strict=True))
-            of_inputs = [
-                named[ctx.same.get(name, f"grad_{name}")] if need else None
-                for name, need in zip(inputs, needs, strict=True)
-            ]
-        if not compiling and torch._C._autograd._get_current_graph_task_keep_graph():
-            _leave_over(ctx, grads, of_inputs)
-        return tuple(of_inputs)
-
+    scope: dict[str, Any] = {}
+    source = _write_node(node, op, returned or op.public)
+    exec(compile(source, f"<the node {node}>", "exec"), globals(), scope)
     # The class needs its name at creation: torch derives the names of its nodes, seen in grad_fn
     # and in the profiler, from it immediately.
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
     return types.new_class(
         node, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods)
     )
+
+
+def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
+    """The code of a node, without a loop: each value has the name that it has in the schemas.
+
+    Tensors kept for the backward pass go through save_for_backward, which watches them for changes
+    in place. An input in `op.same_gradient` may lend another one's gradient, its source.
+    """
+    inputs, results, public = (
+        op.forward_signature.arguments,
+        op.forward_signature.results,
+        op.public,
+    )
+    wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
+    types_of = dict(zip(inputs, op.forward_signature.types, strict=True))
+    # Zeros take the place of a missing gradient where the backward op cannot do without it.
+    kinds = dict(zip(wanted, op.backward_signature.types, strict=True))
+    wants_all = any("Optional" not in kinds[f"grad_{name}"] for name in public)
+
+    tensors = [name for name in inputs if "Tensor" in types_of[name]]
+    saved = [name for name in (*inputs, *results) if name in {*tensors, *results} & {*wanted}]
+    kept = [name for name in inputs if name not in tensors and name in wanted]
+    dtypes = [name for name in tensors if f"{name}_dtype" in wanted]
+    same = {name: source for name, (source, _) in op.same_gradient.items()}
+    lenders = [name for name in inputs if f"grad_{name}" in same.values()]
+
+    to_save = [
+        f'None if "{name}" in _unsaved else {name}' if op.unsaved else name for name in saved
+    ]
+    to_keep = ["_steps", *kept, *(f"{name}.dtype" for name in dtypes)]
+    to_keep += [f'_op.same_gradient["{name}"][1]({", ".join(inputs)})' for name in same]
+    is_kept = [
+        "_steps",
+        *kept,
+        *(f"{name}_dtype" for name in dtypes),
+        *(f"_{n}_same" for n in same),
+    ]
+    incoming = [f"grad_{name}" for name in public]
+
+    def gradient_of(name: str) -> str:
+        own = f"grad_{name}" if f"grad_{name}" in gradients else "None"
+        if name in same:
+            return f"({same[name]} if _{name}_same else {own}) if _{name}_wanted else None"
+        if own == "None":
+            return own
+        return f"{own} if {f'_{name}_wanted' if name in lenders else f'need_{name}'} else None"
+
+    forward = [
+        f"_op, _kernel = _NODES[{node!r}]",
+        f"{_unpack(results)} = (_kernel if _steps is None else _steps).forward({', '.join(inputs)})",
+        f"_unsaved = _op.unsaved({', '.join(inputs)})" if op.unsaved else "",
+        f"_ctx.save_for_backward({', '.join(to_save)})",
+        f"_ctx.kept = ({', '.join(to_keep)},)",
+        "_ctx.late = None",
+        f"_ctx.set_materialize_grads({wants_all and len(public) > 1})" if returned[1:] else "",
+        f"_ctx.mark_non_differentiable({', '.join(rest)})"
+        if (rest := returned[len(public) :])
+        else "",
+        f"return {', '.join(returned)}",
+    ]
+    backward = [
+        f"if {' and '.join(f'{name} is None' for name in incoming)}:",
+        f"    return (None,) * {1 + len(inputs)}",
+        f"_grads = ({', '.join(incoming)},)",
+        "if _ctx.late is not None and (_late := _take_left_over(_ctx, _grads)) is not None:",
+        "    return _late",
+        f"{_unpack(saved, tuples=True)} = _ctx.saved_tensors" if saved else "",
+        f"{_unpack(is_kept, tuples=True)} = _ctx.kept",
+        f"_, {_unpack([f'need_{name}' for name in inputs], tuples=True)} = _ctx.needs_input_grad",
+        *(f"_{name}_wanted = need_{name}" for name in (*same, *lenders)),
+    ]
+    for name, source in same.items():
+        backward.append(f"if _{name}_same:")
+        backward.append(f"    need_{name} = False")
+        if (lender := source.removeprefix("grad_")) in lenders:
+            backward.append(f"    need_{lender} = need_{lender} or _{name}_wanted")
+    backward += [
+        f"_op, _kernel = _NODES[{node!r}]",
+        "_is_eager = not is_compiling()",
+        "if _is_eager and torch.is_grad_enabled():",
+        # Its graph gives second derivatives.
+        f"    {_unpack(gradients, tuples=True)} = as_tuple(_op.eager_backward({', '.join(wanted)}))",
+        "else:",
+        "    _run = (_kernel if _steps is None else _steps).backward",
+        f"    {_unpack(gradients)} = _run({', '.join(wanted)})",
+        f"_made = (None, {', '.join(gradient_of(name) for name in inputs)})",
+        "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",
+        "    _leave_over(_ctx, _grads, _made)",
+        "return _made",
+    ]
+    rest_of_grads = ", *_" if returned[len(public) :] else ""
+    heads = (
+        f"def forward(_ctx, _steps, {', '.join(inputs)}):",
+        f"def backward(_ctx, {', '.join(incoming)}{rest_of_grads}):",
+    )
+    return "\n".join(
+        "\n    ".join([head, *filter(None, body)])
+        for head, body in zip(heads, (forward, backward), strict=True)
+    )
+
+
+def _unpack(names: Sequence[str], *, tuples: bool = False) -> str:
+    """The left side of an assignment; torch returns a single result without a tuple."""
+    return f"{names[0]}," if tuples and len(names) == 1 else ", ".join(names)
 
 
 # Zero-bubble schedules run a backward pass twice: first for the inputs, retaining the graph, then
@@ -176,7 +202,7 @@ def autograd_function(op: Differentiable, kernel: Any) -> type[torch.autograd.Fu
 # not use for the second.
 
 
-def _leave_over(ctx: Any, grads: tuple[Any, ...], gradients: list[Any]) -> None:
+def _leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> None:
     unused = {
         i: gradients[i]
         for i, goes_on in enumerate(list_reached(ctx))
@@ -198,7 +224,7 @@ def _take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def list_reached(ctx: Any) -> list[bool]:
     """For each input, whether the running backward pass continues to it."""
-    if torch.compiler.is_compiling():  # compiled graphs run whole
+    if is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return [need and _will_run(next(nodes)) for need in ctx.needs_input_grad]
@@ -209,13 +235,6 @@ def _will_run(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf: torch.autograd.grad is to return its gradient
         return True
-
-
-def _list_asked(inputs: tuple[str, ...], needs: Any, same: dict[str, str]) -> list[bool]:
-    """Whether to compute each gradient; some equal an incoming or another gradient."""
-    wanted = dict(zip(inputs, needs, strict=True))
-    lent = {source for name, source in same.items() if wanted[name]}
-    return [name not in same and (need or f"grad_{name}" in lent) for name, need in wanted.items()]
 
 
 def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:

@@ -1,4 +1,4 @@
-"""The one path of a call: check, choice of a backend, autocast, autograd."""
+"""The whole path of a call: check, choice of a backend, autocast, autograd."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
-from torchweld.dispatch import choice, dtensor, native
+from torchweld.dispatch import choice, dtensor
+from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.choice import choose, use_backend
+from torchweld.dispatch.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
-from torchweld.registry.op import why_not_now
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def call(op: Op, *inputs: Any) -> Any:
     """Run an op on the selected backend, or on the best one for these inputs."""
+    notes = RECORDER.notes
+    before = len(notes) if notes is not None else 0
     try:
-        # This is is_compiling() with one Python call less: small calls count each of them.
-        compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        if choice.forced is None and not compiling and is_too_small(op, inputs):
-            return op.reference(*inputs)
-        return _run(op, inputs)
+        function = _find_function(op, inputs)
+        result = function(*inputs)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if not isinstance(error, ArgumentError):
             op.check(*inputs)  # raises an error that names the argument, if one is at fault
         raise
+    if notes is not None:
+        notes[before:] = [Note(op, function, inputs, result)]  # in place of its parts
+    return result
 
 
 def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
@@ -45,51 +46,45 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
 
 
-def _run(op: Op, inputs: Sequence[Any]) -> Any:
+def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What serves these inputs."""
+    # This is is_compiling() with one Python call less: small calls count each of them.
+    compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag
+    if choice.forced is None and not compiling and is_too_small(op, inputs):
+        return op.reference
     x = inputs[0]
     if x.is_nested or x.dtype not in op.dtypes:
         op.check(*inputs)  # torch would accept more
     if isinstance(op, Composite):
         backend = choose(op, inputs)
-        return op.reference(*inputs) if backend == EAGER else op.fused(backend, *inputs)
-    if _is_dtensor(x):
-        return dtensor.run_on_shards(op, inputs, _run)
-    return run_on(op, choose(op, inputs), inputs)
+        return op.reference if backend == EAGER else partial(op.fused, backend)
+    if _is_dtensor(x):  # each shard is served by itself
+        return partial(dtensor.run_on_shards, op, lambda *local: _find_function(op, local)(*local))
+    return find_function_of(op, choose(op, inputs), inputs)
 
 
-def run_on(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
-    """Run an op on this backend, which can serve these inputs."""
+def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What runs an op on this backend, which can serve these inputs."""
     if backend == EAGER:
-        return op.reference(*inputs)
+        return op.reference
     if _is_dtensor(inputs[0]):
-        return dtensor.run_on_shards(op, inputs, lambda op, inputs: run_on(op, backend, inputs))
+        return partial(dtensor.run_on_shards, op, partial(run_on, op, backend))
     if op.autocast:
         device = inputs[0].device.type
         dtype = op.autocast.get(device)
         if dtype is not None and torch.is_autocast_enabled(device):
-            inputs = [_cast(value, dtype) for value in inputs]
-    return op.kernels[backend].run(inputs)
+            kernel = op.kernels[backend]
+            return lambda *inputs: kernel(*[_cast(value, dtype) for value in inputs])
+    return op.kernels[backend]  # type: ignore[no-any-return]
 
 
-def find_direct_kernel(op: Op, *tensors: Any) -> Any:
-    """The CPU's forward op, if a call with these tensors leaves nothing else to decide; else None.
-
-    Then no gradient is needed, no other backend is selected and no mode of torch is active. It is
-    for callers whose kernel takes microseconds. Where the op raises, the whole path explains why.
-    """
-    if is_compiling() or choice.forced not in (None, ("cpu",)):
-        return None
-    graph = torch.is_grad_enabled()
-    for x in tensors:
-        if type(x) not in _PLAIN or not x.is_cpu or (graph and x.requires_grad):
-            return None
-    if native.cpu_isa is None or torch._C._is_any_autocast_enabled() or why_not_now():
-        return None
-    return op.kernels["cpu"].forward._op  # without its Python frame
+def run_on(op: Op, backend: str, *inputs: Any) -> Any:
+    """Run an op on this backend, which can serve these inputs."""
+    return find_function_of(op, backend, inputs)(*inputs)
 
 
 def _is_dtensor(x: Any) -> bool:
-    return type(x) not in _PLAIN and dtensor.is_dtensor(x)
+    return type(x) not in PLAIN and dtensor.is_dtensor(x)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -112,6 +107,7 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     The recomputation uses the backend selected now, even if another one is selected by then. In a
     compiled or recorded graph the choice is already made.
     """
+    leave_open()  # what it calls is not all that it does
     context: dict[str, Any] = {}
     if not is_compiling() and not _records_a_graph():
         asked: Sequence[str | None] = choice.forced or (None,)

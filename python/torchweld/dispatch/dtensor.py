@@ -38,7 +38,7 @@ def move_placement(placement: Any, dim: int) -> Any:
     return Shard(dim)
 
 
-def run_on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any:
+def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
     """Run the op on this device's shards of DTensors; results get the placements used for x."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -91,7 +91,7 @@ def run_on_shards(op: Op, inputs: Sequence[Any], run: Callable[..., Any]) -> Any
         if local_inputs["whole"]:
             raise ArgumentError(op.name, "shard", "given with a DTensor", "one of the two")
         local_inputs["whole"], local_inputs["offset"] = list(x.shape), offsets
-    results = run(op, list(local_inputs.values()))
+    results = run(*local_inputs.values())
 
     local_rows = local_inputs[names[0]].shape[0] if rank else 0
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -15,22 +14,14 @@ from torchweld.dispatch.autograd import (
     autograd_function,
     exports_a_derivative,
 )
-from torchweld.dispatch.library import define_differentiable, define_overload
-from torchweld.registry import BACKENDS, Op
+from torchweld.dispatch.library import define_differentiable, define_overload, make_step
+from torchweld.registry import Op
 
 
 def define(op: Op) -> None:
-    """Make the kernels of a declared op, one for each backend that it has sources for.
-
-    GPU backends share one schema, so that each backward pass can read what any forward pass saved:
-    a trial may find the forward pass of one backend and the backward pass of another fastest.
-    """
+    """Make the kernels of a declared op, one for each backend that it has sources for."""
     for backend in op.sources:
         op.kernels[backend] = Kernel(op, backend, *_overloads(op, backend))
-    on_gpu = [op.kernels[name] for name in op.sources if "cuda" in BACKENDS[name].devices]
-    for one, other in itertools.permutations(on_gpu, 2):
-        both = f"{one.backend}/{other.backend}"
-        op.kernels[both] = Kernel(op, both, one.forward, other.backward)
 
 
 def _overloads(op: Op, backend: str) -> tuple[Any, Any]:
@@ -42,6 +33,13 @@ def _overloads(op: Op, backend: str) -> tuple[Any, Any]:
     )
 
 
+class Steps(NamedTuple):
+    """Both directions of a kernel."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
 class Kernel:
     """An implementation of an op: its two overloads and their autograd function."""
 
@@ -49,6 +47,7 @@ class Kernel:
         self.backend, self.forward, self.backward = backend, forward, backward
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
+        self._results = len(results)
         self.function = autograd_function(Differentiable.of(op), self)
         # torch's apply without its search for wrappers of transforms, in which eager serves.
         base: Any = super(torch.autograd.Function, self.function)
@@ -58,22 +57,38 @@ class Kernel:
         schema = f"{arguments} -> ({public})"
         self._exported = define_differentiable(op.name, backend, schema, self._differentiable)
 
-    def run(self, inputs: Sequence[Any]) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """The public results, in autograd's graph if a gradient is needed."""
         return (self._exported if exports_a_derivative() else self._differentiable)(*inputs)
 
     def _differentiable(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            for value in inputs:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    return (self.function.apply if is_compiling() else self._apply)(*inputs)
-        return self.public(as_tuple(self.forward(*inputs)))
-
-    def public(self, results: tuple[torch.Tensor, ...]) -> Any:
-        """The forward's results that the public function returns."""
+        if _needs_graph(inputs):
+            return (self.function.apply if is_compiling() else self._apply)(None, *inputs)
+        results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
         return tuple([results[i] for i in self._public_at])
+
+    def make_ready(self, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[str]]:
+        """What serves later calls like this one.
+
+        It is a function, what it takes before the inputs, and where the public results are in `r`,
+        all that it returns.
+        """
+        steps = Steps(make_step(self.forward), make_step(self.backward))
+        if not _needs_graph(inputs):
+            places = [f"r[{at}]" for at in self._public_at] if self._results > 1 else ["r"]
+            return steps.forward, [], places
+        count = len(self._public_at)
+        return self._apply, [steps], [f"r[{at}]" for at in range(count)] if count > 1 else ["r"]
+
+
+def _needs_graph(inputs: Sequence[Any]) -> bool:
+    if torch.is_grad_enabled():
+        for value in inputs:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

@@ -37,25 +37,34 @@ def define_differentiable(name: str, backend: str, schema: str, run: Callable[..
 
     Graphs that torch.export makes hold it: an overload of a kernel has no derivative of its own.
     """
-    overload = f"{backend.replace('/', '_')}_differentiable"
+    overload = f"{backend}_differentiable"
     LIBRARY.define(f"{name}.{overload}{schema}")
     LIBRARY.impl(f"{name}.{overload}", run, "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops.torchweld, name), overload)
+
+
+def make_step(overload: Any) -> Callable[..., Any]:
+    """The overload for calls that are alike: without its Python frame, or with a plan."""
+    function = _IN_TRITON.get(overload)
+    return overload._op if function is None else replay.Planned(function, overload)  # type: ignore[no-any-return]
+
+
+# What implements each overload that Triton serves.
+_IN_TRITON: dict[Any, Callable[[], Any]] = {}
 
 
 def _implement_in_triton(name: str, source: str) -> None:
     """The function of that name in `source`; the first call imports the module."""
 
     @functools.cache
-    def find_module() -> Any:
+    def find() -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
         connect()
-        return module
+        return getattr(module, name)
 
     def implementation(*inputs: Any) -> Any:
-        function = getattr(find_module(), name)
-        launching = getattr(function, "launching", None)
-        return function(*inputs) if launching is None else replay.call(function, launching, inputs)
+        return find()(*inputs)
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
+    _IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find

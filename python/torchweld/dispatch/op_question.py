@@ -10,35 +10,29 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torchweld.dispatch.alike import ALIGNMENT
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.dispatch.engine.question import Answer, Question, Results
-from torchweld.dispatch.engine.recent import ALIGNMENT, Recent
+from torchweld.dispatch.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, cost, materialize
-from torchweld.registry.backends import parts
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import why_not_now
 
 # The rows of a sample whose op contains GEMMs: a prime, like ROWS.
 _ROWS_BEHIND_GEMMS = 251
 
-# The backends of recent calls. Every call begins with a look-up here, so it reads no device; a call
-# that matches a recent one does not even compute its class.
-_recent: Recent[str] = Recent()
-
 
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
     """The backend for a call on this GPU; the first call of its class makes a trial."""
-    if (backend := _recent.find(op, inputs)) is not None:
-        return backend
     backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if why_not_now() is not None:
         return EAGER
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
-    if settled:
-        _recent.keep(op, inputs, backend)
+    if not settled:
+        leave_open()
     return backend
 
 
@@ -100,7 +94,6 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     _, _, autocast, width, bits, _, *rest = class_of(op, inputs)
     direction = find_direction(inputs)
     contenders = [b for b in op.backends if op.why_not(b, inputs) is None]
-    mixed = [name for name in op.kernels if len(parts(name)) > 1] if direction == "full" else []
     return Question(
         kind={
             "op": op.name,
@@ -114,7 +107,6 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
         device=x.device,
         baseline=EAGER,
         contenders=contenders,
-        mixed=mixed,
         run=lambda backend: runs.results(backend, runs.sample()),
         trusted=lambda: runs.results(EAGER, runs.sample()),
         exact=lambda: runs.results(EAGER, [_widen(value) for value in runs.sample()]),
@@ -190,7 +182,7 @@ def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
         return op.reference(*inputs)
     if isinstance(op, Composite):
         return op.fused(backend, *inputs)
-    return op.kernels[backend].run(inputs)
+    return op.kernels[backend](*inputs)
 
 
 def _is_leaf(value: Any) -> bool:

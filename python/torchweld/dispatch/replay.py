@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchweld.dispatch.engine.recent import Recent
+from torchweld.dispatch.alike import IsLike, make_comparison
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -43,6 +43,9 @@ _VIEWS = {
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
 }
+
+
+_ALIKE = 4  # plans of one function: gradients may have other strides, or be absent
 
 
 class _Step(NamedTuple):
@@ -180,48 +183,45 @@ def _make_step(
     return _Step(compiled[(launch.grid, 1, 1)], arguments, places)
 
 
-_plans: Recent[Plan] = Recent(every_address=True)
+class Planned:
+    """A Triton function for calls that are mostly alike: it repeats what an earlier one did.
 
-
-def call(function: Callable[..., Any], launching: Any, inputs: Sequence[Any]) -> Any:
-    """function(*inputs), from the plan of a recent call like it if there is one.
-
-    `launching` is the module triton_kernels/launch.py.
+    `find` returns the function, which is imported at its first use.
     """
-    at = next(at for at, x in enumerate(inputs) if isinstance(x, torch.Tensor))
-    plan = _plans.find(function, inputs, at)
-    if plan is None:
-        _plans.keep(function, inputs, _SEEN, at)
-    elif plan is _SEEN:
-        return _record(function, launching, inputs, at)
-    elif plan is not _NONE and _is_current(plan.device):
-        return plan.run(inputs)
-    return function(*inputs)
+
+    def __init__(self, find: Callable[[], Callable[..., Any]], overload: Any) -> None:
+        self._find, self._overload = find, overload
+        self._plans: tuple[tuple[IsLike, Plan | None], ...] = ()
+
+    def __call__(self, *inputs: Any) -> Any:
+        for is_like, plan in self._plans:
+            if is_like(*inputs):
+                if plan is not None and _is_current(plan.device):
+                    return plan.run(inputs)
+                break
+        else:
+            return self._record(inputs)
+        return self._overload(*inputs)
+
+    def _record(self, inputs: Sequence[Any]) -> Any:
+        """Run the call, and keep its plan."""
+        function = self._find()
+        launching = getattr(function, "launching", None)
+        is_like = launching and make_comparison(inputs, aligned=True)
+        if not is_like:
+            return self._overload(*inputs)
+        recorder = _Recorder(launching.start)
+        launching.watch(recorder.start)
+        try:
+            with recorder:
+                result = function(*inputs)
+        finally:
+            launching.watch(None)
+        plan = recorder.make_plan(inputs, result)
+        self._plans = ((is_like, plan), *self._plans)[:_ALIKE]
+        return result
 
 
 def _is_current(device: int) -> bool:
     """Whether Triton launches on this device; it has no other way to be told."""
     return device < 0 or torch.cuda.current_device() == device
-
-
-# They stand for the plan of a call that was seen once, and of one that cannot be repeated.
-_SEEN, _NONE = (Plan(-1, [], [], [], False) for _ in range(2))
-
-
-def _record(
-    function: Callable[..., Any],
-    launching: Any,
-    inputs: Sequence[Any],
-    at: int,
-) -> Any:
-    """Run the call, and keep its plan."""
-    recorder = _Recorder(launching.start)
-    launching.watch(recorder.start)
-    try:
-        with recorder:
-            result = function(*inputs)
-    finally:
-        launching.watch(None)
-    plan = recorder.make_plan(inputs, result)
-    _plans.keep(function, inputs, _NONE if plan is None else plan, at)
-    return result

@@ -11,12 +11,14 @@ from torchweld import checks
 from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard, draw_seed, drop, split_shard
 from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant, why_not_now
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def softmax_dropout(
     input: torch.Tensor,
     mask: torch.Tensor | None = None,

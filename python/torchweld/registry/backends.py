@@ -75,10 +75,5 @@ BACKENDS = {
 }
 
 
-def parts(backend: str) -> list[str]:
-    """The backends of a kernel's forward op and of its backward op: "cuda/triton" has two."""
-    return backend.split("/")
-
-
 # Not an entry of BACKENDS: it needs no overload, its autograd is torch's, and it always serves.
 EAGER = "eager"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchweld.registry.backends import BACKENDS, EAGER, parts
+from torchweld.registry.backends import BACKENDS, EAGER
 from torchweld.registry.samples import take_rows
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
@@ -117,8 +117,7 @@ class Op:
     flags_at: tuple[int, ...] = field(init=False)
     # The backends it has kernels for, the preferred one first.
     backends: tuple[str, ...] = field(init=False)
-    # Backend -> its implementation, made by torchweld.dispatch. "cuda/triton" has the forward op of
-    # one and the backward op of the other.
+    # Backend -> its implementation, made by torchweld.dispatch.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,8 +169,6 @@ class Op:
         """Why this backend cannot serve these inputs; None if it can."""
         if backend == EAGER:
             return None
-        if "/" in backend:
-            return next((r for part in parts(backend) if (r := self.why_not(part, inputs))), None)
         if backend not in self.sources:
             return f"{self.name} has no {backend} kernel"
         x, its = inputs[0], BACKENDS[backend]
@@ -200,10 +197,7 @@ class Op:
             return None
         names = self.forward_signature.arguments  # the doctor passes fewer inputs
         arguments = dict(zip(names, inputs, strict=False))
-        for part in parts(backend):
-            if reason := self.refuses(part, arguments):
-                return reason
-        return None
+        return self.refuses(backend, arguments)
 
 
 def why_not_now() -> str | None:

@@ -211,8 +211,7 @@ class Engine:
         if not right or how == "check" or question.prepare is None:
             chosen = right[0] if right and question.serves_untimed else baseline
             return Answer(chosen, "check", right, faults, {})
-        mixed = [name for name in question.mixed if set(name.split("/")) <= set(right)]
-        calls, failed = self._prepare(question, [*right, *mixed])
+        calls, failed = self._prepare(question, right)
         ms = take_times(calls) if calls else {}
         faults |= failed
         best = min(ms.keys() - {baseline}, key=lambda name: ms[name], default=baseline)

@@ -29,8 +29,6 @@ class Question:
     baseline: str
     # The names of callables that can serve, the preferred one first.
     contenders: Sequence[str]
-    # Further contenders "a/b", combined from two others. They need no check of their own.
-    mixed: Sequence[str] = ()
     # Returns the results of a contender on a sample of the call.
     run: Callable[[str], Results]
     # Return these results in the call's own precision, whose errors are accepted, and in float64.
@@ -48,7 +46,7 @@ class Question:
 
     def names(self) -> list[str]:
         """Every possible answer."""
-        return [self.baseline, *self.contenders, *self.mixed]
+        return [self.baseline, *self.contenders]
 
     def __str__(self) -> str:
         return describe(self.kind, self.size)

@@ -10,12 +10,14 @@ import torch
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Numerics, Op, activation, parameter
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def bias_act(
     input: torch.Tensor,
     bias: torch.Tensor | None = None,

@@ -9,9 +9,10 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import derive_from_reference
-from torchweld.dispatch.call import call, find_direct_kernel
+from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.attention.reference import (
     add_dims,
@@ -33,7 +34,6 @@ from torchweld.sparse import BlockBias, BlockLayout
 from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
 
 _NO_LISTS = (None,) * 5
-_ORDINARY_SCALE = 1e30  # smaller ones need no check that float32 holds them
 
 
 @overload
@@ -102,6 +102,7 @@ def block_sparse_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@short(constant=BlockLayout)
 def block_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,43 +157,10 @@ def block_sparse_attention(
         A tensor [batch, heads, queries, value_dim] of q's dtype; with `return_lse` also a float32
         tensor [batch, heads, queries], -inf where a query sees nothing.
     """
-    needs_no_options = key_padding_mask is alibi_slopes is bias is sinks is seed is shard is None
-    if needs_no_options and softcap == 0 and dropout_p == 0:
-        results = _attend_directly(q, k, v, layout, scale, causal)
-        if results is not None:
-            return results if return_lse else results[0]
     settings = (scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
     inputs = _inputs(q, k, v, layout, *settings, dropout_p, training, seed, shard)
     y, lse = call(OP, *inputs)
     return (y, lse) if return_lse else y
-
-
-def _attend_directly(
-    q: Any, k: Any, v: Any, layout: BlockLayout, scale: Any, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attend in few steps, as decoding needs: with few keys Python takes longer than the kernel.
-
-    None if the call needs the whole path, or its errors.
-    """
-    forward = find_direct_kernel(OP, q, k, v)
-    if forward is None or type(layout) is not BlockLayout or layout.heads != 1:
-        return None
-    shape, key_shape = q.shape, k.shape
-    if not len(shape) == len(key_shape) == 4 or not (key_shape[1] and shape[3]):
-        return None
-    if layout.queries != shape[2] or layout.keys != key_shape[2]:
-        return None
-    if scale is None:
-        scale = shape[3] ** -0.5
-    elif type(scale) is not float or not abs(scale) < _ORDINARY_SCALE:
-        return None
-    lists = _NO_LISTS if layout.lists is None else layout.lists
-    own = (0, layout.block, shape[1] // key_shape[1], scale, causal, 0.0)
-    try:
-        results = forward(q, k, v, None, None, *lists, None, None, *own, 0.0, None, None, None)
-    except (RuntimeError, TypeError):
-        return None
-    return results  # type: ignore[no-any-return]
 
 
 def _inputs(

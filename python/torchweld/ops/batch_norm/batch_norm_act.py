@@ -14,6 +14,7 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
@@ -34,6 +35,7 @@ from torchweld.registry import (
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def batch_norm_act(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -114,7 +116,7 @@ class _Training:
         self._statistics = getattr(ops.column_statistics, backend)
         self._grad_x = getattr(ops.batch_norm_act_grad_x, backend)
         self._normalization = normalize_act.OP.kernels[backend]
-        self.function = autograd_function(Differentiable.of(OP), self)
+        self.function = autograd_function(Differentiable.of(OP), self, OP.forward_signature.results)
 
     def forward(
         self,
@@ -168,10 +170,6 @@ class _Training:
             grad_bias.to(bias.dtype) if need_bias and bias is not None else None,
         )
 
-    def public(self, results: Any) -> Any:
-        """The result, and non-differentiable statistics that update the running ones."""
-        return results
-
 
 def _of_all(
     mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor, group: Any
@@ -208,7 +206,7 @@ def normalize_training(
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     ):
-        y, mean, var, count = training.function.apply(*arguments)
+        y, mean, var, count = training.function.apply(None, *arguments)
     else:
         y, mean, var, count = training.forward(*arguments)
     if x.numel() > 0 or process_group is not None:
@@ -264,7 +262,7 @@ def _fused(
 ) -> torch.Tensor:
     columns = (running_mean, running_var, weight, bias)
     if not training:
-        return run_on(normalize_act.OP, backend, (x, *columns, eps, *kind))
+        return run_on(normalize_act.OP, backend, x, *columns, eps, *kind)
     if not is_training(x, running_mean, running_var, group):
         _check_all(x, *columns, training, momentum, eps, group, *kind)
     return normalize_training(backend, x, *columns, momentum, eps, group, *kind)

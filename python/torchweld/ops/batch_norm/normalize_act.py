@@ -8,6 +8,7 @@ import torch
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
@@ -15,6 +16,7 @@ from torchweld.registry import ELEMENTS, Numerics, Op, activation, constant, par
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def normalize_act(
     input: torch.Tensor,
     mean: torch.Tensor,

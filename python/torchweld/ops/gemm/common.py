@@ -89,7 +89,7 @@ def act(
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
     passes = PASSES.get(backend, backend)
-    return run_on(bias_act.OP, passes, (z, bias, activation, approximate))
+    return run_on(bias_act.OP, passes, z, bias, activation, approximate)
 
 
 def may_overwrite(z: torch.Tensor) -> bool:

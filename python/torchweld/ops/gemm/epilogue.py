@@ -223,7 +223,7 @@ def _join(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
     """The activation, in the graph if a gradient is needed."""
     if layer.z is None:
         return layer.y
-    return _ACTIVATION.function.apply(layer.z, layer.bias, activation, approximate, layer.y)
+    return _ACTIVATION.function.apply(None, layer.z, layer.bias, activation, approximate, layer.y)
 
 
 class _Linear(gemm.LinearNode):
@@ -289,10 +289,6 @@ class _Activation:
     def forward(*arguments: Any) -> Any:
         y = arguments[-1]
         return torch.ops.aten._unsafe_view(y, y.shape)  # a node must not return its input
-
-    @staticmethod
-    def public(results: tuple[torch.Tensor, ...]) -> Any:
-        return results[0]
 
 
 _ACTIVATION = _Activation()

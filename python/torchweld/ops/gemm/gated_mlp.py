@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch.call import run_on
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.activation import gated_act
@@ -18,6 +19,7 @@ from torchweld.registry import ROWS, Composite, Numerics, activation, weight
 from torchweld.registry.cost import count_for_gemms
 
 
+@short()
 def gated_mlp(
     input: torch.Tensor,
     gate_weight: torch.Tensor,
@@ -62,7 +64,7 @@ def _fused(
     if not checks.all_dense(x, gate_weight, up_weight, down_weight):
         _check(x, gate_weight, up_weight, down_weight, activation, approximate)
     gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
-    hidden = run_on(gated_act.OP, backend, (gate, up, activation, approximate))
+    hidden = run_on(gated_act.OP, backend, gate, up, activation, approximate)
     return gemm.linear(hidden, down_weight)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from torchweld.dispatch.way import short
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue
@@ -14,6 +15,7 @@ from torchweld.registry import ROWS, Composite, Numerics
 from torchweld.registry.cost import count_for_gemms
 
 
+@short()
 def linear_act(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -41,6 +43,7 @@ def linear_act(
     return layers.run_recomputed(recompute, OP, input, weight, bias, activation, approximate)
 
 
+@short()
 def linear_gelu(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from torchweld import checks
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
+from torchweld.dispatch.way import short
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.batch_norm import common as batch_norms
@@ -19,6 +20,7 @@ from torchweld.registry import ROWS, Composite, Numerics, constant, parameter, v
 from torchweld.registry.cost import count_for_gemms
 
 
+@short()
 def linear_batch_norm_act(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -143,7 +145,7 @@ def _evaluate(
     if backend == "cpu" and not trained and layers.may_overwrite(z):
         torch.ops.torchweld.normalize_act_.cpu(*arguments)
         return z
-    return run_on(normalize_act.OP, backend, arguments)
+    return run_on(normalize_act.OP, backend, *arguments)
 
 
 def _reference(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from torchweld.dispatch.way import short
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
@@ -16,6 +17,7 @@ from torchweld.registry import ROWS, Composite, Numerics, activation, weight
 from torchweld.registry.cost import count_for_gemms
 
 
+@short()
 def mlp(
     input: torch.Tensor,
     up_weight: torch.Tensor,

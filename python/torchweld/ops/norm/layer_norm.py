@@ -9,12 +9,14 @@ import torch
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
 from torchweld.registry import Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],

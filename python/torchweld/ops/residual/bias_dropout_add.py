@@ -10,6 +10,7 @@ import torch
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm.common import MEASURED, MEASURED_ON_GPU
 from torchweld.ops.residual.common import as_wide
@@ -18,6 +19,7 @@ from torchweld.registry import ELEMENTS, SEED, Numerics, Op, activation, paramet
 from torchweld.registry.cost import count_per_element
 
 
+@short()
 def bias_dropout_add(
     input: torch.Tensor,
     bias: torch.Tensor | None,

@@ -10,6 +10,7 @@ from torch.nn.functional import dropout
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.ops.norm import common as norms
 from torchweld.ops.norm import layer_norm
 from torchweld.ops.residual import common
@@ -72,6 +73,7 @@ def dropout_add_layer_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@short()
 def dropout_add_layer_norm(
     input: torch.Tensor,
     residual: torch.Tensor | None,

@@ -10,6 +10,7 @@ from torch.nn.functional import dropout
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
+from torchweld.dispatch.way import short
 from torchweld.ops.norm import common as norms
 from torchweld.ops.norm import rms_norm
 from torchweld.ops.residual import common
@@ -69,6 +70,7 @@ def dropout_add_rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@short()
 def dropout_add_rms_norm(
     input: torch.Tensor,
     residual: torch.Tensor | None,

@@ -8,11 +8,13 @@ import torch
 
 from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.dispatch.way import short
 from torchweld.ops.rotary.arguments import check_heads, in_one_dtype, prepare
 from torchweld.ops.rotary.op import OP
 from torchweld.ops.rotary.over_devices import normalize, shares_heads
 
 
+@short()
 def rotary_embedding(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -115,6 +117,7 @@ def _normalize_first(
     return rotary_embedding(normalized, wide[0], wide[1], positions, **how).to(x.dtype)
 
 
+@short()
 def rotary_embedding_qk(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -1,0 +1,127 @@
+"""Whether two calls are alike in everything that may decide what they do.
+
+It has to be fast, since every warm call asks: reading a tensor's dtype, device or sizes in Python
+costs 40 to 100 ns each. torch's guards for compiled graphs compare all of them in one call, and
+generated code compares the other arguments without a loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    from torch._C._dynamo import guards as _guards
+except ImportError:  # a later torch: every call takes the whole path
+    _guards = None  # type: ignore[assignment]
+
+ALIGNMENT = 16
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+_SINGLETONS = (None, True, False)
+# What a comparison raises for arguments that are like nothing: NumPy's arrays, proxies, lists.
+INCOMPARABLE = (KeyError, AttributeError, TypeError, RuntimeError, ValueError)
+IsLike = Callable[..., bool]
+
+modes = torch._C._len_torch_dispatch_stack
+
+
+def is_ordinary() -> bool:
+    """Whether no mode of torch sees or changes calls; guards notice most others."""
+    return not (modes() or torch._C._len_torch_function_stack())
+
+
+def is_constant(value: Any) -> bool:
+    """Whether comparing the value by == is enough."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_constant, value))
+    return type(value) in _CONSTANTS
+
+
+def copy_constant(value: Any) -> Any:
+    """The value, which its owner cannot change."""
+    return list(value) if type(value) is list else value
+
+
+def make_comparison(
+    given: Sequence[Any], *, aligned: bool, constant: type | None = None
+) -> IsLike | None:
+    """A function that says whether it is called with arguments like the given ones.
+
+    None if such a call cannot be recognised: an argument is one tensor twice, a tensor of another
+    class, or an object that is not a `constant`. `aligned`: addresses must be those of aligned
+    tensors, for which Triton compiles kernels of their own.
+    """
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    if _guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
+        return None
+    if any(type(t) not in PLAIN for t in tensors):
+        return None
+    if aligned and any(t.data_ptr() % ALIGNMENT for t in tensors):
+        return None
+    kinds, values = "", []
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            kinds += "t"
+        elif any(value is one for one in _SINGLETONS):
+            kinds += {None: "n", True: "y", False: "f"}[value]
+        elif is_constant(value) or (constant is not None and type(value) is constant):
+            kinds += "v"
+            values.append(copy_constant(value))
+        else:
+            return None
+    exact: dict[str, Any] = {
+        "dynamic_dims_sizes": [list(t.shape) for t in tensors],
+        "dynamic_dims_strides": [list(t.stride()) for t in tensors],
+    }
+    kind = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(kind)
+    return _write_comparison(kinds, aligned)(
+        _guards.TensorGuards(*tensors, **exact).check,
+        tuple(values),
+        torch.is_grad_enabled(),
+        (kind, torch.get_autocast_dtype(kind)) if autocast else None,
+    )
+
+
+@functools.cache
+def _write_comparison(kinds: str, aligned: bool) -> Callable[..., IsLike]:
+    """Make a function that makes comparisons of calls with such arguments.
+
+    `check` compares the tensors' types, dtypes, devices, sizes, strides and requires_grad, and
+    torch's dispatch state: transforms, tracing and autocast change it. Modes do not.
+    """
+    names = [f"a{i}" for i in range(len(kinds))]
+
+    def select(kind: str) -> list[str]:
+        return [name for name, own in zip(names, kinds, strict=True) if own == kind]
+
+    conditions = ["is_grad_enabled() is train"]
+    for kind, singleton in (("n", None), ("y", True), ("f", False)):
+        conditions += [f"{name} is {singleton}" for name in select(kind)]
+    conditions.append(f"check({', '.join(select('t'))})")
+    if aligned:
+        addresses = " | ".join(f"{name}.data_ptr()" for name in select("t"))
+        conditions.append(f"({addresses}) % ALIGNMENT == 0")
+    if select("v"):
+        conditions.append(f"({', '.join(select('v'))},) == values")
+    conditions.append("not modes() and not function_modes()")
+    conditions.append("forward_ad._current_level < 0")
+    conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
+    made: Callable[..., IsLike] = eval(
+        f"lambda check, values, train, autocast: lambda {', '.join(names)}: "
+        + " and ".join(conditions),
+        {
+            "is_grad_enabled": torch.is_grad_enabled,
+            "get_autocast_dtype": torch.get_autocast_dtype,
+            "modes": modes,
+            "function_modes": torch._C._len_torch_function_stack,
+            "forward_ad": forward_ad,
+            "ALIGNMENT": ALIGNMENT,
+        },
+    )
+    return made

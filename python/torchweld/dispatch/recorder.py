@@ -1,0 +1,29 @@
+"""What a call decided, noted for the short way of the calls that follow (way.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Note(NamedTuple):
+    """A call in its final form: what ran, on which arguments, and what it returned."""
+
+    op: Any
+    function: Callable[..., Any]
+    inputs: Sequence[Any]
+    result: Any
+
+
+class _Recorder(threading.local):
+    notes: list[Note] | None = None  # of the public function that runs; None: nobody listens
+    is_final: bool = True
+
+
+RECORDER = _Recorder()
+
+
+def leave_open() -> None:
+    """Say that the next call like this one may be decided otherwise."""
+    RECORDER.is_final = False
