@@ -20,7 +20,6 @@ from torchweld.bench.timing import Clock, Run, Sample, interleaved
 from torchweld.dispatch.call import choose_automatically
 from torchweld.dispatch.engine.judge import Judge, in_a_line, is_out_of_memory
 from torchweld.registry import EAGER, cost
-from torchweld.registry.backends import parts
 from torchweld.registry.cost import Traffic
 
 OUT_OF_MEMORY = "out of memory"
@@ -105,7 +104,7 @@ def measure(case: Case, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
             sound += [contender] if reason is None and shortage is None else []
         results = _timed(case, problem, direction, traffic, sound, plan, clock)
         for result in results:
-            result.automatic = result.contender == _of_direction(chosen, direction)
+            result.automatic = result.contender == chosen
         for status, reasons in (("refused", refused), ("absent", left_out)):
             for name, reason in reasons.items():
                 result = _result(case, direction, name, traffic)
@@ -151,12 +150,6 @@ def _results(problem: Problem, function: Callable[..., Any]) -> dict[str, torch.
 def _has_nan(value: torch.Tensor) -> bool:
     """Check the sum, which needs no temporary of the tensor's size."""
     return bool(value.sum(dtype=torch.float32).isnan())
-
-
-def _of_direction(chosen: str, direction: str) -> str:
-    """The contender of the automatic choice; for "full", "cuda/triton" is neither."""
-    both = parts(chosen)
-    return {"fwd": both[0], "bwd": both[-1]}.get(direction, chosen)
 
 
 def _find_fault(check: _Check, contender: Contender) -> tuple[str | None, str | None]:

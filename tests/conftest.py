@@ -33,6 +33,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import interpreting  # noqa: E402
 import torchweld  # noqa: E402
+from torchweld.dispatch import way  # noqa: E402
 from torchweld.dispatch.engine.judge import is_out_of_memory  # noqa: E402
 from torchweld.optim._base import FusedOptimizer  # noqa: E402
 from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
@@ -211,6 +212,7 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu"})
     with torchweld.use_backend(backend):
         yield
+    way.forget()  # a backend serves other devices now
 
 
 @pytest.fixture(autouse=True)

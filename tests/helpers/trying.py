@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchweld.dispatch import choice, op_question
+from torchweld.dispatch import choice, way
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.question import Answer
-from torchweld.dispatch.engine.recent import Recent
 from torchweld.dispatch.engine.store import Store
 
 CONDITIONS = {"device": "a GPU"}
@@ -54,4 +53,4 @@ def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, **ms: float) -> Tr
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what this process knows of calls, as a new one does."""
     monkeypatch.setattr(asking, "_served", {})
-    monkeypatch.setattr(op_question, "_recent", Recent[str]())
+    way.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -27,7 +26,6 @@ from torchweld.dispatch.engine.store import SHIPPED_VARIABLE, Store, shipped_fil
 from trying import CONDITIONS
 
 BACKENDS = ("cuda", "triton")
-MIXED = ("cuda/triton", "triton/cuda")
 EAGER = "eager"
 ONE = torch.ones(4096, dtype=torch.float64)
 
@@ -42,7 +40,6 @@ class Script:
         ms: Mapping[str, float] | None = None,
         error: Exception | None = None,
         fails: Mapping[str, Exception] | None = None,
-        mixed: Sequence[str] = (),
         size: int = 0,
         **fields: Any,
     ) -> None:
@@ -56,7 +53,6 @@ class Script:
             device=torch.device("cpu"),
             baseline=EAGER,
             contenders=BACKENDS,
-            mixed=mixed,
             run=self._run,
             trusted=lambda: {"y": ONE},
             exact=lambda: {"y": ONE},
@@ -130,29 +126,12 @@ def test_a_contender_needs_a_lead(ms: dict[str, float], chosen: str, engine: Eng
     assert _ask(engine, Script(ms=ms)) == chosen
 
 
-@pytest.mark.parametrize(("wrong", "chosen"), [([], "cuda/triton"), (["cuda"], "triton")])
-def test_a_direction_is_chosen_for_itself(
-    wrong: list[str], chosen: str, engine: Engine, tmp_path: Path
-) -> None:
-    """Among kernels right in both directions, whose mixtures need no judging; it is kept."""
-    ms = {"cuda": 2.0, "triton": 1.5, "cuda/triton": 1.0, "triton/cuda": 1.2, EAGER: 3.0}
-    script = Script(wrong=wrong, ms=ms, mixed=MIXED)
-    with pytest.warns(RuntimeWarning) if wrong else contextlib.nullcontext():
-        assert _ask(engine, script) == chosen
-    assert script.judged == [*BACKENDS]
-    again = Script(wrong=wrong, ms=ms, mixed=MIXED)
-    assert _ask(_engine(tmp_path), again) == chosen
-    assert again.judged == again.timed == []
-
-
 @pytest.mark.parametrize(
     ("how", "judged", "chosen"),
     [("off", 0, EAGER), ("kept", 0, EAGER), ("check", 2, "cuda"), ("time", 2, "triton")],
 )
 def test_modes(how: str, judged: int, chosen: str, engine: Engine) -> None:
-    script = Script(
-        ms={"cuda": 3.0, "triton": 1.0, EAGER: 2.0}, mixed=MIXED if how != "time" else ()
-    )
+    script = Script(ms={"cuda": 3.0, "triton": 1.0, EAGER: 2.0})
     assert _ask(engine, script, how) == chosen
     assert len(script.judged) == judged
     assert bool(script.timed) == (how == "time")
@@ -261,8 +240,7 @@ KERNELS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         name: st.builds(
             dict,
             wrong=st.lists(st.sampled_from(BACKENDS), unique=True),
-            mixed=st.sampled_from([(), MIXED]),
-            ms=st.fixed_dictionaries(dict.fromkeys((*BACKENDS, *MIXED, EAGER), st.floats(0.1, 9))),
+            ms=st.fixed_dictionaries(dict.fromkeys((*BACKENDS, EAGER), st.floats(0.1, 9))),
         )
         for name in "abc"
     }
@@ -286,14 +264,13 @@ def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
             kernel = kernels[call["name"]]
             script = Script(call["name"], error=call["error"], fails=call["fails"], **kernel)
             chosen = _ask(engine, script, call["how"])
-            assert not set(chosen.split("/")) & set(kernel["wrong"])
+            assert chosen not in kernel["wrong"]
             assert not asking._trial.locked()
         patched.setattr(asking, "is_capturing", lambda _: False)
         for name, kernel in kernels.items():
             (place / "answers.json").unlink(missing_ok=True)
             chosen = _ask(_engine(place), Script(name, **kernel))
             ms, right = kernel["ms"], [n for n in BACKENDS if n not in kernel["wrong"]]
-            right += [n for n in kernel["mixed"] if len(right) == 2]
             best = min(right, key=lambda n: ms[n], default=EAGER)
             assert chosen == (best if ms[best] * asking.LEAD < ms[EAGER] else EAGER)
 

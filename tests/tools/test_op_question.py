@@ -203,10 +203,23 @@ def test_a_linear_layers_class_has_its_features() -> None:
 
 @pytest.mark.usefixtures("trials")
 def test_a_warm_call_does_not_ask_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
-    assert choice.choose(LAYER_NORM, given) == "cpu"
+    torchweld.functional.layer_norm(torch.randn(1024, 2048), [2048])
     monkeypatch.setattr(op_question, "class_of", lambda *_: pytest.fail("it asks"))
-    assert choice.choose(LAYER_NORM, (torch.randn(1024, 2048), *given[1:])) == "cpu"
+    torchweld.functional.layer_norm(torch.randn(1024, 2048), [2048])
+
+
+@pytest.mark.usefixtures("trials")
+def test_what_is_not_settled_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured eager serves, and no short way is kept for it."""
+    x = torch.randn(1024, 2048)
+    with monkeypatch.context() as capturing, pytest.warns(RuntimeWarning, match="captured"):
+        capturing.setattr(asking, "is_capturing", lambda _: True)
+        torchweld.functional.layer_norm(x, [2048])
+    asked: list[int] = []
+    class_of = op_question.class_of
+    monkeypatch.setattr(op_question, "class_of", lambda *g: (asked.append(1), class_of(*g))[1])
+    torchweld.functional.layer_norm(x, [2048])
+    assert asked
 
 
 @pytest.mark.usefixtures("trials")

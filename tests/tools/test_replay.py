@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import triton_kernels
 from torchweld.dispatch import replay
-from torchweld.dispatch.engine.recent import Recent
 from torchweld.registry import OPS, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
 
@@ -46,15 +46,21 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return run_plan(plan, inputs)
 
     monkeypatch.setattr(replay.Plan, "run", count)
-    monkeypatch.setattr(replay, "_plans", Recent(every_address=True))
+    for name in REPLAYED & OPS.keys():  # as if no call had been made
+        for step in OPS[name].kernels["triton"].steps:
+            monkeypatch.setattr(step, "_plans", {})
     with running_at(PLACE, monkeypatch):
         yield ran
 
 
-def _run_plainly(op: Op, inputs: Sequence[Any]) -> Results:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "call", lambda function, _, inputs: function(*inputs))
-        return run(op, [*inputs])
+def _run_with_plans(op: Op, inputs: Sequence[Any]) -> Results:
+    """As by a short way, which has found the kernel."""
+    kernel = op.kernels["triton"]
+    return run(op, [*inputs], lambda *inputs: kernel.function.apply(kernel.steps, *inputs))
+
+
+def _forward(op: Op, inputs: Sequence[Any]) -> Any:
+    return op.kernels["triton"].steps.forward(*inputs)
 
 
 def _assert_same(a: Results, b: Results) -> None:
@@ -86,10 +92,9 @@ def test_samples_have_the_bits_of_their_calls(name: str, plans: list[Any]) -> No
     samples = _list_small_samples(op, 16)
     for sample in samples:
         first, other = (materialize(sample, torch.float32, DEVICE, seed=at) for at in (0, 1))
-        for _ in range(2):  # the second is recorded
-            run(op, first)
+        _run_with_plans(op, first)  # it is recorded
         before = len(plans)
-        _assert_same(run(op, other), _run_plainly(op, other))
+        _assert_same(_run_with_plans(op, other), run(op, other))
         replayed += len(plans) > before
     assert replayed > len(samples) // 2
 
@@ -128,11 +133,10 @@ OTHERS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any]) -> None:
     op = OPS["layer_norm"]
-    for _ in range(2):
-        run(op, _norm())
-    for _ in range(4):
+    _run_with_plans(op, _norm())
+    for _ in range(3):
         inputs = OTHERS[name]()
-        _assert_same(run(op, inputs), _run_plainly(op, inputs))
+        _assert_same(_run_with_plans(op, inputs), run(op, inputs))
 
 
 @kernels
@@ -144,7 +148,7 @@ def test_tensors_that_were_one_may_differ(plans: list[Any]) -> None:
     values = dict.fromkeys(names) | {"p": 0.0}
     for residual in (x.view_as(x), x.view_as(x), y, x.view_as(x), y):
         inputs = list((values | {names[0]: x, "residual": residual}).values())
-        made = op.kernels["triton"].run(inputs)
+        made = _forward(op, inputs)
         torch.testing.assert_close(made, x + residual, rtol=0, atol=0)
 
 
@@ -157,24 +161,24 @@ def test_seeds_are_read_anew(plans: list[Any]) -> None:
     drawn = []
     for number in (3, 3, 1, 2, 1):
         seed = torch.full((1,), number, device=DEVICE)
-        drawn.append(op.kernels["triton"].run(list((values | {"seed": seed}).values())))
+        drawn.append(_forward(op, list((values | {"seed": seed}).values())))
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(drawn[2], drawn[4])
     assert not torch.equal(drawn[2], drawn[3])
-    assert len(plans) == 3
+    assert len(plans) == 4
 
 
 @kernels
 def test_inference_mode_has_results_of_its_own(plans: list[Any]) -> None:
     """A plan of either mode makes the tensors that the mode makes."""
     inputs = _norm()
-    wanted = _run_plainly(OPS["layer_norm"], inputs)["y"]
+    wanted = run(OPS["layer_norm"], inputs)["y"]
     for at in range(8):
         with torch.inference_mode(at % 2 == 1):
-            made = OPS["layer_norm"].kernels["triton"].run(inputs)
+            made, *_ = _forward(OPS["layer_norm"], inputs)
             torch.testing.assert_close(made, wanted, rtol=0, atol=0)
         assert made.is_inference() == (at % 2 == 1)
-    assert len(plans) == 4
+    assert len(plans) == 6
 
 
 # What a plan cannot repeat, as functions of two tensors.
@@ -189,6 +193,11 @@ UNFIT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+def _plan(function: Callable[..., Any]) -> replay.Planned:
+    function = launch.replayed(function)
+    return replay.Planned(lambda: function, function)
+
+
 @pytest.mark.parametrize("what", UNFIT)
 def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> None:
     calls = 0
@@ -199,8 +208,9 @@ def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> No
         return UNFIT[what](a, b)
 
     a, b = torch.randn(4, 4), torch.ones(1, dtype=torch.int64)
+    planned = _plan(function)
     for _ in range(4):
-        replay.call(function, launch, [a, b])
+        planned(a, b)
     assert calls == 4
     assert not plans
 
@@ -210,8 +220,9 @@ def test_allocations_alone_are_repeated(plans: list[Any]) -> None:
         return a.new_empty(3, 4).t(), torch.empty_like(a, dtype=torch.int32)
 
     a = torch.randn(4, 4)
-    made = [replay.call(function, launch, [a]) for _ in range(4)]
-    assert len(plans) == 2
+    planned = _plan(function)
+    made = [planned(a) for _ in range(4)]
+    assert len(plans) == 3
     assert [[(x.shape, x.stride(), x.dtype) for x in pair] for pair in made[1:]] == [
         [(x.shape, x.stride(), x.dtype) for x in made[0]]
     ] * 3
@@ -225,26 +236,41 @@ def test_errors_leave_no_plan(plans: list[Any]) -> None:
         return torch.empty_like(a)
 
     a = torch.randn(4)
+    planned = _plan(function)
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            replay.call(function, launch, [a, True])
+            planned(a, True)
     for _ in range(3):
-        replay.call(function, launch, [a, False])
-    assert len(plans) == 1
+        planned(a, False)
+    assert len(plans) == 2
 
 
-def test_sizes_that_never_come_again_are_not_recorded(
-    plans: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[int] = []
-    record = replay._record
+def test_few_plans_are_kept(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a size, the first few; of sizes, the last few."""
+    monkeypatch.setattr(replay, "_SIZES", 2)
+    planned = _plan(lambda x, number: torch.empty_like(x))
+    for number in [*range(6)] * 2:
+        planned(torch.randn(3), number)
+    assert len(plans) == replay._ALIKE
+    for size in (4, 5, 6):
+        planned(torch.randn(size), 0)
+    assert len(planned._plans) <= 2
 
-    def count(function: Any, launching: Any, inputs: Any, at: int) -> Any:
-        recorded.append(inputs[0].numel())
-        return record(function, launching, inputs, at)
 
-    monkeypatch.setattr(replay, "_record", count)
-    for size in (3, 4, 5, 4, 4):
-        replay.call(torch.empty_like, launch, [torch.randn(size)])
-    assert recorded == [4]
-    assert len(plans) == 1
+def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
+    ran: list[str] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    planned = replay.Planned(
+        lambda: launch.replayed(function),
+        lambda x: (ran.append("overload"), torch.empty_like(x))[1],
+    )
+    x = torch.randn(3)
+    for _ in range(2):
+        planned(x)
+    assert (len(plans), ran) == (1, [])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        planned(x)
+    assert (len(plans), ran) == (1, ["overload"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,102 +99,93 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
     Tensors kept for the backward pass go through save_for_backward, which watches them for changes
     in place. An input in `op.same_gradient` may lend another one's gradient, its source.
     """
-    inputs, results, public = (
-        op.forward_signature.arguments,
-        op.forward_signature.results,
-        op.public,
-    )
+    inputs, results = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     types_of = dict(zip(inputs, op.forward_signature.types, strict=True))
-    # Zeros take the place of a missing gradient where the backward op cannot do without it.
-    kinds = dict(zip(wanted, op.backward_signature.types, strict=True))
-    wants_all = any("Optional" not in kinds[f"grad_{name}"] for name in public)
-
     tensors = [name for name in inputs if "Tensor" in types_of[name]]
-    saved = [name for name in (*inputs, *results) if name in {*tensors, *results} & {*wanted}]
-    kept = [name for name in inputs if name not in tensors and name in wanted]
-    dtypes = [name for name in tensors if f"{name}_dtype" in wanted]
+    saved = [name for name in (*tensors, *results) if name in wanted]
     same = {name: source for name, (source, _) in op.same_gradient.items()}
-    lenders = [name for name in inputs if f"grad_{name}" in same.values()]
-
-    to_save = [
-        f'None if "{name}" in _unsaved else {name}' if op.unsaved else name for name in saved
-    ]
-    to_keep = ["_steps", *kept, *(f"{name}.dtype" for name in dtypes)]
-    to_keep += [f'_op.same_gradient["{name}"][1]({", ".join(inputs)})' for name in same]
-    is_kept = [
-        "_steps",
-        *kept,
-        *(f"{name}_dtype" for name in dtypes),
-        *(f"_{n}_same" for n in same),
-    ]
-    incoming = [f"grad_{name}" for name in public]
-
-    def gradient_of(name: str) -> str:
-        own = f"grad_{name}" if f"grad_{name}" in gradients else "None"
-        if name in same:
-            return f"({same[name]} if _{name}_same else {own}) if _{name}_wanted else None"
-        if own == "None":
-            return own
-        return f"{own} if {f'_{name}_wanted' if name in lenders else f'need_{name}'} else None"
-
+    given = ", ".join(inputs)
+    kept = {"_steps": "_steps"}  # by name in the backward pass
+    kept |= {name: name for name in inputs if name not in tensors and name in wanted}
+    kept |= {f"{name}_dtype": f"{name}.dtype" for name in tensors if f"{name}_dtype" in wanted}
+    kept |= {f"_{name}_same": f"_op.same_gradient['{name}'][1]({given})" for name in same}
+    beside = returned[len(op.public) :]
+    to_save = [f"None if '{n}' in _unsaved else {n}" if op.unsaved else n for n in saved]
     forward = [
-        f"_op, _kernel = _NODES[{node!r}]",
-        f"{_unpack(results)} = (_kernel if _steps is None else _steps).forward({', '.join(inputs)})",
-        f"_unsaved = _op.unsaved({', '.join(inputs)})" if op.unsaved else "",
+        f"def forward(_ctx, _steps, {given}):",
+        f"_op, _kernel = _NODES['{node}']",
+        f"{', '.join(results)} = (_kernel if _steps is None else _steps).forward({given})",
+        f"_unsaved = _op.unsaved({given})" if op.unsaved else "",
         f"_ctx.save_for_backward({', '.join(to_save)})",
-        f"_ctx.kept = ({', '.join(to_keep)},)",
+        f"_ctx.kept = {_tuple(kept.values())}",
         "_ctx.late = None",
-        f"_ctx.set_materialize_grads({wants_all and len(public) > 1})" if returned[1:] else "",
-        f"_ctx.mark_non_differentiable({', '.join(rest)})"
-        if (rest := returned[len(public) :])
-        else "",
+        f"_ctx.set_materialize_grads({_wants_all(op)})" if len(returned) > 1 else "",
+        f"_ctx.mark_non_differentiable({', '.join(beside)})" if beside else "",
         f"return {', '.join(returned)}",
     ]
+    lenders = [name for name in inputs if f"grad_{name}" in same.values()]
+    incoming = [f"grad_{name}" for name in op.public]
     backward = [
+        f"def backward(_ctx, {', '.join(incoming)}{', *_' if beside else ''}):",
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {1 + len(inputs)}",
-        f"_grads = ({', '.join(incoming)},)",
+        f"_grads = {_tuple(incoming)}",
         "if _ctx.late is not None and (_late := _take_left_over(_ctx, _grads)) is not None:",
         "    return _late",
-        f"{_unpack(saved, tuples=True)} = _ctx.saved_tensors" if saved else "",
-        f"{_unpack(is_kept, tuples=True)} = _ctx.kept",
-        f"_, {_unpack([f'need_{name}' for name in inputs], tuples=True)} = _ctx.needs_input_grad",
+        f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",
+        f"{_tuple(kept)} = _ctx.kept",
+        f"{_tuple(['_', *(f'need_{name}' for name in inputs)])} = _ctx.needs_input_grad",
         *(f"_{name}_wanted = need_{name}" for name in (*same, *lenders)),
-    ]
-    for name, source in same.items():
-        backward.append(f"if _{name}_same:")
-        backward.append(f"    need_{name} = False")
-        if (lender := source.removeprefix("grad_")) in lenders:
-            backward.append(f"    need_{lender} = need_{lender} or _{name}_wanted")
-    backward += [
-        f"_op, _kernel = _NODES[{node!r}]",
+        *_lend(same, lenders),
+        f"_op, _kernel = _NODES['{node}']",
         "_is_eager = not is_compiling()",
-        "if _is_eager and torch.is_grad_enabled():",
-        # Its graph gives second derivatives.
-        f"    {_unpack(gradients, tuples=True)} = as_tuple(_op.eager_backward({', '.join(wanted)}))",
+        "if _is_eager and torch.is_grad_enabled():",  # its graph gives second derivatives
+        f"    {_tuple(gradients)} = as_tuple(_op.eager_backward({', '.join(wanted)}))",
         "else:",
         "    _run = (_kernel if _steps is None else _steps).backward",
-        f"    {_unpack(gradients)} = _run({', '.join(wanted)})",
-        f"_made = (None, {', '.join(gradient_of(name) for name in inputs)})",
+        f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
+        f"_made = {_tuple(['None', *_write_gradients(inputs, gradients, same, lenders)])}",
         "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",
         "    _leave_over(_ctx, _grads, _made)",
         "return _made",
     ]
-    rest_of_grads = ", *_" if returned[len(public) :] else ""
-    heads = (
-        f"def forward(_ctx, _steps, {', '.join(inputs)}):",
-        f"def backward(_ctx, {', '.join(incoming)}{rest_of_grads}):",
-    )
-    return "\n".join(
-        "\n    ".join([head, *filter(None, body)])
-        for head, body in zip(heads, (forward, backward), strict=True)
-    )
+    return "\n".join("\n    ".join(filter(None, lines)) for lines in (forward, backward))
 
 
-def _unpack(names: Sequence[str], *, tuples: bool = False) -> str:
-    """The left side of an assignment; torch returns a single result without a tuple."""
-    return f"{names[0]}," if tuples and len(names) == 1 else ", ".join(names)
+def _tuple(names: Iterable[str]) -> str:
+    return f"({', '.join(names)},)"
+
+
+def _wants_all(op: Differentiable) -> bool:
+    """Whether zeros take the place of a missing gradient: the backward op cannot do without it."""
+    signature = op.backward_signature
+    kinds = dict(zip(signature.arguments, signature.types, strict=True))
+    missing = any("Optional" not in kinds[f"grad_{name}"] for name in op.public)
+    return len(op.public) > 1 and missing
+
+
+def _lend(same: Mapping[str, str], lenders: Sequence[str]) -> Iterator[str]:
+    """The code that asks for the gradients which others equal, in place of theirs."""
+    for name, source in same.items():
+        yield f"if _{name}_same:"
+        yield f"    need_{name} = False"
+        if (lender := source.removeprefix("grad_")) in lenders:
+            yield f"    need_{lender} = need_{lender} or _{name}_wanted"
+
+
+def _write_gradients(
+    inputs: Sequence[str], gradients: Sequence[str], same: Mapping[str, str], lenders: Sequence[str]
+) -> Iterator[str]:
+    """The code of each input's gradient."""
+    for name in inputs:
+        own = f"grad_{name}" if f"grad_{name}" in gradients else "None"
+        if name in same:
+            yield f"({same[name]} if _{name}_same else {own}) if _{name}_wanted else None"
+        elif own == "None":
+            yield own
+        else:
+            yield f"{own} if {f'_{name}_wanted' if name in lenders else f'need_{name}'} else None"
 
 
 # Zero-bubble schedules run a backward pass twice: first for the inputs, retaining the graph, then

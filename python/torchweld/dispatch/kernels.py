@@ -48,6 +48,7 @@ class Kernel:
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self._results = len(results)
+        self.steps = Steps(make_step(forward), make_step(backward))
         self.function = autograd_function(Differentiable.of(op), self)
         # torch's apply without its search for wrappers of transforms, in which eager serves.
         base: Any = super(torch.autograd.Function, self.function)
@@ -75,12 +76,11 @@ class Kernel:
         It is a function, what it takes before the inputs, and where the public results are in `r`,
         all that it returns.
         """
-        steps = Steps(make_step(self.forward), make_step(self.backward))
-        if not _needs_graph(inputs):
-            places = [f"r[{at}]" for at in self._public_at] if self._results > 1 else ["r"]
-            return steps.forward, [], places
-        count = len(self._public_at)
-        return self._apply, [steps], [f"r[{at}]" for at in range(count)] if count > 1 else ["r"]
+        if _needs_graph(inputs):
+            places = [f"r[{at}]" for at in range(len(self._public_at))]
+            return self._apply, [self.steps], places if len(places) > 1 else ["r"]
+        places = [f"r[{at}]" for at in self._public_at]
+        return self.steps.forward, [], places if self._results > 1 else ["r"]
 
 
 def _needs_graph(inputs: Sequence[Any]) -> bool:

@@ -3,9 +3,9 @@
 The Python of a call takes longer than its kernels where rows are few: on an EPYC 80 us for a
 residual with dropout and norm, besides Triton's, which looks for the compiled kernel of 40
 arguments at each launch. Everything that this decides is the same for calls with the same tensors
-but for their addresses. The second of such calls is therefore recorded: which tensors it allocates,
-and which compiled kernels it launches, with what. Later ones allocate and launch. The first is not
-recorded, since a call may have sizes that never come again.
+but for their addresses. Such a call is therefore recorded: which tensors it allocates, and which
+compiled kernels it launches, with what. Later ones allocate and launch. Only calls that have found
+their short way (way.py) come here, so not the first of a kind: its sizes may never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are.
@@ -45,7 +45,8 @@ _VIEWS = {
 }
 
 
-_ALIKE = 4  # plans of one function: gradients may have other strides, or be absent
+# Limits: sizes with plans, and plans of a size. Gradients may have other strides, or be absent.
+_SIZES, _ALIKE = 1024, 4
 
 
 class _Step(NamedTuple):
@@ -184,42 +185,54 @@ def _make_step(
 
 
 class Planned:
-    """A Triton function for calls that are mostly alike: it repeats what an earlier one did.
+    """A Triton function that repeats what an earlier call did for one like it.
 
-    `find` returns the function, which is imported at its first use.
+    `find` returns the function, which is imported at its first use; `overload` serves other calls.
     """
 
     def __init__(self, find: Callable[[], Callable[..., Any]], overload: Any) -> None:
         self._find, self._overload = find, overload
-        self._plans: tuple[tuple[IsLike, Plan | None], ...] = ()
+        # By the elements of the first tensor; no plan where a call cannot be repeated.
+        self._plans: dict[int, tuple[tuple[IsLike, Plan | None], ...]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        for is_like, plan in self._plans:
+        size = _count_elements(inputs)
+        plans = self._plans.get(size, ())
+        for is_like, plan in plans:
             if is_like(*inputs):
                 if plan is not None and _is_current(plan.device):
                     return plan.run(inputs)
                 break
         else:
-            return self._record(inputs)
+            function = self._find()
+            launching = getattr(function, "launching", None)
+            is_like = launching and make_comparison(inputs, aligned=True)
+            if is_like and len(plans) < _ALIKE:
+                if len(self._plans) >= _SIZES:
+                    self._plans.clear()
+                plan, result = _record(function, launching, inputs)
+                self._plans[size] = (*plans, (is_like, plan))
+                return result
         return self._overload(*inputs)
 
-    def _record(self, inputs: Sequence[Any]) -> Any:
-        """Run the call, and keep its plan."""
-        function = self._find()
-        launching = getattr(function, "launching", None)
-        is_like = launching and make_comparison(inputs, aligned=True)
-        if not is_like:
-            return self._overload(*inputs)
-        recorder = _Recorder(launching.start)
-        launching.watch(recorder.start)
-        try:
-            with recorder:
-                result = function(*inputs)
-        finally:
-            launching.watch(None)
-        plan = recorder.make_plan(inputs, result)
-        self._plans = ((is_like, plan), *self._plans)[:_ALIKE]
-        return result
+
+def _count_elements(inputs: Sequence[Any]) -> int:
+    x = inputs[0]  # a gradient that is absent is None
+    return next(t for t in inputs if t is not None).numel() if x is None else x.numel()  # type: ignore[no-any-return]
+
+
+def _record(
+    function: Callable[..., Any], launching: Any, inputs: Sequence[Any]
+) -> tuple[Plan | None, Any]:
+    """Run the call; returns its plan, too. `launching` is the module triton_kernels/launch.py."""
+    recorder = _Recorder(launching.start)
+    launching.watch(recorder.start)
+    try:
+        with recorder:
+            result = function(*inputs)
+    finally:
+        launching.watch(None)
+    return recorder.make_plan(inputs, result), result
 
 
 def _is_current(device: int) -> bool:

@@ -14,6 +14,7 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.library import make_step
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
@@ -113,10 +114,16 @@ class _Training:
     def __init__(self, backend: str) -> None:
         ops = torch.ops.torchweld
         self.backend = backend
-        self._statistics = getattr(ops.column_statistics, backend)
-        self._grad_x = getattr(ops.batch_norm_act_grad_x, backend)
-        self._normalization = normalize_act.OP.kernels[backend]
+        overloads = [
+            getattr(op, backend) for op in (ops.column_statistics, ops.batch_norm_act_grad_x)
+        ]
+        normalization = normalize_act.OP.kernels[backend]
+        self._while_compiling = (*overloads, normalization)
+        self._steps = (*map(make_step, overloads), normalization.steps)
         self.function = autograd_function(Differentiable.of(OP), self, OP.forward_signature.results)
+
+    def _find_parts(self) -> tuple[Any, Any, Any]:
+        return self._while_compiling if torch.compiler.is_compiling() else self._steps
 
     def forward(
         self,
@@ -131,11 +138,12 @@ class _Training:
         group: Any,
         *kind: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, var = self._statistics(x)
+        statistics, _, normalization = self._find_parts()
+        mean, var = statistics(x)
         count = mean.new_full((), x.shape[:-1].numel())
         if group is not None:
             mean, var, count = _of_all(mean, var, count, group)
-        y = self._normalization.forward(x, mean, var, weight, bias, eps, *kind)
+        y = normalization.forward(x, mean, var, weight, bias, eps, *kind)
         return y, mean, var, count
 
     def backward(
@@ -156,14 +164,15 @@ class _Training:
         wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         columns = (mean, var, wide_weight, wide_bias)
-        _, grad_weight, grad_bias = self._normalization.backward(
+        _, grad_x, normalization = self._find_parts()
+        _, grad_weight, grad_bias = normalization.backward(
             grad_y, x, *columns, eps, *kind, False, True, True
         )
         grad_input = None
         if need_input:
             sums = torch.stack([grad_bias, grad_weight])
             mean_g, mean_g_x_hat = (add_up(sums, group) / count).unbind()
-            grad_input = self._grad_x(grad_y, x, *columns, mean_g, mean_g_x_hat, eps, *kind)
+            grad_input = grad_x(grad_y, x, *columns, mean_g, mean_g_x_hat, eps, *kind)
         return (
             grad_input,
             grad_weight.to(weight.dtype) if need_weight and weight is not None else None,
