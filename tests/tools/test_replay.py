@@ -263,10 +263,11 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    planned = replay.Planned(
-        lambda: launch.replayed(function),
-        lambda x: (ran.append("overload"), torch.empty_like(x))[1],
-    )
+    def overload(x: torch.Tensor) -> torch.Tensor:
+        ran.append("overload")
+        return function(x)
+
+    planned = replay.Planned(lambda: launch.replayed(function), overload)
     x = torch.randn(3)
     for _ in range(2):
         planned(x)

@@ -206,12 +206,12 @@ class Planned:
         else:
             function = self._find()
             launching = getattr(function, "launching", None)
-            is_like = launching and make_comparison(inputs, aligned=True)
-            if is_like and len(plans) < _ALIKE:
+            found = launching and make_comparison(inputs, aligned=True)
+            if found and len(plans) < _ALIKE:
                 if len(self._plans) >= _SIZES:
                     self._plans.clear()
                 plan, result = _record(function, launching, inputs)
-                self._plans[size] = (*plans, (is_like, plan))
+                self._plans[size] = (*plans, (found, plan))
                 return result
         return self._overload(*inputs)
 

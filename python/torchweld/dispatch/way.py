@@ -75,7 +75,7 @@ def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callabl
             given=", ".join(names),
             first=names[0],
         )
-        scope = {
+        scope: dict[str, Any] = {
             "_function": function,
             "_defaults": defaults,
             "_ways": ways,
@@ -88,8 +88,8 @@ def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callabl
             "_find": _find,
         }
         exec(compile(source, f"<the short way of {function.__name__}>", "exec"), scope)
-        made: Callable[P, R] = functools.update_wrapper(scope[function.__name__], function)
-        return made
+        made: Any = scope[function.__name__]
+        return functools.update_wrapper(made, function)  # type: ignore[no-any-return]
 
     return decorate
 
@@ -160,15 +160,17 @@ def _make_run(
     note: Note, given: Sequence[Any], result: Any, seed: Any, constant: type | None
 ) -> Callable[..., Any] | None:
     """A function of the raw arguments that does what the noted call did; None without one."""
-    function, first, places = note.function, [], _list_places(note.result)
-    if isinstance(function, Kernel):
-        function, first, places = function.make_ready(note.inputs)
+    if isinstance(note.function, Kernel):
+        function, first, places = note.function.make_ready(note.inputs)
+    else:
+        function, first, places = note.function, [], _list_places(note.result)
     returned = _write_result(result, note.result, places)
     # A tensor that the op does not take may have decided an argument by its numbers.
     taken = {id(value) for value in note.inputs}
     if returned is None or any(is_tensor(value) and id(value) not in taken for value in given):
         return None
-    owned = [t for value in given if type(value) is constant for t in value.lists or ()]
+    objects: list[Any] = [value for value in given if type(value) is constant]
+    owned = [t for value in objects for t in value.lists or ()]
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
     for at, value in enumerate(note.inputs):
         if is_tensor(value) and (number := _find_same(value, given)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,78 +24,6 @@ from torchweld.registry import EAGER
 from torchweld.sparse import BlockBias, BlockLayout
 
 _OP = block_sparse.OP
-
-
-@overload
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    group: dist.ProcessGroup | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    balanced: bool = False,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    group: dist.ProcessGroup | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    balanced: bool = False,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    group: dist.ProcessGroup | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    balanced: bool = False,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def ring_attention(
@@ -118,7 +46,7 @@ def ring_attention(
     shard: Shard | None = None,
     balanced: bool = False,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Compute block_sparse_attention of a sequence that is sharded over the processes of a group.
 
     If all processes use the same seed, they drop the same elements as a single process.

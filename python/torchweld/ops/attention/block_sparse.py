@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -36,72 +36,6 @@ from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
 _NO_LISTS = (None,) * 5
 
 
-@overload
-def block_sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def block_sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def block_sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | BlockBias | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
-
 @short(constant=BlockLayout)
 def block_sparse_attention(
     q: torch.Tensor,
@@ -121,7 +55,7 @@ def block_sparse_attention(
     seed: torch.Tensor | int | None = None,
     shard: Shard | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """softmax(q @ k.mT * scale) @ v over the keys that the layout lets each query see.
 
     A query that sees no key gives zeros, and zero gradients.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any
 
 import torch
 
@@ -17,69 +17,6 @@ from torchweld.registry import why_not_now
 _NAME = "cross_entropy"
 # With fewer logits eager is as fast.
 _SMALL = 2**14
-
-
-@overload
-def cross_entropy(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    inplace: bool = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def cross_entropy(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def cross_entropy(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: bool,
-    inplace: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def cross_entropy(
@@ -99,7 +36,7 @@ def cross_entropy(
     token_weights: torch.Tensor | None = None,
     return_lse: bool = False,
     inplace: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """torch.nn.functional.cross_entropy, with sums in float32 and more kinds of loss.
 
     Logits are scaled, then soft-capped, then divided by the temperature. The loss of a row is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -19,81 +19,6 @@ from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
 _ACCUMULATE = ("float32", "parameter", "grad")
-
-
-@overload
-def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    options: Any = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    logits_dtype: torch.dtype | None = None,
-    memory: int | None = None,
-    accumulate: str = "float32",
-    batch_invariant: bool = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    options: Any = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    logits_dtype: torch.dtype | None = None,
-    memory: int | None = None,
-    accumulate: str = "float32",
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    options: Any = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    temperature: float | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-    return_lse: bool,
-    logits_dtype: torch.dtype | None = None,
-    memory: int | None = None,
-    accumulate: str = "float32",
-    batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def linear_cross_entropy(
@@ -117,7 +42,7 @@ def linear_cross_entropy(
     memory: int | None = None,
     accumulate: str = "float32",
     batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """cross_entropy(linear(input, linear_weight, linear_bias), target), without all logits at once.
 
     The logits are computed in chunks of rows that take `memory` bytes. Ignored rows are dropped
@@ -256,48 +181,6 @@ def linear_cross_entropy(
     made = made.reshape(leading) if reduction == "none" else made
     made = wrap(made.to(kind or made.dtype))
     return (made, wrap(rows.lse.reshape(leading))) if return_lse else made
-
-
-@overload
-def linear_logprobs(  # type: ignore[overload-overlap]  # a bool is taken as True
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False,
-    return_argmax: Literal[False] = False,
-    logits_dtype: torch.dtype | None = None,
-    memory: int | None = None,
-    accumulate: str = "float32",
-    batch_invariant: bool = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def linear_logprobs(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    return_argmax: bool = False,
-    logits_dtype: torch.dtype | None = None,
-    memory: int | None = None,
-    accumulate: str = "float32",
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, ...]: ...
 
 
 def linear_logprobs(
@@ -509,7 +392,7 @@ def _run_on_dimensions(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     **others: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """A weight [V, *, in_features] has one loss for each position: all logits at once."""
     arguments.check_tensor(_CROSS_ENTROPY, "input", input)
     shape = linear_weight.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.nn.functional import dropout
@@ -17,57 +17,6 @@ from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
 from torchweld.registry import Op, Rows
 from torchweld.registry.cost import count_per_element
-
-
-@overload
-def dropout_add_rms_norm(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    *,
-    normalized_shape: Sequence[int] | None = None,
-    eps: float | None = None,
-    return_residual: Literal[False] = False,
-    y_dtype: torch.dtype | None = None,
-    p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-) -> torch.Tensor: ...
-
-
-@overload
-def dropout_add_rms_norm(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    *,
-    normalized_shape: Sequence[int] | None = None,
-    eps: float | None = None,
-    return_residual: Literal[True],
-    y_dtype: torch.dtype | None = None,
-    p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def dropout_add_rms_norm(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    *,
-    normalized_shape: Sequence[int] | None = None,
-    eps: float | None = None,
-    return_residual: bool,
-    y_dtype: torch.dtype | None = None,
-    p: float = 0.0,
-    training: bool = True,
-    seed: torch.Tensor | int | None = None,
-    shard: Shard | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @short()
@@ -84,7 +33,7 @@ def dropout_add_rms_norm(
     training: bool = True,
     seed: torch.Tensor | int | None = None,
     shard: Shard | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """rms_norm(z) with z = dropout(input, p) + residual.
 
     Post-norm needs only the result; pre-norm also needs z, the residual stream:
