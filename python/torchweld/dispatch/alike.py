@@ -59,7 +59,7 @@ def make_comparison(
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
     if _guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
         return None
-    if any(type(t) not in PLAIN for t in tensors):
+    if any(type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested for t in tensors):
         return None
     if aligned and any(t.data_ptr() % ALIGNMENT for t in tensors):
         return None
