@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import torchweld
 from processes import processes
-from torchweld.bench.studies import slow_link
 from torchweld.commands import cli, link
 from torchweld.commands.link import choices, verdict
 from torchweld.distributed.link_probe import Link, measure_link
@@ -89,11 +87,3 @@ def test_the_command_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "2 ranks, 0.2 Gbit/s from each, latency 1 ms" in shown
     assert shown.endswith("float32.\n")
-
-
-def test_the_bench_says_why_there_is_no_link(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert slow_link.main([]) == 0
-    assert "apt-get install iproute2" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from processes import processes, starts
 from torchweld import optim
-from torchweld.bench.studies.one_bit import WithoutFeedback
+from torchweld.collectives.one_bit import Errors
 from torchweld.distributed import OneBitAllReduce, one_bit_hook
 from torchweld.errors import CollectiveError
 
@@ -252,6 +252,18 @@ def test_the_hook_trains_as_ddp_does() -> None:
         group.run(None, _hooked)
 
 
+class WithoutFeedback(optim.OneBitAdam):
+    """1-bit Adam that discards quantisation errors."""
+
+    def _reduce(self, owned: Any) -> Any:
+        entries = super()._reduce(owned)
+        for _, _, errors in entries:
+            for error in errors:
+                if error is not None:
+                    error.zero_()
+        return [(p, packed, Errors(*errors)) for p, packed, errors in entries]
+
+
 def _converges(rank: int) -> None:
     losses = {}
     made: Any
@@ -281,7 +293,7 @@ def _converges(rank: int) -> None:
 
 
 def test_the_loss_is_adams_and_feedback_is_why() -> None:
-    """A GPT's is within 1 %, by python -m torchweld.bench.studies.one_bit."""
+    """A GPT's is within 1%: docs/notebook/slow-links.md."""
     with processes(2) as group:
         group.run(None, _converges)
 

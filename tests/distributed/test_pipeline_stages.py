@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 from processes import processes
 from seams import splits_backwards
-from torchweld.bench.studies.pipeline import Sleeper
+from sleeper import Sleeper
 from torchweld.distributed import LayerSeeds, stages
 from torchweld.errors import ArgumentError
 from torchweld.fusion import Weld

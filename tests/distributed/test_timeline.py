@@ -9,7 +9,7 @@ import torch
 
 from processes import processes
 from seams import splits_backwards
-from torchweld.bench.studies.pipeline import Sleeper
+from sleeper import Sleeper
 from torchweld.distributed import stages
 from torchweld.distributed.timeline import Action, Timeline, estimate_bubble, record
 

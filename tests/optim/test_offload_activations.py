@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
+from offload_simulation import Residency
 from offloading import assert_same_run, drained
 from torchweld import optim
-from torchweld.bench.studies.offload_simulation import Residency
 from torchweld.optim.offload import _activations
 from torchweld.optim.offload._machine import SimulatedTransfers
 from torchweld.optim.offload.policy import MARGIN, pack_chunks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchweld
-from torchweld.bench.studies import offload_simulation
-from torchweld.bench.studies.offload_simulation import (
+from offload_simulation import (
     AUTO,
     CASES,
     GPT_1B,
@@ -338,10 +336,3 @@ def test_gradients_may_outlive_the_first_step() -> None:
     assert sum(placement.decide(grown, [10] * 9, 100)) == 1
     placement.forget()
     assert sum(placement.decide(first, [10] * 9, 100, keep=lambda room: room)) == 0
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    offload_simulation.main(["--plot", str(tmp_path / "steps.png")])
-    printed = capsys.readouterr().out
-    assert printed.count("layers are on the device") == 2 * (len(CASES) - 1)
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Simulate the time and the memory of a step: python -m torchweld.bench.studies.offload_simulation.
+"""A simulation of the time and the memory of a step with offloaded states.
 
 The device computes, a link copies in each direction, and the host takes the optimizer step. Each
 does one task at a time, in the order of layers. Units are bytes, seconds and operations per second.
@@ -9,7 +9,6 @@ chunks. As in Gemini, chunks are evicted in the order of their next use, the far
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -355,55 +354,3 @@ def compare(work: Workload, machine: Machine) -> dict[str, float | None]:
 
 AUTO = {False: "auto", True: "auto, gradients released"}
 CASES = [(work, Machine(gb * 1e9)) for work in (GPT_1B, GPT_13B) for gb in (24, 80)]
-
-
-def draw(path: str) -> None:
-    """Draw a chart of all cases."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 7), layout="constrained")
-    for axes, (work, machine) in zip(figure.subplots(2, 2).flat, CASES, strict=True):
-        rows = compare(work, machine)
-        names = list(rows)[::-1]
-        seconds = [rows[name] or 0.0 for name in names]
-        colours = ["tab:orange" if name in AUTO.values() else "tab:blue" for name in names]
-        axes.barh(names, seconds, color=colours)
-        for at, name in enumerate(names):
-            text = " no room" if rows[name] is None else f" {rows[name]:.2f} s"
-            axes.text(seconds[at], at, text, va="center")
-        axes.set_xlim(0, 1.3 * max(seconds))
-        axes.set_title(f"{work.name} on {machine.capacity / 1e9:.0f} GB", fontsize=11)
-        axes.set_xlabel("seconds per step")
-    figure.savefig(path, dpi=110)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the step times of all cases, and optionally draw a chart."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plot", help="file for a chart of the step times")
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="tokens per step (default: %(default)s)"
-    )
-    asked = parser.parse_args(arguments)
-    for work, machine in CASES:
-        work = replace(work, tokens=asked.tokens)
-        print(f"{work.name}, {machine.capacity / 1e9:.0f} GB")
-        for name, seconds in compare(work, machine).items():
-            shown = "no room" if seconds is None else f"{seconds:8.3f} s"
-            print(f"  {name:60} {shown}")
-        for releases, name in AUTO.items():
-            try:
-                plan, outcome = settle_plan(work, machine, releases)
-            except MemoryError:
-                continue
-            print(
-                f"  {name}: the states of {plan.states_on_device} of {work.layers} layers are",
-                end=" ",
-            )
-            print(f"on the device, whose peak is {outcome.peak / 1e9:.1f} GB")
-    if asked.plot:
-        draw(asked.plot)
-
-
-if __name__ == "__main__":
-    main()
