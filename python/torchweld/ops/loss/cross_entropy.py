@@ -10,7 +10,7 @@ import torch
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
-from torchweld.ops.loss import arguments, of_logits, results
+from torchweld.ops.loss import arguments, of_logits, results, small
 from torchweld.ops.loss import reduction as reductions
 from torchweld.registry import why_not_now
 
@@ -73,6 +73,11 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     arguments.check_tensor(_NAME, "input", input)
+    given = (softcap, logit_scale, temperature, token_weights)
+    if small.asks_no_more(z_loss, given, return_lse, inplace):
+        how = (weight, ignore_index, reduction, label_smoothing)
+        if (made := small.cross_entropy(input, target, *how)) is not None:
+            return made
     if input.ndim == 0:
         raise ArgumentError(_NAME, "input", "of no dimensions", "[V], [N, V] or [N, V, *]")
     checks.flag(_NAME, "return_lse", return_lse)

@@ -9,7 +9,7 @@ import torch
 
 from torchweld import checks
 from torchweld.errors import ArgumentError
-from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, sharded
+from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, sharded, small
 from torchweld.ops.loss import reduction as reductions
 from torchweld.ops.loss.chunks import Layer, Needs
 from torchweld.ops.loss.results import RowResults, Wanted
@@ -101,6 +101,15 @@ def linear_cross_entropy(
             token_weights=token_weights,
             return_lse=return_lse,
         )
+    given = (softcap, logit_scale, temperature, token_weights, logits_dtype, memory)
+    if accumulate in _ACCUMULATE[:2] and small.asks_no_more(
+        z_loss, given, return_lse, batch_invariant
+    ):
+        ignored = -100 if ignore_index is None else ignore_index
+        how = (weight, ignored, reduction, label_smoothing)
+        made = small.linear_cross_entropy(input, linear_weight, linear_bias, target, *how)
+        if made is not None:
+            return made
     checks.flag(name, "return_lse", return_lse)
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
@@ -239,6 +248,12 @@ def linear_logprobs(
         ("return_argmax", return_argmax),
     ):
         checks.flag(name, flag, value)
+    given = (softcap, logit_scale, temperature, logits_dtype, memory)
+    flags = (return_entropy, return_lse, return_argmax, batch_invariant)
+    if accumulate in _ACCUMULATE[:2] and small.asks_no_more(0.0, given, *flags):
+        made = small.linear_logprobs(input, linear_weight, linear_bias, target, ignore_index)
+        if made is not None:
+            return made
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
     input, linear_weight, linear_bias = parts
     shared = None if place is None else place.classes
