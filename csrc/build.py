@@ -243,7 +243,7 @@ def _emulated(sources: list[Path], sanitize: str) -> list[Object]:
 
 def emulated_cuda_library(sanitize: str) -> Library:
     """The unmodified CUDA kernels and their bindings. It has the same ops as the CUDA library."""
-    sources = [*sorted((CSRC / "cuda").glob("*.cu")), EMULATOR / "cublaslt.cpp"]
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
     return Library(
         "torchweld_emulated_cuda",
         (

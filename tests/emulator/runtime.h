@@ -69,7 +69,4 @@ int lane();
 // Lets other threads run, for loops that wait on memory.
 void yield();
 
-// The function of this name in cublaslt.cpp.
-void* cublaslt(const char* name);
-
 }  // namespace emulator

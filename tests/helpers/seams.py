@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
-from conftest import PLACES, running_at
 from oracle import TORCH, exact, run
 from torchweld import functional
 from torchweld.dispatch.call import call
-from torchweld.ops.activation import bias_act
-from torchweld.ops.gemm import act_linear, common, epilogue, fused_choice
 from torchweld.registry import OPS, Composite, Op, materialize
 
 splits_backwards = pytest.mark.skipif(
@@ -184,32 +181,3 @@ def assert_graphs_can_be_kept() -> None:
     assert_kept(functional.linear_gelu(x, weight, bias), [x, weight, bias])
     leaves = inputs_of(OPS["mlp"], requires_grad=True)[:5]
     assert_kept(call(OPS["mlp"], *leaves, "gelu", "none", True), leaves[::2])
-
-
-# --- cuBLASLt -------------------------------------------------------------------------------------
-
-TANH = ("gelu", "tanh")
-CUBLASLT = [place for place in ("emulator", "gpu-cuda") if PLACES[place][2] is None]
-
-
-def running_cublaslt(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device for tensors at that place, with the backend selected by name."""
-    if place == "emulator":  # the CPU's passes: Triton's interpreter truncates to bfloat16
-        monkeypatch.setitem(common.PASSES, "cuda", "cpu")
-        monkeypatch.setattr(epilogue._Activation, "backward", staticmethod(_gradients_on_cpu))
-    with running_at(place, monkeypatch):
-        yield PLACES[place][1]
-
-
-def _gradients_on_cpu(grad_y: Any, z: Any, bias: Any, *how: Any) -> Any:
-    """epilogue.gradients by the CPU's pass."""
-    zeros = None if bias is None else torch.zeros_like(bias)
-    return bias_act.OP.kernels["cpu"].backward(grad_y, z, zeros, *how)
-
-
-def force_epilogues(monkeypatch: pytest.MonkeyPatch, *, forward: bool, backward: bool) -> None:
-    """Force the activation into the GEMM or into a pass, whichever is faster."""
-    tiles = [epilogue._PLAIN if fused else None for fused in (forward, backward)]
-    monkeypatch.setattr(epilogue, "choose_tile_for", lambda *_: tiles[0])
-    monkeypatch.setattr(act_linear, "_why_not", lambda *_: None)
-    monkeypatch.setattr(fused_choice, "choose_tile", lambda *_: tiles[1])

@@ -57,10 +57,13 @@ def _implement_in_triton(name: str, source: str) -> None:
     """The function of that name in `source`; the first call imports the module."""
 
     @functools.cache
-    def find() -> Any:
+    def find_module() -> Any:
         module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
         connect()
-        return getattr(module, name)
+        return module
+
+    def find() -> Any:
+        return getattr(find_module(), name)
 
     def implementation(*inputs: Any) -> Any:
         return find()(*inputs)

@@ -30,9 +30,6 @@ def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor
 # Modes that keep results and return them again later.
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
-# Backends that take their passes between GEMMs from another backend.
-PASSES = {"cuda": "triton"}
-
 # bias_act in place: no new pages, and half the lines in the caches.
 BareOp("bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()")
 
@@ -88,8 +85,7 @@ def act(
     if backend == "cpu" and not gemm.wants_gradient(z, bias) and may_overwrite(z):
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
-    passes = PASSES.get(backend, backend)
-    return run_on(bias_act.OP, passes, z, bias, activation, approximate)
+    return run_on(bias_act.OP, backend, z, bias, activation, approximate)
 
 
 def may_overwrite(z: torch.Tensor) -> bool:

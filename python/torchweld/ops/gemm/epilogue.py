@@ -1,16 +1,15 @@
 """A linear layer and its activation in one kernel: a GEMM with bias and activation at its end.
 
 - triton: our kernel, for every activation, if a trial found it faster than two steps.
-- cuda: cuBLASLt's, under the same condition, only for gelu by tanh.
 - cpu: oneDNN's 16-bit GEMM, if no gradient is needed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -30,33 +29,23 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
-from torchweld.registry import BACKENDS, Signature
+from torchweld.registry import Signature
 
 _SOURCE = "triton_kernels/linear_act.py"
 SOURCES: dict[str, tuple[str, ...]] = {
     "cpu": activations.SOURCES["cpu"],
-    "cuda": (
-        "csrc/cuda/linear_act.cu",
-        *activations.SOURCES["triton"],
-    ),
     "triton": (_SOURCE, *activations.SOURCES["triton"]),
 }
 MADE_OF = (
     "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
-    " pass if a trial measured it faster (cuda: cuBLASLt's, only for gelu by tanh; the passes"
-    " are Triton's)"
+    " pass if a trial measured it faster"
 )
-ONE_KERNEL = ("cuda", "triton")
 
 # With fewer products a GEMM takes microseconds, no longer than its launch.
 _SMALLEST = 2**28
 # Triton's kernel would have to copy longer rows, see its _factor.
 _LONGEST_ROW = 2**22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# cuBLASLt's requirements on sizes, in elements, and on addresses, in bytes.
-_MULTIPLE, _ALIGNMENT = 8, 16
-# cuBLASLt's two algorithms; the second multiplies float32 as TF32.
-_PLAIN, _TF32 = 0, 1
 # oneDNN's names of activations. relu is left out, since oneDNN's turns NaN into 0.
 _ONEDNN = {"gelu": "gelu", "silu": "swish", "sigmoid": "sigmoid", "tanh": "tanh"}
 
@@ -74,14 +63,13 @@ def _fake(
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
-# y, and z, the sum before the activation. `tile` is an index into the Triton source's table, or one
-# of cuBLASLt's algorithms.
+# y, and z, the sum before the activation. `tile` is an index into the source's table.
 BareOp(
     "linear_act",
     "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
     " bool save_z) -> (Tensor y, Tensor z)",
     _fake,
-    backends=("cuda",),
+    backends=(),
     triton=_SOURCE,
 )
 
@@ -121,7 +109,7 @@ def linear_and_act(
         return gemm.linear(x, weight, bias)
     arguments = (x, weight, bias, activation, approximate)
     if (tile := choose_tile_for(backend, *arguments)) is not None:
-        return _join(_in_one_kernel(backend, *arguments, tile), activation, approximate)
+        return _in_one_kernel(*arguments, tile)
     if backend == "cpu" and _onednn_activates(*arguments):
         algorithm = approximate if activation == "gelu" else ""
         return gemm.onednn(x, weight, bias, _ONEDNN[activation], algorithm)
@@ -156,82 +144,39 @@ def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> 
         return bool(y.isnan().all())
 
 
-class Unjoined(NamedTuple):
-    """A layer whose sum z is in autograd's graph, but whose activation y is not yet.
-
-    z includes all of the bias, whose gradient comes from the activation's node. If no gradient is
-    needed, y is the result, and z and bias are None.
-    """
-
-    y: torch.Tensor
-    z: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
-def run_unjoined(
-    backend: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-) -> Unjoined:
-    """The layer up to its activation's node, in one kernel if that is faster.
-
-    For callers with their own node for the activation.
-    """
-    arguments = (x, weight, bias, activation, approximate)
-    if (tile := choose_tile_for(backend, *arguments)) is not None:
-        return _in_one_kernel(backend, *arguments, tile)
-    z = linear(x, weight, None if bias is None else bias.detach())
-    y = layers.act(backend, z.detach(), None, activation, approximate)
-    return Unjoined(y, z, None if bias is None else bias.to(z.dtype))
-
-
 # --- One kernel and its nodes ---------------------------------------------------------------------
 # There are two nodes, as in two steps: first the GEMM's, whose gradients a pipeline schedule can
 # run separately, then the activation's. The kernel runs when the first node is created.
 
 
-def kernel(backend: str) -> Any:
-    """The backend's overload of the op."""
-    return getattr(torch.ops.torchweld.linear_act, backend)
+_kernel = torch.ops.torchweld.linear_act.triton
 
 
 def _in_one_kernel(
-    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
     approximate: str,
     tile: int,
-) -> Unjoined:
+) -> torch.Tensor:
     dtype = gemm.find_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype) if backend == "cuda" else bias.float()
+        bias = bias.float()
     how = (activation, approximate)
     if not gemm.wants_gradient(x, weight, bias):
-        return Unjoined(kernel(backend)(x, weight, bias, *how, tile, False)[0], None, None)
-    detached_bias = None if bias is None else bias.detach()
-    z, y = _Linear.apply(x, weight, detached_bias, backend, *how, tile)
-    return Unjoined(y, z, bias)
-
-
-def _join(layer: Unjoined, activation: str, approximate: str) -> torch.Tensor:
-    """The activation, in the graph if a gradient is needed."""
-    if layer.z is None:
-        return layer.y
-    return _ACTIVATION.function.apply(None, layer.z, layer.bias, activation, approximate, layer.y)
+        return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
+    z, y = _Linear.apply(x, weight, None if bias is None else bias.detach(), *how, tile)
+    return _ACTIVATION.function.apply(None, z, bias, *how, y)  # type: ignore[no-any-return]
 
 
 class _Linear(gemm.LinearNode):
     """The GEMM's node: returns z, and y for the activation's node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, backend: str, *how: Any) -> Any:
-        y, z = kernel(backend)(x, weight, bias, *how, True)
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, *how: Any) -> Any:
+        y, z = _kernel(x, weight, bias, *how, True)
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(y)
@@ -297,20 +242,6 @@ _ACTIVATION = _Activation()
 # --- Choice ---------------------------------------------------------------------------------------
 
 
-def why_not_epilogue(backend: str, arguments: Mapping[str, Any]) -> str | None:
-    """Why cuBLASLt's epilogues cannot serve the op's arguments at all."""
-    if backend != "cuda":
-        return None
-    kind = arguments.get("activation", "gelu"), arguments.get("approximate", "tanh")
-    if kind[0] == "relu":
-        return "cuBLASLt's relu makes 0 of NaN; torch's keeps it"
-    if kind != ("gelu", "tanh"):
-        return "cuBLASLt has no such epilogue; it has gelu by tanh"
-    if missing := BACKENDS[layers.PASSES[backend]].why_missing():
-        return f"its passes between GEMMs are Triton's: {missing}"
-    return None
-
-
 def choose_tile_for(
     backend: str,
     x: torch.Tensor,
@@ -320,12 +251,11 @@ def choose_tile_for(
     approximate: str,
 ) -> int | None:
     """The tile for one kernel; None: no kernel can serve, or two steps are faster."""
-    if backend not in ONE_KERNEL or why_not(backend, x, weight, bias) is not None:
+    if backend != "triton" or why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias, activation, approximate)
-    tiles = partial(list_tiles, backend, x, weight)
-    contest = partial(_make_contest, backend, *arguments)
-    return fused_choice.choose_tile(x, _kind(backend, *arguments), tiles, contest)
+    tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *arguments)
+    return fused_choice.choose_tile(x, _kind(*arguments), tiles, contest)
 
 
 def explain(
@@ -336,17 +266,15 @@ def explain(
     activation: str,
     approximate: str,
 ) -> str:
-    """Whether a GPU backend runs one kernel or two steps, and why."""
-    if backend not in ONE_KERNEL:
+    """Whether Triton runs one kernel or two steps, and why."""
+    if backend != "triton":
         return ""
     unfused = "torch's GEMM, then a pass for bias and activation"
-    kind = _kind(backend, x, weight, bias, activation, approximate)
-    return fused_choice.explain(unfused, x, kind, why_not(backend, x, weight, bias))
+    kind = _kind(x, weight, bias, activation, approximate)
+    return fused_choice.explain(unfused, x, kind, why_not(x, weight, bias))
 
 
-def why_not(
-    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> str | None:
+def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why one kernel cannot serve."""
     if exports_a_derivative():
         return "inside torch.export: its two nodes would lose their derivative"
@@ -359,25 +287,13 @@ def why_not(
         return "input and weight are of different dtypes"
     if weight.shape[1] >= _LONGEST_ROW:
         return f"more than {_LONGEST_ROW} input features"
-    if backend == "cuda" and (reason := _why_not_cublaslt(weight, tensors)):
-        return reason
     # While compiling nothing is timed, and the number of rows must not become a guard.
     if not torch.compiler.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
         return f"fewer than {_SMALLEST} products: too small to gain"
     return None
 
 
-def _why_not_cublaslt(weight: torch.Tensor, tensors: Iterable[torch.Tensor]) -> str | None:
-    if any(size == 0 or size % _MULTIPLE for size in weight.shape):
-        return f"cuBLASLt serves numbers of features that are multiples of {_MULTIPLE}"
-    # While compiling there are no addresses yet; the op leaves a misaligned one to torch.
-    if not torch.compiler.is_compiling() and any(t.data_ptr() % _ALIGNMENT for t in tensors):
-        return f"cuBLASLt serves addresses that are multiples of {_ALIGNMENT} bytes"
-    return None
-
-
 def _kind(
-    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -388,7 +304,7 @@ def _kind(
     columns, inner = weight.shape
     transposed = [name for name, t in (("input", x), ("weight", weight)) if t.stride(-1) != 1]
     return (
-        ("op", f"linear_act in one kernel by {backend}"),
+        ("op", "linear_act in one kernel"),
         ("dtype", str(gemm.find_dtype(x)).removeprefix("torch.")),
         ("features", f"{inner} to {columns}"),
         ("transposed", " ".join(transposed)),
@@ -399,7 +315,6 @@ def _kind(
 
 
 def _make_contest(
-    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -414,10 +329,10 @@ def _make_contest(
     names = ("y", "z") if save_z else ("y",)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return layers.run_in_two_steps(backend, x, weight, bias, *how)
+        return layers.run_in_two_steps("triton", x, weight, bias, *how)
 
     def fused(tile: int, x: torch.Tensor) -> Results:
-        return name_results(kernel(backend)(x, weight, bias, *how, tile, save_z), *names)
+        return name_results(_kernel(x, weight, bias, *how, tile, save_z), *names)
 
     def trusted(x: torch.Tensor) -> Results:
         return name_results((unfused(x), linear(x, weight, bias)), *names)
@@ -429,7 +344,7 @@ def _make_contest(
     return Contest(
         tensors=[x],
         unfused=unfused,
-        fused={t: partial(fused, t) for t in list_tiles(backend, x, weight)},
+        fused={t: partial(fused, t) for t in list_tiles(x, weight)},
         exact=exact,
         trusted=trusted,
         products_a_row=weight.numel(),
@@ -448,16 +363,7 @@ def linear_in_float64(
 _FEATURES = 2048
 
 
-def list_tiles(backend: str, x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
-    """The tiles worth timing, or cuBLASLt's algorithm."""
+def list_tiles(x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
+    """The tiles worth timing."""
     dtype = gemm.find_dtype(x)
-    if backend == "triton":
-        return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))
-    return (cublaslts_algorithm(dtype),)
-
-
-def cublaslts_algorithm(dtype: torch.dtype) -> int:
-    """The algorithm that multiplies as torch's own GEMMs do."""
-    return (
-        _TF32 if dtype == torch.float32 and fused_choice.kernels().precision() == "tf32" else _PLAIN
-    )
+    return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))

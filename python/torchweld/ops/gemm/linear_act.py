@@ -177,7 +177,6 @@ OP = Composite(
     sized=lambda leading, row: (*layers.arguments(leading, *row, *row), "gelu", "none"),
     flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
     sources=epilogue.SOURCES,
-    refuses=epilogue.why_not_epilogue,
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
     samples=_samples(),

@@ -11,8 +11,7 @@ from torchweld.dispatch.way import short
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
-from torchweld.ops.gemm.act_linear import act_linear, choose_algorithm
-from torchweld.ops.gemm.act_linear import explain as explain_backward
+from torchweld.ops.gemm.act_linear import act_linear
 from torchweld.registry import ROWS, Composite, Numerics, activation, weight
 from torchweld.registry.cost import count_for_gemms
 
@@ -75,16 +74,6 @@ def _fused(
     first = (backend, x, up_weight, up_bias, activation, approximate)
     if recompute and backend == "cpu" and activation != "identity":
         return _lean(*first, down_weight, down_bias)
-    if backend == "cuda":
-        algorithm = choose_algorithm(
-            x, up_weight, up_bias, down_weight, down_bias, activation, approximate
-        )
-        if algorithm is not None:
-            y, z, bias = epilogue.run_unjoined(*first)
-            assert z is not None  # since it needs a gradient
-            return act_linear(
-                z, bias, down_weight, down_bias, activation, approximate, y, algorithm
-            )
     return gemm.linear(epilogue.linear_and_act(*first), down_weight, down_bias)
 
 
@@ -119,11 +108,7 @@ def _explain(
     approximate: str,
     recompute: bool,
 ) -> str:
-    forward = epilogue.explain(backend, x, up_weight, up_bias, activation, approximate)
-    backward = (
-        explain_backward(x, up_weight, up_bias, down_weight, down_bias) if backend == "cuda" else ""
-    )
-    return f"{forward}; in the backward pass {backward}" if backward else forward
+    return epilogue.explain(backend, x, up_weight, up_bias, activation, approximate)
 
 
 def _fits(
@@ -276,9 +261,8 @@ OP = Composite(
     sized=lambda leading, row: arguments(leading, *(row[0], row[0], row[0]), "gelu", "none"),
     flops=_flops,
     sources=epilogue.SOURCES,
-    refuses=epilogue.why_not_epilogue,
     detail=_explain,
-    made_of=f"{epilogue.MADE_OF}. On cuda a GEMM takes the activation's backward by the same rule",
+    made_of=epilogue.MADE_OF,
     samples=_samples(),
     benchmarks=tuple(arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)),
     benchmarks_on_gpu=tuple(

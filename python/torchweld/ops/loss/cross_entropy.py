@@ -75,9 +75,9 @@ def cross_entropy(
     arguments.check_tensor(_NAME, "input", input)
     given = (softcap, logit_scale, temperature, token_weights)
     if small.asks_no_more(z_loss, given, return_lse, inplace):
-        how = (weight, ignore_index, reduction, label_smoothing)
-        if (made := small.cross_entropy(input, target, *how)) is not None:
-            return made
+        plain = (weight, ignore_index, reduction, label_smoothing)
+        if (of_torch := small.cross_entropy(input, target, *plain)) is not None:
+            return of_torch
     if input.ndim == 0:
         raise ArgumentError(_NAME, "input", "of no dimensions", "[V], [N, V] or [N, V, *]")
     checks.flag(_NAME, "return_lse", return_lse)

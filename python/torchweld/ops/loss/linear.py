@@ -106,10 +106,10 @@ def linear_cross_entropy(
         z_loss, given, return_lse, batch_invariant
     ):
         ignored = -100 if ignore_index is None else ignore_index
-        how = (weight, ignored, reduction, label_smoothing)
-        made = small.linear_cross_entropy(input, linear_weight, linear_bias, target, *how)
-        if made is not None:
-            return made
+        plain = (weight, ignored, reduction, label_smoothing)
+        of_torch = small.linear_cross_entropy(input, linear_weight, linear_bias, target, *plain)
+        if of_torch is not None:
+            return of_torch
     checks.flag(name, "return_lse", return_lse)
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
@@ -251,9 +251,9 @@ def linear_logprobs(
     given = (softcap, logit_scale, temperature, logits_dtype, memory)
     flags = (return_entropy, return_lse, return_argmax, batch_invariant)
     if accumulate in _ACCUMULATE[:2] and small.asks_no_more(0.0, given, *flags):
-        made = small.linear_logprobs(input, linear_weight, linear_bias, target, ignore_index)
-        if made is not None:
-            return made
+        of_torch = small.linear_logprobs(input, linear_weight, linear_bias, target, ignore_index)
+        if of_torch is not None:
+            return of_torch
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
     input, linear_weight, linear_bias = parts
     shared = None if place is None else place.classes
