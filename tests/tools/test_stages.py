@@ -377,7 +377,7 @@ def test_what_is_missing_is_said_before_the_record_is_touched(
 ) -> None:
     tools = {tool: None if tool == lacks else "/usr/bin/it" for tool in preflight.find_tools()}
     monkeypatch.setattr(preflight, "find_tools", lambda: tools)
-    reason = "rms_norm does not run: illegal address"
+    reason = "softmax_dropout does not run: illegal address"
     monkeypatch.setattr(preflight, "why_not", lambda name: reason if name == lacks else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "_begin_report", lambda device: pytest.fail("it has begun"))

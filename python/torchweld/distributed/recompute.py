@@ -47,7 +47,7 @@ def save_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     Your own policy can call it:
 
         def policy(context, op, *args, **kwargs):
-            if op is torch.ops.torchweld.layer_norm.cuda:
+            if op is torch.ops.torchweld.layer_norm.triton:
                 return CheckpointPolicy.MUST_SAVE
             return save_policy(context, op, *args, **kwargs)
     """

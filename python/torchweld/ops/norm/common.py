@@ -15,7 +15,6 @@ from torchweld.registry import Numerics, Op, activation, parameter
 
 SOURCES = {
     "cpu": ("csrc/cpu/norm.cpp",),
-    "cuda": ("csrc/cuda/norm.cu",),
     "triton": ("triton_kernels/norm.py",),
 }
 
