@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from small_models import CACHE
 from transformers import (
     BartConfig,
@@ -220,6 +224,66 @@ def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
         huggingface.set_layout(model, WINDOW)
 
 
+def _find_mask_calls() -> dict[str, str]:
+    """Find the attentions of transformers that hand their mask to another method of their own.
+
+    Returns the source of each class.
+    """
+    found = {}
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        source = path.read_text()
+        classes = ast.parse(source).body if "ALL_ATTENTION_FUNCTIONS" in source else []
+        for kind in (each for each in classes if isinstance(each, ast.ClassDef)):
+            methods = [each for each in kind.body if isinstance(each, ast.FunctionDef)]
+            for method in methods:
+                if method.name != "forward" or "ALL_ATTENTION" not in ast.unparse(method):
+                    continue
+                calls = [ast.unparse(n) for n in ast.walk(method) if isinstance(n, ast.Call)]
+                hands_on = r"self\.(?!_upcast)\w+(\.\w+)?\(.*\battention_mask\b"
+                if any(re.match(hands_on, call, re.DOTALL) for call in calls):
+                    found[f"{path.parent.name}.{kind.name}"] = ast.unparse(kind)
+    return found
+
+
+def test_attentions_that_choose_keys_by_content_are_known() -> None:
+    """Those that make another mask of theirs, in whichever release is installed."""
+    found = _find_mask_calls()
+    assert len(found) >= 8
+    for name, source in found.items():
+        known = any(re.search(rf"(self\.|def ){each}\b", source) for each in huggingface._CHOOSERS)
+        assert known, name
+
+
+@pytest.mark.parametrize("name", ["Doge", "DeepseekV32", "AXK2", "DeepseekV4"])
+def test_an_attention_that_chooses_keys_by_content_is_refused(name: str) -> None:
+    latent = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1}
+    latent |= {"q_lora_rank": 32, "kv_lora_rank": 32, "topk_group": 1, "n_routed_experts": 4}
+    own = {} if name in ("Doge", "DeepseekV4") else latent
+    sizes = {"intermediate_size": 128, "num_key_value_heads": 1 if name == "DeepseekV4" else 4}
+    with torch.device("meta"):
+        config = getattr(transformers, f"{name}Config")(**SMALL, **sizes, **own)
+        config._attn_implementation = huggingface.NAME
+        model = getattr(transformers, f"{name}Model")(config)
+    with pytest.raises(ArgumentError, match="chooses keys by content; accepted: one whose"):
+        huggingface.set_layout(model, WINDOW)
+
+
+def test_an_attention_that_indexes_its_mask() -> None:
+    """Pix2Struct takes the last of four dimensions of a mask of keys."""
+    own = {"d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+
+    def make(**more: Any) -> torch.nn.Module:
+        sizes = {**own, "vocab_size": VOCABULARY, "hidden_size": 64, "is_decoder": True}
+        config = transformers.Pix2StructTextConfig(**sizes, **more)
+        config._attn_implementation, config.initializer_range = more["attn_implementation"], 0.02
+        return transformers.Pix2StructTextModel(config)
+
+    tokens, keep = _tokens()
+    given = {"input_ids": tokens, "attention_mask": keep, "use_cache": False}
+    pair = _pair(make, functools.partial(BlockLayout.dense, block=16))
+    _assert_alike(pair, [given, given])
+
+
 def test_a_class_without_a_module_is_no_error() -> None:
     """As one that was made at run time may be."""
     model = _opt(attn_implementation=huggingface.NAME)
@@ -372,7 +436,7 @@ def test_packed_sequences_with_padding() -> None:
     function = and_masks(causal_mask_function, sliding_window_overlay(40), packed)
     found = huggingface.mask(LENGTH, LENGTH, keep, function)
     expected = (torch.arange(LENGTH) // 40 + 1).expand(2, -1) * keep
-    assert torch.equal(found, expected)
+    assert torch.equal(found, expected[:, None, None])
 
 
 def test_other_masks_are_refused() -> None:

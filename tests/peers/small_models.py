@@ -112,7 +112,7 @@ def _encoder(name: str) -> Callable[[float], Any]:
     return build
 
 
-_LOSS = {"linear_cross_entropy in training, without logits": 1}
+_LOSS = {"linear_cross_entropy in training, logits when read": 1}
 _LIKE_LLAMA = {"rms_norm": 5, "gated_act (silu)": 2, "rotary_embedding_qk": 2, **_LOSS}
 _NORMED = "rotary_embedding_qk, q and k norm"
 # How it is made, its batch, and how many modules of a kind fuse() welds in it.

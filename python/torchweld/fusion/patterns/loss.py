@@ -15,6 +15,7 @@ from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_change
+from torchweld.fusion.patterns.logits import Deferred
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
 from torchweld.fusion.twin import CannotCopyError
@@ -27,97 +28,13 @@ _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 _HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
-_ADVICE = (
-    "fuse() left out the logits of this training step: unfuse the model, or leave it out by"
-    " filter_fn, to compute with them"
-)
-
-
-class Deferred:
-    """Logits that are not computed: the head's input, and what the model does with the logits.
-
-    They are `after * tanh(scale * z)`, or `after * scale * z` without the tanh.
-    """
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        classes: int,
-        scale: float = 1.0,
-        capped: bool = False,
-        after: float = 1.0,
-    ) -> None:
-        self.x, self.classes = x, classes
-        self.scale, self.capped, self.after = scale, capped, after
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.x.shape[:-1], self.classes))
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def view(self, *sizes: Any) -> Deferred:
-        """A row for each token; models need no other view for their loss."""
-        if sizes not in ((-1, self.classes), ((-1, self.classes),)):
-            raise RuntimeError(_ADVICE)
-        x = self.x.reshape(-1, self.x.shape[-1])
-        return Deferred(x, self.classes, self.scale, self.capped, self.after)
-
-    reshape = view
-
-    def read_scale_and_cap(self) -> tuple[float | None, float | None]:
-        """The logit scale and the soft cap of the loss's function."""
-        scale = self.scale * self.after
-        scale = round(scale) if abs(scale - round(scale)) < 1e-12 else scale  # (1 / 30) * 30
-        return (None if scale == 1 else scale), (self.after if self.capped else None)
-
-    def compute(self, head: torch.nn.Module) -> torch.Tensor:
-        """The logits."""
-        z: torch.Tensor = head(self.x) * self.scale
-        return (z.tanh() if self.capped else z) * self.after
-
-    def float(self) -> Deferred:
-        return self
-
-    def contiguous(self) -> Deferred:
-        return self
-
-    def __mul__(self, factor: Any) -> Deferred:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor:
-            raise RuntimeError(_ADVICE)
-        scale, after = self.scale, self.after
-        if self.capped:
-            return Deferred(self.x, self.classes, scale, True, after * factor)
-        return Deferred(self.x, self.classes, scale * factor, False, after)
-
-    def __truediv__(self, divisor: Any) -> Deferred:
-        if isinstance(divisor, bool) or not isinstance(divisor, (int, float)) or not divisor:
-            raise RuntimeError(_ADVICE)
-        return self * (1 / divisor)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        own = args[0] if args else None
-        if function is torch.tanh and isinstance(own, Deferred) and not own.capped:
-            return Deferred(own.x, own.classes, own.scale, True)
-        raise RuntimeError(_ADVICE)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name}: {_ADVICE}")
 
 
 class LanguageLoss(Weld):
     """A model whose training steps compute the loss from the head's input.
 
     Its forward is made anew from its source, in the globals of its file. In training, with labels,
-    it returns no logits.
+    it returns logits that are computed when they are read.
     """
 
     weld_head_name: str
@@ -209,7 +126,8 @@ class LanguageLoss(Weld):
 
     def weld_result(self, logits: Any) -> Any:
         """What the model returns as its logits."""
-        return None if isinstance(logits, Deferred) else logits
+        head = self.weld_get_last()
+        return logits.make_tensor(head) if isinstance(logits, Deferred) else logits
 
 
 class LossHead(Weld):
@@ -257,7 +175,7 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     if reason is not None:
         yield Left(module, what, reason)
         return
-    becomes = "linear_cross_entropy in training, without logits"
+    becomes = "linear_cross_entropy in training, logits when read"
     changes = (Change(module, LanguageLoss, becomes, settings), Change(last, LossHead))
     yield Proposal(module, what, changes, module, tried=True)
 
@@ -358,8 +276,7 @@ class _Scope(torch.nn.Module):
         for more in ways:
             # Tokens are not read: the body is gone.
             made = self.model(input_ids=labels.clamp(0), labels=labels, return_dict=True, **more)
-            results.append(made.loss)
-            results += [] if self.training else [made.logits]
+            results += [made.loss, made.logits]
         return results
 
 

@@ -24,27 +24,17 @@ from transformers import (
     Cache,
     GenerationMixin,
     PreTrainedModel,
-    masking_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_overlay,
-    sliding_window_overlay,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld import functional
 from torchweld.errors import ArgumentError
+from torchweld.huggingface._masks import NAME, PADDING, mask
 from torchweld.ops.attention import reference
 from torchweld.sparse import BlockBias, BlockLayout, Layouts
 from torchweld.sparse.by_length import Source
 
-NAME = "torchweld_sparse"
 # The attribute that holds a module's layouts.
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
@@ -52,6 +42,8 @@ _WINDOWS: dict[int, Layouts] = {}
 _COUNTED: set[Callable[..., Any]] = set()  # methods `generate` that are wrapped
 # Names of the modules with which a decoder attends to its encoder.
 _CROSS = re.compile("cross_?att|encoder_?att|encdec_?att", re.IGNORECASE)
+# Parts of an attention that mask each query's keys by their content, and need a mask of all pairs.
+_CHOOSERS = ("indexer", "compressor", "prepare_dynamic_mask")
 
 
 class _Pass:
@@ -64,14 +56,15 @@ class _Pass:
         self._documents: weakref.ref[torch.Tensor] | None = None
         self._packed: dict[BlockLayout, BlockLayout] = {}
 
-    def within_documents(self, layout: BlockLayout, documents: torch.Tensor) -> BlockLayout:
+    def within_documents(self, layout: BlockLayout, mask: torch.Tensor) -> BlockLayout:
         """The layout restricted to pairs of one document; all layers of a pass share it."""
-        if self._documents is None or self._documents() is not documents:
-            self._documents, self._packed = weakref.ref(documents), {}
+        documents = mask.flatten(1)
+        if self._documents is None or self._documents() is not mask:
+            self._documents, self._packed = weakref.ref(mask), {}
         if layout not in self._packed:
             self._packed[layout] = BlockLayout.from_mask_fn(
                 lambda b, h, q, k: (
-                    (documents[b, q] == documents[b, k]) & (documents[b, k] != _PADDING)
+                    (documents[b, q] == documents[b, k]) & (documents[b, k] != PADDING)
                 ),
                 (layout.queries, layout.keys),
                 block=layout.block,
@@ -151,6 +144,11 @@ def _check_implementation(model: Any) -> None:
         actual = f"a {type(model).__name__}, whose attention transformers cannot replace"
         accepted = "a model of transformers that takes attn_implementation"
         raise ArgumentError("set_layout", "model", actual, accepted)
+    for name, module in model.named_modules():
+        if found := [each for each in _CHOOSERS if getattr(module, each, None) is not None]:
+            actual = f"a {type(model).__name__}, whose {name}.{found[0]} chooses keys by content"
+            accepted = "one whose attention leaves the choice of keys to the layout"
+            raise ArgumentError("set_layout", "model", actual, accepted)
     configs = [m.config for m in modules if hasattr(m, "config")]
     names = {config._attn_implementation for config in configs}
     functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
@@ -179,8 +177,8 @@ def _keep_table(module: Any) -> None:
 
     Only passes over whole sequences get it; parts, as in `generate`, get what the model computes.
     """
-    needed = ("compute_bias", "_relative_position_bucket", "relative_attention_max_distance")
-    if all(hasattr(module, name) for name in needed):
+    needed = ("compute_bias", "_relative_position_bucket", "is_decoder")
+    if all(hasattr(module, name) for name in (*needed, "relative_attention_max_distance")):
         module.compute_bias = functools.partial(_compute_bias, module, {})
 
 
@@ -384,76 +382,6 @@ def _count_calls(generate: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def mask(
-    q_length: int,
-    kv_length: int,
-    attention_mask: Any = None,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    **kwargs: Any,
-) -> Any:
-    """The mask of the keys in a pass over whole sequences, and sdpa's mask in other passes.
-
-    Packed sequences get the numbers of their documents instead, int64 [batch, keys].
-    """
-    if q_length != kv_length:
-        kwargs |= {"attention_mask": attention_mask, "mask_function": mask_function}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
-    others = [part for part in _split(mask_function) if not _is_plain(part)]
-    packed = [part for part in others if getattr(part, "__code__", None) is _PACKED]
-    if len(others) > 1 or packed != others:
-        actual = "one of prefixes, images or chunks"
-        accepted = (
-            "causal and bidirectional masks, sliding windows and packed sequences; put others "
-            "into the layout by BlockLayout.from_mask_fn"
-        )
-        raise ArgumentError(NAME, "mask_function", actual, accepted)
-    keys = None if attention_mask is None else attention_mask[:, -kv_length:].bool()
-    if not packed:
-        return keys
-    documents = inspect.getclosurevars(packed[0]).nonlocals["packed_sequence_mask"].long()
-    batch = len(documents) if keys is None else len(keys)
-    documents = (documents - documents.min() + 1 + _PADDING).expand(batch, -1)
-    return documents if keys is None else documents.where(keys, _PADDING)
-
-
-def _split(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Split an intersection into its mask functions.
-
-    A remapped function counts positions within documents, which changes neither a causal mask nor
-    a window.
-    """
-    code = getattr(function, "__code__", None)
-    if code is None or code not in (_ALL_OF, _REMAPPED):
-        return [function]
-    inner = inspect.getclosurevars(function).nonlocals
-    if code is _ALL_OF:
-        return [each for part in inner["mask_functions"] for each in _split(part)]
-    return _split(inner["mask_function"])
-
-
-def _is_plain(function: Callable[..., Any]) -> bool:
-    """Whether a mask function says no more than `is_causal`, or is the model's sliding window.
-
-    A layout replaces the window. transformers makes a new function for each call, with the same
-    code object.
-    """
-    return getattr(function, "__code__", None) in _PLAIN
-
-
-_PADDING = 0  # no document has this number
-_ALL_OF = and_masks(causal_mask_function).__code__
-_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in older ones
-_REMAPPED = _REMAP and _REMAP(causal_mask_function, torch.zeros(1, 1)).__code__
-_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
-_PLAIN = [
-    function.__code__
-    for function in (
-        causal_mask_function,
-        bidirectional_mask_function,
-        sliding_window_overlay(1),
-        sliding_window_bidirectional_overlay(1),
-    )
-]
 # Arguments that do not change what `attention` computes. The mask says which positions are packed.
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "deterministic", "num_items_in_batch"),
@@ -499,7 +427,8 @@ def attention(
             raise ArgumentError(NAME, "attention_mask", "numbers for each pair", accepted)
         # Swin's, which has its bias of relative positions in it.
         position_bias, attention_mask = attention_mask.to(query.dtype), None
-    if attention_mask is not None and attention_mask.ndim == 4 and not is_part:
+    rows = 0 if attention_mask is None else attention_mask[..., 0].numel()
+    if attention_mask is not None and rows > len(query) and not is_part:
         actual = f"of shape {list(attention_mask.shape)}"
         raise ArgumentError(NAME, "attention_mask", actual, "[batch, keys], 1 where a key counts")
     if is_part and (attention_mask is None or attention_mask.ndim == 4):
@@ -534,7 +463,7 @@ def attention(
         layout,
         scale=scaling,
         causal=causal,
-        key_padding_mask=None if attention_mask is None else ~attention_mask,
+        key_padding_mask=None if attention_mask is None else ~attention_mask.flatten(1),
         bias=position_bias,
         sinks=s_aux,
         softcap=softcap or 0.0,

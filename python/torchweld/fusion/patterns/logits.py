@@ -1,0 +1,247 @@
+"""Logits of a training step, which are computed only if something reads them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from torchweld.dispatch.dtensor import is_dtensor
+
+_ADVICE = (
+    "fuse() left out the logits of this training step: unfuse the model, or leave it out by"
+    " filter_fn, to compute with them"
+)
+_STALE = (
+    "fuse() left out the logits of this training step, and the last layer's weights changed since"
+    " or were sharded: read outputs.logits before that, as before optimizer.step()"
+)
+
+
+class Deferred:
+    """Logits that are not computed: the head's input, and what the model does with the logits."""
+
+    def __init__(self, x: torch.Tensor, classes: int, steps: tuple[Any, ...] = ()) -> None:
+        self.x, self.classes, self.steps = x, classes, steps
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.classes))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def view(self, *sizes: Any) -> Deferred:
+        """A row for each token; models need no other view for their loss."""
+        if sizes not in ((-1, self.classes), ((-1, self.classes),)):
+            raise RuntimeError(_ADVICE)
+        return Deferred(self.x.reshape(-1, self.x.shape[-1]), self.classes, self.steps)
+
+    reshape = view
+
+    def read_scale_and_cap(self) -> tuple[float | None, float | None]:
+        """The logit scale and the soft cap of the loss's function.
+
+        The logits are `after * tanh(scale * z)`, or `after * scale * z` without the tanh.
+        """
+        scale, cap = 1.0, None
+        for function, *given in self.steps:
+            if function is torch.tanh:
+                cap = 1.0
+            elif given:
+                factor = given[0] if function is operator.mul else 1 / given[0]
+                scale *= factor
+                cap = None if cap is None else cap * factor
+        scale = round(scale) if abs(scale - round(scale)) < 1e-12 else scale  # (1 / 30) * 30
+        return (None if scale == 1 else scale), cap
+
+    def compute(self, head: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        """The logits."""
+        z = head(self.x)
+        for function, *given in self.steps:
+            z = function(z, *given)
+        return z  # type: ignore[no-any-return]
+
+    def make_tensor(self, head: Any) -> Any:
+        """The logits for the caller of the model: a tensor, if a later call can compute them."""
+        compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if compiling or is_dtensor(self.x) or is_dtensor(head.weight):
+            return self
+        return _Head.apply(self, self.x, head.weight, head.bias)
+
+    def float(self) -> Deferred:
+        return self._then(torch.Tensor.float)
+
+    def contiguous(self) -> Deferred:
+        return self
+
+    def __mul__(self, factor: Any) -> Deferred:
+        return self._scale(operator.mul, factor)
+
+    def __truediv__(self, divisor: Any) -> Deferred:
+        return self._scale(operator.truediv, divisor)
+
+    def _scale(self, function: Any, number: Any) -> Deferred:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
+            raise RuntimeError(_ADVICE)
+        return self._then(function, number)
+
+    def _then(self, *step: Any) -> Deferred:
+        return Deferred(self.x, self.classes, (*self.steps, step))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = args[0] if args else None
+        if (
+            function is torch.tanh
+            and isinstance(own, Deferred)
+            and own.read_scale_and_cap()[1] is None
+        ):
+            return own._then(torch.tanh)
+        raise RuntimeError(_ADVICE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {_ADVICE}")
+
+    def _refuse(self, *given: Any) -> Any:
+        raise RuntimeError(_ADVICE)
+
+    __getitem__ = __len__ = __iter__ = __neg__ = __bool__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __rtruediv__ = __pow__ = _refuse
+    __matmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+class Logits(torch.Tensor):
+    """A result of the head whose values are computed when an operation first reads them.
+
+    Autograd sees an ordinary tensor. Until then it keeps the head's input, not the logits.
+    """
+
+    # What computes the values, or another one whose memory this one shares; None once computed.
+    _source: Any
+    _made: torch.Tensor
+
+    @staticmethod
+    def make(like: Any, dtype: torch.dtype, source: Callable[[], torch.Tensor] | Logits) -> Logits:
+        """Make one of this shape and dtype."""
+        size, device = like.shape, like.device
+        made = torch.Tensor._make_wrapper_subclass(Logits, size, dtype=dtype, device=device)
+        made._source = source
+        return made
+
+    @torch._disable_dynamo
+    def compute(self) -> torch.Tensor:
+        """The values, without a graph."""
+        if self._source is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                shares = isinstance(self._source, Logits)
+                self._made = self._source.compute() if shares else self._source()
+            self._source = None
+        return self._made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own, kwargs = args[0] if args else None, kwargs or {}
+        if function in _LATER and isinstance(own, Logits) and kwargs.keys() <= _KEPT:
+            root = own._source if isinstance(own._source, Logits) else own
+            compute = root._source
+            if compute is not None and own.shape == torch.Size(args[1] if args[1:] else own.shape):
+                dtype, copies = kwargs.get("dtype", own.dtype), _LATER[function]
+                # A copy does not see what is written to the original later.
+                source = (lambda: function(compute(), **kwargs)) if copies else root
+                return Logits.make(own, dtype, source)
+        args, kwargs = tree_map_only(Logits, Logits.compute, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._plain().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def retain_grad(self) -> None:
+        """Refused: the loss's gradient does not pass through the logits."""
+        raise RuntimeError(_ADVICE)
+
+    def _plain(self) -> torch.Tensor:
+        """A leaf with the values, for methods that need memory of their own."""
+        return self.compute().detach().requires_grad_(self.requires_grad)
+
+
+# Operations that need no values, and whether their result has memory of its own.
+_LATER = {
+    torch.ops.aten.detach.default: False,
+    torch.ops.aten.alias.default: False,
+    torch.ops.aten.view.default: False,
+    torch.ops.aten.clone.default: True,
+    torch.ops.aten._to_copy.default: True,
+}
+_KEPT = {"dtype", "memory_format"}
+for _name in ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "__dlpack__"):
+    setattr(Logits, _name, lambda self, *a, _n=_name, **k: getattr(self._plain(), _n)(*a, **k))
+
+
+class _Head(torch.autograd.Function):
+    """The head and the steps after it, without a run of the head in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, *tensors: Any) -> Any:
+        device, dtype = deferred.device.type, deferred.x.dtype
+        enabled = torch.is_autocast_enabled(device)
+        cast = torch.get_autocast_dtype(device) if enabled else None
+        kept: list[Any] = [t if t is None else t.detach() for t in tensors]
+        versions, numbers = _mark(kept)
+
+        def compute(x: torch.Tensor, *weights: Any) -> torch.Tensor:
+            with torch.autocast(device, cast, enabled):
+                again = Deferred(x, deferred.classes, deferred.steps)
+                return again.compute(lambda x: torch.nn.functional.linear(x, *weights))
+
+        def make() -> torch.Tensor:
+            if any(map(_is_freed, kept)):
+                raise RuntimeError(_STALE)
+            versions_now, numbers_now = _mark(kept)
+            if versions_now != versions or not torch.equal(numbers_now, numbers):
+                raise RuntimeError(_STALE)
+            return compute(*kept)
+
+        ctx.compute = compute
+        ctx.save_for_backward(*tensors)
+        if any(function is torch.Tensor.float for function, *_ in deferred.steps):
+            dtype = torch.float32
+        elif cast is not None and dtype != torch.float64:
+            dtype = cast
+        return Logits.make(deferred, dtype, make)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            # Of views, so that no hook of a parameter runs here.
+            inputs: list[Any] = [t if t is None else t.view_as(t) for t in ctx.saved_tensors]
+            y = ctx.compute(*inputs)
+        needed = ctx.needs_input_grad[1:]
+        wanted = [t for t, is_needed in zip(inputs, needed, strict=True) if is_needed]
+        create = torch.is_grad_enabled()
+        grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=create))
+        return None, *(next(grads) if is_needed else None for is_needed in needed)
+
+
+def _mark(tensors: list[Any]) -> tuple[list[int], torch.Tensor]:
+    """Numbers that change if one of the tensors does. Fused optimizers do not count versions."""
+    return [t._version for t in tensors if t is not None], tensors[1].diagonal().clone()
+
+
+def _is_freed(tensor: torch.Tensor | None) -> bool:
+    """Whether FSDP freed the tensor's memory."""
+    return tensor is not None and not tensor.untyped_storage().nbytes()

@@ -1,0 +1,259 @@
+"""Logits of a fused training step: computed when they are read, with eager's gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.parallel import DistributedDataParallel
+
+import torchweld
+from torchweld import functional, optim
+
+WORDS = 53
+
+
+@dataclass
+class Output:
+    """As transformers' models return it."""
+
+    loss: Any
+    logits: Any
+
+
+class LanguageModel(nn.Module):
+    """As in transformers: the forward calls a head, and CrossEntropyLoss of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=WORDS)
+        self.body, self.lm_head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+    def forward(self, input_ids: Any, labels: Any = None, return_dict: bool = True) -> Any:
+        hidden = self.body(input_ids)
+        logits = self.lm_head(getattr(hidden, "last_hidden_state", hidden))
+        loss = None
+        if labels is not None:
+            loss_function = nn.CrossEntropyLoss()
+            loss = loss_function(logits.view(-1, self.config.vocab_size), labels.view(-1))
+        return Output(loss=loss, logits=logits)
+
+
+class Capped(LanguageModel):
+    """With a soft cap, as Gemma 2 has it."""
+
+    def forward(self, input_ids: Any, labels: Any = None, return_dict: bool = True) -> Any:
+        hidden = self.body(input_ids)
+        logits = self.lm_head(getattr(hidden, "last_hidden_state", hidden))
+        logits = torch.tanh(logits / 3) * 3
+        loss = None
+        if labels is not None:
+            loss_function = nn.CrossEntropyLoss()
+            loss = loss_function(logits.view(-1, self.config.vocab_size), labels.view(-1))
+        return Output(loss=loss, logits=logits)
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(WORDS, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+def _pair(dtype: torch.dtype = torch.float64, kind: Any = LanguageModel) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = kind().to(dtype)
+    fused = torchweld.fuse(copy.deepcopy(model))
+    (becomes,) = [row.becomes for row in torchweld.explain_fusion(fused) if row.welded]
+    assert becomes == "linear_cross_entropy in training, logits when read"
+    return model, fused
+
+
+def _step(model: Any) -> Any:
+    return model(input_ids=_ids(), labels=_ids().roll(-1, 1))
+
+
+def _write(z: Any) -> Any:
+    before, copied, shared = z.clone(), z.float(), z.detach()
+    z.mul_(2)
+    return before.sum() + copied.sum() + shared.sum() + z.sum()
+
+
+def _write_view(z: Any) -> Any:
+    part = z[..., :3]
+    part.mul_(3)
+    return z.square().sum()
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "float": lambda z: z.float().double().logsumexp(-1).sum(),
+    "softmax": lambda z: torch.softmax(z, -1).square().sum(),
+    "shift": lambda z: z[..., :-1, :].contiguous().view(-1, z.size(-1)).logsumexp(-1).sum(),
+    "mask": lambda z: z[_ids() > 9].sum(),
+    "added": lambda z: (1 + z).exp().sum(),
+    "product": lambda z: (z @ z.mT).sum(),
+    "gather": lambda z: torch.gather(z, -1, _ids()[..., None]).sum(),
+    "distil": lambda z: kl_div(z.log_softmax(-1), (2 * z.detach()).softmax(-1), reduction="sum"),
+    "cross_entropy": lambda z: cross_entropy(z.view(-1, WORDS), _ids().view(-1)),
+    "ours": lambda z: functional.cross_entropy(z.view(-1, WORDS), _ids().view(-1)),
+    "rows": lambda z: torch.stack([row.square().sum() for row in z]).sum(),
+    "autograd.Function": _Squares.apply,
+    "Function of a copy": lambda z: _Squares.apply(z.clone().view(z.shape)),
+    "written": _write,
+    "view written": _write_view,
+    "compiled": lambda z: torch.compile(lambda z: z.square().sum(), backend="aot_eager")(z),
+    "argmax": lambda z: (z.argmax(-1) == _ids()).double().mean(),
+    "numpy": lambda z: torch.from_numpy(z.detach().cpu().numpy()),
+    "tolist": lambda z: torch.tensor(z.tolist(), dtype=z.dtype),
+    "item": lambda z: torch.tensor(z[0, 1, 2].item(), dtype=z.dtype),
+    "deepcopy": lambda z: copy.deepcopy(z.detach()),
+    "pickle": lambda z: pickle.loads(pickle.dumps(z.detach())),
+    "data": lambda z: z.data.sum(),
+    "facts": lambda z: torch.tensor([*z.shape, z.ndim, z.requires_grad, z.dtype.itemsize, len(z)]),
+}
+
+
+def _use(model: Any, use: Callable[[Any], Any]) -> list[torch.Tensor]:
+    output = _step(model)
+    value = use(output.logits)
+    total = output.loss + value if value.requires_grad else output.loss
+    grads = torch.autograd.grad(total, list(model.parameters()))
+    return [value.detach(), *grads]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's look at any subclass
+@pytest.mark.parametrize("kind", [LanguageModel, Capped])
+@pytest.mark.parametrize("name", USES)
+def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None:
+    """Gradients through loss and logits together, in float64."""
+    model, fused = _pair(kind=kind)
+    for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any]) -> None:
+    def use(z: Any) -> Any:
+        with mode():
+            z.argmax(-1)
+        return z.logsumexp(-1).sum()
+
+    model, fused = _pair()
+    for mine, theirs in zip(_use(fused, use), _use(model, use), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
+    """Also if the logits are read outside of it."""
+    model, fused = _pair(torch.float32)
+    found = []
+    for each in (fused, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = _step(each)
+        assert output.logits.dtype == torch.bfloat16
+        found.append(
+            [output.logits, *torch.autograd.grad(output.logits.sum(), each.lm_head.weight)]
+        )
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6)
+
+
+def test_second_derivatives() -> None:
+    model, fused = _pair(kind=Capped)
+    found = []
+    for each in (fused, model):
+        weight = each.lm_head.weight
+        (grad,) = torch.autograd.grad(
+            _step(each).logits.logsumexp(-1).sum(), weight, create_graph=True
+        )
+        found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step computes the head's matrix product only if something reads the logits."""
+    _, fused = _pair(torch.bfloat16)
+    calls: list[Any] = []
+    original = nn.functional.linear
+    monkeypatch.setattr(
+        nn.functional, "linear", lambda *given: (calls.append(0), original(*given))[1]
+    )
+    logits = _step(fused).logits
+    kept = [logits.float(), logits.detach(), logits.to(torch.float32), logits.view(logits.shape)]
+    kept += [logits.clone(), logits.view_as(logits), logits.detach().float().data]
+    assert [z.shape for z in kept] == [logits.shape] * len(kept)
+    assert not calls
+    kept[-1].sum()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("way", ["torch", "fused", "8 bits"])
+def test_weights_of_another_step_are_refused(way: str) -> None:
+    """They would give logits of no step: old hidden states, new weights."""
+    _, fused = _pair(torch.float32)
+    output = _step(fused)
+    output.loss.backward()
+    if way == "8 bits":
+        optim.AdamW8bit(fused.parameters(), lr=1e-4).step()
+    else:
+        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=way == "fused").step()
+    with pytest.raises(RuntimeError, match=r"weights changed since.*before optimizer.step\(\)"):
+        output.logits.argmax(-1)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_replicas(settings: dict[str, bool], one_process: None) -> None:
+    """DistributedDataParallel searches a step's outputs, and passes them through a function."""
+    model, fused = _pair()
+    replicas = DistributedDataParallel(fused, **settings)
+    for _ in range(2):
+        for each in (replicas, model):
+            each.zero_grad()
+            output = _step(each)
+            (output.loss + output.logits.logsumexp(-1).square().mean()).backward()
+        for mine, theirs in zip(fused.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+_REFUSED: dict[str, Callable[[Any], Any]] = {
+    "method": lambda z: z.argmax(-1),
+    "function": lambda z: torch.softmax(z, -1),
+    "index": lambda z: z[..., :-1, :],
+    "left": lambda z: z + 1,
+    "right": lambda z: torch.ones(1) + z,
+    "comparison": lambda z: z > 0,
+    "rows": list,
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_a_compiled_step_says_what_to_do(name: str) -> None:
+    model, fused = _pair()
+    output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
+    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, rtol=1e-12, atol=1e-12)
+    with pytest.raises((RuntimeError, AttributeError), match=r"unfuse the model, or leave it out"):
+        _REFUSED[name](output.logits)
