@@ -164,6 +164,8 @@ def list_results(record: dict[str, Any], root: Path | None) -> list[Result]:
     results = []
     for op, proofs in record["ops"].items():
         for backend, proof in proofs.items() if op in PROVEN else ():
+            if backend not in files_of(PROVEN[op]):  # a kernel that left
+                continue
             stale = root is not None and proof["sources"] != sources_hash(PROVEN[op], backend, root)
             contender = f"{backend} (stale)" if stale else backend
             for kept in proof["results"]:
