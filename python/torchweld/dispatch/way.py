@@ -29,6 +29,7 @@ from torchweld.dispatch.alike import (
 )
 from torchweld.dispatch.kernels import Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
+from torchweld.registry import OPS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,8 +46,13 @@ def forget() -> None:
         ways.clear()
 
 
-def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def short(
+    *, small: bool = False, constant: type | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Give a public function the short way; its first argument is a tensor.
+
+    `small`: its arguments are those of the op of its name, whose reference is one op of torch's.
+    Small inputs on a CPU go there without a look-up, which would take as long.
 
     The function may do anything but depend on numbers in its tensors, or on anything of torch that
     `make_comparison` does not compare. An argument of class `constant` is compared by ==, and the
@@ -74,6 +80,7 @@ def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callabl
             passed=", ".join(passed),
             given=", ".join(names),
             first=names[0],
+            small=_SMALL.format(first=names[0], given=", ".join(names)) if small else "",
         )
         scope: dict[str, Any] = {
             "_function": function,
@@ -84,8 +91,11 @@ def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callabl
             "_choice": choice,
             "_numel": torch.Tensor.numel,
             "_compiling": is_dynamo_compiling,
+            "_compiler": torch.compiler,
             "_INCOMPARABLE": INCOMPARABLE,
             "_find": _find,
+            "_ops": OPS,
+            "_name": function.__name__,
         }
         exec(compile(source, f"<the short way of {function.__name__}>", "exec"), scope)
         made: Any = scope[function.__name__]
@@ -96,9 +106,9 @@ def short(*, constant: type | None = None) -> Callable[[Callable[P, R]], Callabl
 
 _SOURCE = """
 def {name}({declared}):
-    if _compiling():
+    if _compiling() or _compiler._is_compiling_flag:
         return _function({passed})
-    try:
+    try:{small}
         for _is_like, _run in _ways[_choice.forced][_numel({first})]:
             if _is_like({given}):
                 break
@@ -113,6 +123,18 @@ def {name}({declared}):
 def _whole({given}):
     return _function({passed})
 """
+
+
+_SMALL = """
+        _op = _ops[_name]
+        if (
+            _numel({first}) < _op.small
+            and _choice.forced is None
+            and {first}.is_cpu
+            and {first}.dtype in _op.dtypes_of_eager
+            and not {first}.is_nested
+        ):
+            return _op.reference({given})"""
 
 
 def _find(

@@ -16,7 +16,7 @@ from torchweld.registry import Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
-@short()
+@short(small=True)
 def layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
