@@ -52,6 +52,15 @@ def exports_a_derivative() -> bool:
     return torch.compiler._is_exporting_flag and torch.is_grad_enabled()
 
 
+def wants_gradient(*values: Any) -> bool:
+    """Whether autograd records operations on the tensors among these values."""
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
+
+
 def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     """An op's results as a tuple: torch returns a single result without one."""
     return results if isinstance(results, tuple) else (results,)

@@ -58,7 +58,7 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     if isinstance(op, Composite):
         backend = choose(op, inputs)
         return op.reference if backend == EAGER else partial(op.fused, backend)
-    if _is_dtensor(x):  # each shard is served by itself
+    if type(x) not in PLAIN and dtensor.is_dtensor(x):  # each shard is served by itself
         return partial(dtensor.run_on_shards, op, lambda *local: _find_function(op, local)(*local))
     return find_function_of(op, choose(op, inputs), inputs)
 
@@ -67,10 +67,11 @@ def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..
     """What runs an op on this backend, which can serve these inputs."""
     if backend == EAGER:
         return op.reference
-    if _is_dtensor(inputs[0]):
+    x = inputs[0]
+    if type(x) not in PLAIN and dtensor.is_dtensor(x):
         return partial(dtensor.run_on_shards, op, partial(run_on, op, backend))
     if op.autocast:
-        device = inputs[0].device.type
+        device = x.device.type
         dtype = op.autocast.get(device)
         if dtype is not None and torch.is_autocast_enabled(device):
             kernel = op.kernels[backend]
@@ -81,10 +82,6 @@ def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..
 def run_on(op: Op, backend: str, *inputs: Any) -> Any:
     """Run an op on this backend, which can serve these inputs."""
     return find_function_of(op, backend, inputs)(*inputs)
-
-
-def _is_dtensor(x: Any) -> bool:
-    return type(x) not in PLAIN and dtensor.is_dtensor(x)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from torchweld.dispatch.autograd import (
     as_tuple,
     autograd_function,
     exports_a_derivative,
+    wants_gradient,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
 from torchweld.registry import Op
@@ -60,10 +61,12 @@ class Kernel:
 
     def __call__(self, *inputs: Any) -> Any:
         """The public results, in autograd's graph if a gradient is needed."""
-        return (self._exported if exports_a_derivative() else self._differentiable)(*inputs)
+        if torch.compiler._is_exporting_flag and exports_a_derivative():
+            return self._exported(*inputs)
+        return self._differentiable(*inputs)
 
     def _differentiable(self, *inputs: Any) -> Any:
-        if _needs_graph(inputs):
+        if wants_gradient(*inputs):
             return (self.function.apply if is_compiling() else self._apply)(None, *inputs)
         results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
@@ -76,19 +79,11 @@ class Kernel:
         It is a function, what it takes before the inputs, and where the public results are in `r`,
         all that it returns.
         """
-        if _needs_graph(inputs):
+        if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
             return self._apply, [self.steps], places if len(places) > 1 else ["r"]
         places = [f"r[{at}]" for at in self._public_at]
         return self.steps.forward, [], places if self._results > 1 else ["r"]
-
-
-def _needs_graph(inputs: Sequence[Any]) -> bool:
-    if torch.is_grad_enabled():
-        for value in inputs:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                return True
-    return False
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ def linear_and_act(
     if activation == "identity":
         return gemm.linear(x, weight, bias)
     arguments = (x, weight, bias, activation, approximate)
-    if (tile := choose_tile_for(backend, *arguments)) is not None:
+    if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
         return _in_one_kernel(*arguments, tile)
     if backend == "cpu" and _onednn_activates(*arguments):
         algorithm = approximate if activation == "gelu" else ""
@@ -243,7 +243,6 @@ _ACTIVATION = _Activation()
 
 
 def choose_tile_for(
-    backend: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -251,7 +250,7 @@ def choose_tile_for(
     approximate: str,
 ) -> int | None:
     """The tile for one kernel; None: no kernel can serve, or two steps are faster."""
-    if backend != "triton" or why_not(x, weight, bias) is not None:
+    if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias, activation, approximate)
     tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *arguments)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.autograd import list_reached, make_unaliased
+from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
 from torchweld.dispatch.bare import BareOp
 
 _TRANSPOSED = BareOp(
@@ -50,11 +50,6 @@ def onednn(
     """
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], algorithm)
-
-
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd records operations on these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def find_dtype(x: torch.Tensor) -> torch.dtype:

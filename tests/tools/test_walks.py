@@ -1,0 +1,86 @@
+"""How long the way of a warm call is: the package's own Python calls, and the files they are in."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import torchweld
+from torchweld import functional
+from torchweld.sparse import BlockLayout
+
+OURS = (str(Path(torchweld.__file__).parent), "<the ", "<a ready function>")
+
+
+def _count(function: Callable[[], Any]) -> tuple[int, int]:
+    """Python calls and files of a warm call; code that was written at run time counts as a file."""
+    for _ in range(3):
+        function()
+    seen: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(OURS):
+            seen[name] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    assert seen
+    return seen.total(), len(seen)
+
+
+def _train(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Callable[[], Any]:
+    """A forward and a backward pass; autograd runs both in this thread on a CPU."""
+
+    def step() -> None:
+        y = function(*leaves)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return step
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).requires_grad_()
+
+
+X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
+LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
+WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
+    "block_sparse_attention": (
+        _train(
+            lambda *q: functional.block_sparse_attention(*q, LAYOUT),
+            *[_leaf(2, 2, 128, 32) for _ in range(3)],
+        ),
+        4,
+        3,
+    ),
+    "dropout_add_layer_norm": (
+        _train(
+            lambda x, r, w, b: functional.dropout_add_layer_norm(x, r, w, b, p=0.1),
+            *[_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)],
+        ),
+        5,
+        4,
+    ),
+    "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 21, 11),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_is_short(name: str) -> None:
+    step, most_calls, most_files = WALKS[name]
+    calls, files = _count(step)
+    print(f"{name}: {calls} calls in {files} files")
+    assert calls <= most_calls
+    assert files <= most_files
