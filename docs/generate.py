@@ -150,29 +150,63 @@ def modules() -> str:
 
 
 CPU = Path(__file__).parent / "measured" / "cpu.json"
+ROOT = CPU.parents[2]
 NO_GPU = "No GPU has run this yet. `make gpu` writes `bench/evidence/` on one."
 
 
+# The README's rows, by op, variant and dtype: the ops that users ask for, and one that does not win.
+SHOWN_ON_CPU = (
+    ("rms_norm", "", "float32"),
+    ("dropout_add_layer_norm", "p 0.1", "bfloat16"),
+    ("softmax_dropout", "scale 1, p 0.1", "float32"),
+    ("gated_act", "", "float32"),
+    ("adam", "", "float32"),
+)
+SHOWN_ON_GPU = (
+    ("layer_norm", "", "bfloat16"),
+    ("softmax_dropout", "mask, scale 0.125", "bfloat16"),
+    ("rotary_embedding", "", "bfloat16"),
+    ("linear_act", "", "bfloat16"),
+    ("adam", "8-bit states", "float32"),
+)
+
+
 def measured() -> str:
-    """Return the tables of times: the CPU's from docs/measured, GPUs' from bench/evidence."""
-    root, found = CPU.parents[2], report.load(CPU)
-    where = found.machine
-    parts = [
-        f"On the CPU: {where['name']}, {where['threads']} threads, {where['isa']}, torch"
-        f" {where['versions']['torch']}, {where['date']}; {where['conditions']}.",
-        _without_marks(recording.mark_stale(found.results, found.sources, root)),
-    ]
+    """Return the README's tables of times: a few of the CPU's and of each GPU's."""
+    about, results = _read_cpu()
+    parts = [f"On a CPU: {about}", _without_marks(_select(results, SHOWN_ON_CPU))]
     for gpu, record in recording.read_records().items():
-        results = _select_middle(recording.list_results(record, root))
+        results = _select_middle(recording.list_results(record, ROOT))
         timed = [result for result in results if result.direction in ("full", "step")]
-        about = (
-            f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}; the middle"
-        )
-        about += " one of each op's sizes, and [all of them](docs/gpu.md)."
-        parts += [about, _without_marks([*timed, *recording.list_rivals(record)])]
+        about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
+        shown = _select([*timed, *recording.list_rivals(record)], SHOWN_ON_GPU)
+        parts += [about, _without_marks(shown)]
     if not recording.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _select(results: list[Result], shown: tuple[tuple[str, str, str], ...]) -> list[Result]:
+    """Select rows, in the order in which they are shown."""
+    return [r for key in shown for r in results if (r.op, r.variant, r.dtype) == key]
+
+
+def _read_cpu() -> tuple[str, list[Result]]:
+    """Return the machine of docs/measured in words, and its times."""
+    found = report.load(CPU)
+    where = found.machine
+    about = (
+        f"{where['name']}, {where['threads']} threads, {where['isa']}, torch"
+        f" {where['versions']['torch']}, {where['date']}; {where['conditions']}."
+    )
+    return about, recording.mark_stale(found.results, found.sources, ROOT)
+
+
+def performance() -> str:
+    """Return docs/performance.md with every time on the CPU."""
+    about, results = _read_cpu()
+    table = report.markdown(results).rstrip("\n")
+    return _filled("performance.md", "measured", f"\n{about}\n\n{table}\n")
 
 
 def _without_marks(results: list[Result]) -> str:
@@ -204,7 +238,7 @@ def gpu_times() -> str:
     for gpu, record in recording.read_records().items():
         versions, copies = record["versions"], record["limits"]["copy_gbps"] / 1000
         about = f"{gpu}, torch {versions['torch']}, triton {versions['triton']}, {record['date']}."
-        results = recording.list_results(record, CPU.parents[2])
+        results = recording.list_results(record, ROOT)
         parts.append(f"{about} A large copy reaches {copies:.1f} TB/s, reads and writes counted.")
         parts.append(report.markdown([*results, *recording.list_rivals(record)]))
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts or [NO_GPU]) + "\n"
@@ -223,6 +257,7 @@ def readme() -> str:
 if __name__ == "__main__":
     (Path(__file__).parents[1] / "README.md").write_text(readme())
     (Path(__file__).parent / "gpu.md").write_text(gpu())
+    (Path(__file__).parent / "performance.md").write_text(performance())
     (Path(__file__).parent / "ops.md").write_text(table())
     (Path(__file__).parent / "optimizers.md").write_text(optimizers())
     (Path(__file__).parent / "modules.md").write_text(modules())

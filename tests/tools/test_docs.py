@@ -27,7 +27,7 @@ def test_the_tables_are_current() -> None:
     """python docs/generate.py writes them."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     assert (ROOT / "docs" / "ops.md").read_text() == generate["table"]()
-    for name in ("gpu", "optimizers", "modules"):
+    for name in ("gpu", "optimizers", "modules", "performance"):
         assert (ROOT / "docs" / f"{name}.md").read_text() == generate[name]()
     assert (ROOT / "README.md").read_text() == generate["readme"]()
 
