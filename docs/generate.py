@@ -154,7 +154,7 @@ ROOT = CPU.parents[2]
 NO_GPU = "No GPU has run this yet. `make gpu` writes `bench/evidence/` on one."
 
 
-# The README's rows, by op, variant and dtype: the ops that users ask for, and one that does not win.
+# The README's rows, by op, variant and dtype: what users ask for, and what does not win.
 SHOWN_ON_CPU = (
     ("rms_norm", "", "float32"),
     ("dropout_add_layer_norm", "p 0.1", "bfloat16"),

@@ -126,6 +126,19 @@ def test_a_contender_needs_a_lead(ms: dict[str, float], chosen: str, engine: Eng
     assert _ask(engine, Script(ms=ms)) == chosen
 
 
+def test_what_was_only_checked_is_timed_on_request(engine: Engine) -> None:
+    """As `torchweld tune` does, without another check; it then serves without one."""
+    script = Script(ms={"cuda": 3.0, "triton": 1.0, EAGER: 2.0})
+    assert _ask(engine, script, "check") == "cuda"
+    assert (len(script.judged), script.timed) == (2, [])
+    assert _ask(engine, script, "time") == "triton"
+    assert len(script.judged) == 2
+    timed = len(script.timed)
+    assert timed > 0
+    assert _ask(engine, script, "check") == _ask(engine, script, "time") == "triton"
+    assert len(script.timed) == timed
+
+
 @pytest.mark.parametrize(
     ("how", "judged", "chosen"),
     [("off", 0, EAGER), ("kept", 0, EAGER), ("check", 2, "cuda"), ("time", 2, "triton")],
@@ -154,10 +167,10 @@ def test_what_must_be_timed_does_not_serve_unless_it_is(engine: Engine) -> None:
 
 
 def test_the_environment() -> None:
-    assert asking.read_mode({}) == "time"
+    assert asking.read_mode({}) == "check"
     assert [asking.read_mode({asking.VARIABLE: m}) for m in asking.MODES] == [*asking.MODES]
     with pytest.warns(UserWarning, match="accepted: off, kept, check, time"):
-        assert asking.read_mode({asking.VARIABLE: "always"}) == "time"
+        assert asking.read_mode({asking.VARIABLE: "always"}) == "check"
 
 
 def test_a_capture_tries_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def _answers_here() -> Facts:
         answer, calls = entry.answer, describe(entry.kind, entry.size)
         facts.append((answer.backend, f"{calls}, by {answer.why}, {answer.date}"))
     nothing = (
-        f"kernels are checked and timed at their first use ({asking.VARIABLE}={asking.mode});"
+        f"kernels are checked at their first use ({asking.VARIABLE}={asking.mode});"
         " `torchweld tune` does it beforehand"
     )
     return facts or [("none", nothing)]

@@ -1,13 +1,14 @@
 """`torchweld tune`: finds the answers that first uses on this GPU would need, beforehand.
 
 Every op is called at a few of its declared shapes, and every optimizer takes a step, so that their
-kernels are checked and timed as at a first use. The answers go into the user's cache, and on
+kernels are checked as at a first use, and timed. The answers go into the user's cache, and on
 request into a file that other machines with this GPU can read: a container with an empty cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ def _tune(names: Sequence[str]) -> list[str]:
     for at in progress(names):
         command = [sys.executable, "-m", "torchweld.commands.tune", names[at]]
         try:
-            status = subprocess.run(command, timeout=SECONDS, check=False).returncode
+            timed = os.environ | {asking.VARIABLE: "time"}
+            status = subprocess.run(command, timeout=SECONDS, check=False, env=timed).returncode
             reason = f"its process ended with status {status}" if status else None
         except subprocess.TimeoutExpired:
             reason = f"it took longer than {SECONDS:g} s"

@@ -45,9 +45,9 @@ def find_answer(op: Op, inputs: Sequence[Any]) -> Answer | None:
 def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, direction: str) -> str:
     """The backend for an op in a compiled graph, the same at every size.
 
-    If all stored answers for this op, direction and dtype agree, the graph uses their backend; if
-    they differ, eager. If there are none, the op is tried now on random inputs. torch.compile
-    treats the result as a constant.
+    If all stored answers for this op, direction and dtype name a kernel, the graph uses the op's
+    preferred one of them; if some name eager, eager. If there are none, the op is tried now on
+    random inputs. torch.compile treats the result as a constant.
     """
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     like = {"op": name, "direction": direction, "dtype": _word(dtype)}
@@ -58,7 +58,7 @@ def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, dir
             inputs = materialize(op.stand_in, dtype, device, requires_grad=train)
             with torch.set_grad_enabled(train):
                 backends = {choose_on_gpu(op, inputs)}
-    return asking.reduce_to_one(backends, EAGER)
+    return EAGER if EAGER in backends else min(backends, key=OPS[name].backends.index)
 
 
 def find_direction(inputs: Sequence[Any]) -> str:
@@ -93,7 +93,9 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     x, runs = inputs[0], _Runs(op, inputs)
     _, _, autocast, width, bits, _, *rest = class_of(op, inputs)
     direction = find_direction(inputs)
-    contenders = [b for b in op.backends if op.why_not(b, inputs) is None]
+    first = () if op.order is None else op.order(*inputs)
+    ordered = dict.fromkeys((*first, *op.backends))
+    contenders = [b for b in ordered if op.why_not(b, inputs) is None]
     return Question(
         kind={
             "op": op.name,

@@ -26,7 +26,8 @@ from torchweld.dispatch.engine.question import Answer, Key, Question, describe
 from torchweld.dispatch.engine.store import Entry, Store
 
 # off: the baseline serves. kept: stored answers are used as well. check: contenders are checked at
-# first use, and a correct one serves. time: the correct ones are also timed.
+# first use, and the first correct one serves: their order is declared, from records of GPUs. time:
+# the correct ones are also timed, as `torchweld tune` does.
 VARIABLE = "TORCHWELD_TUNE"
 MODES = ("off", "kept", "check", "time")
 # Milliseconds of device time that timing a question may take.
@@ -40,11 +41,11 @@ MEMORY_PART = 0.5
 
 
 def read_mode(environment: Mapping[str, str]) -> str:
-    """The mode that the environment asks for; "time" without one."""
-    asked = environment.get(VARIABLE, "time")
+    """The mode that the environment asks for; "check" without one."""
+    asked = environment.get(VARIABLE, "check")
     if asked not in MODES:
         warnings.warn(f"{VARIABLE} is {asked!r}; accepted: {', '.join(MODES)}", stacklevel=2)
-        return "time"
+        return "check"
     return asked
 
 
@@ -103,7 +104,7 @@ class Engine:
         how = how or mode
         if how == "off":
             return _default(question, how)
-        if (known := self.known(question)) is not None:
+        if (known := self._known(question, how)) is not None:
             return known
         if how == "kept" or (how == "check" and not question.serves_untimed):
             return _default(question, how)
@@ -127,6 +128,12 @@ class Engine:
         """The stored answer for this question, if its backend is among those that can serve."""
         answer = self.find(question.kind, question.size)
         return answer if answer is not None and answer.backend in question.names() else None
+
+    def _known(self, question: Question, how: str) -> Answer | None:
+        """The stored answer, unless it is to be timed and was only checked."""
+        answer = self.known(question)
+        untimed = answer is not None and answer.why == "check" and question.prepare is not None
+        return None if how == "time" and untimed else answer
 
     def find(self, kind: Key, size: int) -> Answer | None:
         """The stored answer for a kind at this size, or the one that its neighbours agree on."""
@@ -154,7 +161,7 @@ class Engine:
         name = str(question)
         try:
             with self._store.lock(0.0 if name in self._waited else PATIENCE):
-                if (known := self.known(question)) is not None:
+                if (known := self._known(question, how)) is not None:
                     return known
                 return self._try(question, how)
         except TimeoutError:
