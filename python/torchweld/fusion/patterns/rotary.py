@@ -133,7 +133,8 @@ def _rotates_partly(module: torch.nn.Module, inputs: tuple[Any, ...], device: to
         return False
     try:
         probe.run(Twin(_Scope(module, True), device, torch.float32).module, inputs, torch.float32)
-    except Exception:
+    except Exception as error:
+        probe.read_refusal(error)
         return False
     return True
 
@@ -146,7 +147,8 @@ def _keeps_dtype(forward: Any) -> bool:
         return False
     try:
         result = rotate(x, x, angles, angles)[0]
-    except Exception:  # the file's function may raise anything for arguments that it does not take
+    except Exception as error:
+        probe.read_refusal(error)
         return False
     return isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16
 
