@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -296,7 +297,20 @@ class Training:
                     loss = self._loss_fn(self.model(inputs, *place), targets)
                 (loss / parts).backward()
             total += loss.detach() / len(batch)
+        if isinstance(self.model, DistributedDataParallel):
+            self._check_exchanged(self.model)
         return total
+
+    def _check_exchanged(self, model: DistributedDataParallel) -> None:
+        """Refuse a backward pass that left a parameter out: torch notices in the next step."""
+        try:
+            model._check_reducer_finalized()
+        except RuntimeError:
+            trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+            unused = [name for name, p in trained if p.grad is None] or [trained[0][0]]
+            actual = f"without a gradient of {', '.join(unused[:3])} in process {dist.get_rank()}"
+            accepted = "one that uses all trained parameters in every process and step"
+            raise ArgumentError("Training.step", "model", actual, accepted) from None
 
     def _run_stages(self, batch: Sequence[Microbatch]) -> torch.Tensor:
         inputs, targets = (torch.cat(rows) for rows in zip(*batch, strict=True))
