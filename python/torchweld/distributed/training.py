@@ -131,7 +131,7 @@ class Training:
             [pair for part in parts for pair in find_layers(part).items()], seed
         )
         self.optimizer = self._make_optimizer()
-        self._averages = isinstance(self.optimizer, optim.OneBitAdam)
+        self._averages = isinstance(self.optimizer, optim.OneBitAdam | optim.OneBitLAMB)
         if self._averages and self.model is not parts[0]:
             self.optimizer.attach(self.model)
         self._schedule: Any = self._make_schedule(wrapped, flow) if flow else None
@@ -261,7 +261,8 @@ class Training:
         """Run a step; return the mean loss of this process's microbatches and the gradient norm.
 
         The norm is NaN under weight stashing, where each stage has updated its weights already.
-        With one_bit_adam it is that of this process's gradients, which only the step exchanges.
+        With one_bit_adam and one_bit_lamb it is that of this process's gradients, which only the
+        step exchanges.
 
         Args:
             batch: inputs and targets of this process's microbatches, `own`, with whole sequences.
