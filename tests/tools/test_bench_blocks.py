@@ -16,6 +16,7 @@ from torchweld.bench.blocks import BLOCKS, BlockCase
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
+from torchweld.dispatch.engine.judge import Judge
 
 BATCH, TOKENS, WIDTH = SHAPE = (4, 64, 128)
 PLAN = Plan(("fwd", "bwd", "full"), ["cpu"], [], seconds=0, rounds=(1, 1))
@@ -83,6 +84,18 @@ def test_a_wrong_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["full", "eager"].status == "timed"
     assert found["full", "fused"].status == "refused"
     assert "wrong result" in str(found["full", "fused"].reason)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15])
+def test_a_few_numbers_may_be_as_inexact_as_others(count: int) -> None:
+    """A loss is one number, the sum of many: that eager rounds it as the exact one is luck."""
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        exact = torch.rand(count, generator=generator, dtype=torch.float64) * 12 + 0.1
+        unit = exact.max() * 2**-23
+        judge = Judge({"loss": exact}, {"loss": exact.float()})
+        assert judge.find_fault({"loss": (exact + 2 * unit).float()}) is None
+        assert "wrong result" in str(judge.find_fault({"loss": (exact + 40 * unit).float()}))
 
 
 def test_the_command_measures_a_block(

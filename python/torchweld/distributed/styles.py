@@ -249,12 +249,12 @@ def get_head_width(module: torch.nn.Module) -> int:
 def divide_counts(module: Any, features: Sequence[int], count: int) -> None:
     """Divide an attention's numbers of heads, and of their features, by the number of devices.
 
-    The code of OPT, StableLM and T5 reads them. `features` are the features of the projections.
+    The code of OPT, StableLM, T5 and RemBERT reads them. `features` are those of the projections.
     """
-    names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads", "inner_dim")
-    names += ("all_head_size", "embed_dim")
+    names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads")
+    widths = ("inner_dim", "all_head_size", "embed_dim")
     width = get_head_width(module)
-    for name in names:
+    for name in (*names, *widths):
         value = getattr(module, name, None)
         if isinstance(value, int) and {value, value * width} & {*features}:
             setattr(module, name, value // count)

@@ -24,7 +24,7 @@ from torchweld.distributed.sums import no_sync
 from torchweld.errors import ArgumentError
 
 # The dimension's name: DTensor's caches must not take the mesh of a trial for a real one.
-_NAME = "torchweld_trial"
+_NAME: Any = "torchweld_trial"
 _TOKENS = 8  # of each device
 
 
