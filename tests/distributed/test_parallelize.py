@@ -210,3 +210,46 @@ def test_tied_parameters_are_named() -> None:
 def test_declarations_that_cannot_be_are_named(config: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Parallel.from_config(config, 2)
+
+
+class _Chooses(nn.Module):
+    """A model whose second layer serves positive inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(y) if x[0, 0] > 0 else y  # type: ignore[no-any-return]
+
+
+def _leaves_out(rank: int, data: str) -> None:
+    training = parallelize(
+        _Chooses(),
+        data,
+        device="cpu",
+        example=(torch.zeros(2, 4),),
+        loss_fn=nn.functional.mse_loss,
+        microbatches=2,
+        quiet=True,
+    )
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.optimizer.step = lambda: None
+    batch = [(torch.full((2, 4), 1.0 - 2 * rank), torch.ones(2, 4))]
+    if rank == 1:
+        with pytest.raises(ArgumentError, match=r"gradient of second.weight, second.bias in"):
+            training.step(batch, 0)
+        assert all(map(torch.equal, before, training.model.parameters()))
+        # The other process waits for the exchange.
+        numbers = torch.zeros(sum(p.numel() for p in before))
+        torch.distributed.all_reduce(numbers, group=training.mesh.get_group("data"))
+    else:
+        training.step(batch, 0)
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero1"])
+def test_a_parameter_that_a_process_did_not_use(data: str) -> None:
+    """The first step says so, before replicas differ."""
+    with processes(2) as two:
+        two.run(None, _leaves_out, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from oracle import TORCH
 from processes import processes
 from stack_seams import keep
 from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
+from torchweld.distributed.feasibility import check_matrices
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
 
@@ -315,3 +317,80 @@ def test_other_tokens_are_elsewhere() -> None:
     tp_plan(model)
     with pytest.raises(ArgumentError, match=r"Conv1d, blocks.0.shift"):
         tp_plan(model, True)
+
+
+# --- Trials on fake tensors -----------------------------------------------------------------------
+
+
+class _Reader(torch.nn.Module):
+    """An attention whose code reads the whole width."""
+
+    def __init__(self, reads_width: bool) -> None:
+        super().__init__()
+        self.head_dim, self.reads_width = 8, reads_width
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            torch.nn.Linear(32, 32) for _ in range(4)
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(hidden_states) for f in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (x.unflatten(-1, (-1, 8)).transpose(1, 2) for x in (q, k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+        y = y.reshape(*y.shape[:2], 32) if self.reads_width else y.flatten(2)
+        return self.o_proj(y)  # type: ignore[no-any-return]
+
+
+class _Named(torch.nn.Module):
+    """A model that says what its inputs are, as those of transformers do."""
+
+    main_input_name, config = "input_ids", None
+
+    def __init__(self, reads_width: bool = False, chooses: bool = False) -> None:
+        super().__init__()
+        self.chooses = chooses
+        self.embed = torch.nn.Embedding(20, 32)
+        self.layers = torch.nn.ModuleList([_Reader(reads_width)])
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        if self.chooses:
+            x = x[:, attention_mask[0].nonzero().flatten()]
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_plan_is_tried_on_fake_tensors(device: str, sequence: bool) -> None:
+    """A module that needs all features is named; the trial changes neither model nor torch."""
+    with torch.device(device):
+        model, good = _Named(True), _Named()
+        chooses = _Named(True, chooses=True)
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    with pytest.raises(ArgumentError, match=r"whose layers\.0 fails on 2 devices \(shape"):
+        check_matrices(model, 2, sequence)
+    check_matrices(good, 2, sequence)
+    check_matrices(chooses, 2, sequence)  # its code depends on values, so that nothing is known
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.distributed.is_initialized()
+    for old, new in zip(before.parameters(), model.parameters(), strict=True):
+        assert type(new) is torch.nn.Parameter
+        assert new.device == old.device
+        assert device == "meta" or torch.equal(old, new)
+    assert model(*[torch.zeros((1, 4), dtype=torch.int64, device=device)] * 2).shape == (1, 4, 32)
+
+
+def _refused_before_it_is_changed(rank: int) -> None:
+    model = _Named(True)
+    with pytest.raises(ArgumentError, match=r"whose layers\.0 fails on 2 devices"):
+        parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model))
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+    good = _Named()
+    whole = copy.deepcopy(good)
+    parallelize_module(good, init_device_mesh("cpu", (2,)), tp_plan(good))
+    given = [torch.arange(8).view(2, 4)] * 2
+    torch.testing.assert_close(good(*given), whole(*given))
+
+
+def test_a_failed_trial_changes_nothing() -> None:
+    with processes(2) as two:
+        two.run("cpu", _refused_before_it_is_changed)

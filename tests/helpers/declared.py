@@ -49,7 +49,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"lr": 1e-3, "eps": 1e-4},
     "adafactor": {"lr": 3e-3},
     "adamw8bit": _ADAM,
+    "lars": {"lr": 1e-1},
     "one_bit_adam": _ADAM | {"freeze_step": 10},
+    "one_bit_lamb": _ADAM | {"freeze_step": 10},
 }
 
 
@@ -174,7 +176,7 @@ def compare(rank: int, declared: Declaration, path: str, results: str | None) ->
     # an 8-bit code. Such an element moves by up to a whole step, and few elements do.
     kind = declared.config["optimizer"]["name"]
     coarse = kind in ("adafactor", "adamw8bit", "lion")
-    if kind != "one_bit_adam" or declared.processes == 1:  # its step exchanges gradients
+    if not kind.startswith("one_bit") or declared.processes == 1:  # its step exchanges gradients
         both = f"norms {run.norms}, of one process {wanted.norms}"
         assert run.norms == pytest.approx(wanted.norms, rel=1e-3 if coarse else 1e-5), both
         assert run.norms[0] == pytest.approx(wanted.norms[0], rel=1e-5), both

@@ -84,3 +84,21 @@ def test_the_choice_is_the_processs() -> None:
     assert seen == [("eager",)]
     documented = " ".join((torchweld.use_backend.__doc__ or "").split())
     assert "holds for the whole process" in documented
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [3.7, 300.0, 2e4])
+def test_a_small_layer_norm_has_the_kernels_bits(dtype: torch.dtype, value: float) -> None:
+    """Rows without spread, for which torch's result is up to 1, and others; with gradients."""
+    rows = torch.full((4, 64), value)
+    rows[2:] += value * torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) / 8
+    found = []
+    for backend in (None, "cpu"):
+        x, weight = rows.to(dtype).requires_grad_(), torch.ones(64, dtype=dtype).requires_grad_()
+        with torchweld.use_backend(backend):
+            y = functional.layer_norm(x, [64], weight)
+            found.append((y, *torch.autograd.grad(y, (x, weight), y.detach() + 1)))
+    assert not found[0][0][:2].any()
+    for ours, kernels in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        assert torch.equal(ours, kernels)

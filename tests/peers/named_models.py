@@ -10,6 +10,7 @@ import transformers
 
 _SIZES = small_models._SIZES
 _GROUPED = {**small_models._GROUPED, "bos_token_id": 1, "eos_token_id": 2}
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 _FOUR = {"num_local_experts": 4, **_EXPERTS}
 _QWEN_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS}
@@ -51,6 +52,8 @@ _BART = {
     "max_position_embeddings": 64,
     **{f"{name}_token_id": at for at, name in enumerate(("pad", "bos", "eos", "decoder_start"))},
 }
+_DECODER = {"vocab_size": 128, "d_model": 64, "max_position_embeddings": 64, **_IDS}
+_DECODER |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}
 _IMAGES = {key: size for key, size in _SIZES.items() if "vocab" not in key}
 _IMAGES |= {"image_size": 32, "patch_size": 8, "num_labels": 4}
 _HEAD_16 = {**_GROUPED, "head_dim": 16}
@@ -117,6 +120,38 @@ _MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("ForConditionalGeneration", _T5),
     "MT5": ("ForConditionalGeneration", _T5),
     "UMT5": ("ForConditionalGeneration", _T5),
+    **dict.fromkeys(("MBart", "PLBart", "Mvp"), ("ForConditionalGeneration", _BART)),
+    "PegasusX": ("ForConditionalGeneration", {**_BART, "num_global_tokens": 8, "block_size": 8}),
+    **dict.fromkeys(
+        ("Tapas", "XLMRobertaXL", "MegatronBert", "RobertaPreLayerNorm"), ("ForMaskedLM", _SIZES)
+    ),
+    "RoFormer": ("ForMaskedLM", {**_SIZES, "embedding_size": 64}),
+    "RemBert": (
+        "ForMaskedLM",
+        {**_SIZES, **_IDS, "input_embedding_size": 32, "output_embedding_size": 32},
+    ),
+    "BigBird": ("ForMaskedLM", {**_SIZES, "attention_type": "original_full"}),
+    "Yoso": ("ForMaskedLM", {**_SIZES, "use_expectation": True}),
+    "Esm": ("ForMaskedLM", {**_SIZES, "pad_token_id": 1, "mask_token_id": 2}),
+    "SqueezeBert": ("ForMaskedLM", {**_SIZES, "embedding_size": 64}),
+    "Funnel": (
+        "ForMaskedLM",
+        {
+            **{"vocab_size": 128, "block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16},
+            **{"d_inner": 128, "num_decoder_layers": 1},
+        },
+    ),
+    "BioGpt": ("ForCausalLM", {**_SIZES, **_IDS}),
+    "TrOCR": ("ForCausalLM", _DECODER),
+    "OpenAIGPT": ("LMHeadModel", {key: size for key, size in _OLD.items() if "token" not in key}),
+    "Gemma3n": (
+        "ForCausalLM",
+        {
+            **{**_WINDOW, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+            **{"altup_num_inputs": 2, "laurel_rank": 8, "num_kv_shared_layers": 0},
+            **{"layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0, 0.0]},
+        },
+    ),
     "ViT": ("ForImageClassification", _IMAGES),
     "DeiT": ("ForImageClassification", _IMAGES),
     "Dinov2": ("ForImageClassification", {**_IMAGES, "mlp_ratio": 2}),
@@ -141,7 +176,7 @@ NAMES = tuple(_MADE)
 def build(name: str) -> Any:
     """Build the same model each time, without dropout."""
     end, settings = _MADE[name]
-    prefix = f"{name}Text" if name == "Gemma3" else name
+    prefix = f"{name}Text" if name in ("Gemma3", "Gemma3n") else name
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**settings)
     for key, value in config.to_dict().items():

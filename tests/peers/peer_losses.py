@@ -288,7 +288,7 @@ def test_a_head_that_adds_to_its_logits_is_left_with_the_reason() -> None:
     model = transformers.BartForConditionalGeneration(config)
     rows = torchweld.explain_fusion(model)
     (row,) = [row for row in rows if row.what == "BartForConditionalGeneration"]
-    assert "could not be tried" in row.reason
+    assert "it did not run: AttributeError in forward (modeling_bart.py" in row.reason
     assert torchweld.fuse(model)(**_small_batch()).logits is not None
 
 

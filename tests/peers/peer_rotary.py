@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import named_models
 import pytest
 import torch
-from small_models import build, tokens
+import transformers
+from small_models import _GROUPED, build, tokens
 
 import torchweld
+from torchweld.fusion.patterns.rotary import RotaryAttention
 
 NAMES = ["llama", "qwen3", "gemma3"]
 
@@ -35,6 +38,53 @@ def test_losses_of_20_steps_are_eagers(name: str) -> None:
     eager, ours = _train(model), _train(fused)
     assert eager[-1] < eager[0] - 0.5
     assert max(abs(a - b) for a, b in zip(eager, ours, strict=True)) <= 1e-4
+
+
+OTHER_FORMS = [
+    *("Glm", "Glm4", "Ernie4_5", "Helium", "Cohere"),  # interleaved
+    *("Phi", "StableLm", "Persimmon", "GPTNeoX"),  # some of the columns
+    *("GptOss", "Falcon"),  # an angle for a pair; a forward with an argument of its own
+    *("DeepseekV2", "Llama4", "DINOv3"),  # complex; the last tokens
+]
+
+
+def _build(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "Llama4":
+        sizes = {**_GROUPED, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16}
+        return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
+    if name == "DINOv3":
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+        config = transformers.DINOv3ViTConfig(
+            **sizes, num_hidden_layers=2, image_size=32, patch_size=8, num_register_tokens=2
+        )
+        return transformers.DINOv3ViTModel(config)
+    return named_models.build(name)
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_other_forms(name: str) -> None:
+    """Results, gradients and what is generated are eager's; some compute angles in float32."""
+    model = _build(name).eval()
+    fused = torchweld.fuse(copy.deepcopy(model))
+    found = [m.weld_becomes for m in fused.modules() if isinstance(m, RotaryAttention)]
+    assert found == ["rotary_embedding_qk"] * 2
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)).double()
+    images = name == "DINOv3"
+    given = {"pixel_values": pixels} if images else {"input_ids": tokens()["input_ids"]}
+    results = []
+    for each in (copy.deepcopy(fused).double(), copy.deepcopy(model).double()):
+        y = each(**given)[0]
+        parameters = list(each.parameters())
+        grads = torch.autograd.grad(y.square().mean(), parameters, allow_unused=True)
+        grads = torch.cat([grad.flatten() for grad in grads if grad is not None])
+        results.append((y, grads))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    if not images:
+        how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        prompt = given["input_ids"][:2, :9]
+        assert torch.equal(fused.generate(prompt, **how), model.generate(prompt, **how))
 
 
 @pytest.mark.parametrize("name", NAMES)

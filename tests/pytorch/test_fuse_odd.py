@@ -356,7 +356,7 @@ def test_a_module_that_needs_what_a_probe_has_not() -> None:
     """It is skipped, with the error; its activation is welded separately."""
     model: Any = nn.Sequential(Failing())
     rows = {row.where: row for row in torchweld.explain_fusion(model)}
-    assert "did not run on a probe" in rows["0.act"].reason or rows["0.act"].becomes
+    assert "did not run" in rows["0.act"].reason or rows["0.act"].becomes
     torchweld.fuse(model)
     assert not isinstance(model[0].fc, Weld)
     x = torch.randn(3, WIDTH)

@@ -151,10 +151,10 @@ def test_a_rewritten_forward_takes_and_returns_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("unknown", "its forward is decorated by doubled"),
-        ("dotted", "its forward is decorated by torch.no_grad"),
+        ("unknown", "its forward is decorated by doubled, which fuse() does not know"),
+        ("dotted", "its forward is decorated by torch.no_grad, which fuse() does not know"),
         ("hides", "its forward is hidden's closure"),
-        ("calls_super", "its forward calls super()"),
+        ("calls_super", "its forward calls super(): name the base class there"),
         ("turn", "its forward does not read nothing itself"),
     ],
 )
@@ -175,7 +175,9 @@ def test_what_others_wrapped_is_not_lost(name: str, more: tuple[Any, ...]) -> No
         forward = wrap(forward)
     reason = rewrite.why_not(lambda: rewrite.rewrite(forward, "turn", "_"))
     named = hasattr(forward.__code__, "co_qualname")  # not in Python 3.10
-    assert reason == f"its forward is wrapped by {'doubled' if named else 'wrapped'}"
+    assert (
+        reason == f"its forward is wrapped by {'doubled' if named else 'wrapped'}: fuse before that"
+    )
 
 
 class GradientCheckpointingLayer(torch.nn.Module):

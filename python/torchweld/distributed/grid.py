@@ -337,9 +337,11 @@ def plan_grid(model: torch.nn.Module, grid: Grid) -> dict[str, GridParallel]:
             accepted = f"torchweld.nn's norms, embeddings, and linear layers {', '.join(_FIRST)}"
             raise ArgumentError("parallelize", "model", actual, f"{accepted}, {', '.join(_SECOND)}")
     sums = Sums()
-    plan = [(name, model.get_submodule(name), style) for name, style in styles.items()]
-    for _, _, style in plan:
-        style.plan, style.sums = plan, sums  # type: ignore[assignment]
+    checks = [
+        partial(style.check, name, model.get_submodule(name)) for name, style in styles.items()
+    ]
+    for style in styles.values():
+        style.checks, style.sums = checks, sums  # type: ignore[assignment]
     return styles
 
 

@@ -124,6 +124,9 @@ class PackedConv1DParallel(Style):
             actual = f"with a {type(module.c_attn).__name__}, {name}.c_attn"
             accepted = "transformers' Conv1D with as many keys as queries"
             raise ArgumentError("tp_plan", "model", actual, accepted)
+        if not hasattr(module, "num_heads"):
+            actual = f"with a {type(module).__name__}, {name}, without num_heads"
+            raise ArgumentError("tp_plan", "model", actual, "GPT-2's attention around c_attn")
         if module.num_heads % count:
             actual = f"with {module.num_heads} heads in {name}"
             accepted = accept_multiples("a number of heads", module.num_heads, count)

@@ -35,8 +35,10 @@ OPTIMIZERS = {
     "adamw8bit": "AdamW8bit",
     "adafactor": "Adafactor",
     "lamb": "LAMB",
+    "lars": "LARS",
     "lion": "Lion",
     "one_bit_adam": "OneBitAdam",
+    "one_bit_lamb": "OneBitLAMB",
     "sgd": "SGD",
 }
 MODES = ("1d", *grid.MODES)
@@ -151,12 +153,13 @@ class Parallel:
         if shard and (data in ("ddp", "zero1") or replicas % shard):
             accepted = f"with zero2 and zero3, a divisor of {replicas} replicas"
             raise ArgumentError("Parallel", "shard", f"{shard} with {data}", accepted)
-        if optimizer["name"] == "one_bit_adam" and (inner > 1 or data != "ddp"):
-            accepted = "another: one_bit_adam exchanges whole gradients, as ddp does"
-            raise ArgumentError("Parallel", "optimizer", "'one_bit_adam'", accepted)
-        if optimizer["name"] == "one_bit_adam" and offload != "none":
-            accepted = "'none' with one_bit_adam, which exchanges gradients in its step"
-            raise ArgumentError("Parallel", "offload", repr(offload), accepted)
+        if (name := optimizer["name"]).startswith("one_bit"):
+            if inner > 1 or data != "ddp":
+                accepted = f"another: {name} exchanges whole gradients, as ddp does"
+                raise ArgumentError("Parallel", "optimizer", repr(name), accepted)
+            if offload != "none":
+                accepted = f"'none' with {name}, which exchanges gradients in its step"
+                raise ArgumentError("Parallel", "offload", repr(offload), accepted)
         if mode != "1d":
             _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
         elif depth != 1:

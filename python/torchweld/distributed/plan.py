@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torchweld.distributed.styles import (
     is_transposed,
 )
 from torchweld.distributed.sums import Sums
+from torchweld.distributed.trial import try_plan
 from torchweld.distributed.vocabulary import VocabularyParallel
 from torchweld.errors import ArgumentError
 
@@ -107,7 +109,8 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
     if ring:
         _check_rings("tp_plan", modules)
         _plan_ring(modules, styles)
-    return _make_plan(model, styles, rest, ring)
+    trial = partial(try_plan, model, lambda part: tp_plan(part, sequence_parallel))
+    return _make_plan(model, styles, rest, ring, [] if ring else [trial])
 
 
 def sequence_plan(model: torch.nn.Module) -> Plan:
@@ -139,15 +142,24 @@ def sequence_plan(model: torch.nn.Module) -> Plan:
     return _make_plan(model, styles, _replicate_unplaced(model, styles, lambda _: Partial()))
 
 
-def _make_plan(model: torch.nn.Module, known: _Styles, rest: _Styles, ring: bool = False) -> Plan:
+def _make_plan(
+    model: torch.nn.Module,
+    known: _Styles,
+    rest: _Styles,
+    ring: bool = False,
+    trials: Sequence[Callable[[int], None]] = (),
+) -> Plan:
     """Merge both; a module can have a style and also parameters that no style places."""
     merged = dict(known)
     for name, style in rest.items():
         merged[name] = CombinedParallel((style, known[name])) if name in known else style
-    plan = [(name, model.get_submodule(name), style) for name, style in merged.items()]
+    checks: list[Callable[[int], None]] = [
+        partial(style.check, name, model.get_submodule(name)) for name, style in merged.items()
+    ]
+    checks += trials
     sums = Sums()
-    for _, _, style in plan:
-        style.ring, style.plan, style.sums = ring, plan, sums
+    for style in merged.values():
+        style.ring, style.checks, style.sums = ring, checks, sums
     return dict(merged)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -41,15 +42,15 @@ class Style(ParallelStyle):
 
     def __init__(self, **layouts: Any) -> None:
         super().__init__(**layouts)
-        # The whole plan of which this style is a part, until it is checked.
-        self.plan: list[tuple[str, torch.nn.Module, Style]] = []
+        # The checks of the whole plan of which this style is a part, until they have run.
+        self.checks: list[Callable[[int], None]] = []
         self.sums = Sums()
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        """Change a module, after every style of the plan has checked its own module."""
-        for name, other, style in self.plan or [(type(module).__name__, module, self)]:
-            style.check(name, other, device_mesh.size(-1))
-        self.plan.clear()
+        """Change a module, after all checks of the plan."""
+        for check in self.checks or [partial(self.check, type(module).__name__, module)]:
+            check(device_mesh.size(-1))
+        self.checks.clear()
         return self._change(module, device_mesh)
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
@@ -77,7 +78,8 @@ class Style(ParallelStyle):
             placements = self.place_weights(place(parameter))
             new = _MADE.get(parameter)
             if new is None or (new.device_mesh, new.placements) != (mesh, placements):
-                part = distribute_tensor(parameter.detach(), mesh, placements)
+                source = None if isinstance(parameter, FakeTensor) else 0  # it has nothing to send
+                part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
                 new = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
                 if new.requires_grad:
                     self.sums.add(new)
@@ -247,11 +249,12 @@ def get_head_width(module: torch.nn.Module) -> int:
 def divide_counts(module: Any, features: Sequence[int], count: int) -> None:
     """Divide an attention's numbers of heads, and of their features, by the number of devices.
 
-    The code of OPT, StableLM and T5 reads them. `features` are the features of the projections.
+    The code of OPT, StableLM, T5 and RemBERT reads them. `features` are those of the projections.
     """
-    names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads", "inner_dim")
+    names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads")
+    widths = ("inner_dim", "all_head_size", "embed_dim")
     width = get_head_width(module)
-    for name in names:
+    for name in (*names, *widths):
         value = getattr(module, name, None)
         if isinstance(value, int) and {value, value * width} & {*features}:
             setattr(module, name, value // count)
@@ -294,7 +297,7 @@ class SequenceParallelRegion(Style):
 
 
 class ResidualNormParallel(Style):
-    """Shard the end of a welded post-norm block: norm(dropout(dense(x)) + residual).
+    """Shard the end of a BERT block: norm(dropout(dense(x)) + residual), welded, or without a norm.
 
     `dense` has its own style. This style places the residual and the norm's parameters.
 
@@ -308,8 +311,9 @@ class ResidualNormParallel(Style):
         self.placement, self.name = placement, name
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        norm = module.get_submodule(get_norm_name(module))
-        self.replicate("", norm, device_mesh)
+        norm = getattr(module, get_norm_name(module), None)
+        if norm is not None:  # a block that normalises first ends without one
+            self.replicate("", norm, device_mesh)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             x, *rest = args

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -130,7 +131,7 @@ class Training:
             [pair for part in parts for pair in find_layers(part).items()], seed
         )
         self.optimizer = self._make_optimizer()
-        self._averages = isinstance(self.optimizer, optim.OneBitAdam)
+        self._averages = isinstance(self.optimizer, optim.OneBitAdam | optim.OneBitLAMB)
         if self._averages and self.model is not parts[0]:
             self.optimizer.attach(self.model)
         self._schedule: Any = self._make_schedule(wrapped, flow) if flow else None
@@ -260,7 +261,8 @@ class Training:
         """Run a step; return the mean loss of this process's microbatches and the gradient norm.
 
         The norm is NaN under weight stashing, where each stage has updated its weights already.
-        With one_bit_adam it is that of this process's gradients, which only the step exchanges.
+        With one_bit_adam and one_bit_lamb it is that of this process's gradients, which only the
+        step exchanges.
 
         Args:
             batch: inputs and targets of this process's microbatches, `own`, with whole sequences.
@@ -296,7 +298,20 @@ class Training:
                     loss = self._loss_fn(self.model(inputs, *place), targets)
                 (loss / parts).backward()
             total += loss.detach() / len(batch)
+        if isinstance(self.model, DistributedDataParallel):
+            self._check_exchanged(self.model)
         return total
+
+    def _check_exchanged(self, model: DistributedDataParallel) -> None:
+        """Refuse a backward pass that left a parameter out: torch notices in the next step."""
+        try:
+            model._check_reducer_finalized()
+        except RuntimeError:
+            trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+            unused = [name for name, p in trained if p.grad is None] or [trained[0][0]]
+            actual = f"without a gradient of {', '.join(unused[:3])} in process {dist.get_rank()}"
+            accepted = "one that uses all trained parameters in every process and step"
+            raise ArgumentError("Training.step", "model", actual, accepted) from None
 
     def _run_stages(self, batch: Sequence[Microbatch]) -> torch.Tensor:
         inputs, targets = (torch.cat(rows) for rows in zip(*batch, strict=True))

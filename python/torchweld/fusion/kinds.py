@@ -28,7 +28,8 @@ def recognise_activation(
     try:
         with torch.no_grad():
             results = [function(x.clone()) for function in functions]
-    except Exception:
+    except Exception as error:
+        probe.read_refusal(error)
         return None
     for kind, known in ACTIVATIONS.items():
         expected = known.function(x.double())
@@ -54,7 +55,8 @@ def is_elementwise(module: torch.nn.Module) -> bool:
         copy = Twin(module, _CPU).module.train()
         with torch.no_grad():
             y, part = copy(x.clone()), copy(x[1:, :7].clone())
-    except Exception:
+    except Exception as error:
+        probe.read_refusal(error)
         return False
     same_shape = isinstance(y, torch.Tensor) and y.shape == x.shape
     return same_shape and _is_near(part, y[1:, :7].double(), 1e-6) and not torch.equal(y, x)
@@ -73,8 +75,8 @@ def recognise_linear(module: torch.nn.Module) -> str | None:
                 expected = linear(x, matrix, bias)
                 if _is_near(copy(x), expected.double(), 1e-4):
                     return form
-    except Exception:
-        return None
+    except Exception as error:
+        probe.read_refusal(error)
     return None
 
 

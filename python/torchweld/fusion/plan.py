@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -14,12 +15,13 @@ from torchweld.fusion import probe
 from torchweld.fusion.patterns import PATTERNS
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.traffic import measure_gain
-from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.twin import Twin
 from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Weld, find_welds
 from torchweld.table import Table
 
+_WIDTH = 100  # of a printed line
 Filter = Callable[[torch.nn.Module, str], bool]
 
 
@@ -64,10 +66,8 @@ class WeldReport(Sequence[Weldable]):
         return len(self._rows)
 
     def table(self) -> Table:
-        """One line per group of modules that differ only in the numbers in their names."""
-        has_gain = any(row.gain is not None for row in self._rows)
-        headers = ["where", "what", "with", *(["traffic"] if has_gain else []), ""]
-        table = Table(headers, numbers_from=99)
+        """Two lines for a group of modules that differ only in the numbers in their names."""
+        table = Table(["module, and what it becomes"], numbers_from=99)
         groups: dict[Any, list[Weldable]] = {}
         for row in self._rows:
             where = re.sub(r"\d+", "*", row.where)
@@ -76,11 +76,19 @@ class WeldReport(Sequence[Weldable]):
         for (_, what, becomes, welded, reason), rows in groups.items():
             where = _merge_names([row.where for row in rows]) or "(the model)"
             where += f" ({len(rows)}x)" if len(rows) > 1 else ""
-            note = f"not changed: {reason}" if reason else "welded" if welded else "to be welded"
             gain = rows[0].gain
-            traffic = "" if gain is None else f"{gain:.1f}x less" if gain >= 1.05 else "the same"
-            cells = [where, what, becomes, *([traffic] if has_gain else []), note]
-            table.add(*cells, style="dim" if reason else "")
+            traffic = (
+                []
+                if gain is None
+                else [f"traffic {gain:.1f}x less" if gain >= 1.05 else "traffic the same"]
+            )
+            welds = ", ".join([becomes, *traffic, "welded" if welded else "to be welded"])
+            note = f"not changed: {reason}" if reason else welds
+            for text, indent in ((f"{where}: {what}", ""), (note, "    ")):
+                for line in textwrap.wrap(
+                    text, _WIDTH, initial_indent=indent, subsequent_indent=indent
+                ):
+                    table.add(line, style="dim" if reason else "")
         return table
 
     def __str__(self) -> str:
@@ -247,14 +255,12 @@ def _try_proposal(entry: Proposal, device: torch.device) -> tuple[str | None, fl
         changes = entry.list_changes(entry.scope)
         reason = why_not_same(entry.scope, changes, inputs, device, drops=entry.drops)
         if reason is not None:
-            return f"it computes something else: {reason}", None
+            return reason, None
         if entry.part is not None:
             fitting = probe.find_inputs(Twin(entry.part, device, torch.float32).module, device)
             inputs = () if isinstance(fitting, str) else tuple(fitting)
         part = entry.part or entry.scope
         changes = entry.list_changes(part)
         return None, measure_gain(part, changes, inputs, device) if inputs else None
-    except CannotCopyError as error:
-        return str(error), None
     except Exception as error:
-        return f"it could not be tried ({probe.in_words(error)})", None
+        return probe.read_refusal(error), None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -15,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from torchweld.dispatch.choice import use_backend
+from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.fusion.twin import CannotCopyError
 
 _SEED = 21
 _LARGE = 2**22
@@ -125,7 +130,7 @@ def find_inputs(module: torch.nn.Module, device: torch.device) -> list[Any] | st
     if names is None or not names:
         return "it takes no input by position"
     freeze_large(module)
-    error = "nothing in it says how wide its input is"
+    reason = "it did not run: nothing in it says how wide its input is"
     for width in _list_widths(module):
         for shape in ((2, 5, width), (10, width), (2, 3, 4, width), (2, width, 4, 4)):
             x = values(shape, device)
@@ -134,10 +139,10 @@ def find_inputs(module: torch.nn.Module, device: torch.device) -> list[Any] | st
                 try:
                     run(module, [x, *others], torch.float32)
                 except Exception as raised:
-                    error = in_words(raised)
+                    reason = read_refusal(raised)
                 else:
                     return [x, *others]
-    return f"it did not run on a probe ({error})"
+    return reason
 
 
 def vary(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -201,10 +206,37 @@ def _list_widths(module: torch.nn.Module) -> list[int]:
     return list(widths)[:4]
 
 
-def in_words(error: Exception) -> str:
-    """Say an error in one short line."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first if len(first) <= 80 else first[:79] + '…'}"
+# Errors of a module's code on inputs that it does not take.
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
+def read_refusal(error: Exception) -> str:
+    """Say why a module does not run in a trial, in one short line.
+
+    Other errors are raised again: a timeout of a signal's handler, or a lack of memory.
+    """
+    refuses = isinstance(error, _REFUSALS) or type(error) is Exception
+    if not refuses or is_out_of_memory(error):
+        raise error
+    text = str(error)
+    if missing := re.search(r"missing \d+ required [^:]*: (.*)", text):
+        return f"it did not run: its forward also needs {missing[1]}"
+    if isinstance(error, CannotCopyError):
+        return text
+    return f"it did not run: {type(error).__name__}{_find_place(error)}"
+
+
+def _find_place(error: Exception) -> str:
+    """Where a module's code raised: the innermost line outside of torch and torchweld."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return f" in {own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 # --- What runs after what -------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchweld.fusion import probe
-
 # Decorators of transformers that rename or fill in arguments, or make a tuple of the result: the
 # rewritten forward runs under them too. `capture_outputs` is none of them: it looks up the name of
 # the module's class.
@@ -41,7 +39,9 @@ def parse(forward: Any) -> tuple[ast.Module, ast.FunctionDef]:
     if inner.__closure__:
         is_super = "__class__" in inner.__code__.co_freevars
         raise CannotRewriteError(
-            "its forward calls super()" if is_super else f"its forward is {_name(inner)}'s closure"
+            "its forward calls super(): name the base class there"
+            if is_super
+            else f"its forward is {_name(inner)}'s closure"
         )
     lines, first = inspect.getsourcelines(inner)
     tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -62,13 +62,15 @@ def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]
         if called in _DROPPED:
             continue
         if called not in _KEPT:
-            raise CannotRewriteError(f"its forward is decorated by {called}")
+            raise CannotRewriteError(
+                f"its forward is decorated by {called}, which fuse() does not know"
+            )
         codes = _list_codes(getattr(inner.__globals__.get(called), "__code__", None))
         if getattr(forward, "__code__", None) in codes and forward is not inner:
             forward = forward.__wrapped__
             kept.append(decorator)
     if forward is not inner:  # by somebody else, after its class was made
-        raise CannotRewriteError(f"its forward is wrapped by {_name(forward)}")
+        raise CannotRewriteError(f"its forward is wrapped by {_name(forward)}: fuse before that")
     return kept
 
 
@@ -132,7 +134,7 @@ def why_not(write: Callable[[], object]) -> str | None:
     except CannotRewriteError as error:
         return str(error)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
-        return f"its forward cannot be read ({probe.in_words(error)})"
+        return f"its forward's source cannot be read ({type(error).__name__}): keep it in a file"
     return None
 
 

@@ -19,7 +19,7 @@ _SEED = 20
 _DRAWN = 1_048_573
 
 
-class CannotCopyError(Exception):
+class CannotCopyError(ValueError):
     """A module cannot be copied out of its model. The message says why."""
 
 

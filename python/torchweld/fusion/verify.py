@@ -114,7 +114,8 @@ def _why_not_same_runs(
         with as_cast:
             try:
                 expected = probe.run(twins.original, inputs, dtype)
-            except Exception:
+            except Exception as error:
+                probe.read_refusal(error)
                 if dtype == torch.float32 and cast is None and not once:
                     raise
                 return None  # nothing to compare: the original does not run on these inputs
@@ -123,14 +124,15 @@ def _why_not_same_runs(
             try:
                 results = probe.run(twins.changed, inputs, dtype)
             except Exception as error:
-                return f"it raised {where}: {probe.in_words(error)}"
+                return f"with the change {probe.read_refusal(error)}"
         try:
             truth = probe.run(twins.exact, [_round(x, dtype) for x in inputs], torch.float64)
-        except Exception:
+        except Exception as error:
+            probe.read_refusal(error)
             truth = expected  # the module computes in a dtype of its own
         slack = _SLACK if once else 1.0
         if reason := _why_not_same_results(expected, results, truth, cast or dtype, slack):
-            return f"{reason} {where}"
+            return f"it computes something else: {reason} {where}"
         for twin in (
             twins.original,
             twins.exact,

@@ -21,7 +21,7 @@ from torchweld.fusion.modules import (
     why_not_change,
     why_not_copy,
 )
-from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.twin import Twin
 from torchweld.fusion.weld import is_overridden
 
 _CPU = torch.device("cpu")
@@ -177,10 +177,8 @@ def _watch(
         if isinstance(inputs, str):
             return inputs
         edges = probe.watch(twin.module, inputs)
-    except CannotCopyError as error:
-        return str(error)
     except Exception as error:
-        return f"it did not run on a probe ({type(error).__name__}: {error})"
+        return probe.read_refusal(error)
     names_in_twin = {id(part): name for name, part in twin.module.named_modules()}
     named = [
         (names_in_twin[id(a)], b if isinstance(b, str) else "." + names_in_twin[id(b)])

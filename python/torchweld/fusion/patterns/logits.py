@@ -79,6 +79,11 @@ class Deferred:
     def float(self) -> Deferred:
         return self._then(torch.Tensor.float)
 
+    def tanh(self) -> Deferred:
+        if self.read_scale_and_cap()[1] is not None:
+            raise RuntimeError(_ADVICE)
+        return self._then(torch.tanh)
+
     def contiguous(self) -> Deferred:
         return self
 
@@ -100,13 +105,8 @@ class Deferred:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        own = args[0] if args else None
-        if (
-            function is torch.tanh
-            and isinstance(own, Deferred)
-            and own.read_scale_and_cap()[1] is None
-        ):
-            return own._then(torch.tanh)
+        if function is torch.tanh and args and isinstance(args[0], Deferred):
+            return args[0].tanh()
         raise RuntimeError(_ADVICE)
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,6 @@ from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_
 from torchweld.fusion.patterns.logits import Deferred
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
-from torchweld.fusion.twin import CannotCopyError
 from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
@@ -186,7 +185,8 @@ def _find_path(module: Any, head: torch.nn.Module) -> str | None:
         return ""
     try:
         last = module.get_output_embeddings()
-    except Exception:
+    except Exception as error:
+        probe.read_refusal(error)
         return None
     return next((path for path, part in head.named_modules() if part is last), None)
 
@@ -210,7 +210,7 @@ def _why_not_its_function(module: Any) -> str | None:
     try:
         loss = module.loss_function
     except Exception as error:
-        return f"its loss function cannot be read ({probe.in_words(error)})"
+        return f"its loss function cannot be read: {probe.read_refusal(error)}"
     if not _is_known(loss):
         called = getattr(loss, "__name__", type(loss).__name__)
         return f"its loss function is {called}, not {_KNOWN[1]}"
@@ -308,12 +308,9 @@ def _why_not_same(module: torch.nn.Module, settings: dict[str, Any]) -> str | No
         scope, last, features = _shrink(module, settings["head_name"], settings["path"])
         changes = (Change(scope.model, LanguageLoss, "", settings), Change(last, LossHead))
         inputs = [probe.values((2, 5, features), device)]
-        reason = why_not_same(scope, changes, inputs, device, drops=False)
-    except CannotCopyError as error:
-        return str(error)
+        return why_not_same(scope, changes, inputs, device, drops=False)
     except Exception as error:
-        return f"it could not be tried ({probe.in_words(error)})"
-    return reason and f"it computes something else: {reason}"
+        return probe.read_refusal(error)
 
 
 # --- Source -------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def _normalises(module: torch.nn.Module) -> bool:
         x = 10 * torch.randn(3, width, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             y, scaled = copy(x), copy(4 * x)
-    except Exception:
+    except Exception as error:
+        probe.read_refusal(error)
         return False
     same = isinstance(y, torch.Tensor) and y.shape == x.shape == scaled.shape
     return same and torch.allclose(y, scaled, rtol=1e-3, atol=1e-3) and not torch.equal(y, x)
@@ -169,7 +170,8 @@ def _find_rule(module: torch.nn.Module, device: torch.device) -> str:
         try:
             with torch.no_grad():
                 y = copy(probe.values((2, *shape), device).to(x))
-        except Exception:
+        except Exception as error:
+            probe.read_refusal(error)
             continue  # the module does not mix dtypes
         possible &= {name for name, rule in RULES.items() if rule(x, weight) == y.dtype}
     return next((name for name in RULES if name in possible), "x")

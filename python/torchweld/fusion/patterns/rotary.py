@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,17 @@ from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 
-_ROTATES = "apply_rotary_pos_emb"
+# Names of functions that rotate by cosines and sines, and by complex numbers.
+_ROTATES, _ROTATES_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
+_WIDTHS = ("qk_rope_head_dim", "head_dim", "head_size")
+# What an attention gets: tables for each row of a batch, complex numbers, or tables of the last
+# tokens, which the rows of a batch share.
+_BATCHED, _COMPLEX, _LAST = "batched", "complex", "last"
+# How a function reads its angles: one for each column, one for each pair, or the first half of
+# those for each column; and whether pairs are interleaved.
+_FORMS = (
+    *(("columns", False), ("columns", True), ("half", True), ("pairs", False), ("pairs", True)),
+)
 # Norms that the rotation may take along, and the methods that then run in their place.
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
@@ -33,6 +44,10 @@ class RotaryAttention(Weld):
     """
 
     weld_norm: tuple[tuple[str, Any], ...] = ()
+    weld_function: str
+    weld_angles: str
+    weld_tables: str
+    weld_heads_at: int  # where complex angles get a dimension for the heads
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
@@ -44,7 +59,9 @@ class RotaryAttention(Weld):
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
             methods = _NORMS if cls.weld_norm else {}
-            cls.weld_forward = rewrite(cls.welded_from.forward, _ROTATES, "weld_rotate", methods)
+            cls.weld_forward = rewrite(
+                cls.welded_from.forward, cls.weld_function, "weld_rotate", methods
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.weld_forward(*args, **kwargs)
@@ -69,20 +86,27 @@ class RotaryAttention(Weld):
         q: torch.Tensor,
         k: torch.Tensor,
         cos: torch.Tensor,
-        sin: torch.Tensor,
+        sin: torch.Tensor | None = None,
         unsqueeze_dim: int = 1,
+        **others: Any,  # DINOv3's has some, which its function ignores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys, in the dtypes that the attention's own code gives them."""
-        if cos.shape[-1] != q.shape[-1] and not self.weld_partial:
+        if sin is None:
+            cos, sin, unsqueeze_dim = cos.real, cos.imag, self.weld_heads_at
+        given = cos.shape[-1]
+        if self.weld_angles == "half":
+            cos, sin = cos[..., : given // 2], sin[..., : given // 2]
+        rotated = cos.shape[-1] * (1 if self.weld_angles == "columns" else 2)
+        if rotated != q.shape[-1] and not self.weld_partial:
             accepted = (
-                f"{q.shape[-1]}, since the attention did not run with fewer when it was fused"
+                f"for {q.shape[-1]} columns, since the attention did not run with fewer when it was"
+                " fused"
             )
-            raise ArgumentError(_ROTATES, "cos", f"of last size {cos.shape[-1]}", accepted)
+            raise ArgumentError(self.weld_function, "cos", f"of last size {given}", accepted)
         norm = dict(self.weld_norm) if self.weld_takes_norms() else {}
         inner: list[Any] = [getattr(self, name) for name in _NORMS] if norm else []
         weights = [getattr(part, norm["weight_name"]) for part in inner]
-        # transformers has an angle for each column to rotate.
-        options: dict[str, Any] = {"rotary_dim": cos.shape[-1]}
+        options: dict[str, Any] = {"rotary_dim": rotated}
         options["seq_dim"] = -3 if unsqueeze_dim in (2, -2) else -2
         dtype = q.dtype
         if norm:
@@ -98,44 +122,59 @@ class RotaryAttention(Weld):
             options["q_norm_weight"], options["k_norm_weight"] = weights
         if cos.dtype not in (dtype, torch.float32) or dtype == torch.float64:
             cos, sin = cos.to(dtype), sin.to(dtype)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        if self.weld_tables == _LAST:  # the other tokens are turned by an angle of zero
+            before = (0, 0, q.shape[-2] - cos.shape[-2], 0)
+            cos = torch.nn.functional.pad(cos, before, value=1.0)
+            sin = torch.nn.functional.pad(sin, before)
+        else:
+            cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         options["interleaved"] = self.weld_interleaved
         return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **options)
 
 
 class _Scope(torch.nn.Module):
-    """An attention, called with the arguments that a probe has.
+    """An attention, called with as many angles as each of `widths` says."""
 
-    `partial` also calls it with angles for only some of the columns, as partial rotations have.
-    """
-
-    def __init__(self, attention: torch.nn.Module, partial: bool) -> None:
+    def __init__(self, attention: torch.nn.Module, widths: tuple[int, ...], tables: str) -> None:
         super().__init__()
-        self.attention, self.partial = attention, partial
+        self.attention, self.widths, self.tables = attention, widths, tables
+        # What a forward needs besides, such as Falcon's alibi, may be None.
+        self.others = dict.fromkeys((probe.name_required(attention) or [])[1:])
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        some = cos.shape[-1] // 4 * 2
-        tables = [(cos, sin), *([(cos[..., :some], sin[..., :some])] if self.partial else [])]
-        return [
-            self.attention(
-                x,
-                # Models do not learn angles.
-                position_embeddings=tuple(table.detach() for table in pair),
-                attention_mask=None,
-            )[0]
-            for pair in tables
-        ]
+        results = []
+        for width in self.widths:
+            # Models do not learn angles.
+            angles: Any = (cos[..., :width].detach(), sin[..., :width].detach())
+            if self.tables == _LAST:
+                angles = tuple(table[0, 2:] for table in angles)
+            elif self.tables == _COMPLEX:
+                wide = torch.promote_types(cos.dtype, torch.float32)
+                angles = torch.complex(*(angle.to(wide) for angle in angles))
+            given = {**self.others, "position_embeddings": angles, "attention_mask": None}
+            results.append(self.attention(x, **given)[0])
+        return results
 
 
-def _rotates_partly(module: torch.nn.Module, inputs: tuple[Any, ...], device: torch.device) -> bool:
-    """Whether an attention runs with angles for only some of the columns."""
-    if inputs[1].shape[-1] < 4:
-        return False
-    try:
-        probe.run(Twin(_Scope(module, True), device, torch.float32).module, inputs, torch.float32)
-    except Exception:
-        return False
-    return True
+def _list_widths(
+    module: torch.nn.Module, head: int, tables: str, inputs: tuple[Any, ...], device: Any
+) -> tuple[int, ...]:
+    """How many angles an attention takes: at most two numbers, the largest first."""
+    numbers = {value for value in vars(module).values() if type(value) is int and value < head}
+    sizes = {head, head // 2, head // 4 * 2, *numbers}
+    sizes = {size // 2 for size in sizes} if tables == _COMPLEX else sizes
+    widths: list[int] = []
+    for width in sorted((size for size in sizes if size > 1), reverse=True):  # one serves all pairs
+        try:
+            twin = Twin(_Scope(module, (width,), tables), device, torch.float32)
+            probe.run(twin.module, inputs, torch.float32)
+        except Exception as error:
+            probe.read_refusal(error)
+            continue
+        widths.append(width)
+        if len(widths) == 2:
+            break
+    return tuple(widths)
 
 
 def _keeps_dtype(forward: Any) -> bool:
@@ -146,7 +185,8 @@ def _keeps_dtype(forward: Any) -> bool:
         return False
     try:
         result = rotate(x, x, angles, angles)[0]
-    except Exception:  # the file's function may raise anything for arguments that it does not take
+    except Exception as error:
+        probe.read_refusal(error)
         return False
     return isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16
 
@@ -154,36 +194,53 @@ def _keeps_dtype(forward: Any) -> bool:
 def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """An attention of transformers whose code rotates queries and keys by a function's name."""
     forward = forward_of(module)
-    if is_welded(module) or not reads(forward, _ROTATES):
+    names = [name for name in (_ROTATES, _ROTATES_COMPLEX) if reads(forward, name)]
+    if is_welded(module) or not names:
         return
-    what = type(module).__name__
+    what, function = type(module).__name__, names[0]
     reason = why_not_change(module) or why_not_copy(module)
-    reason = reason or why_not(lambda: rewrite(forward, _ROTATES, "_"))
-    width = getattr(module, "head_dim", None)
+    reason = reason or why_not(lambda: rewrite(forward, function, "_"))
+    head = next((n for n in _WIDTHS if isinstance(getattr(module, n, None), int)), None)
     hidden = next((p.shape[-1] for p in module.parameters() if p.ndim == 2), None)
-    if reason is None and not (isinstance(width, int) and hidden):
+    if reason is None and not (head and hidden):
         reason = "it has no head_dim, or no projection"
     if reason is not None:
         yield Left(module, what, reason)
         return
-    assert isinstance(width, int)
-    assert hidden is not None
+    width: Any = getattr(module, str(head))
     device = view.device(module)
-    inputs = tuple(probe.values((2, 5, size), device) for size in (hidden, width, width))
-    partial = view.ask_once(
-        "rotates partly", module, lambda: _rotates_partly(module, inputs, device)
-    )
-    scope = _Scope(module, partial)
-    takes_norms = why_not(lambda: rewrite(forward, _ROTATES, "_", _NORMS)) is None
+    x, cos = (probe.values((2, 5, size), device) for size in (hidden, width))  # type: ignore[arg-type]
+    # Equal ones would turn all tokens by the same angle, and attention sees only differences.
+    inputs = (x, cos, cos.flip(-1))
+    widths, tables = (), ""
+    for tables in (_COMPLEX,) if function == _ROTATES_COMPLEX else (_BATCHED, _LAST):
+        widths = view.ask_once(
+            f"angles {tables}",
+            module,
+            lambda: _list_widths(module, width, tables, inputs, device),  # noqa: B023
+        )
+        if widths:
+            break
+    if not widths:
+        yield Left(module, what, "it did not run with angles that fuse() knows")
+        return
+    takes_norms = why_not(lambda: rewrite(forward, function, "_", _NORMS)) is None
     norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
-    for interleaved in (False, True):
+    scope = _Scope(module, widths, tables)
+    is_complex = tables == _COMPLEX
+    forms = itertools.product(_FORMS[-1:], (1, 2)) if is_complex else ((f, 1) for f in _FORMS)
+    for (angles, interleaved), at in forms:
         for norm in _list_norms(norms, view):
             becomes = "rotary_embedding_qk" + (", q and k norm" if norm else "")
             settings = {
                 "norm": norm,
+                "function": function,
+                "angles": angles,
+                "tables": tables,
+                "heads_at": at,
                 "interleaved": interleaved,
-                "partial": partial,
-                "keeps_dtype": _keeps_dtype(forward),
+                "partial": len(widths) > 1,
+                "keeps_dtype": is_complex or _keeps_dtype(forward),
                 "inner": tuple(_NORMS) if norm else (),
             }
             changes = (Change(module, RotaryAttention, becomes, settings),)

@@ -92,6 +92,8 @@ OP = Op(
     tiny=norms.benchmarks([(1, 64)], 2, 1e-5)[0],
     numerics=norms.numerics(centered=True),
     small=2**19,
+    # torch's variance in 16 bits is so inexact that equal elements give results up to 1, not 0.
+    eager_rounds=True,
     autocast={"cuda": torch.float32},
 )
 define(OP)

@@ -1,0 +1,139 @@
+"""Which form of rotation an attention's function computes is found by its numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+
+_HALVES = "first, second = x.chunk(2, -1); turned = torch.cat((-second, first), -1)"
+_PAIRS = "turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)"
+_BOTH = "return turn(q, cos, sin), turn(k, cos, sin)"
+_HEADS = f"cos, sin = cos.unsqueeze(1), sin.unsqueeze(1); {_BOTH}"
+_COLUMNS = "return x * cos + turned * sin"
+_HALF = "cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in (cos, sin))"
+_PART = "n = cos.shape[-1]; x, rest = x[..., :n], x[..., n:]"
+_COMPLEX = (
+    "return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * cos)"
+    ".flatten(3).type_as(x)"
+)
+# The lines of a function that turns x and of the function that an attention calls, the number of
+# angles of 16 columns, and how the attention gets them.
+FORMS: dict[str, tuple[str, str, int, str]] = {
+    "halves, as Llama": (f"{_HALVES}; {_COLUMNS}", _HEADS, 16, "batched"),
+    "interleaved, as Cohere": (f"{_PAIRS}; {_COLUMNS}", _HEADS, 16, "batched"),
+    "first half of the angles, as Helium": (
+        f"{_HALF}; {_PAIRS}; {_COLUMNS}",
+        _HEADS,
+        16,
+        "batched",
+    ),
+    "half of the columns, as GLM": (
+        f"{_PART}; {_HALF}; {_PAIRS}; return torch.cat((x * cos + turned * sin, rest), -1)",
+        *(_HEADS, 8, "batched"),
+    ),
+    "partial, as Phi": (f"{_HALVES}; {_COLUMNS}", _HEADS, 4, "sliced"),
+    "an angle for a pair, as gpt-oss": (
+        "a, b = x.chunk(2, -1); return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)",
+        *(_HEADS, 8, "batched"),
+    ),
+    "complex, as DeepSeek-V2": (
+        _COMPLEX,
+        "return turn(q, cos.unsqueeze(1), 0), turn(k, cos.unsqueeze(1), 0)",
+        *(8, "complex"),
+    ),
+    "the last tokens, as DINOv3": (
+        f"n = x.shape[-2] - cos.shape[-2]; before, x = x[..., :n, :], x[..., n:, :]; {_HALVES};"
+        " return torch.cat((before, x * cos + turned * sin), -2)",
+        *(_BOTH, 16, "last"),
+    ),
+}
+_MODULE = """
+import torch
+
+def turn(x, cos, sin):
+    {turn}
+
+def {function}(q, k, cos, sin=None, **more):
+    {rotate}
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.rotary_ndims = 16, {width}
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(32, 64) for _ in range(3))
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None):
+        shape = (*hidden_states.shape[:-1], 4, 16)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        n = self.rotary_ndims if {sliced} else 16
+        angles = (position_embeddings,) if {is_complex} else position_embeddings
+        turned_q, turned_k = {function}(q[..., :n], k[..., :n], *angles)
+        q, k = torch.cat((turned_q, q[..., n:]), -1), torch.cat((turned_k, k[..., n:]), -1)
+        return ((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2), None
+"""
+
+
+def _make(folder: Path, turn: str, rotate: str, width: int, given: str) -> Any:
+    is_complex = given == "complex"
+    function = "apply_rotary_emb" if is_complex else "apply_rotary_pos_emb"
+    file = folder / "rotations.py"
+    file.write_text(
+        _MODULE.format(
+            turn=turn.replace("; ", "\n    "),
+            rotate=rotate.replace("; ", "\n    "),
+            width=width,
+            function=function,
+            sliced=given == "sliced",
+            is_complex=is_complex,
+        )
+    )
+    spec: Any = importlib.util.spec_from_file_location("rotations", file)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    torch.manual_seed(0)
+    return nn.ModuleList([made.Attention()])
+
+
+def _run(model: Any, width: int, given: str) -> list[torch.Tensor]:
+    dtype = model[0].q_proj.weight.dtype
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 6, 32, generator=generator).to(dtype).requires_grad_()
+    angles = torch.randn(3, 6, width, generator=generator).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    tables: Any = (cos[0, 2:], sin[0, 2:]) if given == "last" else (cos, sin)
+    y = model[0](x, torch.complex(cos, sin) if given == "complex" else tables)[0]
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
+    """Results and gradients are those of the model's code, in float64."""
+    turn, rotate, width, given = FORMS[name]
+    model = _make(tmp_path, turn, rotate, width, given).double()
+    expected = _run(model, width, given)
+    torchweld.fuse(model)
+    (row,) = torchweld.explain_fusion(model)
+    assert row.welded, row.reason
+    assert row.becomes == "rotary_embedding_qk"
+    for mine, theirs in zip(_run(model, width, given), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
+    """Each form with the sine's sign changed: no form of ours computes it."""
+    turn, rotate, width, given = FORMS[name]
+    back = "cos = cos.conj()" if given == "complex" else "sin = -sin"
+    model = _make(tmp_path, f"{back}; {turn}", rotate, width, given)
+    (row,) = torchweld.explain_fusion(model)
+    assert not row.becomes
+    assert row.reason
