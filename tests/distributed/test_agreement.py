@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -174,7 +174,7 @@ def _missing_gradients(rank: int) -> None:
         parts[1].grad = parts[1].detach()
     with _Agreeing() as mode:
         norm = grad_norm(parts)
-    assert mode.compared == 1
+    assert mode.compared == 2  # which gradients are parts, and the squares
     wanted = whole.square().sum() + whole[:, 0].square().sum()
     torch.testing.assert_close(norm, wanted.sqrt())
 
@@ -185,6 +185,27 @@ PLACES = (Replicate(), Shard(1))
 def test_norms_of_missing_gradients() -> None:
     with processes(2) as two:
         two.run("cpu", _missing_gradients)
+
+
+def _missing_parts(rank: int) -> None:
+    """After `no_sync`, gradients are parts; a rank may have none, or a whole one."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).view(3, 2)
+    for other in (None, Replicate()):
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, [Replicate()]))
+        place = Partial() if rank else other
+        if place is not None:
+            parameter.grad = DTensor.from_local(whole + rank, mesh, [place], run_check=False)
+        with _Agreeing() as mode:
+            norm = grad_norm([parameter])
+        assert mode.compared == 2
+        wanted = whole + 1 if other is None else 2 * whole + 1
+        torch.testing.assert_close(norm, wanted.norm())
+
+
+def test_norms_of_parts_that_a_rank_lacks() -> None:
+    with processes(2) as two:
+        two.run("cpu", _missing_parts)
 
 
 # --- Rings ----------------------------------------------------------------------------------------

@@ -225,3 +225,22 @@ def test_errors() -> None:
         stages.assign_stages("dualpipev", 0, 2, per_rank=3)
     with pytest.raises(ArgumentError, match="layers"):
         stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))
+
+
+def _cut(rank: int) -> None:
+    blocks, seeds = _blocks()
+    seeds.begin(0, 0)
+    x = torch.zeros((ROWS, LENGTH), dtype=torch.int64)
+    cuts = range(1), range(1, len(blocks))
+    made = stages.pipeline(blocks, "1f1b", MICROBATCHES, _loss, (x,), cuts=cuts)
+    assert made.cuts == cuts
+    assert [*made.parts[0]] == [str(i) for i in cuts[rank]]
+    for wrong in ([range(2), range(1, 6)], [range(6)], [range(0), range(6)], [range(5), range(6)]):
+        with pytest.raises(ArgumentError, match="2 ranges, one after another, of 6 blocks"):
+            stages.pipeline(blocks, "1f1b", MICROBATCHES, _loss, (x,), cuts=wrong)
+
+
+def test_given_cuts() -> None:
+    """Those of a plan, say; they are not balanced by costs."""
+    with processes(2) as two:
+        two.run("cpu", _cut)

@@ -20,6 +20,7 @@ import torchweld
 from processes import processes
 from torchweld import optim
 from torchweld.distributed import memory, stages, zero
+from torchweld.distributed.memory import find_named_blocks
 from torchweld.errors import ArgumentError
 
 WIDTH, HIDDEN, ROWS, STEPS = 96, 200, 16, 3
@@ -428,3 +429,9 @@ def test_rows_take_parameters_without_groups(make: Any, kind: str) -> None:
     mesh: Any = None  # it is not asked: the error comes first
     with pytest.raises(ArgumentError, match=f"parameters is with a {kind}; accepted: .*groups"):
         zero.RowSharded(make(nn.Linear(4, 4)), optim.AdamW, mesh)
+
+
+def test_layers_in_lists_of_lists() -> None:
+    """As in Funnel: a list cannot be sharded by itself, since nobody calls it."""
+    model = nn.Sequential(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)]))
+    assert list(find_named_blocks(model)) == ["0.0.0", "0.1"]

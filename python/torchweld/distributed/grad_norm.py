@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from torchweld.distributed.sums import extend_parts
 
 # The name of a parameter's attribute that counts the pipeline stages with a copy of it.
 COPIES = "torchweld_copies"
@@ -27,18 +29,22 @@ def grad_norm(
     """
     squares: dict[Any, torch.Tensor] = {}
     device: torch.device | None = None
-    for parameter in parameters:
+    parameters = [*parameters]
+    parts = _find_parts(parameters)
+    for at, parameter in enumerate(parameters):
         # A process without a gradient takes part in the sums of the others.
-        grad = parameter.grad if parameter.grad is not None else parameter.detach()
+        has_grad = parameter.grad is not None or at in parts
+        grad: Any = parameter.grad if parameter.grad is not None else parameter.detach()
         key, device = (), grad.device
         if isinstance(grad, DTensor):
-            if any(p.is_partial() for p in grad.placements):  # add the parts before squaring
-                whole = [Replicate() if p.is_partial() else p for p in grad.placements]
-                grad = grad.redistribute(placements=whole)
-            dims = [at for at, p in enumerate(grad.placements) if not p.is_replicate()]
-            key, grad = tuple(grad.device_mesh.get_group(at) for at in dims), grad.to_local()  # type: ignore[assignment]
+            if at in parts:  # add the parts before squaring
+                grad = torch.zeros_like(grad) if parameter.grad is None else grad
+                whole = [Replicate() if p.is_partial() else p for p in parts[at]]
+                grad = extend_parts(grad, parts[at]).redistribute(placements=whole)
+            dims = [dim for dim, p in enumerate(grad.placements) if not p.is_replicate()]
+            key, grad = tuple(grad.device_mesh.get_group(dim) for dim in dims), grad.to_local()  # type: ignore[assignment]
         square = squares.setdefault(key, torch.zeros((), device=device))
-        if parameter.grad is not None:
+        if has_grad:
             square += grad.detach().float().square().sum() / getattr(parameter, COPIES, 1)
     total = torch.zeros((), device=device)
     for groups, square in squares.items():
@@ -48,3 +54,31 @@ def grad_norm(
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def _find_parts(parameters: Sequence[torch.Tensor]) -> dict[int, list[Placement]]:
+    """Find the parameters whose gradients are parts of sums in some process, and their placements.
+
+    Gradients are whole, except after `no_sync`; but a process without a gradient cannot know.
+    """
+    meshes: dict[Any, list[int]] = {}
+    for at, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements):
+            meshes.setdefault(parameter.device_mesh, []).append(at)
+    found: dict[int, list[Placement]] = {}
+    for mesh, places in meshes.items():
+        grads: list[Any] = [parameters[at].grad for at in places]
+        none = [False] * mesh.ndim
+        flags = torch.tensor(
+            [none if g is None else [p.is_partial() for p in g.placements] for g in grads],
+            dtype=torch.int32,
+            device=parameters[places[0]].device,
+        )
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for at, row in zip(places, flags.tolist(), strict=True):
+            if any(row):
+                own: Any = parameters[at]
+                pairs = zip(row, own.placements, strict=True)
+                found[at] = [Partial() if is_part else place for is_part, place in pairs]
+    return found

@@ -172,14 +172,17 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [*find_named_blocks(model).values()]
 
 
-def find_named_blocks(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.nn.Module]:
-    """Find the layers of a model with their names in it."""
+def find_named_blocks(
+    model: torch.nn.Module, prefix: str = "", is_list: bool = False
+) -> dict[str, torch.nn.Module]:
+    """Find the layers of a model with their names in it; a list may hold lists of layers."""
     blocks: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-            blocks |= {f"{prefix}{name}.{key}": block for key, block in child.named_children()}
+        holds = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        if is_list and not holds:
+            blocks[f"{prefix}{name}"] = child
         else:
-            blocks |= find_named_blocks(child, f"{prefix}{name}.")
+            blocks |= find_named_blocks(child, f"{prefix}{name}.", holds)
     return blocks
 
 

@@ -73,6 +73,7 @@ def pipeline(
     example: tuple[Any, ...],
     *,
     costs: Costs | None = None,
+    cuts: Sequence[range] | None = None,
     per_rank: int = 2,
     wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda part: part,
     group: dist.ProcessGroup | None = None,
@@ -90,6 +91,7 @@ def pipeline(
         example: the first block's arguments for one microbatch.
         costs: the cost of each block, or a function that returns them; None: the first rank
             measures a forward and a backward pass of each block on the example.
+        cuts: the blocks of each stage, such as `plan_for(...).cuts`; None: balanced by costs.
         per_rank: stages per rank, for schedules with several stages per rank; 2 in
             "zbvzerobubble" and "dualpipev".
         wrap: a wrapper that is applied to each stage's module, such as FSDP2 or a checkpoint.
@@ -106,8 +108,11 @@ def pipeline(
     if len(blocks) < count:
         actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"
         raise ArgumentError("pipeline", "blocks", actual, accepted)
+    if cuts is not None:
+        _check_cuts(cuts, len(blocks), count)
+        costs = [1.0] * len(blocks)
     block_costs, flow = _agree_on_costs(blocks, example, costs, group)
-    cuts = balance(block_costs, count)
+    cuts = balance(block_costs, count) if cuts is None else tuple(cuts)
     numbers = assign_stages(schedule, rank, ranks, per_rank)
     ties = find_ties(blocks, cuts)
     parts = [wrap(_Stage({str(i): blocks[i] for i in cuts[number]})) for number in numbers]
@@ -139,6 +144,13 @@ def pipeline(
     stepping.share(ties, dict(zip(numbers, parts, strict=True)), [owners[i] for i in range(count)])
     torch_schedule.step = stepping.step
     return Pipeline(torch_schedule, torch.nn.ModuleList(parts), numbers, cuts)
+
+
+def _check_cuts(cuts: Sequence[range], blocks: int, count: int) -> None:
+    """Check that cuts divide all blocks, in order, among this many stages."""
+    if [*itertools.chain(*cuts)] != [*range(blocks)] or len(cuts) != count or not all(cuts):
+        accepted = f"{count} ranges, one after another, of {blocks} blocks"
+        raise ArgumentError("pipeline", "cuts", f"{[*cuts]}", accepted)
 
 
 def assign_stages(schedule: Name, rank: int, ranks: int, per_rank: int = 2) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class Sums:
             parts = [
                 a if _is_part(a) else b for a, b in zip(before.placements, kept_parts, strict=True)
             ]
-            parameter.grad, grad = _extend_parts(before, parts), _extend_parts(grad, parts)
+            parameter.grad, grad = extend_parts(before, parts), extend_parts(grad, parts)
         task = torch._C._current_graph_task_id()
         # A backward pass that failed has not called back.
         if not self._waits and self._queued_in != task:
@@ -125,7 +125,7 @@ def _is_part(placement: Placement) -> bool:
     return type(placement) is Partial and placement.reduce_op == "sum"
 
 
-def _extend_parts(x: Any, placements: Sequence[Placement]) -> DTensor:
+def extend_parts(x: Any, placements: Sequence[Placement]) -> DTensor:
     """Make x a sum along more dimensions: the first device keeps its value, others have zeros."""
     more = [
         at for at, of in enumerate(placements) if _is_part(of) and not _is_part(x.placements[at])
