@@ -369,7 +369,7 @@ def test_explain_names_the_choice_and_the_reasons() -> None:
     assert "too small to gain" in small.reasons["cpu"]
     large = torchweld.explain("rms_norm", torch.ones(512, 512), [512], eps=1e-6)
     assert large.chosen == "cpu"
-    assert set(large.reasons) == {"eager", "triton"}
+    assert set(large.reasons) == {"eager", "cuda", "triton"}
     assert "rms_norm runs on cpu" in str(large)
     with torchweld.use_backend("eager"):
         assert torchweld.explain("rms_norm", torch.ones(512, 512), [512]).chosen == "eager"

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
 
 LAYER_NORM = OPS["layer_norm"]
+SOFTMAX = OPS["softmax_dropout"]  # it has two kernels for a GPU
 SMALL = (activation(8, 16), [16], parameter(16), parameter(16), 1e-5)
 CASE = Case(LAYER_NORM, SMALL, torch.float32, "cpu")
 PLAN = Plan(DIRECTIONS, ["cpu"], [], seconds=0.0, rounds=(2, 3))
@@ -133,19 +135,6 @@ def test_a_case_is_measured_in_every_direction() -> None:
         assert result.ms
         assert result.ms > 0
         assert result.automatic == (result.contender == "eager")  # the tensor is this small
-
-
-@pytest.mark.parametrize(
-    ("chosen", "marked"),
-    [("cpu/eager", {"fwd": "cpu", "bwd": "eager"}), ("eager/cpu", {"fwd": "eager", "bwd": "cpu"})],
-)
-def test_directions_chosen_apart_are_marked_apart(
-    chosen: str, marked: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both directions together take two contenders, neither of which is the choice."""
-    monkeypatch.setattr(runner, "choose_automatically", lambda *_: chosen)
-    found = [result for results in runner.measure(CASE, PLAN, wall_time) for result in results]
-    assert {r.direction: r.contender for r in found if r.automatic} == marked
 
 
 def test_overhead_of_a_call() -> None:
@@ -454,10 +443,14 @@ MACHINE: dict[str, Any] = {
 }
 
 
+def _result_of_softmax(contender: str, ms: float) -> Result:
+    return replace(_result(contender, ms), op=SOFTMAX.name)
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Made-up sources of layer_norm's kernels."""
-    for files in LAYER_NORM.sources.values():
+    for files in SOFTMAX.sources.values():
         for name in files:
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -466,16 +459,16 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_sources_hash_ignores_comments_alone(repository: Path) -> None:
-    before = {b: sources.sources_hash(LAYER_NORM, b, repository) for b in LAYER_NORM.sources}
-    kernel, triton = (repository / LAYER_NORM.sources[b][0] for b in ("cuda", "triton"))
+    before = {b: sources.sources_hash(SOFTMAX, b, repository) for b in SOFTMAX.sources}
+    kernel, triton = (repository / SOFTMAX.sources[b][0] for b in ("cuda", "triton"))
     kernel.write_text("// one\n\n/* two\n lines */ int x = 1;  // three\n")
     triton.write_text("# one\n\nx = 1  # two\n")
-    after = {b: sources.sources_hash(LAYER_NORM, b, repository) for b in LAYER_NORM.sources}
+    after = {b: sources.sources_hash(SOFTMAX, b, repository) for b in SOFTMAX.sources}
     assert sources.stripped(kernel).split() == ["int", "x", "=", "1;"]
     assert after["triton"] == before["triton"]
     assert after["cpu"] == before["cpu"]
     kernel.write_text("int x = 2;\n")
-    assert sources.sources_hash(LAYER_NORM, "cuda", repository) != before["cuda"]
+    assert sources.sources_hash(SOFTMAX, "cuda", repository) != before["cuda"]
 
 
 def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:
@@ -492,14 +485,20 @@ def _shipped(repository: Path) -> Path:
 
 def test_the_record_is_whole_after_every_step(repository: Path) -> None:
     record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    record.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
     fault = recording.Fault("a test", "float16")
-    record.add_outcome("layer_norm", "triton", recording.TESTED, fault)
+    record.add_outcome("softmax_dropout", "triton", recording.TESTED, fault)
     assert record.path == repository / "bench" / "evidence" / "nvidia-h200.json"
-    record.add_results([_result("eager", 2.0), _result("triton", 1.0), _result("compile", 1.5)])
+    record.add_results(
+        [
+            _result_of_softmax("eager", 2.0),
+            _result_of_softmax("triton", 1.0),
+            _result_of_softmax("compile", 1.5),
+        ]
+    )
     content = json.loads(record.path.read_text())
     assert (content["gpu"], content["limits"]) == ("NVIDIA H200", {"copy_gbps": 4000.0})
-    proof = content["ops"]["layer_norm"]["triton"]
+    proof = content["ops"]["softmax_dropout"]["triton"]
     assert recording.count_passed(proof) == 1
     assert recording.list_faults(proof) == [{"what": "a test", "dtype": "float16"}]
     (kept,) = proof["results"]
@@ -509,19 +508,19 @@ def test_the_record_is_whole_after_every_step(repository: Path) -> None:
     # Another backend's run keeps this one's; this one's next run begins to count anew, and forgets
     # what older sources did.
     again = recording.Record(_shipped(repository), MACHINE, repository)
-    again.add_outcome("layer_norm", "cuda", recording.TESTED, None)
+    again.add_outcome("softmax_dropout", "cuda", recording.TESTED, None)
 
     def stored() -> dict[str, Any]:
-        return json.loads(record.path.read_text())["ops"]["layer_norm"]["triton"]
+        return json.loads(record.path.read_text())["ops"]["softmax_dropout"]["triton"]
 
     assert stored() == proof
-    again.begin("layer_norm", "triton", recording.TESTED)
+    again.begin("softmax_dropout", "triton", recording.TESTED)
     assert stored() == proof
-    again.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    again.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
     assert (recording.count_passed(stored()), recording.list_faults(stored())) == (1, [])
     assert stored()["results"] == proof["results"]
-    (repository / LAYER_NORM.sources["triton"][0]).write_text("x = 3\n")
-    again.add_outcome("layer_norm", "triton", recording.TESTED, None)
+    (repository / SOFTMAX.sources["triton"][0]).write_text("x = 3\n")
+    again.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
     assert (recording.count_passed(stored()), stored()["results"]) == (1, [])
 
 
@@ -531,18 +530,18 @@ def test_standing_of_evidence(repository: Path) -> None:
         return {line[:2]: line[3] for line in recording.list_states(repository, content)}
 
     record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.add_outcome("layer_norm", "triton", recording.TESTED, None)
-    assert standing()["layer_norm", "triton"] == "current (1 passed, 0 failed, 0 times)"
-    assert standing()["layer_norm", "cuda"] == "never run on a GPU"
-    (repository / LAYER_NORM.sources["triton"][0]).write_text("x = 2\n")
-    assert standing()["layer_norm", "triton"].startswith("stale: its sources changed since")
+    record.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
+    assert standing()["softmax_dropout", "triton"] == "current (1 passed, 0 failed, 0 times)"
+    assert standing()["softmax_dropout", "cuda"] == "never run on a GPU"
+    (repository / SOFTMAX.sources["triton"][0]).write_text("x = 2\n")
+    assert standing()["softmax_dropout", "triton"].startswith("stale: its sources changed since")
 
 
 def test_evidence_reads_as_results(repository: Path) -> None:
     record = recording.Record(_shipped(repository), MACHINE, repository)
     for backend, ms in (("cuda", 1.0), ("triton", 0.8)):
-        record.add_results([_result("eager", 2.0), _result(backend, ms)])
-    (repository / LAYER_NORM.sources["cuda"][0]).write_text("int x = 2;\n")
+        record.add_results([_result_of_softmax("eager", 2.0), _result_of_softmax(backend, ms)])
+    (repository / SOFTMAX.sources["cuda"][0]).write_text("int x = 2;\n")
     found = recording.list_results(json.loads(record.path.read_text()), repository)
     chosen = {r.contender: (r.speed_up, r.automatic) for r in found}
     assert chosen == {"cuda (stale)": (2.0, False), "triton": (2.5, True)}
