@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from torchweld import functional
+from torchweld.fusion import probe
 from torchweld.fusion.modules import is_welded, why_not_change
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 from torchweld.ops.activation.common import ACTIVATIONS
@@ -83,7 +85,8 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
     if len(activations) > 1 or others or len(dropouts) > 2:
         return
     ways = list(_list_ways(layers))
-    if not ways or (len(layers) == 1 and not _splits(module, view)):
+    widths = [size[1] for size in layers.values()]
+    if not ways or (len(widths) == 1 and not _splits(module, widths[0], view)):
         return
     if activations:
         kinds = [kind for name in activations if (kind := view.activation(children[name]))]
@@ -121,10 +124,13 @@ def _list_places(dropouts: list[str]) -> list[dict[str, str | None]]:
     return [{"dropout": inside, "after": after} for inside, after in places]
 
 
-def _splits(module: torch.nn.Module, view: View) -> bool:
-    """Whether no other module or function gets the whole result of the module's layer."""
+def _splits(module: torch.nn.Module, width: int, view: View) -> bool:
+    """Whether a module halves its layer's result, which no other module or function gets whole."""
     scope = view.watch(module)
-    return not isinstance(scope, str) and all(edge.producer is module for edge in scope.edges)
+    if isinstance(scope, str) or any(edge.producer is not module for edge in scope.edges):
+        return False
+    y = probe.call(Twin(module, view.device(module), torch.float32).module, scope.inputs)
+    return isinstance(y, torch.Tensor) and 2 * y.shape[-1] == width
 
 
 def _find_functions(
