@@ -114,6 +114,7 @@ def _encoder(name: str) -> Callable[[float], Any]:
 
 _LOSS = {"linear_cross_entropy in training, logits when read": 1}
 _LIKE_LLAMA = {"rms_norm": 5, "gated_act (silu)": 2, "rotary_embedding_qk": 2, **_LOSS}
+_GATE_FIRST = "rms_norm of gated_act (silu)"
 _NORMED = "rotary_embedding_qk, q and k norm"
 # How it is made, its batch, and how many modules of a kind fuse() welds in it.
 MODELS: dict[str, tuple[Callable[[float], Any], Callable[[], dict[str, Any]], dict[str, int]]] = {
@@ -201,26 +202,31 @@ WITH_OTHER_NORMS: dict[str, tuple[Callable[[float], Any], dict[str, int]]] = {
         _decoder("Nemotron"),
         {"linear_act (relu2)": 2, "layer_norm, weight + 1": 5, "rotary_embedding_qk": 2, **_LOSS},
     ),
-    "mamba2": (_mamba2, {"rms_norm": 5, "bias_act (silu)": 2, **_LOSS}),
+    "mamba2": (_mamba2, {"rms_norm": 3, _GATE_FIRST: 2, "bias_act (silu)": 2, **_LOSS}),
     "falcon_h1": (
         _decoder("FalconH1", **_MIXED, mamba_d_ssm=128, mamba_rms_norm=True),
         {
             "gated_act (silu)": 2,
             "bias_act (silu)": 2,
-            "rms_norm": 7,
+            "rms_norm": 5,
+            "rms_norm, gated_act (silu)": 2,
             "rotary_embedding_qk": 2,
             **_LOSS,
         },
     ),
     "nemotron_h": (
         _nemotron_h,
-        {"rms_norm": 7, "bias_act (silu)": 2, "linear_act (relu2)": 1, **_LOSS},
+        {
+            **{"rms_norm": 5, _GATE_FIRST: 2, "bias_act (silu)": 2, "linear_act (relu2)": 1},
+            **_LOSS,
+        },
     ),
     "bamba": (
         _decoder("Bamba", **_MIXED, attn_layer_indices=[1]),
         {
             "gated_act (silu)": 2,
-            "rms_norm": 6,
+            "rms_norm": 5,
+            _GATE_FIRST: 1,
             "bias_act (silu)": 1,
             "rotary_embedding_qk": 1,
             **_LOSS,

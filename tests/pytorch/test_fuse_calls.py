@@ -277,9 +277,81 @@ class GatedByTanh(LlamasFeedForward):
         return self.w2(self.w1(x) * functional.gelu(self.w3(x), approximate="tanh"))
 
 
+class DiffusersGEGLU(nn.Module):
+    """One layer computes both halves, a method activates the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 256)
+
+    def gelu(self, gate: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(gate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, gate = self.proj(x).chunk(2, -1)
+        return x * self.gelu(gate)
+
+
+class XTransformersGLU(nn.Module):
+    """The activation is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.act, self.mult_bias = nn.Linear(64, 256), nn.SiLU(), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, gate = self.proj(x).chunk(2, -1)
+        return x * self.act(gate) * self.mult_bias
+
+
+class GatedNorm(nn.Module):
+    """Bamba's norm of a product, or Qwen3-Next's product of a norm."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.weight, self.eps, self.order = nn.Parameter(torch.rand(64)), 1e-6, order
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = 1 if gate is None else functional.silu(gate.to(wide.dtype))
+        wide = wide * factor if self.order == "first" else wide
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wide = self.weight * wide.to(x.dtype)
+        return (wide * factor if self.order == "last" else wide).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("order", "becomes"),
+    [("first", "rms_norm of gated_act (silu)"), ("last", "rms_norm, gated_act (silu)")],
+)
+def test_norms_with_a_gate(order: str, becomes: str) -> None:
+    """In float64, by position and by keyword; without a gate their own forward runs."""
+    torch.manual_seed(0)
+    model = GatedNorm(order).double()
+    x = X.double().requires_grad_()
+    gate = x.detach().flip(0).requires_grad_()
+    calls: list[Any] = [((x, gate), {}), ((x,), {"gate": gate}), ((x,), {}), ((x, None), {})]
+    found = []
+    for _ in range(2):
+        results = [model(*args, **given) for args, given in calls]
+        total = sum((n + 1) * y.square().sum() for n, y in enumerate(results))
+        found.append([*results, *torch.autograd.grad(total, [x, gate, model.weight])])
+        torchweld.fuse(model)
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
+    for before, after in zip(*found, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+def test_an_activation_of_a_whole_result_is_no_gate() -> None:
+    rows = torchweld.explain_fusion(nn.Sequential(nn.Linear(64, 256), nn.GELU()))
+    assert [row.becomes for row in rows] == ["linear_act (gelu)"]
+
+
 @pytest.mark.parametrize(
     ("make", "becomes"),
     [
+        (DiffusersGEGLU, "gated_act (gelu)"),
+        (XTransformersGLU, "gated_act (silu)"),
         (lambda: NanoGPTsNorm(True), "layer_norm"),
         (lambda: NanoGPTsNorm(False), "layer_norm"),
         (LlamasFeedForward, "gated_act (silu)"),

@@ -282,8 +282,9 @@ class _Watch(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if self._running and not is_leaf(caller := self._running[-1]):
-            if function in _FUNCTIONS and args and id(args[0]) in self.makers:
-                self.edges.append(Edge(self.makers[id(args[0])], _FUNCTIONS[function]))
+            if function in _FUNCTIONS and args:  # of a part of a layer's result, the caller's
+                maker = self.makers.get(id(args[0]), caller)
+                self.edges.append(Edge(maker, _FUNCTIONS[function]))
             elif function in _OF_CALLER:
                 self.edges.append(Edge(caller, _OF_CALLER[function]))
         return function(*args, **(kwargs or {}))

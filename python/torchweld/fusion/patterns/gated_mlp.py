@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from torchweld import functional
+from torchweld.fusion import probe
 from torchweld.fusion.modules import is_welded, why_not_change
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 from torchweld.ops.activation.common import ACTIVATIONS
@@ -20,12 +22,12 @@ from torchweld.ops.activation.common import ACTIVATIONS
 class GatedMLP(Weld):
     """after(down(dropout(activation(gate(x)) * up(x)))), where `after` is another dropout.
 
-    Its layers stay separate modules.
+    Its layers stay separate modules. Without `down` it ends at the product, as diffusers' GEGLU.
     """
 
     weld_gate: str
     weld_up: str | None  # None: one layer computes gate and up
-    weld_down: str
+    weld_down: str | None
     weld_dropout: str | None
     weld_after: str | None
     weld_gate_is_first: bool
@@ -48,6 +50,8 @@ class GatedMLP(Weld):
         )
         if self.weld_dropout is not None:
             hidden = getattr(self, self.weld_dropout)(hidden)
+        if self.weld_down is None:
+            return hidden
         down = getattr(self, self.weld_down)
         y = down(_cast_as_weight(hidden, down))
         return y if self.weld_after is None else getattr(self, self.weld_after)(y)
@@ -70,7 +74,7 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
     have an identity in place of a norm.
     """
     children = dict(module.named_children())
-    if is_welded(module) or not 2 <= len(children) <= 7:
+    if is_welded(module) or not 1 <= len(children) <= 7:
         return
     identities = [name for name, child in children.items() if type(child) is torch.nn.Identity]
     children = {name: child for name, child in children.items() if name not in identities}
@@ -81,15 +85,15 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
     if len(activations) > 1 or others or len(dropouts) > 2:
         return
     ways = list(_list_ways(layers))
-    if not ways:
+    widths = [size[1] for size in layers.values()]
+    if not ways or (len(widths) == 1 and not _splits(module, widths[0], view)):
         return
     if activations:
         kinds = [kind for name in activations if (kind := view.activation(children[name]))]
     else:
-        ways = [way for way in ways if way["up"] is not None]
         kinds = _find_functions(module, ways, view)
     what = type(module).__name__
-    if reason := why_not_change(module):
+    if kinds and (reason := why_not_change(module)):
         yield Left(module, what, reason)
         return
     inner = (*activations, *identities)
@@ -120,6 +124,15 @@ def _list_places(dropouts: list[str]) -> list[dict[str, str | None]]:
     return [{"dropout": inside, "after": after} for inside, after in places]
 
 
+def _splits(module: torch.nn.Module, width: int, view: View) -> bool:
+    """Whether a module halves its layer's result, which no other module or function gets whole."""
+    scope = view.watch(module)
+    if isinstance(scope, str) or any(edge.producer is not module for edge in scope.edges):
+        return False
+    y = probe.call(Twin(module, view.device(module), torch.float32).module, scope.inputs)
+    return isinstance(y, torch.Tensor) and 2 * y.shape[-1] == width
+
+
 def _find_functions(
     module: torch.nn.Module, ways: list[dict[str, Any]], view: View
 ) -> list[tuple[str, str]]:
@@ -134,6 +147,9 @@ def _find_functions(
 
 def _list_ways(layers: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """List the roles that the layers' sizes allow, with the usual order first."""
+    if len(layers) == 1 and (name := next(iter(layers))) and layers[name][1] % 2 == 0:
+        for first in (False, True):
+            yield {"gate": name, "up": None, "down": None, "gate_is_first": first}
     for down, (hidden, _) in layers.items():
         rest = [name for name in layers if name != down]
         if len(rest) == 1 and layers[rest[0]][1] == 2 * hidden:

@@ -14,7 +14,7 @@ from torchweld.fusion.modules import forward_of, is_welded, why_not_change
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import Change, Weld, read_parameters
 
 # Rules for the dtype of a result, given the dtypes of x and the weight.
 RULES = {
@@ -41,8 +41,11 @@ class Norm(Weld):
 
     `weight_name` and `bias_name` are names of attributes. `eps` is the name of an attribute, or a
     number if the code has a constant. With `offset`, 1 is added to the weight. `rule` determines
-    the dtype of the result.
+    the dtype of the result. The product of silu(gate) and x is normalised, or silu(gate) multiplies
+    the norm, or there is no gate.
     """
+
+    weld_gate: str | None
 
     weld_weight_name: str
     weld_bias_name: str | None
@@ -53,9 +56,17 @@ class Norm(Weld):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:
+        x, gate = (*(arguments or (None,)), None)[:2]
+        fits = self.weld_gate is None or (gate is not None and gate.dtype is x.dtype)
+        if arguments is None or not fits:
             return self.welded_from.forward(self, *args, **kwargs)
-        (x,) = arguments
+        if self.weld_gate == "first":
+            x = functional.gated_act(gate, x, activation="silu")
+        y = self.weld_normalize(x)
+        return functional.gated_act(gate, y, activation="silu") if self.weld_gate == "last" else y
+
+    def weld_normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm, without a gate."""
         weight = getattr(self, self.weld_weight_name)
         bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
         eps = self.weld_eps
@@ -150,15 +161,29 @@ def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[P
     except CannotCopyError as error:
         yield Left(module, what, str(error))
         return
-    inputs = (probe.values((2, 5, *weight.shape), device),)
-    for centered, offset, eps in itertools.product(
-        (True,) if bias else (False, True), (False, True), _list_epsilons(module) or _CONSTANTS
+    x = probe.values((2, 5, *weight.shape), device)
+    for gate, centered, offset, eps in itertools.product(
+        _list_gates(module),
+        (True,) if bias else (False, True),
+        (False, True),
+        _list_epsilons(module) or _CONSTANTS,
     ):
+        inputs = (x,) if gate is None else (x, x.flip(1))
         settings: dict[str, Any] = {"weight_name": names[0], "bias_name": bias, "eps": eps}
-        settings |= {"centered": centered, "offset": offset, "rule": rule}
+        settings |= {"centered": centered, "offset": offset, "rule": rule, "gate": gate}
+        settings |= {} if gate is None else {"takes": 2}
         becomes = ("layer_norm" if centered else "rms_norm") + (", weight + 1" if offset else "")
+        becomes += {None: "", "first": " of gated_act (silu)", "last": ", gated_act (silu)"}[gate]
         changes = (Change(module, Norm, becomes, settings),)
         yield Proposal(module, what, changes, module, inputs=inputs)
+
+
+def _list_gates(module: torch.nn.Module) -> tuple[str | None, ...]:
+    """Where a gate may be applied: nowhere in a forward of one argument."""
+    names, defaults = read_parameters(module)
+    if len(names) != 2 or defaults.get(names[1]) is not None:
+        return (None,)
+    return ("first", "last", *([None] if names[1] in defaults else []))
 
 
 def _find_rule(module: torch.nn.Module, device: torch.device) -> str:

@@ -260,5 +260,9 @@ def _list_settings(norm: torch.nn.Module, view: View) -> Iterator[tuple[tuple[st
     """The possible settings of a norm with a weight and without a mean or a bias."""
     for entry in find_norm(norm, view):
         settings = {} if isinstance(entry, Left) else entry.changes[0].settings
-        if settings.get("centered") is False and settings.get("bias_name") is None:
+        if (
+            settings.get("centered") is False
+            and settings.get("bias_name") is None
+            and not settings["gate"]
+        ):
             yield tuple(sorted(settings.items()))
