@@ -38,7 +38,9 @@ def grad_norm(
         key, device = (), grad.device
         if isinstance(grad, DTensor):
             if at in parts:  # add the parts before squaring
-                grad = torch.zeros_like(grad) if parameter.grad is None else grad
+                if parameter.grad is None:
+                    zeros, mesh = torch.zeros_like(grad.to_local()), grad.device_mesh
+                    grad = DTensor.from_local(zeros, mesh, parts[at], run_check=False)
                 whole = [Replicate() if p.is_partial() else p for p in parts[at]]
                 grad = extend_parts(grad, parts[at]).redistribute(placements=whole)
             dims = [dim for dim, p in enumerate(grad.placements) if not p.is_replicate()]
@@ -68,9 +70,9 @@ def _find_parts(parameters: Sequence[torch.Tensor]) -> dict[int, list[Placement]
     found: dict[int, list[Placement]] = {}
     for mesh, places in meshes.items():
         grads: list[Any] = [parameters[at].grad for at in places]
-        none = [False] * mesh.ndim
+        none = [_WHOLE] * mesh.ndim
         flags = torch.tensor(
-            [none if g is None else [p.is_partial() for p in g.placements] for g in grads],
+            [none if g is None else list(map(_find_kind, g.placements)) for g in grads],
             dtype=torch.int32,
             device=parameters[places[0]].device,
         )
@@ -78,7 +80,18 @@ def _find_parts(parameters: Sequence[torch.Tensor]) -> dict[int, list[Placement]
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for at, row in zip(places, flags.tolist(), strict=True):
             if any(row):
-                own: Any = parameters[at]
+                own: Any = parameters[at] if parameters[at].grad is None else parameters[at].grad
                 pairs = zip(row, own.placements, strict=True)
-                found[at] = [Partial() if is_part else place for is_part, place in pairs]
+                found[at] = [_KINDS.get(kind, place) for kind, place in pairs]
     return found
+
+
+# How a mesh dimension's parts become a gradient, as a number that processes can exchange.
+_WHOLE, _SUM, _MEAN = range(3)
+_KINDS: dict[int, Placement] = {_SUM: Partial(), _MEAN: Partial("avg")}
+
+
+def _find_kind(placement: Placement) -> int:
+    if not placement.is_partial():
+        return _WHOLE
+    return _MEAN if placement.reduce_op == "avg" else _SUM  # type: ignore[attr-defined]
