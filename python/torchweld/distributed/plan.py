@@ -375,7 +375,7 @@ def _make_packed_heads(module: Any, stream: Placement) -> Style:
 
 def _plan_mlp(module: torch.nn.Module, stream: Placement) -> _Recipe:
     gated = ("gate_proj", "up_proj", "down_proj")
-    welded: Any = module if hasattr(module, "weld_gate") else None
+    welded: Any = module if hasattr(module, "weld_up") else None
     is_packed = welded is not None and welded.weld_up is None
     if welded is not None and not is_packed:
         gated = (welded.weld_gate, welded.weld_up, welded.weld_down)
