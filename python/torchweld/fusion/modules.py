@@ -16,7 +16,6 @@ _LARGEST = 2**30
 # A scope is a block, not a model: it has at most this many times the elements of its largest
 # parameter.
 _BLOCK = 24
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_welded(module: torch.nn.Module) -> bool:
@@ -45,17 +44,6 @@ def forward_of(module: Any) -> Any:
 def count_elements(module: torch.nn.Module) -> int:
     """Count the elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
-
-
-def name_hooks(module: torch.nn.Module, besides: str | tuple[str, ...] | None) -> str:
-    """Name the kinds of hooks on a module, without those of the packages `besides`."""
-    kinds = []
-    for kind in _HOOKS:
-        hooks = getattr(module, kind, {}).values()
-        packages = [str(getattr(hook, "__module__", "")) for hook in hooks]
-        if any(besides is None or not package.startswith(besides) for package in packages):
-            kinds.append(kind.strip("_").replace("_", " "))
-    return " and ".join(kinds)
 
 
 def why_not_change(module: torch.nn.Module) -> str | None:

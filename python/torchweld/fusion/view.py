@@ -17,12 +17,11 @@ from torchweld.fusion.modules import (
     has_state,
     is_sharded,
     is_welded,
-    name_hooks,
     why_not_change,
     why_not_copy,
 )
 from torchweld.fusion.twin import Twin
-from torchweld.fusion.weld import is_overridden
+from torchweld.fusion.weld import is_overridden, name_hooks
 
 _CPU = torch.device("cpu")
 # Modules with more parameters (elements) than this are tried on the CPU.

@@ -63,10 +63,13 @@ class Weld:
         return tuple(first)
 
     def weld_may_skip(self) -> bool:
-        """Whether the submodules that the weld skips were not replaced, and have no hooks."""
+        """Whether the submodules that the weld skips were not replaced, and have no hooks.
+
+        Those of a plan's styles count for the whole of the weld.
+        """
         modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
         return all(
-            type(modules[name]) is cls and is_bare(modules[name])
+            type(modules[name]) is cls and (is_bare(modules[name]) or _is_planned(modules[name]))
             for name, cls in zip(self.weld_inner, self.weld_inner_classes, strict=True)
         )
 
@@ -183,6 +186,29 @@ def why_not_own_forward(module: torch.nn.Module) -> str | None:
     if not is_overridden(module) or _is_own_forward(module, "_old_forward"):
         return None
     return "its forward is set on the instance, so that its class's would never run"
+
+
+_STYLES = "torchweld.distributed"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def name_hooks(module: torch.nn.Module, besides: str | tuple[str, ...] | None) -> str:
+    """Name the kinds of hooks on a module, without those of the packages `besides`."""
+    kinds = []
+    for kind in _HOOKS:
+        hooks = getattr(module, kind, {}).values()
+        packages = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        if any(besides is None or not package.startswith(besides) for package in packages):
+            kinds.append(kind.strip("_").replace("_", " "))
+    return " and ".join(kinds)
+
+
+def _is_planned(module: torch.nn.Module) -> bool:
+    """Whether only styles of `torchweld.distributed` have hooks on a module, or set its forward."""
+    forward = vars(module).get("forward")
+    package = getattr(getattr(forward, "func", forward), "__module__", "")
+    is_own = forward is None or str(package).startswith(_STYLES)
+    return is_own and not name_hooks(module, besides=_STYLES)
 
 
 def is_bare(module: Any) -> bool:

@@ -14,13 +14,13 @@ import torch
 from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, name_hooks, why_not_change
+from torchweld.fusion.modules import forward_of, is_welded, why_not_change
 from torchweld.fusion.patterns.logits import Deferred
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
 from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import Change, Weld, name_hooks
 
 # A forward calls its model's own loss function, or makes torch's module and calls that.
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"

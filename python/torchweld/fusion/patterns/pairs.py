@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.fusion.flow import find_pairs, rewrite_pairs
-from torchweld.fusion.modules import forward_of, name_hooks, why_not_change
-from torchweld.fusion.weld import Change, Weld, is_bare, why_not_own_forward
+from torchweld.fusion.modules import forward_of, why_not_change
+from torchweld.fusion.weld import Change, Weld, is_bare, name_hooks, why_not_own_forward
 
 # Packages whose hooks see to weights, not to results.
 _OF_WEIGHTS = ("torch.distributed", "torchweld.distributed")
