@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
+from oracle import TORCH
 from torchweld import functional, optim
 
 WORDS = 53
@@ -250,6 +251,7 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.skipif(TORCH < (2, 11), reason="torch 2.10 breaks the graph at the logits' views")
 @pytest.mark.parametrize("name", _REFUSED)
 def test_a_compiled_step_says_what_to_do(name: str) -> None:
     model, fused = _pair()
