@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from torchweld import functional
 from torchweld.dispatch import way
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.errors import ArgumentError
+from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
 
 ROWS, WIDTH = 160, 64
@@ -395,6 +397,28 @@ def test_a_list_that_is_changed_later_is_another(call: Call) -> None:
     shape.insert(0, ROWS)
     with pytest.raises(ArgumentError):
         call(normalized_shape=shape)
+
+
+@pytest.mark.parametrize("call", ["bias_dropout_add"], indirect=True)
+def test_a_shard_that_is_changed_later_is_another(call: Call) -> None:
+    shard = Shard([2 * ROWS, WIDTH], [0, 0])
+    call.warm(shard=shard, p=0.5)
+    first = call(shard=shard, p=0.5)
+    shard.offsets[0] = ROWS  # type: ignore[index]
+    second = call(shard=shard, p=0.5)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, call(shard=Shard((2 * ROWS, WIDTH), (ROWS, 0)), p=0.5))
+
+
+@pytest.mark.parametrize("call", ["softmax_dropout"], indirect=True)
+def test_an_equal_value_of_another_class_is_another(call: Call) -> None:
+    call.warm(scale=1.0, p=0.0)
+    missed = call.missed
+    for equal in (torch.tensor(1.0), True):
+        with contextlib.suppress(ArgumentError):
+            call(scale=equal, p=0.0)
+        assert call.missed > missed
+        missed = call.missed
 
 
 @pytest.mark.parametrize("call", ["softmax_dropout"], indirect=True)

@@ -44,7 +44,9 @@ def is_constant(value: Any) -> bool:
 
 def copy_constant(value: Any) -> Any:
     """The value, which its owner cannot change."""
-    return list(value) if type(value) is list else value
+    if isinstance(value, list):
+        return [copy_constant(one) for one in value]
+    return tuple(map(copy_constant, value)) if isinstance(value, tuple) else value
 
 
 def make_comparison(
@@ -83,6 +85,7 @@ def make_comparison(
     return _write_comparison(kinds, aligned)(
         _guards.TensorGuards(*tensors, **exact).check,
         tuple(values),
+        tuple(type(value) for value, kind in zip(given, kinds, strict=True) if kind == "v"),
         torch.is_grad_enabled(),
         (kind, torch.get_autocast_dtype(kind)) if autocast else None,
     )
@@ -108,12 +111,14 @@ def _write_comparison(kinds: str, aligned: bool) -> Callable[..., IsLike]:
         addresses = " | ".join(f"{name}.data_ptr()" for name in select("t"))
         conditions.append(f"({addresses}) % ALIGNMENT == 0")
     if select("v"):
+        # True is equal to 1.0, and so is a tensor, which the whole path may refuse.
+        conditions.append(f"({', '.join(f'{name}.__class__' for name in select('v'))},) == classes")
         conditions.append(f"({', '.join(select('v'))},) == values")
     conditions.append("not modes() and not function_modes()")
     conditions.append("forward_ad._current_level < 0")
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
     made: Callable[..., IsLike] = eval(
-        f"lambda check, values, train, autocast: lambda {', '.join(names)}: "
+        f"lambda check, values, classes, train, autocast: lambda {', '.join(names)}: "
         + " and ".join(conditions),
         {
             "is_grad_enabled": torch.is_grad_enabled,
