@@ -38,7 +38,7 @@ class LanguageLoss(Weld):
 
     weld_head_name: str
     weld_path: str
-    weld_capped: bool
+    weld_compiles: bool  # to a loss from the head's input
     training: bool
     forward: Any
     loss_function: Any
@@ -66,8 +66,7 @@ class LanguageLoss(Weld):
         if last is not head:
             return self.weld_last(head, x)
         if torch.compiler.is_compiling():
-            # Dynamo does not follow the tanh of an object.
-            return head(x) if self.weld_capped else Deferred(x, head.weight.shape[0])
+            return Deferred(x, head.weight.shape[0]) if self.weld_compiles else head(x)
         on_a_ring = is_dtensor(head.weight) and head.weight.device_mesh.ndim > 1
         if on_a_ring or name_hooks(head, besides="torch.distributed"):
             return head(x)
@@ -168,7 +167,9 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
         return
     last = head.get_submodule(path)
     reason = _why_not(module, last, heads[0], view)
-    settings = {"head_name": heads[0], "path": path, "capped": "tanh" in code.co_names}
+    # Dynamo follows no tanh of an object, and a CrossEntropyLoss made in a forward is a function.
+    compiles = not (reads(inner, _CROSS_ENTROPY) or "tanh" in code.co_names)
+    settings = {"head_name": heads[0], "path": path, "compiles": compiles}
     if reason is None:
         reason = view.ask_once("loss", module, lambda: _why_not_same(module, settings))
     if reason is not None:
